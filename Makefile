@@ -41,7 +41,7 @@ test: lint $(S3)/.installed ## lint, then all tests: unit, fuzz, multi-process a
 test-gpu: install ## the tests that need an accelerator, on the one that DeepSpeed finds
 	$(RUN)/python -m pytest -m gpu tests
 
-test-interop: $(INTEROP)/.installed ## compare token files and samples with megatron-core, which it downloads
+test-interop: $(INTEROP)/.installed ## compare token files, samples and checkpoints with megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
 test-deepspeed: install ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/deepspeed_versions.md

@@ -18,6 +18,8 @@ from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.fields import option_field, when
 from megatron_ds.config.problems import Problem
 
+MEGATRON_FORMATS = ("megatron", "torch_dist")
+MEGATRON = when(target_format=MEGATRON_FORMATS)
 MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "gpt_neox", "bloom", "falcon")
 
 
@@ -27,9 +29,9 @@ class Options:
 
     Formats: native, a checkpoint of a training or a folder of weights alone; hf, a model of Hugging
     Face's transformers; megatron, a checkpoint of Megatron-LM, as input also of Megatron-DeepSpeed;
-    as input torch_dist, a checkpoint of Megatron Core. The output folder appears complete or not at
-    all. A native output is a folder of weights: --load of a training starts from it, and the server
-    loads it, on every layout.
+    torch_dist, a checkpoint of Megatron Core. The output folder appears complete or not at all. A
+    native output is a folder of weights: --load of a training starts from it, and the server loads
+    it, on every layout.
     """
 
     load: str = option_field("", "folder to convert", metavar="FOLDER", required=True)
@@ -43,7 +45,11 @@ class Options:
         choices=("auto", "native", "universal", "hf", "megatron", "torch_dist"),
     )
     target_format: str = option_field(
-        "", "format of --save", flag="to", choices=("native", "hf", "megatron"), required=True
+        "",
+        "format of --save",
+        flag="to",
+        choices=("native", "hf", "megatron", "torch_dist"),
+        required=True,
     )
     dtype: str | None = option_field(
         None, "type of the weights (default: as they are)", choices=("fp32", "bf16", "fp16")
@@ -60,14 +66,27 @@ class Options:
         "tensor-parallel size of the output; native and hf outputs have none",
         aliases=("target-tensor-model-parallel-size",),
         minimum=1,
-        only_with=when(target_format="megatron"),
+        only_with=MEGATRON,
     )
     target_pipeline_parallel_size: int = option_field(
         1,
         "pipeline stages of the output; native and hf outputs have none",
         aliases=("target-pipeline-model-parallel-size",),
         minimum=1,
-        only_with=when(target_format="megatron"),
+        only_with=MEGATRON,
+    )
+    optimizer_states: bool = option_field(
+        False,
+        "convert Adam's states, iteration and consumed samples, too, so that Megatron continues "
+        "the training; by default its output has the weights alone",
+        only_with=MEGATRON,
+    )
+    target_adam: str = option_field(
+        "fused",
+        "Adam of the Megatron that continues: the one of Transformer Engine or apex, or torch's "
+        "AdamW, which Megatron takes where both are missing",
+        choices=("fused", "torch"),
+        only_with=when(optimizer_states=True),
     )
     verify: bool = option_field(
         False, "compare the logits of both models for a fixed prompt; of hf, transformers' model"
@@ -90,6 +109,7 @@ def work(options: Options) -> None:
         from megatron_ds.checkpoint.formats import convert, hf_tokenizer
         from megatron_ds.checkpoint.formats.native import DTYPES
         from megatron_ds.checkpoint.formats.open_source import open_source
+        from megatron_ds.checkpoint.formats.training_states import with_training
 
     def warn(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -97,6 +117,8 @@ def work(options: Options) -> None:
     start = time.perf_counter()
     name, folder = options.source
     source = open_source(folder, name, warn)
+    if options.optimizer_states and options.target_format in MEGATRON_FORMATS:
+        source = with_training(source)
     source = source.to(None if options.dtype is None else DTYPES[options.dtype])
     target = convert.Target(
         Path(options.save),
@@ -104,8 +126,9 @@ def work(options: Options) -> None:
         options.hf_model_type,
         tp_size=options.target_tensor_parallel_size,
         pp_size=options.target_pipeline_parallel_size,
+        adam=options.target_adam,
     )
-    total = sum(tensor.nbytes for tensor in source.tensors.values())
+    total = source.nbytes
     count = size = 0
     with progress("converting", total, log_interval=100) as update:
 

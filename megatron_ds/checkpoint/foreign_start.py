@@ -98,7 +98,7 @@ def merge_settings(config: Config) -> tuple[Config, list[Problem]]:
                 Problem("foreign-setting-differs", name, given=given, path=found.path, saved=saved)
             )
     if "softmax_vocab_size" not in config.given and _continued(found, model, config) is not None:
-        rows = model.source.tensors[TABLE].shape[0]
+        rows = model.softmax_rows or model.source.tensors[TABLE].shape[0]
         options = dataclasses.replace(config.model, softmax_vocab_size=rows)
         config = dataclasses.replace(config, model=options)
     longest, length = settings.longest_sequence, config.model.seq_length

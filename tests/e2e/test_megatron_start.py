@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Launcher, Settings, steps
+from tools import convert_checkpoint
 
 LOSSES = (5.560256, 5.651052, 5.564013)
 NORMS = (1.072, 0.955, 0.869)
@@ -60,6 +61,27 @@ def test_a_continued_run_has_the_losses_that_megatron_prints(
     assert [record["lm_loss"] for record in found] == pytest.approx(LOSSES, abs=2e-6)
     assert [record["grad_norm"] for record in found] == pytest.approx(NORMS, abs=6e-4)
     assert "at iteration 3, after 12 samples" in output
+
+
+@pytest.mark.parametrize("target", ["torch_dist", "megatron"])
+def test_an_export_continues_with_the_losses_that_megatron_prints(
+    target: str, launcher: Launcher, megatron_checkpoints: Path, tmp_path: Path
+) -> None:
+    """From Megatron to a sharded run here, and by an export with optimizer states to another."""
+    settings = run_of(megatron_checkpoints, "mlm25_tp1") | {"save": tmp_path / "ours"}
+    sharded = {"zero_stage": 3} if target == "torch_dist" else {"tensor_model_parallel_size": 2}
+    launcher.start({**settings, **sharded, "exit_interval": 4}, ranks=2).succeed()
+    flags = ["--load", tmp_path / "ours", "--save", tmp_path / "theirs", "--to", target]
+    assert convert_checkpoint.main([*map(str, flags), "--optimizer-states"]) == 0
+
+    settings |= {"load": tmp_path / "theirs", "save": tmp_path / "new"}
+    output = launcher.start(settings).succeed()
+
+    assert "at iteration 4, after 16 samples" in output
+    found = steps(tmp_path / "new")
+    assert [record["iteration"] for record in found] == [5, 6]
+    assert [record["lm_loss"] for record in found] == pytest.approx(LOSSES[1:], abs=2e-6)
+    assert [record["grad_norm"] for record in found] == pytest.approx(NORMS[1:], abs=6e-4)
 
 
 def test_published_weights_start_a_run_that_resumes(

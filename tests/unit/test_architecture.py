@@ -45,7 +45,7 @@ ALLOWED = {
 """What each folder imports of the package, exactly."""
 
 ONLY_IN = {
-    "argparse": "checkpoint/formats/megatron_export.py",
+    "argparse": "checkpoint/formats/megatron_layout.py",
     "deepspeed": "engine/ checkpoint/ launch/",
     "fastapi starlette uvicorn": "inference/server.py",
     "os.environ os.environb os.getenv os.putenv os.unsetenv": "launch/",

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.formats.huggingface import write_hf
 from megatron_ds.checkpoint.formats.megatron_export import write_megatron
+from megatron_ds.checkpoint.formats.megatron_layout import FUSED
 from megatron_ds.checkpoint.formats.open_source import open_source
 from megatron_ds.checkpoint.formats.safetensors_files import OnTensor
 from megatron_ds.checkpoint.formats.source import WeightsSource
+from megatron_ds.checkpoint.formats.torch_dist_export import write_torch_dist
 from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
 from megatron_ds.checkpoint.full_weights import load_full_weights
 from megatron_ds.config.problems import user_error
@@ -38,9 +40,11 @@ class Target:
     hf_model_type: str | None = None
     """Family of an hf target. None: the original one, or the first that has the parts."""
     tp_size: int = 1
-    """Tensor-parallel size of a megatron target."""
+    """Tensor-parallel size of a megatron or torch_dist target."""
     pp_size: int = 1
-    """Pipeline stages of a megatron target."""
+    """Pipeline stages of such a target."""
+    adam: str = FUSED
+    """Implementation of Adam that loads the states of a training."""
 
 
 Writer = Callable[[WeightsSource, Target, OnTensor], None]
@@ -56,6 +60,15 @@ WRITERS: dict[str, Writer] = {
         target.folder,
         tp_size=target.tp_size,
         pp_size=target.pp_size,
+        adam=target.adam,
+        on_tensor=on_tensor,
+    ),
+    "torch_dist": lambda source, target, on_tensor: write_torch_dist(
+        source,
+        target.folder,
+        tp_size=target.tp_size,
+        pp_size=target.pp_size,
+        adam=target.adam,
         on_tensor=on_tensor,
     ),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,12 @@ class MegatronModel:
     """Why the optimizer's states are not read."""
     notes: tuple[Problem, ...]
     """What a user should know."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The saved arguments."""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """State dict of the scheduler of learning rate and weight decay; empty if it is not saved."""
+    softmax_rows: int | None = None
+    """Rows over which the loss normalizes, if a checkpoint of this program was converted."""
 
 
 def open_megatron(path: Path, warn: Callable[[str], None] = lambda text: None) -> WeightsSource:
@@ -144,6 +150,9 @@ def open_checkpoint(
         steps=weights.steps,
         unread=weights.unread,
         notes=tuple(megatron_args.notes(args)),
+        arguments=args,
+        softmax_rows=(state.get("checkpoint_info") or {}).get("softmax_vocab_size"),
+        scheduler=state.get("opt_param_scheduler") or state.get("lr_scheduler") or {},
     )
 
 

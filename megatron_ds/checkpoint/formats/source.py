@@ -25,7 +25,7 @@ from megatron_ds.checkpoint.resume import (
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import field_problems, option_fields
 from megatron_ds.config.problems import raise_if_any, user_error
-from megatron_ds.engine.full_states import VOCABULARY_TABLES
+from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -109,6 +109,30 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
+class TrainingStates:
+    """What continues a training with Adam, besides its weights."""
+
+    optimizer: Mapping[str, LazyTensors]
+    """Full states by kind and canonical name, in fp32: the moments and, for weights in half
+    precision, MASTER. A vocabulary table may be padded."""
+    steps: int
+    """Steps of the optimizer."""
+    iteration: int
+    consumed_samples: int
+    softmax_rows: int
+    """Rows of the vocabulary tables over which the loss normalizes; those after the vocabulary are
+    padding that is trained. The tables of the source have at least as many."""
+    arguments: Mapping[str, Any]
+    """Settings of the optimizer by Megatron's name, at least lr, min_lr, adam_beta1, adam_beta2,
+    adam_eps and weight_decay."""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """State dict of Megatron's scheduler of learning rate and weight decay; empty if unknown."""
+
+    def __post_init__(self) -> None:
+        assert self.optimizer.keys() >= {"exp_avg", "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
 class WeightsSource:
     """The weights of one model; nothing is read before a tensor's `read` is called."""
 
@@ -123,6 +147,14 @@ class WeightsSource:
     """Type in which the model was trained, where this is known and tensors may have another one."""
     parts: Parts = field(default_factory=dict)
     """What the file declares of fused tensors; empty if its format defines their order."""
+    training: TrainingStates | None = None
+    """None for weights alone."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        states = self.training.optimizer.values() if self.training else ()
+        return sum(tensor.nbytes for each in (self.tensors, *states) for tensor in each.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -133,34 +165,23 @@ class WeightsSource:
         return self.precision or sizes.most_common(1)[0][0]
 
     def checked(self) -> WeightsSource:
-        """This source, without padding of the vocabulary.
+        """This source, without padding of the vocabulary that has no part in the loss.
 
         Raises:
             UserError: If names, shapes or parts are not those of the model.
         """
-        expected = expected_shapes(self.settings.model, self.settings.moe)
+        model, training = self.settings.model, self.training
+        if training is not None:
+            model = dataclasses.replace(model, vocab_size=training.softmax_rows)
+        expected = expected_shapes(model, self.settings.moe)
         if self.parts:
             own = fused_parts(self.settings.model, self.settings.moe)
             raise_if_any(part_conflicts(self.parts, own, self.path))
-        missing, unknown = expected.keys() - self.tensors.keys(), self.tensors.keys() - expected
-        if missing or unknown:
-            raise user_error(
-                "weights-names-mismatch", parameters=sorted(missing), unknown=sorted(unknown)
-            )
-        tensors = {}
-        for name, shape in expected.items():
-            tensor = self.tensors[name]
-            if name in VOCABULARY_TABLES:
-                tensor = tensor.first_rows(shape[0])
-            if tensor.shape != shape:
-                raise user_error(
-                    "weights-shape-mismatch",
-                    name=name,
-                    shape=list(tensor.shape),
-                    expected=list(shape),
-                )
-            tensors[name] = tensor
-        return dataclasses.replace(self, tensors=tensors)
+        if training is not None:
+            states = training.optimizer.items()
+            optimizer = {kind: _fitted(each, expected) for kind, each in states}
+            training = dataclasses.replace(training, optimizer=optimizer)
+        return dataclasses.replace(self, tensors=_fitted(self.tensors, expected), training=training)
 
     def with_vocab(self, vocab_size: int) -> WeightsSource:
         """The source with another number of ids: the first rows of its vocabulary tables."""
@@ -169,11 +190,49 @@ class WeightsSource:
         return dataclasses.replace(self, settings=settings).checked()
 
     def to(self, dtype: torch.dtype | None) -> WeightsSource:
-        """The source with all tensors in a type. None: as they are."""
+        """The source with all weights in a type. None: as they are.
+
+        With the states of a training, they are rounded from the master weights, and only weights in
+        half precision keep these.
+        """
         if dtype is None:
             return self
-        tensors = {name: tensor.to(dtype) for name, tensor in self.tensors.items()}
-        return dataclasses.replace(self, tensors=tensors, precision=dtype)
+        weights, training = self.tensors, self.training
+        if training is not None:
+            optimizer = dict(training.optimizer)
+            weights = optimizer.pop(MASTER, weights)
+            if dtype != torch.float32:
+                optimizer[MASTER] = {name: each.to(torch.float32) for name, each in weights.items()}
+            training = dataclasses.replace(training, optimizer=optimizer)
+        tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        return dataclasses.replace(self, tensors=tensors, precision=dtype, training=training)
+
+
+def _fitted(tensors: LazyTensors, expected: Mapping[str, tuple[int, ...]]) -> LazyTensors:
+    """Tensors in the model's order, without padding of the vocabulary.
+
+    Raises:
+        UserError: If names or shapes are not those of the model.
+    """
+    missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected
+    if missing or unknown:
+        raise user_error(
+            "weights-names-mismatch", parameters=sorted(missing), unknown=sorted(unknown)
+        )
+    fitted = {}
+    for name, shape in expected.items():
+        tensor = tensors[name]
+        if name in VOCABULARY_TABLES:
+            tensor = tensor.first_rows(shape[0])
+        if tensor.shape != shape:
+            raise user_error(
+                "weights-shape-mismatch",
+                name=name,
+                shape=list(tensor.shape),
+                expected=list(shape),
+            )
+        fitted[name] = tensor
+    return fitted
 
 
 def check_sizes(settings: ModelSettings, tensors: LazyTensors, path: Path) -> None:

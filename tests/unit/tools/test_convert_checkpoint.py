@@ -29,9 +29,9 @@ FOLDER = "convert_checkpoint"
 
 
 def test_weights_come_back_from_every_format(tmp_path: Path, run: Run) -> None:
-    """hf to native to hf to hf to native, each verified; with the printed sizes."""
+    """From each format, each verified; with the printed sizes."""
     random_model("qwen2").save_pretrained(tmp_path / "0")
-    formats = ["native", "hf", "hf", "native"]
+    formats = ["native", "hf", "torch_dist", "megatron", "hf", "hf", "native"]
     for number, target in enumerate(formats):
         load, save = tmp_path / str(number), tmp_path / str(number + 1)
         printed = run("--load", load, "--save", save, "--to", target, "--verify")
@@ -39,7 +39,7 @@ def test_weights_come_back_from_every_format(tmp_path: Path, run: Run) -> None:
         assert format_of(save) == target
         assert printed_codes(printed.err) == ["hf-tokenizer-not-exported"] * (target == "hf")
 
-    assert_same_tensors(open_source(tmp_path / "4"), open_source(tmp_path / "0"))
+    assert_same_tensors(open_source(tmp_path / "7"), open_source(tmp_path / "0"))
 
 
 def test_the_type_and_the_family_can_be_chosen(tmp_path: Path, run: Run) -> None:
@@ -61,6 +61,25 @@ def test_sizes_without_a_meaning_are_reported(tmp_path: Path, run: Run) -> None:
         *("--load", tmp_path / "theirs", "--save", tmp_path / "new", "--to", "native"), *sizes
     ).err
     assert printed_codes(error) == ["no-effect"]
+
+
+def test_states_are_converted_where_there_are_any(
+    tmp_path: Path, run: Run, megatron_checkpoints: Path
+) -> None:
+    """By default, the output has the weights alone."""
+    flags = ("--load", megatron_checkpoints / "mlm25_tp1", "--to", "torch_dist", "--verify")
+    run(*flags, "--save", tmp_path / "weights")
+    run(*flags, "--save", tmp_path / "states", "--optimizer-states", "--target-adam", "torch")
+    weights, states = open_source(tmp_path / "weights"), open_source(tmp_path / "states")
+    assert (weights.path.name, states.path.name) == ("release", "iter_0000003")
+    assert_same_tensors(weights, states)
+    random_model("llama").save_pretrained(tmp_path / "theirs")
+    save = ("--save", tmp_path / "new")
+    for source in ("weights", "theirs"):
+        flags = ("--load", tmp_path / source, *save, "--to", "megatron", "--optimizer-states")
+        assert printed_codes(run(*flags, status=1).err) == ["conversion-without-states"]
+    flags = ("--load", tmp_path / "theirs", *save, "--to", "hf", "--optimizer-states")
+    assert printed_codes(run(*flags).err)[0] == "no-effect"
 
 
 def test_a_wrong_tensor_is_found_by_the_verification(tmp_path: Path) -> None:

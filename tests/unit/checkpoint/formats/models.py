@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource, expected_shapes
+from megatron_ds.checkpoint.formats.source import (
+    ModelSettings,
+    TrainingStates,
+    WeightsSource,
+    expected_shapes,
+)
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
+from megatron_ds.engine.full_states import MASTER
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -37,6 +43,26 @@ def random_source(
     }
     settings = ModelSettings.of(config, MoEConfig(), tokenizer, eod=None)
     return WeightsSource(Path("random"), "random", settings, tensors).checked()
+
+
+def random_training(config: ModelConfig) -> TrainingStates:
+    """States of Adam after 7 iterations of 4 samples, of which one step was skipped."""
+    kinds = {
+        kind: random_source(config, seed=seed).tensors
+        for seed, kind in enumerate(("exp_avg", "exp_avg_sq", MASTER), 2)
+    }
+    return TrainingStates(
+        kinds,
+        steps=6,
+        iteration=7,
+        consumed_samples=28,
+        softmax_rows=config.vocab_size,
+        arguments={
+            "optimizer": "adam", "lr": 0.1, "min_lr": 0.01, "adam_beta1": 0.8, "adam_beta2": 0.9,
+            "adam_eps": 1e-7, "weight_decay": 0.1,
+        },
+        scheduler={"max_lr": 0.1, "min_lr": 0.01, "num_steps": 24, "lr_decay_style": "cosine"},
+    )  # fmt: skip
 
 
 def logits(source: WeightsSource, tokens: Tensor) -> Tensor:

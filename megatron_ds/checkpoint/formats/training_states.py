@@ -1,0 +1,151 @@
+"""What continues a training with Adam, read from checkpoints of this program and of Megatron.
+
+Owns the names that Megatron gives the settings of the optimizer and of its schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.checkpoint.formats.megatron import open_checkpoint
+from megatron_ds.checkpoint.formats.megatron_folders import find_checkpoint
+from megatron_ds.checkpoint.formats.megatron_optimizer import MOMENTS
+from megatron_ds.checkpoint.formats.source import TrainingStates, WeightsSource
+from megatron_ds.checkpoint.full_weights import files_with_weights
+from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
+from megatron_ds.checkpoint.metadata import RUN, CheckpointMetadata, read_manifest, read_run
+from megatron_ds.checkpoint.saved_states import SavedStates
+from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
+from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.engine.full_states import MASTER
+
+TABLE = "embedding.word.weight"
+ADAM_SETTINGS = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
+
+
+def with_training(source: WeightsSource) -> WeightsSource:
+    """A source with the states of the training that saved it.
+
+    Args:
+        source: Weights of a checkpoint of this program or of Megatron.
+
+    Raises:
+        UserError: If there are no states, or not those of Adam, or files are damaged.
+    """
+    if (source.path / RUN).is_file():
+        rows = source.settings.model.softmax_rows
+        training = _of_native(read_run(source.path), rows)
+        tensors = training.optimizer[MASTER]
+    else:
+        training, tensors = _of_megatron(source.path)
+    found = dataclasses.replace(source, training=training, tensors=tensors).checked()
+    return found.to(source.dtype)
+
+
+def _of_native(found: CheckpointMetadata, rows: int) -> TrainingStates:
+    run, path = found.run, found.path
+    if run.layout.optimizer != "adam":
+        raise _unconvertible(path, f"the optimizer is {run.layout.optimizer}")
+    checked = files_with_weights(found)
+    others = {name: each for name, each in read_manifest(path).items() if name not in checked}
+    if (damage := files_damaged(find_damaged_files(path, others))) is not None:
+        raise UserError(damage)
+    saved = SavedStates(found)
+    steps = saved.steps(next(iter(saved.shapes)))
+    if steps is None:
+        raise _unconvertible(path, "the optimizer has not taken a step")
+
+    def read(name: str, kind: str) -> Tensor:
+        return saved.read(name, kind, range(saved.shapes[name][0])).float()
+
+    optimizer = {
+        kind: {
+            name: LazyTensor(shape, torch.float32, partial(read, name, kind))
+            for name, shape in saved.shapes.items()
+        }
+        for kind in (*MOMENTS, MASTER)
+    }
+    settings = {**run.config["optimizer"], **run.config["schedule"]}
+    length = run.config["model"]["seq_length"]
+    scheduler = _scheduler(settings, run.data_order.global_batch_size, length)
+    return TrainingStates(
+        optimizer,
+        steps=steps,
+        iteration=run.state.iteration,
+        consumed_samples=run.state.consumed_samples,
+        softmax_rows=rows,
+        arguments={name: settings[name] for name in (*ADAM_SETTINGS, "min_lr")}
+        | {"optimizer": "adam", "seed": run.data_order.seed},
+        scheduler=scheduler | {"num_steps": run.state.applied_samples},
+    )
+
+
+def _scheduler(settings: Mapping[str, Any], batch_size: int, seq_length: int) -> dict[str, Any]:
+    """Megatron's scheduler, which counts samples.
+
+    Args:
+        settings: Options of optimizer and schedule.
+        batch_size: Samples of a step.
+        seq_length: Tokens of a sample.
+    """
+
+    def samples(stem: str) -> int:
+        if count := settings.get(f"{stem}_samples"):
+            return int(count)
+        if count := settings.get(f"{stem}_iters"):
+            return int(count) * batch_size
+        return (settings.get(f"{stem}_tokens") or 0) // seq_length
+
+    decay, fraction = samples("lr_decay") or samples("train"), settings.get("lr_warmup_fraction")
+    is_constant = settings["weight_decay_incr_style"] == "constant"
+    start, end = (
+        settings["weight_decay"] if is_constant else settings[f"{name}_weight_decay"]
+        for name in ("start", "end")
+    )
+    return {
+        "max_lr": settings["lr"],
+        "min_lr": settings["min_lr"],
+        "lr_warmup_steps": samples("lr_warmup") if fraction is None else int(fraction * decay),
+        "lr_decay_steps": decay,
+        "lr_decay_style": settings["lr_decay_style"],
+        "start_wd": start,
+        "end_wd": end,
+        "wd_incr_steps": samples("train"),
+        "wd_incr_style": settings["weight_decay_incr_style"],
+    }
+
+
+def _of_megatron(path: Path) -> tuple[TrainingStates, LazyTensors]:
+    """The states, and the weights with all rows."""
+    found = find_checkpoint(path)
+    if found is None:
+        raise _unconvertible(path, "the folder has weights alone")
+    model = open_checkpoint(found)
+    if not model.optimizer:
+        raise _unconvertible(path, model.unread)
+    missing = [name for name in (*ADAM_SETTINGS, "min_lr") if model.arguments.get(name) is None]
+    if model.steps is None or model.consumed_samples is None or missing:
+        raise _unconvertible(path, "counters or settings of the optimizer are missing")
+    weights = model.source.tensors
+    training = TrainingStates(
+        model.optimizer,
+        steps=model.steps,
+        iteration=model.iteration,
+        consumed_samples=model.consumed_samples,
+        softmax_rows=model.softmax_rows or weights[TABLE].shape[0],
+        arguments={name: model.arguments[name] for name in (*ADAM_SETTINGS, "min_lr")}
+        | {"optimizer": "adam"},
+        scheduler=model.scheduler,
+    )
+    return training, weights
+
+
+def _unconvertible(path: Path, reason: str) -> UserError:
+    return user_error("conversion-without-states", path=path, reason=reason)

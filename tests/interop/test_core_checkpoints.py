@@ -1,0 +1,205 @@
+"""Exported checkpoints are loaded by megatron-core's own models and optimizer, on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_ds.checkpoint.formats.megatron_layout import grouped, padded
+from megatron_ds.checkpoint.formats.megatron_names import canonical_name
+from megatron_ds.checkpoint.formats.megatron_optimizer import MOMENTS
+from megatron_ds.checkpoint.formats.torch_dist_export import write_torch_dist
+from megatron_ds.checkpoint.lazy_tensors import LazyTensors
+from megatron_ds.config import ModelConfig
+from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES
+from tests.unit.checkpoint.formats.models import logits, random_source, random_training
+from tests.unit.checkpoint.formats.test_megatron_export import LLAMA, model
+
+pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
+
+ROWS = 128
+"""Of the vocabulary with padding."""
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {},
+    "llama": LLAMA,
+    "grouped, with biases": {"num_query_groups": 2, "gelu_approximation": "none"},
+}
+
+
+class OnCpu(TorchFunctionMode):
+    """Gives their code, which asks for CUDA, tensors of the CPU with CUDA's names of types."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        found = func(*args, **kwargs)
+        is_name = func is Tensor.type and len(args) == 1
+        return found.replace("torch.", "torch.cuda.") if is_name else found
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[SimpleNamespace]:
+    """Their modules, in a group of one process; what asks for a device gets the CPU."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    from megatron.core import dist_checkpointing, optimizer, parallel_state, transformer
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    patch.setattr(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
+    parallel_state.initialize_model_parallel()
+    yield SimpleNamespace(
+        checkpointing=dist_checkpointing,
+        strict=StrictHandling.RAISE_ALL,
+        config=transformer.TransformerConfig,
+        model=GPTModel,
+        spec=gpt_layer_specs.get_gpt_layer_local_spec,
+        optimizer=optimizer,
+    )
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    patch.undo()
+
+
+def their_model(core: SimpleNamespace, ours: ModelConfig, dtype: torch.dtype) -> Any:
+    silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
+    config = core.config(
+        num_layers=ours.num_layers, hidden_size=ours.hidden_size,
+        num_attention_heads=ours.num_attention_heads, num_query_groups=ours.kv_heads,
+        kv_channels=ours.head_dim, ffn_hidden_size=ours.mlp_hidden_size,
+        gated_linear_unit=ours.is_gated, activation_func=silu if ours.is_gated else gelu,
+        bias_activation_fusion=not ours.is_gated and ours.gelu_kind == "tanh",
+        add_bias_linear=ours.add_bias_linear, normalization=ours.normalization,
+        layernorm_epsilon=ours.norm_epsilon, hidden_dropout=0.0, attention_dropout=0.0,
+        use_cpu_initialization=True, params_dtype=dtype, bf16=dtype == torch.bfloat16,
+    )  # fmt: skip
+    found = core.model(
+        config, core.spec(normalization=ours.normalization), vocab_size=ROWS,
+        max_sequence_length=ours.seq_length,
+        share_embeddings_and_output_weights=not ours.untie_embeddings_and_output_weights,
+        position_embedding_type=ours.position_embedding_type, rotary_base=int(ours.rotary_base),
+    )  # fmt: skip
+    return found.to(dtype).eval()
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_their_model_loads_an_export_and_has_our_logits(
+    core: SimpleNamespace, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """With every entry asked for and found, and none left over."""
+    config = model(**changes)
+    source = random_source(config)
+    write_torch_dist(source, tmp_path / "out")
+    theirs = their_model(core, config, torch.float32)
+    folder = str(tmp_path / "out" / "release")
+
+    loaded = core.checkpointing.load(
+        {"model": theirs.sharded_state_dict()}, folder, strict=core.strict
+    )
+    theirs.load_state_dict(loaded["model"], strict=True)
+
+    length = config.seq_length
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, config.vocab_size, (2, length), generator=generator)
+    positions = torch.arange(length).expand(2, -1)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    with torch.no_grad():
+        found: Tensor = theirs(tokens, positions, mask)[..., : config.vocab_size]
+    torch.testing.assert_close(found, logits(source, tokens), atol=1e-5, rtol=0)
+
+
+def their_optimizer(core: SimpleNamespace, theirs: Any, dtype: torch.dtype) -> Any:
+    """Adam around a model, with their two parameter groups."""
+    options = core.optimizer.OptimizerConfig(
+        optimizer="adam", lr=0.1, weight_decay=0.1, bf16=dtype == torch.bfloat16,
+        params_dtype=dtype, use_distributed_optimizer=False,
+    )  # fmt: skip
+    groups = [
+        {
+            "params": [each for each in theirs.parameters() if (each.dim() > 1) == (wd_mult > 0)],
+            "wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+        }
+        for wd_mult in (1.0, 0.0)
+    ]  # fmt: skip
+    adam = torch.optim.AdamW(groups)
+
+    def add_states(adam: torch.optim.Optimizer, config: Any = None) -> None:
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                if not adam.state[parameter]:
+                    adam.state[parameter] = {
+                        kind: torch.zeros_like(parameter.data) for kind in MOMENTS
+                    }
+
+    kinds = core.optimizer.optimizer
+    with OnCpu():
+        if dtype == torch.float32:
+            return kinds.FP32Optimizer(adam, options, add_states)
+        return kinds.Float16OptimizerWithFloat16Params(adam, options, None, add_states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_their_optimizer_loads_the_states(
+    core: SimpleNamespace, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Moments, steps and master weights, which their optimizer then steps."""
+    config = model(**LLAMA)
+    source = random_source(config)
+    source = dataclasses.replace(source, training=random_training(config)).checked().to(dtype)
+    training = source.training
+    assert training is not None
+    write_torch_dist(source, tmp_path / "out", adam="torch")
+    theirs = their_model(core, config, dtype)
+    optimizer = their_optimizer(core, theirs, dtype)
+    names = {id(parameter): name for name, parameter in theirs.named_parameters()}
+    is_half = dtype == torch.bfloat16
+    groups = optimizer.float16_groups if is_half else [optimizer.get_parameters()]
+    order = [names[id(each)] for group in groups for each in group]
+    weights = theirs.sharded_state_dict()
+    asked = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=True)}
+    folder = str(tmp_path / "out" / "iter_0000007")
+    loaded = core.checkpointing.load(asked, folder, strict=core.strict)
+    theirs.load_state_dict(loaded["model"], strict=True)
+    optimizer.load_state_dict(loaded["optimizer"])
+
+    def ours(name: str, tensors: LazyTensors) -> Tensor:
+        canonical = canonical_name(name)
+        assert canonical is not None
+        full = tensors[canonical].read()
+        if canonical in VOCABULARY_TABLES:
+            return padded(full, ROWS)
+        return grouped(full, config) if ".qkv." in canonical else full
+
+    assert loaded["iteration"] == 7
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9)] * 2
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    states = [
+        (parameter, optimizer.optimizer.state[parameter])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+    masters = training.optimizer.get(MASTER, source.tensors)
+    assert len(states) == len(order) == len(source.tensors)
+    for name, (parameter, state) in zip(order, states, strict=True):
+        assert float(state["step"]) == 6
+        assert torch.equal(parameter.data, ours(name, masters)), name
+        for kind in MOMENTS:
+            assert torch.equal(state[kind], ours(name, training.optimizer[kind])), name
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.optimizer.step()
