@@ -107,6 +107,13 @@ class TrainState:
             recent_norms=norms,
         )
 
+    def restarted(self) -> TrainState:
+        """The state of --reset-iteration: at iteration 0, before the first sample.
+
+        The position in the learning rate schedule is kept.
+        """
+        return TrainState(applied_samples=self.applied_samples, applied_tokens=self.applied_tokens)
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +21,13 @@ from megatron_ds.checkpoint.formats.weights_locations import (
     find_weights,
     is_hf,
 )
-from megatron_ds.checkpoint.metadata import read_run
-from megatron_ds.checkpoint.selection import list_folder
+from megatron_ds.checkpoint.saved_options import (
+    UNCHECKED,
+    Warn,
+    replace_given,
+    with_pretrained,
+    with_saved_options,
+)
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.problems import Problem, UserError
@@ -40,10 +44,6 @@ if TYPE_CHECKING:
 RELEASE = "release"
 """Folder of a model that was published: its optimizer and its iteration do not matter."""
 TABLE = "embedding.word.weight"
-SIZES = ("num_layers", "hidden_size", "num_attention_heads")
-"""Flags without any of which the model is that of the checkpoint."""
-UNCHECKED = frozenset({"vocab_size"})
-"""Settings that the tokenizer determines."""
 
 
 Found = MegatronCheckpoint | WeightsFolder
@@ -55,7 +55,7 @@ def find_foreign(config: Config) -> Found | None:
     if options.load is None:
         return None
     folder = Path(options.load)
-    return find_checkpoint(folder, options.ckpt_step) or find_weights(folder)
+    return find_checkpoint(folder, options.step) or find_weights(folder)
 
 
 def find_damage(config: Config) -> Iterator[Problem]:
@@ -68,16 +68,23 @@ def find_damage(config: Config) -> Iterator[Problem]:
             yield damage
 
 
-def merge_settings(config: Config) -> tuple[Config, list[Problem]]:
-    """Fills the options of the model from the checkpoint of another program, if --load names one.
+def merge_settings(
+    config: Config, warn: Warn = lambda problem: None
+) -> tuple[Config, list[Problem]]:
+    """Fills the options of the model from the checkpoint to load.
+
+    Args:
+        config: Configuration of the command line.
+        warn: Called for each given option that --use-checkpoint-args replaces.
 
     Returns:
-        The configuration, and every option whose value contradicts the checkpoint.
+        The configuration, and every option whose value contradicts the checkpoint of another
+        program.
     """
-    config, problems = _split_location(config)
+    config, problems = _split_location(with_pretrained(config))
     found = find_foreign(config)
     if found is None:
-        return _with_saved_model(_with_softmax_rows(config)), problems
+        return with_saved_options(config, warn), problems
     try:
         model = _open(found, config)
     except UserError as error:
@@ -92,7 +99,11 @@ def merge_settings(config: Config) -> tuple[Config, list[Problem]]:
         if name not in config.given:
             changed = dataclasses.replace(options, **{name: value})
             config = dataclasses.replace(config, **{group: changed})
-        elif name in settings.fixed and own not in (value, None):
+        elif name not in settings.fixed or own in (value, None):
+            continue
+        elif config.checkpoint.use_checkpoint_args:
+            config = replace_given(config, {name: value}, found.path, warn, "use_checkpoint_args")
+        else:
             given, saved = as_flag(name, own), as_flag(name, value)
             problems.append(
                 Problem("foreign-setting-differs", name, given=given, path=found.path, saved=saved)
@@ -123,42 +134,6 @@ def _split_location(config: Config) -> tuple[Config, list[Problem]]:
     is_other = name == HF and Path(folder).is_dir() and not is_hf(Path(folder))
     problems = [Problem("hf-folder-without-config", path=folder)] if is_other else []
     return dataclasses.replace(config, checkpoint=options), problems
-
-
-def _with_saved_model(config: Config) -> Config:
-    """Takes the model from our checkpoint if no flag gives its size, as when the run was started.
-
-    The options that were given are kept, and compared with the checkpoint's when it is checked.
-    """
-    if config.checkpoint.load is None or not config.given.isdisjoint(SIZES):
-        return config
-    with suppress(UserError, OSError, TypeError):  # reported when the checkpoint is checked
-        path = list_folder(Path(config.checkpoint.load)).chosen(config.checkpoint)
-        if path is not None:
-            saved = read_run(path).run.config
-            for group in ("model", "moe"):
-                values = {
-                    name: tuple(value) if isinstance(value, list) else value
-                    for name, value in saved.get(group, {}).items()
-                    if name not in {*config.given, *UNCHECKED}
-                }
-                changed = dataclasses.replace(getattr(config, group), **values)
-                config = dataclasses.replace(config, **{group: changed})
-    return config
-
-
-def _with_softmax_rows(config: Config) -> Config:
-    """Repeats the rows over which the loss of a continued run of Megatron normalizes."""
-    options = config.checkpoint
-    if options.load is None or "softmax_vocab_size" in config.given:
-        return config
-    with suppress(UserError, OSError):  # reported when the checkpoint is checked
-        path = list_folder(Path(options.load)).chosen(options)
-        if path is not None:
-            rows = read_run(path).run.config["model"].get("softmax_vocab_size")
-            changed = dataclasses.replace(config.model, softmax_vocab_size=rows)
-            return dataclasses.replace(config, model=changed)
-    return config
 
 
 def conflicts(config: Config, vocab_size: int | None) -> Iterator[Problem]:
@@ -203,12 +178,12 @@ class ForeignStart:
     @property
     def summary(self) -> str:
         """One line for the log."""
-        if self.optimizer:
-            return (
-                f"weights and optimizer states of {self.path} at iteration {self.state.iteration}, "
-                f"after {self.state.consumed_samples} samples"
-            )
-        return f"weights of {self.path}, without optimizer states, at iteration 0"
+        states = "weights and optimizer states" if self.optimizer else "weights"
+        without = "" if self.optimizer else ", without optimizer states,"
+        return (
+            f"{states} of {self.path}{without} at iteration {self.state.iteration}, after "
+            f"{self.state.consumed_samples} samples"
+        )
 
 
 def open_foreign(config: Config) -> ForeignStart | None:
@@ -231,13 +206,16 @@ def open_foreign(config: Config) -> ForeignStart | None:
     state = _continued(found, model, config)
     if state is None:
         notes = list(model.notes)
-        if isinstance(found, MegatronCheckpoint):  # other folders have no optimizer
+        # Other folders have no optimizer.
+        if isinstance(found, MegatronCheckpoint) and not config.checkpoint.finetune:
             reason = _why_weights_alone(found, model, config)
             notes.append(Problem("foreign-weights-alone", path=found.path, reason=reason))
         rows, used = model.source.tensors[TABLE].shape[0], config.model.softmax_rows
         if isinstance(found, WeightsFolder) and rows > used:
             notes.append(Problem("foreign-rows-unused", path=found.path, rows=rows, used=used))
         return ForeignStart(found.path, weights, {}, None, TrainState(), tuple(notes))
+    if config.checkpoint.no_load_optim:
+        return ForeignStart(found.path, weights, {}, None, state, model.notes)
     optimizer = {
         kind: _checked(model, config, tensors).tensors for kind, tensors in model.optimizer.items()
     }
@@ -247,11 +225,15 @@ def open_foreign(config: Config) -> ForeignStart | None:
 def _why_weights_alone(found: Found, model: MegatronModel, config: Config) -> str | None:
     if found.path.name == RELEASE:
         return "the tracker says `release`"
-    if not model.optimizer:
+    if config.checkpoint.finetune:
+        return "a new run starts with them"
+    is_without = config.checkpoint.no_load_optim
+    if not model.optimizer and not is_without:
         return model.unread
-    if config.optimizer.optimizer != "adam" or config.optimizer.has_8_bit_moments:
+    is_adam = config.optimizer.optimizer == "adam" and not config.optimizer.has_8_bit_moments
+    if not is_adam and not is_without:
         return "its optimizer states are those of Adam"
-    if model.consumed_samples is None or model.steps is None:
+    if model.consumed_samples is None or (model.steps is None and not is_without):
         return "it does not tell how many samples were read, or steps taken"
     return None
 
@@ -262,18 +244,19 @@ def _continued(found: Found, model: MegatronModel, config: Config) -> TrainState
         return None
     consumed, applied = model.consumed_samples, model.applied_samples
     assert consumed is not None
-    assert model.steps is not None
+    steps = model.iteration if model.steps is None else model.steps
     applied = consumed if applied is None else applied
     length = model.source.settings.defaults.get("seq_length", config.model.seq_length)
-    return TrainState(
+    state = TrainState(
         iteration=model.iteration,
         consumed_samples=consumed,
         consumed_tokens=consumed * length,
         applied_samples=applied,
         applied_tokens=applied * length,
-        applied_iterations=model.steps,
-        skipped_iterations=max(0, model.iteration - model.steps),
+        applied_iterations=steps,
+        skipped_iterations=max(0, model.iteration - steps),
     )
+    return state.restarted() if config.checkpoint.reset_iteration else state
 
 
 def _open(found: Found, config: Config) -> MegatronModel:

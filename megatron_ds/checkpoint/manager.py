@@ -65,8 +65,8 @@ from megatron_ds.train_state import TrainState
 
 LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<model>\d+)_")
 """Ranks in the name of a file of DeepSpeed's, data-parallel and model-parallel."""
-BYTES_PER_PARAMETER = 16
-"""Upper bound for a checkpoint: a weight, its fp32 copy and two moments."""
+BYTES_PER_PARAMETER = {True: 16, False: 8}
+"""Upper bound for a checkpoint: a weight, its fp32 copy and, with the optimizer, two moments."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ class CheckpointManager:
         # The data-parallel ranks hold the same parameters, except experts; only the first of those
         # with the same experts counts.
         count = engine.parameter_count() if self._mesh.expert_dp.rank == 0 else 0
-        estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER
+        has_optimizer = not options.no_save_optim
+        estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER[has_optimizer]
         run = None
         if self._ranks.rank == 0:
             run = RunRecord(
@@ -170,6 +171,7 @@ class CheckpointManager:
                 tokenizer=None if self._tokenizer is None else self._tokenizer.fingerprint,
                 data=history(),
                 experts=experts,
+                has_optimizer=has_optimizer,
             )
         return SaveSteps(
             folder=folder,
@@ -211,9 +213,11 @@ class CheckpointManager:
         raise_if_any(conflicts)
         for warning in changed_settings(found, self._config, self._mesh.dp.size):
             self._warn(warning)
-        if self._config.checkpoint.finetune:
-            # A new run: at iteration 0, without samples of the old one's data.
-            run = dataclasses.replace(found.run, state=TrainState(), data=None, branch=Branch.new())
+        options, state = self._config.checkpoint, found.run.state
+        if options.is_new_run:
+            # At iteration 0, without samples of the old one's data.
+            state = TrainState() if options.finetune else state.restarted()
+            run = dataclasses.replace(found.run, state=state, data=None, branch=Branch.new())
             return dataclasses.replace(found, run=run)
         return found
 

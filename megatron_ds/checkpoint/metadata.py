@@ -160,6 +160,8 @@ class RunRecord:
     """Consumption of the training data."""
     experts: tuple[str, ...] = ()
     """Parameters whose dimension 0, of experts, is sharded over the expert-parallel ranks."""
+    has_optimizer: bool = True
+    """Whether the files have the states of the optimizer, and not only the weights."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -196,8 +198,9 @@ class RunRecord:
                 if values["tokenizer"] is None
                 else TokenizerFingerprint.from_dict(values["tokenizer"]),
                 data=None if values["data"] is None else BlendHistory.from_dict(values["data"]),
-                # Absent from checkpoints of versions without expert parallelism.
+                # The following are absent from checkpoints of older versions.
                 experts=tuple(map(str, values.get("experts", ()))),
+                has_optimizer=bool(values.get("has_optimizer", True)),
             )
         except (TypeError, OverflowError, KeyError) as error:
             raise ValueError(f"unexpected or missing values ({error})") from error

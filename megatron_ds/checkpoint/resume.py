@@ -24,6 +24,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, flag_of
 from megatron_ds.config.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, default_flag, option
+from megatron_ds.config.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.engine.ds_config import PARTITION_KEYS
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.tokenizer import TokenizerFingerprint
@@ -40,11 +41,28 @@ CHANGEABLE_MOE_FIELDS = frozenset(
     }
 )
 """The same of a mixture of experts."""
+CHANGEABLE_FIELDS = frozenset(
+    {
+        *("seq_length", "make_vocab_size_divisible_by"),
+        *CHANGEABLE_MODEL_FIELDS,
+        *CHANGEABLE_MOE_FIELDS,
+    }
+)
+"""Fields of the model that do not change its weights, or only their padding."""
 VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
 """Fields of the model that determine the rows of its embedding table."""
 CHANGEABLE_BATCH_SIZES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
 """Fields of the data's order that may change: they determine how many of the next samples a step
 takes, but not their order."""
+SCHEDULER_FIELDS = frozenset(
+    {
+        *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
+        *("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init", "lr_warmup_fraction"),
+        *(f"{stem}_{unit}" for stem in ("train", *SCHEDULE_LENGTHS) for unit in SCHEDULE_UNITS),
+        *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    }
+)
+"""Fields that --override-opt_param-scheduler takes from the command line without a warning."""
 REPORTED_GROUPS = ("model", "moe", "data", "optimizer", "schedule", "precision")
 UNREPORTED = {
     *("init_method_std", *VOCABULARY),  # not used, or compared otherwise
@@ -73,10 +91,13 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
                 "resume-vocabulary-changed", "vocab_size", before=before, path=path, after=after
             )
         )
-    if config.checkpoint.finetune:
-        return problems
-    if not config.checkpoint.no_load_optim:
+    if not (config.checkpoint.finetune or config.checkpoint.no_load_optim):
+        if not run.has_optimizer:
+            names = "no_load_optim", "finetune"
+            problems.append(Problem("checkpoint-without-optimizer", *names, path=path))
         problems += _layout_conflicts(found, layout)
+    if config.checkpoint.is_new_run:
+        return problems
     data = run.config.get("data", {}), settings["data"]
     # Without --split in both runs, the blend history compares the document ranges instead.
     both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
@@ -145,6 +166,8 @@ def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) ->
         and (group != "data" or change[0] in REPORTED_DATA_FIELDS)
     ]
     changes += [change for change in _changes(*order) if change[0] in CHANGEABLE_BATCH_SIZES]
+    if config.checkpoint.override_opt_param_scheduler:
+        changes = [change for change in changes if change[0] not in SCHEDULER_FIELDS]
     return [
         Problem("resume-setting-changed", name, label=label, saved=saved, path=found.path, now=now)
         for name, label, saved, now in changes
@@ -222,7 +245,7 @@ def _changed_fields(found: CheckpointMetadata, config: Config, group: str) -> It
 
     A field that was not given in either run differs only as a consequence of another one.
     """
-    saved = _saved_config(found)
+    saved = saved_config(found)
     before, now = _effective_values(saved)[group], _effective_values(config)[group]
     given = {
         name
@@ -246,7 +269,7 @@ def _as_json(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return plain
 
 
-def _saved_config(found: CheckpointMetadata) -> Config:
+def saved_config(found: CheckpointMetadata) -> Config:
     """The configuration of the run that saved; fields that it did not know have their defaults."""
     saved = found.run.config
     groups = {}

@@ -132,7 +132,9 @@ class SaveSteps:
         self._require_folder()
         storage.remove_temporary(self.folder)
         self.temporary.mkdir(parents=True)
-        needed = storage.size_of_newest(self.folder) or self.estimate
+        assert self.run is not None
+        newest = storage.size_of_newest(self.folder, has_optimizer=self.run.has_optimizer)
+        needed = newest or self.estimate
         free = shutil.disk_usage(self.folder).free
         if free >= needed:
             return []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.ds_checkpoint_io import OPTIMIZER_KEYS, read_tensors
 from megatron_ds.engine.expert_files import expert_file
 from megatron_ds.engine.full_states import MASTER, full_shape
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace, locate
@@ -271,8 +271,7 @@ class SavedStates:
 
 def _inner(file: Any) -> Any:
     """The state dict of torch's optimizer in a file of any stage."""
-    keys = ("base_optimizer_state", "optimizer_state_dict", "optimizer")
-    return next(file[key] for key in keys if key in file)
+    return next(file[key] for key in OPTIMIZER_KEYS if key in file)
 
 
 def select(full: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:

@@ -50,8 +50,8 @@ class CheckpointListing:
         if universal is not None:
             return universal
         paths = [*self.preferred, *self.paths]
-        if options.ckpt_step is not None:
-            paths = [path for path in paths if iteration_of(path) == options.ckpt_step]
+        if options.step is not None:
+            paths = [path for path in paths if iteration_of(path) == options.step]
         return paths[0] if paths else None
 
     def chosen_universal(self, options: CheckpointConfig) -> Path | None:
@@ -60,7 +60,7 @@ class CheckpointListing:
         A run that continues from one saves others, which its next start selects.
         """
         found, others = self.universal, (*self.preferred, *self.paths)
-        if (step := options.ckpt_step) is not None:
+        if (step := options.step) is not None:
             found = tuple(path for path in found if universal_iteration(path) == step)
             others = tuple(path for path in others if iteration_of(path) == step)
         if not found or not others:
@@ -157,8 +157,9 @@ def select_checkpoint(
             raise UserError(_damaged(path, damage, "universal_checkpoint"))
         return read_run(path)
     options = options or CheckpointConfig(exit_on_missing_checkpoint=True)
-    if options.ckpt_step is not None:
-        return _select_step(listing, options.ckpt_step, find_damage)
+    if options.step is not None:
+        field = "ckpt_step" if options.load_tag is None else "load_tag"
+        return _select_step(listing, options.step, field, find_damage)
     if not listing.paths:
         # A new run where a checkpoint is expected would overwrite what was trained.
         if stale:
@@ -200,15 +201,19 @@ def _candidates(
 
 
 def _select_step(
-    listing: CheckpointListing, step: int, find_damage: DamageCheck
+    listing: CheckpointListing, step: int, field: str, find_damage: DamageCheck
 ) -> CheckpointMetadata:
     path = next((path for path in listing.paths if iteration_of(path) == step), None)
     if path is None:
         names = ", ".join(path.name for path in listing.paths) or "no checkpoint"
-        raise user_error("ckpt-step-missing", step=step, folder=listing.folder, names=names)
+        flag = option(field)
+        folder = listing.folder
+        raise user_error(
+            "ckpt-step-missing", field, flag=flag, step=step, folder=folder, names=names
+        )
     damage = find_damage(path)
     if damage is not None:
-        raise UserError(_damaged(path, damage, "ckpt_step"))
+        raise UserError(_damaged(path, damage, field))
     return read_run(path)
 
 

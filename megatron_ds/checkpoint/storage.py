@@ -158,9 +158,14 @@ def write_pointers(target: Path) -> None:
         (path / POINTER_PENDING).unlink(missing_ok=True)
 
 
-def size_of_newest(folder: Path) -> int | None:
-    """Bytes of the newest checkpoint whose names and sizes are right; None without one."""
+def size_of_newest(folder: Path, *, has_optimizer: bool) -> int | None:
+    """Bytes of the newest checkpoint whose names and sizes are right; None without one.
+
+    Args:
+        folder: A --save folder.
+        has_optimizer: Whether the checkpoint has the states of the optimizer.
+    """
     for path in list_checkpoints(folder):
-        if find_damage(path) is None:
+        if find_damage(path) is None and read_run(path).run.has_optimizer == has_optimizer:
             return sum(record.size for record in read_manifest(path).values())
     return None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import folder_problems
-from megatron_ds.config.fields import ANY_VALUE, option_field, when
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.fields import ANY_VALUE, exclusive_problem, option_field, when
+from megatron_ds.config.problems import Problem, option
 
+TAG = re.compile("global_step0*([0-9]+)")
+"""Names of checkpoints."""
 SAVE = when(save=ANY_VALUE)
 LOAD = when(load=ANY_VALUE)
 
@@ -60,6 +63,12 @@ class CheckpointConfig:
         minimum=1,
         only_with=LOAD,
     )
+    load_tag: str | None = option_field(
+        None,
+        "name of the checkpoint to load, global_stepN, as DeepSpeed's tags; `latest` is ignored",
+        metavar="TAG",
+        only_with=LOAD,
+    )
     on_damaged_checkpoint: str = option_field(
         "fallback",
         "what to do when the checkpoint to load is damaged: load the one before it, or exit",
@@ -83,20 +92,84 @@ class CheckpointConfig:
         "checkpoint of a later iteration. Checkpoints of other layouts need no conversion",
         only_with=LOAD,
     )
+    no_save_optim: bool = option_field(
+        False,
+        "save the weights and their fp32 master copy, but not the other states of the optimizer; a "
+        "run then continues with --no-load-optim or --finetune only",
+        only_with=SAVE,
+    )
+    reset_iteration: bool = option_field(
+        False,
+        "start a new run from the weights and optimizer states of --load: at iteration 0, with the "
+        "first samples of any data. The position in the learning rate schedule is kept",
+        only_with=LOAD,
+    )
+    pretrained_checkpoint: str | None = option_field(
+        None,
+        "folder of weights for --finetune, which is loaded if --load has no checkpoint yet; in any "
+        "format of --load",
+        metavar="FOLDER",
+    )
+    use_checkpoint_args: bool = option_field(
+        False,
+        "take the options of the model from the checkpoint to load, even over flags, except for "
+        "given ones that a resume may change, such as --seq-length and dropout. Without flags of a "
+        "tokenizer also the checkpoint's copy of it",
+        only_with=LOAD,
+    )
+    override_opt_param_scheduler: bool = option_field(
+        False,
+        "schedule learning rate and weight decay by the command line, without a warning of what "
+        "differs from the checkpoint",
+        flag="override-opt_param-scheduler",
+        aliases=("override-lr-scheduler",),
+        only_with=LOAD,
+    )
+    use_checkpoint_opt_param_scheduler: bool = option_field(
+        False,
+        "schedule learning rate and weight decay as the run that saved the checkpoint, even over "
+        "flags",
+        flag="use-checkpoint-opt_param-scheduler",
+        aliases=("use-checkpoint-lr-scheduler",),
+        only_with=LOAD,
+    )
     exit_on_missing_checkpoint: bool = option_field(
         False, "exit with an error if --load has no checkpoint", only_with=LOAD
     )
 
+    @property
+    def step(self) -> int | None:
+        """Iteration of the checkpoint that --ckpt-step or --load-tag names."""
+        tag = TAG.fullmatch(self.load_tag or "")
+        return self.ckpt_step if tag is None else int(tag[1])
+
+    @property
+    def is_new_run(self) -> bool:
+        """Whether the run starts at iteration 0, whatever it loads."""
+        return self.finetune or self.reset_iteration
+
     def problems(self) -> Iterator[Problem]:
-        """Check that the folders can be used."""
+        """Check that the folders can be used, and that flags do not contradict each other."""
         yield from folder_problems("save", self.save)
+        if self.ckpt_step is not None and self.load_tag is not None:
+            yield exclusive_problem("ckpt_step", "load_tag")
+        if self.load_tag is not None and TAG.fullmatch(self.load_tag) is None:
+            yield Problem("load-tag-of-no-checkpoint", tag=self.load_tag)
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            yield exclusive_problem(
+                "override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler"
+            )
+        if self.finetune and self.reset_iteration:
+            yield exclusive_problem("finetune", "reset_iteration")
         if self.load is None:
             return
         folder, name = os.path.split(os.path.normpath(self.load))
         if name.startswith("global_step") and not name.endswith("_universal"):
             yield Problem("load-is-one-checkpoint", settings=self, name=name, folder=folder or ".")
-        elif self.finetune and self.save is not None and _is_same(self.save, self.load):
-            yield Problem("finetune-in-the-same-folder", settings=self)
+        elif self.is_new_run and self.save is not None and _is_same(self.save, self.load):
+            name = "finetune" if self.finetune else "reset_iteration"
+            names, flag = (name, "load", "save"), option(name)
+            yield Problem("new-run-in-the-same-folder", *names, settings=self, flag=flag)
         elif os.path.exists(self.load) and not os.path.isdir(self.load):
             yield Problem("load-is-a-file", settings=self)
 

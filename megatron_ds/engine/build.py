@@ -138,6 +138,7 @@ def build_engine(
         seed=config.runtime.seed,
         device=device,
         swap_folder=swap_folder,
+        saves_optimizer=not config.checkpoint.no_save_optim,
     )
 
 

@@ -35,6 +35,8 @@ SAFE_CLASSES = (DynamicLossScaler, LossScaler, SubparamShape, ZeroStageEnum, fra
 """Classes that DeepSpeed stores in its files, in addition to tensors and plain values."""
 CHUNK = 2**24
 """Bytes that are written at once; a cancelled write ends after as many."""
+OPTIMIZER_KEYS = ("base_optimizer_state", "optimizer_state_dict", "optimizer")
+"""Where DeepSpeed's files have the state dict of torch's optimizer, from the inside outwards."""
 
 
 class SafeCheckpointEngine(CheckpointEngine):
@@ -43,10 +45,13 @@ class SafeCheckpointEngine(CheckpointEngine):
     Args:
         engine: Engine of `deepspeed.initialize`.
         experts: The experts of this rank.
+        saves_optimizer: Save the states of the optimizer, too, and not only the weights with their
+            master copy.
     """
 
-    def __init__(self, engine: Any, experts: ExpertFiles) -> None:
+    def __init__(self, engine: Any, experts: ExpertFiles, *, saves_optimizer: bool = True) -> None:
         super().__init__()
+        self._saves_optimizer = saves_optimizer
         self._experts = experts
         self.name = "CheckpointFiles"
         self._pending: dict[str, Any] = {}
@@ -81,7 +86,8 @@ class SafeCheckpointEngine(CheckpointEngine):
         """Part of DeepSpeed's interface: a snapshot creates its folder when it is written."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        self._pending[Path(path).name] = self._experts.left_out(state_dict)
+        own = self._experts.left_out(state_dict)
+        self._pending[Path(path).name] = own if self._saves_optimizer else without_states(own)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         state = read_tensors(Path(path), map_location=map_location)
@@ -134,6 +140,21 @@ class Snapshot:
     def cancel(self) -> None:
         """Let a write in another thread end soon, with an error."""
         self._is_cancelled.set()
+
+
+def without_states(values: Any) -> Any:
+    """The content of a file of DeepSpeed's without the states of its optimizer.
+
+    Master weights remain: DeepSpeed stores them beside the states.
+    """
+    if not isinstance(values, dict):
+        return values
+    if values.keys() >= {"state", "param_groups"}:
+        return {**values, "state": {}}
+    return {
+        key: without_states(value) if key in OPTIMIZER_KEYS else value
+        for key, value in values.items()
+    }
 
 
 class _HashingFile:

@@ -29,7 +29,7 @@ class ExpertFiles:
         model: The model.
         mesh: Mesh of this process.
         optimizer: Optimizer whose states are those of full parameters; None with ZeRO, which
-            writes its partitions itself.
+            writes its partitions itself, or if the states are not saved.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) -> None:

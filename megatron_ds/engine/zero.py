@@ -70,6 +70,7 @@ class ZeroEngine:
         seed: Seed of dropout.
         device: Device to which batches are copied.
         swap_folder: Where states on a disk are; kept until the engine ends.
+        saves_optimizer: Save the states of the optimizer, too, and not only the weights.
     """
 
     def __init__(
@@ -87,12 +88,14 @@ class ZeroEngine:
         seed: int,
         device: torch.device,
         swap_folder: SwapFolder | None = None,
+        saves_optimizer: bool = True,
     ) -> None:
         self._engine = engine
         self._swap_folder = swap_folder
-        replicated = None if engine.zero_optimization() else engine.basic_optimizer
+        is_replicated = saves_optimizer and not engine.zero_optimization()
+        replicated = engine.basic_optimizer if is_replicated else None
         self._experts = ExpertFiles(engine.module, mesh, replicated)
-        self._files = SafeCheckpointEngine(engine, self._experts)
+        self._files = SafeCheckpointEngine(engine, self._experts, saves_optimizer=saves_optimizer)
         self._copies = HostCopies()
         self.ds_config = ds_config
         self.settings = read_settings()

@@ -326,3 +326,32 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
             key: value if value is None else pytest.approx(value, rel=1e-5)
             for key, value in theirs.items()
         }
+
+
+def test_a_run_starts_from_pretrained_weights_and_continues_by_the_same_command(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Also with wrong options, which the checkpoint replaces on request."""
+    weights, full, parts = (tmp_path / name for name in ("weights", "full", "parts"))
+    settings = {**base, "global_batch_size": 4, "lr_decay_style": "cosine", "train_iters": 4}
+    first = {**settings, "train_iters": 2, "save": weights, "no_save_optim": True}
+    launcher.start(first, ranks=1).succeed()
+    sizes = [path.stat().st_size for path in (weights / "global_step2").glob("*optim_states.pt")]
+
+    rejected = launcher.start({**settings, "load": weights, "save": full}).wait()
+    assert (rejected.codes, "checkpoint-without-optimizer" in rejected.output) == ((2,), True)
+    tuned = {**settings, "pretrained_checkpoint": weights, "seed": 7}
+    output = launcher.start({**tuned, "load": full, "save": full}).succeed()
+    assert f"loading checkpoint from {weights}" in output
+    with_optimizer = (full / "global_step4").glob("*optim_states.pt")
+    assert sum(sizes) < 0.5 * sum(path.stat().st_size for path in with_optimizer)
+
+    command = {**tuned, "load": parts, "save": parts}
+    launcher.start({**command, "exit_interval": 2}).succeed()
+    wrong = {"num_layers": 7, "lr": 9.0, "lr_decay_style": "constant", "lr_warmup_iters": 3}
+    own = {"use_checkpoint_args": True, "use_checkpoint_opt_param_scheduler": True}
+    output = launcher.start({**command, **wrong, **own, "load_tag": "global_step2"}).succeed()
+    assert f"loading checkpoint from {parts} at iteration 2" in output
+    assert output.count("replaced-by-checkpoint") == len(wrong)
+    assert [record["iteration"] for record in steps(parts)] == [1, 2, 3, 4]
+    assert steps(parts) == steps(full)

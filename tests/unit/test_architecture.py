@@ -36,7 +36,7 @@ ALLOWED = {
     "model": "config parallel",
     "engine": "config data fileio model parallel train_state",
     "preprocess": "config data fileio tokenizer",
-    "checkpoint": "config data engine fileio launch model parallel tokenizer train_state",
+    "checkpoint": "config data engine fileio launch model parallel schedules tokenizer train_state",
     "cleaning": "cli config fileio launch preprocess tokenizer",
     "inference": "checkpoint cli config fileio launch model parallel tokenizer",
     "training": "checkpoint config data engine fileio launch model parallel schedule_validation "
@@ -56,7 +56,8 @@ ONLY_IN = {
 
 NEVER_IN = {
     "torch": """
-        checkpoint/metadata.py checkpoint/selection.py config/ fileio/ train_state.py schedules.py
+        checkpoint/metadata.py checkpoint/resume.py checkpoint/saved_options.py
+        checkpoint/selection.py config/ fileio/ train_state.py schedules.py
         schedule_validation.py launch/extension_locks.py data/blend_schedule.py data/blend_spec.py
         data/build_datasets.py data/index_cache.py data/indexed_dataset.py data/loader_process.py
         data/merge.py data/sample_index.py data/token_file_stats.py data/tokenizer_metadata.py

@@ -17,8 +17,7 @@ import torch
 
 from megatron_ds.checkpoint.lazy_tensors import LazyTensors
 from megatron_ds.checkpoint.resume import (
-    CHANGEABLE_MODEL_FIELDS,
-    CHANGEABLE_MOE_FIELDS,
+    CHANGEABLE_FIELDS,
     Parts,
     part_conflicts,
 )
@@ -30,15 +29,6 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import shard_spec
-
-CHANGEABLE_FIELDS = frozenset(
-    {
-        *("seq_length", "make_vocab_size_divisible_by"),
-        *CHANGEABLE_MODEL_FIELDS,
-        *CHANGEABLE_MOE_FIELDS,
-    }
-)
-"""Fields of the model that do not change its weights, or only their padding."""
 
 SIZES = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),

@@ -206,6 +206,9 @@ def test_ckpt_step_selects_one_checkpoint(
     (folder / "global_step8" / "run.json").unlink()
     with raises_problem("checkpoint-damaged", "load", "ckpt_step", contains="run.json"):
         load(manager(ckpt_step=8))
+    assert load(manager(load_tag="global_step4"))[0] == state_at(4)
+    with raises_problem("ckpt-step-missing", "load_tag", contains="--load-tag"):
+        load(manager(load_tag="global_step6"))
 
 
 @pytest.mark.parametrize("name", FILES[:2])

@@ -18,6 +18,7 @@ from megatron_ds.checkpoint.foreign_start import (
 )
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig
+from megatron_ds.config.problems import Problem
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.unit.checkpoint.formats.megatron_writer import Layout, write_checkpoint
@@ -128,6 +129,44 @@ def test_otherwise_only_the_weights_are_loaded(
     assert codes(start.notes) == ["foreign-weights-alone"]
     assert (start.state, start.optimizer, start.steps) == (TrainState(), {}, None)
     assert start.weights["embedding.word.weight"].shape == (50, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "has_optimizer"),
+    [
+        ({"finetune": True}, TrainState(), False),
+        ({"no_load_optim": True}, TrainState(7, 28, 336, 24, 288, 6, 1), False),
+        ({"reset_iteration": True}, TrainState(applied_samples=24, applied_tokens=288), True),
+    ],
+)
+def test_flags_leave_out_the_progress_or_the_optimizer(
+    options: dict[str, bool], state: TrainState, has_optimizer: bool, tmp_path: Path
+) -> None:
+    run = run_of(write(tmp_path / "a"))
+    run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, **options))
+    start = open_foreign(merge_settings(run)[0].with_vocab(50))
+    assert start is not None
+    assert (start.state, start.notes) == (state, ())
+    assert bool(start.optimizer) == has_optimizer
+    if "no_load_optim" in options:
+        sgd = dataclasses.replace(run, optimizer=OptimizerConfig("sgd"))
+        other = open_foreign(merge_settings(sgd)[0].with_vocab(50))
+        assert other is not None
+        assert other.state == state
+
+
+def test_the_options_of_the_checkpoint_replace_given_ones_on_request(tmp_path: Path) -> None:
+    run = run_of(write(tmp_path / "a"), num_layers=3, activation="swiglu", seq_length=10)
+    options = dataclasses.replace(run.checkpoint, use_checkpoint_args=True)
+    warnings: list[Problem] = []
+    config, problems = merge_settings(dataclasses.replace(run, checkpoint=options), warnings.append)
+    assert problems == []
+    assert (config.model.num_layers, config.model.activation) == (2, MODEL.activation)
+    assert config.model.seq_length == 10
+    assert sorted(fields(warnings)) == [
+        ("activation", "use_checkpoint_args"),
+        ("num_layers", "use_checkpoint_args"),
+    ]
 
 
 def test_a_release_has_weights_alone(tmp_path: Path) -> None:

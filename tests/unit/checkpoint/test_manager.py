@@ -11,6 +11,7 @@ import operator
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,6 +284,56 @@ def test_a_new_run_starts_from_weights_alone(
     assert engine.resharded is not None
     assert engine.resharded.moments("weight") == ()
     assert engine.resharded.steps("weight") is engine.resharded.loss_scaler is None
+
+
+def test_a_new_run_starts_from_weights_and_optimizer_states(
+    checkpoints: CheckpointManager, manager: Managers, tmp_path: Path
+) -> None:
+    """With other data, but with the optimizer of the checkpoint."""
+    save(checkpoints, 2)
+    options = {"reset_iteration": True, "save": str(tmp_path / "new")}
+    state, engine = load(manager(**options, runtime=RuntimeConfig(seed=1)))
+    assert engine.loaded is not None
+    assert state == TrainState(
+        applied_samples=state_at(2).applied_samples, applied_tokens=state_at(2).applied_tokens
+    )
+    found = manager(**options).select()
+    assert found is not None
+    assert found.run.data is None
+    with raises_problem("resume-optimizer-changed"):
+        manager(**options, optimizer=OptimizerConfig(optimizer="sgd")).select()
+
+
+def test_a_checkpoint_without_optimizer_states_continues_without_them_only(
+    manager: Managers, tmp_path: Path
+) -> None:
+    save(manager(no_save_optim=True), 2)
+    for options in ({}, {"reset_iteration": True, "save": str(tmp_path / "new")}):
+        with raises_problem("checkpoint-without-optimizer", "no_load_optim", "finetune"):
+            manager(**options).select()
+    state, engine = load(manager(no_load_optim=True))
+    assert state == state_at(2)
+    assert engine.resharded is not None
+    assert load(manager(finetune=True, save=str(tmp_path / "new")))[0] == TrainState()
+
+
+def test_the_size_of_a_checkpoint_is_estimated_with_and_without_optimizer_states(
+    manager: Managers, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = SimpleNamespace(free=300)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+
+    def is_warned(**options: bool) -> bool:
+        logged.clear()
+        save(manager(**options), 2)
+        return "disk-may-become-full" in "".join(logged)
+
+    assert is_warned()  # 30 parameters of 16 bytes
+    shutil.rmtree(folder)
+    assert not is_warned(no_save_optim=True)  # of 8 bytes
+    assert is_warned()  # not compared with a checkpoint without them
+    free.free = 100_000
+    assert not is_warned()
 
 
 def test_a_run_continues_without_the_states_of_its_optimizer(
