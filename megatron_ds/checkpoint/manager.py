@@ -59,6 +59,7 @@ from megatron_ds.config.problems import Problem, counted, raise_if_any, with_def
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
@@ -110,6 +111,9 @@ class CheckpointManager:
         self._lock = lock
         self._tokenizer = tokenizer
         self._branch = Branch.new()
+        self._current: SaveInProgress | None = None
+        self._reader: SharedLock | None = None
+        self._last_start = time.monotonic()
         self.newest: Path | None = None
 
     def save(
@@ -117,6 +121,8 @@ class CheckpointManager:
         engine: Engine,
         state: TrainState,
         history: Callable[[], BlendHistory | None] = lambda: None,
+        *,
+        in_background: bool = False,
     ) -> None:
         """Writes SAVE/global_stepN, then removes those that --keep-last does not keep.
 
@@ -124,30 +130,87 @@ class CheckpointManager:
             engine: Engine to save.
             state: State after the last step.
             history: Returns the consumption of the training data; called on the first rank only.
+            in_background: Return after a copy of the states, which is written in the background.
+                `advance` must then be called until the save has ended. The one before must have
+                ended.
 
         Raises:
             SaveError: If the disk of any rank fails, or another run has taken the folder.
         """
-        save = self._collect(engine, state, history)
-        try:
-            SaveInProgress(save, self._ranks, in_background=False).advance(wait=True)
-        finally:
-            for warning in save.warnings:
-                self._warn(warning)
-        self.newest = save.target
+        assert self._current is None, "the save before has not ended"
+        self._last_start = time.monotonic()
+        save = self._collect(engine, state, history, copy=in_background)
+        self._current = SaveInProgress(save, self._ranks, in_background=in_background)
+        if not in_background:
+            self.advance(wait=True)
+            return
+        seconds, size = time.monotonic() - self._last_start, save.snapshot.copied_bytes / 1e9
         self._log(
-            f"  successfully saved checkpoint at iteration {state.iteration:7d} to {save.folder}"
+            f"  stalled {seconds:.2f} s for the copy of {size:.3f} GB to host memory; it is "
+            "written in the background"
         )
 
+    def advance(self, *, wait: bool) -> None:
+        """Continues a save in the background, if there is one.
+
+        Args:
+            wait: Wait for its end. Otherwise this waits for no disk.
+
+        Raises:
+            SaveError: If it has failed; no save is then in progress.
+        """
+        current = self._current
+        if current is None:
+            return
+        has_ended = True
+        try:
+            has_ended = current.advance(wait=wait)
+        finally:
+            if has_ended:
+                self._current = None
+                for warning in current.save.warnings:
+                    self._warn(warning)
+        if has_ended:
+            self._on_saved(current)
+
+    def _on_saved(self, done: SaveInProgress) -> None:
+        save = done.save
+        self.newest = save.target
+        self._log(
+            f"  successfully saved checkpoint at iteration {save.iteration:7d} to {save.folder}"
+        )
+        if done.in_background:
+            seconds = time.monotonic() - done.started
+            self._log(f"  it was written in the background within {seconds:.1f} s")
+
+    def abandon(self) -> None:
+        """Ends the writing of a save in the background, if there is one. Local.
+
+        For a process that is about to end with an error: no thread of it may write when the folder
+        is free. The checkpoint remains incomplete.
+        """
+        if self._current is not None:
+            self._current.abandon()
+
+    def minutes_have_passed(self, minutes: float) -> bool:
+        """Whether the last save was begun so many minutes ago, by the clock of the first rank."""
+        is_late = time.monotonic() - self._last_start >= 60 * minutes
+        return self._ranks.is_true_on_all(is_late or self._ranks.rank > 0)
+
     def _collect(
-        self, engine: Engine, state: TrainState, history: Callable[[], BlendHistory | None]
+        self,
+        engine: Engine,
+        state: TrainState,
+        history: Callable[[], BlendHistory | None],
+        *,
+        copy: bool,
     ) -> SaveSteps:
         """Collects what a checkpoint of this moment has, and touches no files."""
         options = self._config.checkpoint
         assert options.save is not None
         folder = Path(options.save)
         self._log(f"saving checkpoint at iteration {state.iteration:7d} to {folder}")
-        snapshot = engine.snapshot(copy=False)
+        snapshot = engine.snapshot(copy=copy)
         specs, partitions = engine.shard_specs(), tuple(engine.partitions())
         experts = engine.sharded_experts()
         # The data-parallel ranks hold the same parameters, except experts; only the first of those
@@ -181,7 +244,9 @@ class CheckpointManager:
             tokenizer_files={} if self._tokenizer is None else self._tokenizer.files,
             estimate=estimate,
             lock=self._lock,
-            keep_last=options.keep_last,
+            retention=None
+            if options.keep_last is None
+            else storage.Retention(options.keep_last, options.keep_every),
         )
 
     def select(self) -> CheckpointMetadata | None:
@@ -250,6 +315,8 @@ class CheckpointManager:
             self._reshard(engine, found, changes)
         else:
             engine.load(folder, found.path.name)
+        if self._reader is not None:
+            self._reader.release()
         self.newest = found.path
         self._log(f"  successfully loaded checkpoint from {folder} at iteration {iteration}")
         return found.run.state
@@ -297,6 +364,7 @@ class CheckpointManager:
 
         The first rank checks names and sizes, and one rank the contents of each file.
         """
+        self._reader = storage.hold(path)
         damage = self._ranks.on_rank0(lambda: metadata.find_damage(path))
         if damage is not None:
             return damage

@@ -22,6 +22,7 @@ from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.ds_config import partition_keys, zero_stage
 from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.model.stages import layers_per_stage
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
@@ -223,6 +224,8 @@ class CheckpointMetadata:
 
     path: Path
     run: RunRecord
+    reader: SharedLock | None = dataclasses.field(default=None, compare=False)
+    """Keeps the checkpoint from being removed while a tool reads it."""
 
     @property
     def iteration(self) -> int:

@@ -15,7 +15,6 @@ import shutil
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,14 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.rank_agreement import Outcome, RankAgreement, RankWork
 from megatron_ds.checkpoint.run_lock import RunLock
+from megatron_ds.checkpoint.storage import Retention
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.protocol import Snapshot
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+
+ABANDON_S = 10.0
+"""Longest wait for the disk of a process that is about to end with an error."""
 
 Steps = Generator[RankWork, Any, None]
 """Yields work; receives what `RankAgreement.share` returns for it, or raises."""
@@ -64,7 +67,7 @@ class SaveSteps:
         tokenizer_files: Contents by path in the tokenizer's folder, on the first rank.
         estimate: Bytes of a checkpoint, used if there is no earlier one to compare with.
         lock: The lock of the folder, on the first rank; None if no other run can use it.
-        keep_last: Number of checkpoints of the branch to keep; None for all.
+        retention: Which older checkpoints to keep; None for all.
         warnings: Problems that did not fail the save.
     """
 
@@ -75,7 +78,7 @@ class SaveSteps:
     tokenizer_files: Mapping[str, bytes]
     estimate: int
     lock: RunLock | None
-    keep_last: int | None
+    retention: Retention | None
     warnings: list[Problem] = field(default_factory=list)
 
     @property
@@ -176,8 +179,8 @@ class SaveSteps:
         assert self.run is not None
         try:
             storage.write_pointers(self.target)
-            if self.keep_last is not None:
-                storage.remove_older(self.target, self.run.branch, self.keep_last)
+            if self.retention is not None:
+                storage.remove_older(self.target, self.run.branch, self.retention)
         except OSError as error:
             return [Problem("save-pointers-failed", target=self.target, error=error)]
         return []
@@ -201,7 +204,7 @@ class SaveInProgress:
         self.save = save
         self.started = time.monotonic()
         self._ranks = ranks
-        self._in_background = in_background
+        self.in_background = in_background
         self._steps = save.steps()
         self._begin(next(self._steps))
 
@@ -227,14 +230,13 @@ class SaveInProgress:
         return False
 
     def abandon(self) -> None:
-        """Ends the writing of this rank and leaves an incomplete checkpoint. Local."""
+        """Ends the writing of this rank, which leaves an incomplete checkpoint. Local."""
         self.save.snapshot.cancel()
-        with suppress(Exception):
-            self._own.outcome()
+        self._own.join(ABANDON_S)
 
     def _begin(self, work: RankWork) -> None:
         self._work = work
-        self._own = _OwnPart(self._ranks, work, in_background=self._in_background)
+        self._own = _OwnPart(self._ranks, work, in_background=self.in_background)
 
     def _exchange(self) -> RankWork:
         """Exchanges the results of a step and returns the next one.
@@ -265,6 +267,10 @@ class _OwnPart:
     @property
     def is_done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
+
+    def join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
 
     def outcome(self) -> Outcome:
         """Waits for the work, or does it. Raises any error but those of the disk and of data."""

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, sha256_of, write_atomically
+from megatron_ds.fileio.file_lock import SharedLock, lock_now
 from megatron_ds.fileio.visibility import retry
 
 INCOMPLETE = ".incomplete-"
@@ -68,6 +70,14 @@ def _size_of(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
+
+
+def hold(path: Path) -> SharedLock:
+    """Keeps a checkpoint from being removed by another program's retention while it is read.
+
+    To be called before it is checked: one that is just being removed turns out to be damaged.
+    """
+    return SharedLock(path / MANIFEST)
 
 
 def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
@@ -132,11 +142,25 @@ def publish(temporary: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove_older(newest: Path, branch: Branch, keep: int) -> None:
-    """Deletes complete checkpoints of a branch before `newest`, except for the last `keep` - 1.
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a branch to keep."""
 
-    Damaged checkpoints and those of other branches are left for their owner. Each one is renamed
-    before it is deleted, so that a crash leaves no partial checkpoint under its name.
+    last: int
+    """Number of the newest."""
+    every: int | None = None
+    """Those of multiples of this iteration, too."""
+
+    def is_milestone(self, path: Path) -> bool:
+        return self.every is not None and iteration_of(path) % self.every == 0
+
+
+def remove_older(newest: Path, branch: Branch, retention: Retention) -> None:
+    """Deletes complete checkpoints of a branch before `newest` that are not to be kept.
+
+    Damaged checkpoints and those of other branches are left for their owner, and those that are
+    being read until a later save. Each one is renamed before it is deleted, so that a crash leaves
+    no partial checkpoint under its name.
     """
     paths = list_checkpoints(newest.parent)
     older = [
@@ -144,9 +168,15 @@ def remove_older(newest: Path, branch: Branch, keep: int) -> None:
         for path in paths[paths.index(newest) + 1 :]
         if find_damage(path) is None and read_run(path).run.branch == branch.at(iteration_of(path))
     ]
-    for path in older[keep - 1 :]:
-        removed = path.with_name(f"{REMOVED}{path.name}")
-        os.rename(path, removed)
+    for path in older[retention.last - 1 :]:
+        if retention.is_milestone(path):
+            continue
+        with open(path / MANIFEST, "r+b") as manifest:  # network file systems lock no others alone
+            if lock_now(manifest) is False:
+                continue  # it is being read
+            removed = path.with_name(f"{REMOVED}{path.name}")
+            os.rename(path, removed)
+            fsync_path(removed.parent)
         shutil.rmtree(removed)
 
 

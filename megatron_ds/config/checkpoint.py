@@ -44,12 +44,30 @@ class CheckpointConfig:
         minimum=1,
         only_with=SAVE,
     )
+    save_interval_minutes: float | None = option_field(
+        None,
+        "also save when so many minutes have passed since the last save",
+        above=0,
+        only_with=SAVE,
+    )
+    async_save: bool = option_field(
+        False,
+        "write checkpoints while the training continues, which stops only for a copy of the states "
+        "to host memory; the last checkpoint of a run is written as without this flag",
+        only_with=SAVE,
+    )
     keep_last: int | None = option_field(
         None,
         "number of checkpoints to keep in --save; older ones are removed after each complete save "
         "(default: all)",
         minimum=1,
         only_with=SAVE,
+    )
+    keep_every: int | None = option_field(
+        None,
+        "of the older checkpoints, also keep those of iterations that are multiples of this number",
+        minimum=1,
+        only_with=when(keep_last=ANY_VALUE),
     )
     on_save_error: str = option_field(
         "continue",

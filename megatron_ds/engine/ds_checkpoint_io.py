@@ -73,7 +73,9 @@ class SafeCheckpointEngine(CheckpointEngine):
         try:
             save()
             states = {**self._pending, **self._experts.own_files()}
-            return Snapshot(states if copies is None else copies.copy(states), self._scripts)
+            if copies is None:
+                return Snapshot(states, self._scripts)
+            return Snapshot(copies.copy(states), self._scripts, copies.nbytes)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the save was interrupted: {error}") from error
         finally:
@@ -109,12 +111,17 @@ class Snapshot:
     Args:
         states: Content of each file by name.
         scripts: Functions that copy a script into the folder of all checkpoints.
+        copied_bytes: Bytes of the states if they are a copy.
     """
 
     def __init__(
-        self, states: Mapping[str, Any], scripts: Sequence[Callable[[str], None]] = ()
+        self,
+        states: Mapping[str, Any],
+        scripts: Sequence[Callable[[str], None]] = (),
+        copied_bytes: int = 0,
     ) -> None:
         self._states, self._scripts = states, scripts
+        self.copied_bytes = copied_bytes
         self._is_cancelled = threading.Event()
 
     def write(self, folder: Path) -> dict[str, FileRecord]:

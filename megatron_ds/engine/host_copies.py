@@ -53,6 +53,9 @@ class HostCopies:
         memo: dict[int, Any] = {}
         for tensor in tensors:
             memo[id(tensor)] = _view(tensor, copies[tensor.untyped_storage()._cdata])
+        for tensor in tensors:
+            # A file has the attributes that DeepSpeed gives to some tensors.
+            vars(memo[id(tensor)]).update(copy.deepcopy(vars(tensor), memo))
         return copy.deepcopy(states, memo)
 
     @property
@@ -82,9 +85,15 @@ class _TensorFinder(pickle.Pickler):
 
 
 def _find_tensors(value: object) -> list[Tensor]:
-    finder = _TensorFinder()
-    finder.dump(value)
-    return list({id(tensor): tensor for tensor in finder.found}.values())
+    found: dict[int, Tensor] = {}
+    left = [value]
+    while left:
+        finder = _TensorFinder()
+        finder.dump(left.pop())
+        new = [tensor for tensor in finder.found if id(tensor) not in found]
+        found |= {id(tensor): tensor for tensor in new}
+        left += [vars(tensor) for tensor in new if vars(tensor)]
+    return list(found.values())
 
 
 def _view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:

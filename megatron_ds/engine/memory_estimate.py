@@ -259,6 +259,8 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
     sizes = _Sizes(config, inputs)
     device, host = sizes.states()
     disk, locked = sizes.move_to_disk(host)
+    if in_effect(config.checkpoint).async_save:
+        host["copy of an asynchronous save"] = sizes.saved(device, host, disk)
     states, activations = sum(device.values()), sizes.activations()
     table, logits, scaled = sizes.output_layer()
     head = sizes.stream + table  # gradients of its input and weight
@@ -409,6 +411,15 @@ class _Sizes:
             locked += inputs.param_bytes * swap.parameter_buffers
         host["buffers for swapping"] = locked
         return disk, locked
+
+    def saved(self, *places: Mapping[str, int]) -> int:
+        """States that the first data-parallel rank has in a checkpoint.
+
+        Args:
+            places: States in each place.
+        """
+        kinds = ["parameters", "master weights", "moments"][self.inputs.zero_stage == 3 :]
+        return sum(place.get(kind, 0) for place in places for kind in kinds)
 
     def gathered(self) -> int:
         """Parameters that ZeRO-3 keeps gathered at a time.

@@ -97,6 +97,10 @@ class LossSum(NamedTuple):
 class Snapshot(Protocol):
     """What one rank writes of a checkpoint: the states of one moment of the training."""
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of the copy; 0 without one."""
+
     def write(self, folder: Path) -> Mapping[str, FileRecord]:
         """Write the files of this rank and wait until they are on the disk. Local, in any thread.
 

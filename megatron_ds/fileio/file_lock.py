@@ -59,6 +59,36 @@ def lock_now(file: IO[Any]) -> bool | None:
     return True
 
 
+class SharedLock:
+    """A shared lock of a file: while this process lives and has not released it, `lock_now` fails.
+
+    Needs no permission to write. It never waits and raises no error: without the file, on a file
+    system without locks, or while another process holds the file's lock alone, nothing is held.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] | None = None
+        with suppress(OSError), ExitStack() as undo:
+            file = undo.enter_context(path.open("rb"))
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._file = file
+            undo.pop_all()
+
+    def release(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                # Closing is not enough: a forked process may have the file open, too.
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+            self._file = None
+
+    def __del__(self) -> None:
+        self.release()
+
+
 @contextmanager
 def locked(path: Path, policy: WaitPolicy) -> Iterator[bool]:
     """Hold the lock of a file, which is created if necessary.

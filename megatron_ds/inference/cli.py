@@ -187,7 +187,10 @@ def loaded_model(
             source = open_source(path, source.format)
         log_rank0(f"loading the checkpoint {path}")
         precision = options.checkpoint.precision
-        yield load_checkpoint.load_model(source, mesh, here.device, precision=precision)
+        model = load_checkpoint.load_model(source, mesh, here.device, precision=precision)
+        if source.reader is not None:
+            source.reader.release()
+        yield model
     finally:
         distributed.destroy_process_group()
 

@@ -79,7 +79,11 @@ def pretrain(
         )
         trainer = build_trainer(config, inputs, context, life, startup, checkpoints)
         life.on_training_started()
-        code = trainer.run()
+        try:
+            code = trainer.run()
+        except BaseException:
+            trainer.checkpoints.abandon()  # before the folder is free
+            raise
         dist.barrier()  # the folder is free once no rank writes to it
     life.on_finished()
     distributed.destroy_process_group()

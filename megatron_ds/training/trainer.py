@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.config.problems import Problem
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
@@ -29,6 +28,7 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.metrics import Metrics
+from megatron_ds.training.saving import Saver
 from megatron_ds.training.skipped_steps import SkippedSteps
 from megatron_ds.training.startup_report import FirstStepsReport, log_timestamp
 
@@ -55,6 +55,7 @@ class Trainer:
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
+        self.saver = Saver(self.config.checkpoint, self.checkpoints, self.engine)
         self.skips = SkippedSteps(self.config.precision, self.engine)
         self.first_iteration = self.state.iteration + 1
         self._validation: tuple[int, dict[str, float]] = -1, {}
@@ -82,11 +83,13 @@ class Trainer:
             else:
                 self._skip(batches)
             stop = self.exits.after_step(self.state.iteration)
+            self.saver.advance()
             if self._is_evaluation_due(stop):
                 stop = self._evaluate("validation", f"iteration {self.state.iteration}") or stop
-            if self._is_last(stop) or self._is_due(self.config.checkpoint.save_interval):
+            if self.saver.is_due(self.state.iteration) or self._is_last(stop):
                 self._save(final=self._is_last(stop))
                 stop = stop or self.exits.external_stop(self.state.iteration)
+        self.saver.finish(final=True)
         batches.close()
         self.metrics.flush()
         self.report.print_memory(self.state.iteration)
@@ -116,6 +119,7 @@ class Trainer:
             self.metrics.flush()
             if not self.skips.has_record:
                 self._repeat(plan, before)
+            self.saver.finish(final=False)
             raise self.skips.make_error(plan, result, self.state, self.checkpoints.newest)
 
     def _skip(self, batches: DeviceBatches) -> None:
@@ -232,6 +236,7 @@ class Trainer:
                 stop = self.exits.external_stop(self.state.iteration)
                 if stop is not None:
                     return stop
+                self.saver.advance()
                 size = min(MICRO_BATCHES_PER_CALL, count - done)
                 parts.append(self.engine.eval_loss(batches, size))
         total, weight = (sum(map(float, values)) for values in zip(*parts, strict=True))
@@ -242,20 +247,13 @@ class Trainer:
         """Saves a checkpoint if there is a --save folder.
 
         Args:
-            final: The run ends with this checkpoint, so a failed save is an error in any case.
+            final: The run ends with this checkpoint.
         """
         if self.config.checkpoint.save is None:
             return
         # A resumed run does not repeat these steps, so their records must be written first.
         self.metrics.write_pending()
-        try:
-            self.checkpoints.save(self.engine, self.state, self._blend_history)
-        except SaveError as error:
-            if final or self.config.checkpoint.on_save_error == "exit":
-                raise
-            flag = option("on_save_error")
-            warning = Problem("save-skipped", problem=error.problem, flag=flag)
-            output.print_on_rank(f"WARNING: {warning.render()}")
+        self.saver.save(self.state, self._blend_history, final=final)
 
     def _blend_history(self) -> BlendHistory:
         assert self.data.progress is not None

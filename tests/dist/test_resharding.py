@@ -223,6 +223,8 @@ LAYOUTS = {name: layout for name, (_, layout) in DENSE_LAYOUTS.items()} | {
     for family, layouts in FAMILIES.items()
     for name, layout in layouts.items()
 }
+ASYNC = " in the background"
+"""Suffix of the folder with the asynchronous save of a layout."""
 NEXT = 2
 """Checkpoints that a layout loads, except for "dense"."""
 
@@ -377,11 +379,16 @@ def without_padding(tensors: Tensors) -> Tensors:
 
 
 def save_layout(name: str, folder: Path, meshes: Meshes) -> None:
-    """Takes two steps, saves, and records the states and the third step."""
+    """Takes two steps, saves, and records the states and the third step.
+
+    An asynchronous save of the same states is written after the third step.
+    """
     training = Continued(name, folder, meshes)
     for _ in range(STEPS):
         training.step()
     training.manager(folder / name, []).save(training.engine, training.state)
+    in_background = training.manager(folder / f"{name}{ASYNC}", [])
+    in_background.save(training.engine, training.state, in_background=True)
     if name in LOADED_WITHOUT_OPTIMIZER:
         # As in an engine of --no-save-optim.
         training.engine._files._saves_optimizer = False
@@ -395,6 +402,7 @@ def save_layout(name: str, folder: Path, meshes: Meshes) -> None:
         "state": training.state,
         "third": training.third_step(),
     }
+    in_background.advance(wait=True)
     if dist.get_rank() == 0:
         torch.save(record, folder / f"{name}.pt")
         (path,) = list_checkpoints(folder / name)
@@ -553,6 +561,23 @@ def test_every_layout_continues_checkpoints_of_others(
     }
     assert len(found) > 0
     assert found == {source: [] for source in found}
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(
+    target: str, outcomes: tuple[Path, dict[Pair, list[str]]]
+) -> None:
+    """Although the states have changed between the copy and the write."""
+    folder, found = outcomes
+    for name in {source for source, other in found if other == target}:
+        (path,) = list_checkpoints(folder / name)
+        (other,) = list_checkpoints(folder / f"{name}{ASYNC}")
+        files = read_manifest(path)
+        assert len(files) > 1
+        assert read_manifest(other).keys() == files.keys()
+        assert find_damaged_files(other, read_manifest(other)) == {}
+        same = {name for name in files if read_manifest(other)[name] == files[name]}
+        assert files.keys() - same <= {"run.json"}, name  # each has a branch of its own
 
 
 def test_loads_leave_the_checkpoints_as_they_were(

@@ -1,9 +1,10 @@
-// Preloaded before libc by LD_PRELOAD: makes a process's writes below chosen paths fail.
+// Preloaded before libc by LD_PRELOAD: makes a process's writes below chosen paths fail or wait.
 //
 //     DISK_FAULT  CALL:ERRNO:BYTES:PART
 //
 // CALL is write or fsync. It fails with ERRNO for files whose path contains PART. Writes fail once the
-// process has written BYTES to such files, after a short write, as on a disk that becomes full.
+// process has written BYTES to such files, after a short write, as on a disk that becomes full. With
+// ERRNO 0 the call waits for BYTES microseconds instead.
 
 #include <dlfcn.h>
 #include <unistd.h>
@@ -49,6 +50,10 @@ extern "C" ssize_t write(int descriptor, const void* data, size_t size) {
         reinterpret_cast<ssize_t (*)(int, const void*, size_t)>(dlsym(RTLD_NEXT, "write"));
     Fault fault;
     if (fault_of("write", descriptor, fault)) {
+        if (fault.error == 0) {
+            usleep(static_cast<useconds_t>(fault.bytes));
+            return real(descriptor, data, size);
+        }
         const long room = fault.bytes - written.load();
         if (room <= 0) {
             errno = fault.error;
@@ -64,6 +69,10 @@ extern "C" int fsync(int descriptor) {
     static const auto real = reinterpret_cast<int (*)(int)>(dlsym(RTLD_NEXT, "fsync"));
     Fault fault;
     if (fault_of("fsync", descriptor, fault)) {
+        if (fault.error == 0) {
+            usleep(static_cast<useconds_t>(fault.bytes));
+            return real(descriptor);
+        }
         errno = fault.error;
         return -1;
     }

@@ -44,7 +44,9 @@ def source_of(found: CheckpointMetadata) -> WeightsSource:
     tensors = dict(lazy_full_weights(found))
     precision = DTYPES[found.run.layout.precision]
     settings, parts = settings_of(found), declared_parts(found)
-    return WeightsSource(found.path, "native", settings, tensors, precision, parts).checked()
+    return WeightsSource(
+        found.path, "native", settings, tensors, precision, parts, reader=found.reader
+    ).checked()
 
 
 def declared_parts(found: CheckpointMetadata) -> dict[str, tuple[str, ...]]:

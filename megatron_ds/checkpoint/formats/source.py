@@ -25,6 +25,7 @@ from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import field_problems, option_fields
 from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES
+from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -139,6 +140,8 @@ class WeightsSource:
     """What the file declares of fused tensors; empty if its format defines their order."""
     training: TrainingStates | None = None
     """None for weights alone."""
+    reader: SharedLock | None = field(default=None, compare=False)
+    """Keeps a checkpoint from being removed by the run that saves to its folder."""
 
     @property
     def nbytes(self) -> int:

@@ -32,8 +32,10 @@ def resume(manager: Managers) -> Resume:
 
     def run(name: str, *iterations: int, **options: object) -> None:
         checkpoints = manager(**options)
-        checkpoints.start_branch(checkpoints.select())
-        engine = FakeEngine()
+        found, engine = checkpoints.select(), FakeEngine()
+        if found is not None:
+            checkpoints.load(engine, found)  # type: ignore[arg-type]
+        checkpoints.start_branch(found)
         for iteration in iterations:
             engine.content = f"{name} {iteration}"
             checkpoints.save(engine, state_at(iteration))  # type: ignore[arg-type]

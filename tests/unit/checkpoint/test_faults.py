@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -324,6 +327,62 @@ def test_keep_last_keeps_that_many_checkpoints(manager: Managers, folder: Path) 
     save(keeping, 8, 10)
     kept = {"global_step4", "global_step8", "global_step10", "global_step12"}
     assert names_in(folder) == {*kept, *storage.POINTERS}
+
+
+def test_keep_every_keeps_milestones(manager: Managers, folder: Path) -> None:
+    keeping = manager(keep_last=2, keep_every=6)
+    save(keeping, *range(2, 17, 2))
+    kept = {"global_step6", "global_step12", "global_step14", "global_step16"}
+    assert names_in(folder) == {*kept, *storage.POINTERS}
+
+
+def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, folder: Path) -> None:
+    """By a run that loads it, by a tool, or by a process that is killed."""
+    keeping, reading = manager(keep_last=1), manager(ckpt_step=2)
+    save(keeping, 2)
+    found = reading.select()
+    assert found is not None
+    save(keeping, 4)
+    of_tool = find_checkpoint(folder, print)
+    assert of_tool.iteration == 4
+    script = (
+        "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_SH); "
+        "print('locked'); input()"
+    )
+    save(keeping, 6)
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", script, folder / "global_step6" / "manifest.json"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        save(keeping, 8)
+        being_read = {"global_step2", "global_step4", "global_step6"}
+        assert names_in(folder) == {*being_read, "global_step8", *storage.POINTERS}
+        other.kill()
+    reading.load(FakeEngine(), found)  # type: ignore[arg-type]
+    save(keeping, 10)
+    assert names_in(folder) == {"global_step4", "global_step10", *storage.POINTERS}
+    del of_tool
+    save(keeping, 12)
+    assert names_in(folder) == {"global_step12", *storage.POINTERS}
+
+
+def test_a_folder_without_locks_is_read_and_cleaned_up(
+    manager: Managers, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> NoReturn:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    keeping = manager(keep_last=1)
+    save(keeping, 2)
+    found = find_checkpoint(folder, print)
+    assert load(keeping)[0] == state_at(2)
+    save(keeping, 4)
+    assert found.iteration == 2
+    assert names_in(folder) == {"global_step4", *storage.POINTERS}
 
 
 def test_a_save_that_fails_removes_no_older_checkpoint(

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe import schedule
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_ds.config import (
+    CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -384,6 +385,27 @@ def test_offloaded_states_are_in_host_memory() -> None:
     found = states(3, offload_optimizer=True, offload_parameters=True)
     assert found.states == 0
     assert sum(found.host.values()) == pytest.approx(18 / 4 / 2 * parameter_bytes(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "bytes_per_parameter"),
+    [(0, False, 2 + 8), (1, False, 2 + 12 / 4), (3, False, 12 / 4), (1, True, 2 + 12 / 4)],
+)
+def test_an_asynchronous_save_keeps_a_copy_in_host_memory(
+    stage: int, offload: bool, bytes_per_parameter: float
+) -> None:
+    engine = dataclasses.replace(
+        SINGLE,
+        zero_stage=stage,
+        dp_size=1 if stage == 0 else 4,
+        param_bytes=2,
+        offload_optimizer=offload,
+    )
+    run = dataclasses.replace(config(), checkpoint=CheckpointConfig(save="x", async_save=True))
+    without, found = estimate(config(), engine), estimate(run, engine)
+    assert found.device == without.device
+    copied = sum(found.host.values()) - sum(without.host.values())
+    assert copied == pytest.approx(bytes_per_parameter * parameter_bytes() / 2, rel=1e-3)
 
 
 LLAMA_70B = ModelConfig(

@@ -61,9 +61,12 @@ class World:
         self.evaluations += 1
         return LossSum(1.0, 1.0)
 
-    def save(self, engine: object, state: TrainState, data: object) -> None:
+    def save(self, engine: object, state: TrainState, data: object, *, in_background: bool) -> None:
         self.now += SAVE
         self.saves.append(state.iteration)
+
+    def advance(self, *, wait: bool) -> None:
+        return None
 
     def close(self) -> None:
         return None
@@ -203,7 +206,7 @@ class Reader:
     """An engine that reads its micro-batches; the loss of each is its first sample's number."""
 
     clock = staticmethod(itertools.count(0.0).__next__)
-    save = close = staticmethod(lambda *_: None)
+    save = close = advance = staticmethod(lambda *_, **__: None)
 
     def __init__(self) -> None:
         self.device_batches = partial(DeviceBatches, device=torch.device("cpu"), sharing=GROUP)

@@ -1,0 +1,98 @@
+"""When a run saves checkpoints, and what it does about a save that fails.
+
+How a checkpoint is written is up to the manager of checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.save_steps import SaveError
+from megatron_ds.config import CheckpointConfig
+from megatron_ds.config.problems import Problem, option
+from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.engine.protocol import Engine
+from megatron_ds.launch import output
+from megatron_ds.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Saver:
+    """The saves of a run. Methods are collective, and do nothing without a --save folder."""
+
+    options: CheckpointConfig
+    checkpoints: CheckpointManager
+    engine: Engine
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether --save-interval or --save-interval-minutes demands a save after an iteration."""
+        interval, minutes = self.options.save_interval, self.options.save_interval_minutes
+        if self.options.save is None:
+            return False
+        # Every rank must come to the same agreements.
+        is_late = minutes is not None and self.checkpoints.minutes_have_passed(minutes)
+        return is_late or (interval is not None and iteration % interval == 0)
+
+    def save(
+        self, state: TrainState, history: Callable[[], BlendHistory | None], *, final: bool
+    ) -> None:
+        """Saves a checkpoint after the last save has completed.
+
+        Args:
+            state: State after the last step.
+            history: Returns the consumption of the training data.
+            final: The run ends with this checkpoint, so a failed save is an error in any case, and
+                there is no training that a background save would let continue.
+
+        Raises:
+            SaveError: If the save fails, and the run ends with it.
+        """
+        if self.options.save is None:
+            return
+        self.finish(final=False)
+        in_background = self.options.async_save and not final
+        with _SaveErrors(self.options, final=final):
+            self.checkpoints.save(self.engine, state, history, in_background=in_background)
+
+    def advance(self) -> None:
+        """Continues a save in the background; waits for no disk.
+
+        Raises:
+            SaveError: If it has failed, and the run ends with it.
+        """
+        with _SaveErrors(self.options, final=False):
+            self.checkpoints.advance(wait=False)
+
+    def finish(self, *, final: bool) -> None:
+        """Waits for a save in the background.
+
+        Args:
+            final: The run ends with this checkpoint.
+
+        Raises:
+            SaveError: If it fails, and the run ends with it.
+        """
+        with _SaveErrors(self.options, final=final):
+            self.checkpoints.advance(wait=True)
+
+
+@dataclass(frozen=True)
+class _SaveErrors:
+    """Turns a failed save into a warning if the run continues."""
+
+    options: CheckpointConfig
+    final: bool
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        is_end = self.final or self.options.on_save_error == "exit"
+        if not isinstance(error, SaveError) or is_end:
+            return False
+        flag = option("on_save_error")
+        warning = Problem("save-skipped", problem=error.problem, flag=flag)
+        output.print_on_rank(f"WARNING: {warning.render()}")
+        return True

@@ -1,0 +1,293 @@
+"""Saves in the background: what they leave at any moment, and that they never interleave."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.checkpoint import manager as manager_module
+from megatron_ds.checkpoint import storage
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_manifest
+from megatron_ds.checkpoint.save_steps import SaveError
+from megatron_ds.config import CheckpointConfig
+from megatron_ds.engine import ds_checkpoint_io
+from megatron_ds.engine.ds_checkpoint_io import Snapshot
+from megatron_ds.training.saving import Saver
+from tests.unit.checkpoint.fakes import (
+    Crash,
+    FakeEngine,
+    FakeSnapshot,
+    Managers,
+    fail_at,
+    load,
+    names_in,
+    save,
+    state_at,
+)
+
+DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def begin(checkpoints: CheckpointManager, iteration: int, engine: FakeEngine | None = None) -> None:
+    engine = engine or FakeEngine()
+    engine.content = f"of iteration {iteration}"
+    checkpoints.save(engine, state_at(iteration), in_background=True)  # type: ignore[arg-type]
+
+
+def advance_until(checkpoints: CheckpointManager, reached: Callable[[], bool]) -> int:
+    """Advances without waiting, as the training loop does; returns how often."""
+    for count in range(10_000):
+        if reached():
+            return count
+        checkpoints.advance(wait=False)
+        time.sleep(0.001)
+    raise AssertionError("the save does not advance")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Every snapshot waits for this event before it is written."""
+    is_fast = threading.Event()
+    write = FakeSnapshot.write
+
+    def write_slowly(snapshot: FakeSnapshot, folder: Path) -> Any:
+        assert is_fast.wait(60)
+        return write(snapshot, folder)
+
+    monkeypatch.setattr(FakeSnapshot, "write", write_slowly)
+    yield is_fast
+    is_fast.set()
+
+
+def test_training_continues_while_the_disk_is_slow(
+    checkpoints: CheckpointManager, folder: Path, disk: threading.Event, logged: list[str]
+) -> None:
+    incomplete = folder / ".incomplete-global_step4"
+    begin(checkpoints, 4)
+    advance_until(checkpoints, incomplete.is_dir)
+    for _ in range(20):
+        checkpoints.advance(wait=False)
+    assert list_checkpoints(folder) == []
+    assert checkpoints.newest is None
+    assert not any("successfully" in line for line in logged)
+    disk.set()
+    advance_until(checkpoints, lambda: checkpoints.newest is not None)
+    assert checkpoints.newest == folder / "global_step4"
+    assert find_damage(folder / "global_step4") is None
+    assert load(checkpoints)[0] == state_at(4)
+    stall, done, written = logged[1:4]
+    assert stall.startswith("  stalled 0.")
+    assert done.startswith("  successfully saved checkpoint at iteration       4 to ")
+    assert "in the background" in written
+
+
+def test_a_checkpoint_has_the_state_of_its_iteration(
+    checkpoints: CheckpointManager, folder: Path, disk: threading.Event
+) -> None:
+    """Whatever the manager and the engine know by the time that it is written."""
+    engine = FakeEngine()
+    begin(checkpoints, 4, engine)
+    engine.content, engine.offset = "of a later iteration", 7
+    disk.set()
+    checkpoints.advance(wait=True)
+    found = checkpoints.select()
+    assert found is not None
+    assert found.run.state == state_at(4)
+    assert found.run.partitions[0].parameters[0].offset == 0
+    assert load(checkpoints)[1].content == "of iteration 4"
+
+
+def test_files_equal_those_of_a_synchronous_save(
+    checkpoints: CheckpointManager, folder: Path
+) -> None:
+    save(checkpoints, 4)
+    expected = read_manifest(folder / "global_step4")
+    begin(checkpoints, 4)
+    checkpoints.advance(wait=True)
+    assert read_manifest(folder / "global_step4") == expected
+
+
+def test_a_second_save_waits_for_the_first(
+    checkpoints: CheckpointManager, folder: Path, disk: threading.Event, logged: list[str]
+) -> None:
+    saver = Saver(
+        CheckpointConfig(save=str(folder), async_save=True),
+        checkpoints,
+        FakeEngine(),  # type: ignore[arg-type]
+    )
+    saver.save(state_at(4), lambda: None, final=False)
+    advance_until(checkpoints, (folder / ".incomplete-global_step4").is_dir)
+    threading.Timer(0.1, disk.set).start()
+    saver.save(state_at(8), lambda: None, final=False)
+    assert find_damage(folder / "global_step4") is None
+    saved = [line.split()[0:2] for line in logged]
+    assert saved[3:5] == [["it", "was"], ["saving", "checkpoint"]]
+    saver.save(state_at(12), lambda: None, final=True)
+    assert [path.name for path in list_checkpoints(folder)] == [
+        *("global_step12", "global_step8", "global_step4")
+    ]
+    assert logged[-1].startswith("  successfully saved checkpoint at iteration      12")
+    assert checkpoints._current is None
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
+def test_a_disk_error_at_any_step_surfaces_and_loses_no_checkpoint(
+    again: bool,
+    checkpoints: CheckpointManager,
+    folder: Path,
+    logged: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed = 0
+    for call in range(60):
+        shutil.rmtree(folder, ignore_errors=True)
+        save(checkpoints, 4, *([8] if again else []))
+        logged.clear()
+        error: SaveError | None = None
+        with monkeypatch.context() as patch:
+            fail_at(call, DISK_FULL, patch, folder)
+            begin(checkpoints, 8)
+            try:
+                advance_until(checkpoints, lambda: checkpoints._current is None)
+            except SaveError as raised:
+                error = raised
+        if error is not None:
+            failed += 1
+            assert error.problem.code == "save-failed"
+            assert DISK_FULL.strerror in str(error)
+        elif not any("WARNING" in line for line in logged):
+            break
+        checkpoints.advance(wait=True)  # nothing is in progress
+        assert not [name for name in names_in(folder) if name.startswith(".")]
+        assert load(checkpoints)[0] == state_at(4 if error is not None and not again else 8)
+        begin(checkpoints, 12)
+        checkpoints.advance(wait=True)
+        assert load(checkpoints)[0] == state_at(12)
+    else:
+        pytest.fail("the save never completed")
+    assert failed >= 14
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
+def test_a_crash_at_any_rename_leaves_a_complete_checkpoint(
+    again: bool, checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renames = 6 if again else 5
+    for number in range(renames + 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        save(checkpoints, 4, *([8] if again else []))
+        crashes = pytest.raises(Crash) if number < renames else contextlib.nullcontext()
+        with monkeypatch.context() as patch:
+            fail_at(number, Crash(), patch, folder, "rename")
+            begin(checkpoints, 8)
+            with crashes:
+                checkpoints.advance(wait=True)
+        state, engine = load(checkpoints)
+        assert state in (state_at(4), state_at(8))
+        assert state is not None
+        assert engine.content == f"of iteration {state.iteration}"
+
+
+@pytest.mark.parametrize("on_save_error", ["continue", "exit"])
+def test_a_failure_surfaces_at_the_next_step(
+    on_save_error: str,
+    checkpoints: CheckpointManager,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = CheckpointConfig(save=str(folder), async_save=True, on_save_error=on_save_error)
+    saver = Saver(options, checkpoints, FakeEngine())  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        fail_at(1, DISK_FULL, patch, folder)
+        saver.save(state_at(4), lambda: None, final=False)
+        for _ in range(10_000):
+            try:
+                saver.advance()
+            except SaveError:
+                assert on_save_error == "exit"
+                break
+            if checkpoints._current is None:
+                assert on_save_error == "continue"
+                assert "[save-skipped]" in capsys.readouterr().out
+                break
+            time.sleep(0.001)
+        else:
+            pytest.fail("the failure does not surface")
+    saver.save(state_at(8), lambda: None, final=False)
+    saver.finish(final=True)
+    assert names_in(folder) == {"global_step8", *storage.POINTERS}
+
+
+def test_the_failure_of_a_runs_last_save_is_an_error(
+    checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = CheckpointConfig(save=str(folder), async_save=True)
+    saver = Saver(options, checkpoints, FakeEngine())  # type: ignore[arg-type]
+    fail_at(1, DISK_FULL, monkeypatch, folder)
+    saver.save(state_at(4), lambda: None, final=False)
+    with pytest.raises(SaveError):
+        saver.finish(final=True)
+
+
+def test_an_abandoned_save_ends_and_stays_incomplete(
+    checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread writes into a folder that is no longer owned."""
+    save(checkpoints, 4)
+    monkeypatch.setattr(ds_checkpoint_io, "CHUNK", 8)
+    begun = threading.Event()
+    write = ds_checkpoint_io._HashingFile.write
+
+    def write_slowly(file: Any, data: bytes) -> int:
+        begun.set()
+        time.sleep(0.01)
+        return write(file, data)
+
+    monkeypatch.setattr(ds_checkpoint_io._HashingFile, "write", write_slowly)
+    engine = FakeEngine()
+    engine.snapshot = lambda *, copy: Snapshot({"a.pt": [0] * 100_000})  # type: ignore[method-assign]
+    begin(checkpoints, 8, engine)
+    advance_until(checkpoints, begun.is_set)
+    checkpoints.abandon()
+    assert not [each for each in threading.enumerate() if each.name == "checkpoint"]
+    assert (folder / ".incomplete-global_step8").is_dir()
+    assert [path.name for path in list_checkpoints(folder)] == ["global_step4"]
+
+
+def test_other_errors_of_the_thread_are_raised(
+    checkpoints: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeSnapshot, "write", lambda *_: 1 // 0)
+    begin(checkpoints, 4)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.advance(wait=True)
+
+
+def test_minutes_count_from_the_last_save(
+    manager: Managers, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(manager_module.time, "monotonic", lambda: now[0])
+    checkpoints = manager()
+    options = CheckpointConfig(save=str(folder), save_interval=100, save_interval_minutes=2.5)
+    saver = Saver(options, checkpoints, FakeEngine())  # type: ignore[arg-type]
+    now[0] += 149
+    assert not saver.is_due(7)
+    assert saver.is_due(200)
+    now[0] += 1
+    assert saver.is_due(7)
+    save(checkpoints, 7)
+    assert not saver.is_due(8)
+    now[0] += 150
+    assert saver.is_due(9)
