@@ -1,9 +1,10 @@
-"""Optimizer states in the files of Megatron-DeepSpeed with ZeRO 1, 2 or the bf16 optimizer.
+"""Optimizer states in the files of Megatron-DeepSpeed with ZeRO or the bf16 optimizer.
 
     zero_pp_rank_D_mp_rank_XX_optim_states.pt    partition D of model-parallel rank XX
 
-A partition is flat; `param_slice_mappings` says which part of which weight is where. Weights are
-named as DeepSpeed's engine names them.
+A partition is flat. Up to ZeRO 2, `param_slice_mappings` says which part of which weight is where;
+with ZeRO 3, each rank has a part of every weight. Weights are named as DeepSpeed's engine names
+them.
 """
 
 from __future__ import annotations
@@ -76,6 +77,31 @@ def read_states(
             base = loaded[0]["base_optimizer_state"]
             steps = steps_of(base["param_groups"][group], base["state"][group]) or steps
     return {kind: dict(tensors) for kind, tensors in kinds.items()}, steps, ""
+
+
+def zero3_states(
+    files: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, list[list[Tensor]]], int | None, str]:
+    """Opens the flat tensors of ZeRO 3.
+
+    Args:
+        files: What each data-parallel rank has of the optimizer.
+
+    Returns:
+        The flat tensors of each rank by kind, master weights always; the number of steps; why the
+        other states are not read.
+    """
+    found = {MASTER: [list(each["fp32_flat_groups"]) for each in files]}
+    inner = [each.get("optimizer_state_dict") or {} for each in files]
+    numbers = range(len(found[MASTER][0]))
+    states = [[each.get("state", {}).get(number, {}) for number in numbers] for each in inner]
+    for kind in MOMENTS:
+        if not all(kind in state for rank in states for state in rank):
+            return found, None, "its optimizer states are not those of Adam"
+        found[kind] = [[state[kind] for state in rank] for rank in states]
+    groups = inner[0].get("param_groups") or [{}]
+    steps = steps_of(groups[0], states[0][0])
+    return found, steps, "" if steps is not None else "it does not tell the number of steps"
 
 
 def _flat_tensors(loaded: Mapping[str, Any], group: int) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ Owns which file has which pipeline stage and tensor-parallel rank, and where a l
 in the whole model. Files are memory-mapped. Names and rows stay those of Megatron.
 
     iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt    Megatron-LM; layers restart at 0 in a stage
+    iter_0001000/mp_rank_TT[_PPP]/distrib_optim.pt      states of its distributed optimizer
     global_step1000/layer_NN-model_TT-model_states.pt   DeepSpeed with pipeline engine
     global_step1000/mp_rank_TT_model_states.pt          DeepSpeed without
 """
@@ -20,13 +21,19 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.checkpoint.formats.deepspeed_states import read_states
+from megatron_ds.checkpoint.formats.deepspeed_states import read_states, zero3_states
 from megatron_ds.checkpoint.formats.foreign_pickle import read_foreign
+from megatron_ds.checkpoint.formats.megatron_buffers import assign_buffers, buckets_of
 from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_copy, is_ignored
-from megatron_ds.checkpoint.formats.megatron_optimizer import OptimizerStates, assign_states
+from megatron_ds.checkpoint.formats.megatron_optimizer import (
+    OptimizerStates,
+    assign_states,
+    steps_of,
+)
 from megatron_ds.checkpoint.full_weights import zero3_parameters
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config.problems import user_error
+from megatron_ds.engine.full_states import MASTER
 
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -34,6 +41,8 @@ STATE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 ZERO3_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 WEIGHTS = "weights"
+BUFFERS = "distrib_optim.pt"
+"""File of Megatron's distributed optimizer beside that of the weights."""
 NORM_KEYS = {"weight", "bias", "scale"}
 
 Shards = dict[str, list[LazyTensor]]
@@ -51,7 +60,7 @@ class FoundWeights:
     """The same of the optimizer's states, by kind; empty if they cannot be read."""
     steps: int | None = None
     """Steps of the optimizer."""
-    unread: str = "its optimizer states are partitioned by ZeRO 3"
+    unread: str = ""
     """Why the optimizer's states cannot be read."""
 
 
@@ -74,8 +83,8 @@ def read_legacy(folder: Path) -> FoundWeights:
         chunks = [_chunks(each) for each in loaded]
         _add(kinds[WEIGHTS], chunks, rank)
         own = [
-            assign_states(each, file.get("optimizer"))
-            for each, file in zip(chunks, loaded, strict=True)
+            _optimizer_states(each, loaded[stage].get("optimizer"), files[stage, rank].parent)
+            for stage, each in enumerate(chunks)
         ]
         states += own
         for kind in own[0].by_kind if not any(each.unread for each in states) else ():
@@ -84,6 +93,15 @@ def read_legacy(folder: Path) -> FoundWeights:
     weights = complete.pop(WEIGHTS)
     unread = next((each.unread for each in states if each.unread), "")
     return FoundWeights(state, weights, {} if unread else complete, states[0].steps, unread)
+
+
+def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path) -> OptimizerStates:
+    """The states of a rank, in its file or in that of the distributed optimizer."""
+    path = folder / BUFFERS
+    if not isinstance(saved, Mapping) or not path.is_file():
+        return assign_states(chunks, saved)
+    groups = saved.get("optimizer", saved).get("param_groups") or [{}]
+    return assign_buffers(chunks, buckets_of(_read(path)), steps_of(groups[0], {}))
 
 
 def read_deepspeed(folder: Path) -> FoundWeights:
@@ -107,7 +125,7 @@ def read_deepspeed(folder: Path) -> FoundWeights:
         saved = read_states(folder, pipeline, partial(_pipeline_name, prefixes), _read)
         return FoundWeights(state, pipeline, *saved)
     if not states:
-        return FoundWeights(state, _zero3_files(folder, zero3))
+        return _zero3_files(folder, zero3, state)
     files = {(0, rank): path for rank, path in states.items()}
     _, ranks = _sizes(folder, files)
     shards: Shards = defaultdict(list)
@@ -167,19 +185,24 @@ def _layer_files(
     return _complete(folder, shards, ranks), prefixes
 
 
-def _zero3_files(folder: Path, paths: Sequence[Path]) -> Shards:
-    """fp32 partitions of each flattened parameter, one per data-parallel rank."""
+def _zero3_files(folder: Path, paths: Sequence[Path], state: Mapping[str, Any]) -> FoundWeights:
+    """fp32 partitions of each flattened parameter and of its states, one per data-parallel rank."""
     ranks = [(int(found[2]), int(found[1])) for found in map(_zero3_ranks, paths)]
     tp_size, dp_size = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
-    shards: Shards = defaultdict(list)
+    kinds: dict[str, Shards] = defaultdict(lambda: defaultdict(list))
+    steps, unread = None, ""
     for tp_rank in range(tp_size):
         stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
         shapes = _read(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
-        files = [_optimizer_file(folder, stem) for stem in stems]
-        flats = [_read(path)["optimizer_state_dict"]["fp32_flat_groups"] for path in files]
-        for name, tensor in zero3_parameters(shapes, flats):
-            shards[PREFIX.sub("", name)].append(tensor)
-    return _complete(folder, shards, tp_size)
+        files = [_read(_optimizer_file(folder, stem))["optimizer_state_dict"] for stem in stems]
+        found, steps, reason = zero3_states(files)
+        unread = unread or reason
+        for kind, flats in {WEIGHTS: found.get(MASTER, []), **found}.items():
+            for name, tensor in zero3_parameters(shapes, flats):
+                kinds[kind][PREFIX.sub("", name)].append(tensor)
+    complete = {kind: _complete(folder, shards, tp_size) for kind, shards in kinds.items()}
+    weights = complete.pop(WEIGHTS)
+    return FoundWeights(state, weights, {} if unread else complete, steps, unread)
 
 
 def _zero3_ranks(path: Path) -> re.Match[str]:

@@ -72,6 +72,8 @@ class Layout:
     halves: bool = False
     half: bool = False
     """Weights in bf16, of which the optimizer has fp32 copies."""
+    buffers: str = ""
+    """Of a distributed optimizer: coalesced, buckets or packed."""
     extra: str = ""
     """Name of a further weight."""
     arguments: Mapping[str, Any] | None = field(default_factory=dict)
@@ -116,17 +118,31 @@ def write_checkpoint(
             is_pipeline = layout.files.endswith("pipeline")
             write = _write_layers if is_pipeline else _write_deepspeed
             write(target, config, weights, layout, state)
-            for rank in range(layout.tp if moments else 0):
+            if layout.files == "zero3" and moments:
+                _add_zero3_states(target, config, layout, moments)
+                return folder
+            for model_rank in range(layout.tp * layout.pp if moments else 0):
+                stage, rank = divmod(model_rank, layout.tp)
                 names = _engine_names(config, weights, rank, layout)
                 states = {
                     kind: {
                         names[name]: shard
                         for name, shard in _rank(config, each, rank, layout).items()
+                        if stage in _stages_of(name, config, layout)
                     }
                     for kind, each in moments.items()
                 }
-                _write_partitions(target, states, rank, layout.dp)
+                _write_partitions(target, states, model_rank, layout.dp)
     return folder
+
+
+def _stages_of(name: str, config: ModelConfig, layout: Layout) -> set[int]:
+    """The stages of DeepSpeed's pipeline that have a weight: a tied embedding is in two."""
+    if name.startswith("layers."):
+        return {int(name.split(".")[1]) * layout.pp // config.num_layers}
+    if not name.startswith("embedding."):
+        return {layout.pp - 1}
+    return {0} if config.untie_embeddings_and_output_weights else {0, layout.pp - 1}
 
 
 def _engine_names(
@@ -351,6 +367,11 @@ def _write_legacy(
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
             (folder / name).mkdir()
             saved = {"optimizer": _adam(model, states[stage])} if optimizer else {}
+            if layout.buffers:
+                groups = [{"lr": 0.1, "step": STEPS}]
+                saved["optimizer"] = {"optimizer": {"param_groups": groups}}
+                content = _buffers(model, states[stage], layout.buffers)
+                torch.save(content, folder / name / "distrib_optim.pt")
             torch.save({**state, **model, **saved}, folder / name / "model_optim_rng.pt")
 
 
@@ -376,6 +397,43 @@ def _adam(model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> 
         return inner
     copies = [[masters[name] for name in group] for group in groups]
     return {"optimizer": inner, "fp32_from_fp16_params": copies}
+
+
+def _buffers(
+    model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]], form: str
+) -> dict[Any, Any]:
+    """What Megatron's distributed optimizer saves: a buffer for each chunk, last weight first.
+
+    Since Megatron Core 0.6 buckets are coalesced without the padding between them, and weights
+    start at multiples of 64; earlier each bucket was a tensor, and first there was one without any
+    padding.
+    """
+    content: dict[Any, Any] = {"buckets_coalesced": True} if form == "coalesced" else {}
+    for number, (key, chunk) in enumerate(model.items()):
+        weights = _flat(chunk)
+        names = list(weights)[::-1]
+        half = len(names) // 2
+        groups = [names] if form == "packed" else [names[:half], names[half:]]
+        by_kind = {kind: _flat(each[key]) for kind, each in states.items()}
+        by_kind["param"] = by_kind.pop("fp32_param", None) or weights
+        buckets = []
+        for group in groups:
+            bucket: dict[str, list[Tensor]] = {kind: [] for kind in by_kind}
+            for kind, tensors in by_kind.items():
+                size = 0
+                for name in group:
+                    gap = 0 if form == "packed" else -size % 64
+                    bucket[kind] += [torch.zeros(gap), tensors[name].float().flatten()]
+                    size += gap + tensors[name].numel()
+                if form == "buckets":
+                    bucket[kind].append(torch.zeros(-size % 256))
+            buckets.append({kind: torch.cat(parts) for kind, parts in bucket.items()})
+        saved: Any = dict(enumerate(buckets))
+        if form != "buckets":
+            saved = {kind: torch.cat([each[kind] for each in buckets]) for kind in by_kind}
+        types = torch.float32 if form == "packed" else (torch.float32, torch.float32)
+        content[number] = {types: saved}
+    return content
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -452,9 +510,43 @@ def _write_deepspeed(
             _write_zero3(folder, model["language_model"], rank, layout.dp, state)
 
 
-def _write_zero3(
-    folder: Path, model: Mapping[str, Any], rank: int, dp: int, state: Mapping[str, Any]
+def _add_zero3_states(
+    folder: Path,
+    config: ModelConfig,
+    layout: Layout,
+    states: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
+    """Adam's states, in flat tensors like those of the weights."""
+    for rank in range(layout.tp):
+        shards = {kind: _rank(config, each, rank, layout) for kind, each in states.items()}
+        models = {
+            kind: _stage(config, each, range(config.num_layers), True, True, layout)
+            for kind, each in shards.items()
+        }
+        parts = {
+            kind: _zero3_parts(model["language_model"], layout.dp)[1]
+            for kind, model in models.items()
+        }
+        for data_rank in range(layout.dp):
+            path = folder / f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}_optim_states.pt"
+            content = torch.load(path, weights_only=False)
+            groups = range(len(content["optimizer_state_dict"]["fp32_flat_groups"]))
+            inner = {
+                group: {"step": STEPS}
+                | {kind: parts[kind][data_rank][group] for kind in ("exp_avg", "exp_avg_sq")}
+                for group in groups
+            }
+            content["optimizer_state_dict"] |= {
+                "fp32_flat_groups": parts["fp32_param"][data_rank],
+                "optimizer_state_dict": {"state": inner, "param_groups": [{"lr": 0.1}]},
+            }
+            torch.save(content, path)
+
+
+def _zero3_parts(
+    model: Mapping[str, Any], dp: int
+) -> tuple[list[dict[str, torch.Size]], list[list[Tensor]]]:
+    """Shapes by group, and the flat tensors of each data-parallel rank."""
     flat = {f"encoder.{name}": value for name, value in model["encoder"].items()}
     for module, values in {**model["embedding"], "output_layer": model["output_layer"]}.items():
         prefix = "" if module == "output_layer" else "embedding."
@@ -463,6 +555,7 @@ def _write_zero3(
     names = list(flat)
     groups = [names[::2], names[1::2]]
     shapes = [{name: flat[name].shape for name in group} for group in groups]
+    ranks = []
     for data_rank in range(dp):
         parts = []
         for group in groups:
@@ -473,6 +566,15 @@ def _write_zero3(
                 padded[: flat[name].numel()] = flat[name].flatten()
                 pieces.append(padded[data_rank * size : (data_rank + 1) * size])
             parts.append(torch.cat(pieces))
+        ranks.append(parts)
+    return shapes, ranks
+
+
+def _write_zero3(
+    folder: Path, model: Mapping[str, Any], rank: int, dp: int, state: Mapping[str, Any]
+) -> None:
+    shapes, ranks = _zero3_parts(model, dp)
+    for data_rank, parts in enumerate(ranks):
         stem = f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}"
         content = {**state, "module": {}, "param_shapes": shapes}
         torch.save(content, folder / f"{stem}_model_states.pt")
