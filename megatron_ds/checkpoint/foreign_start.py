@@ -55,7 +55,9 @@ def find_foreign(config: Config) -> Found | None:
     if options.load is None:
         return None
     folder = Path(options.load)
-    return find_checkpoint(folder, options.step) or find_weights(folder)
+    return find_checkpoint(
+        folder, options.step, universal=options.universal_checkpoint
+    ) or find_weights(folder)
 
 
 def find_damage(config: Config) -> Iterator[Problem]:

@@ -46,6 +46,7 @@ NAMES = f"""
     deepspeed.runtime.zero.config.ZeroStageEnum
     deepspeed.runtime.zero.offload_config.OffloadDeviceEnum
     deepspeed.utils.tensor_fragment.fragment_address
+    deepspeed.checkpoint.universal_checkpoint.SubparamShape
     numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct
     numpy.core.multiarray.scalar numpy._core.multiarray.scalar
     numpy.ndarray numpy.dtype

@@ -25,6 +25,7 @@ from megatron_ds.checkpoint.formats.megatron_folders import (
     LEGACY,
     TORCH_DIST,
     TRACKER,
+    UNIVERSAL,
     MegatronCheckpoint,
     find_checkpoint,
 )
@@ -37,6 +38,7 @@ from megatron_ds.checkpoint.formats.megatron_names import (
 )
 from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
 from megatron_ds.checkpoint.formats.torch_dist import read_torch_dist
+from megatron_ds.checkpoint.formats.universal_import import read_universal
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem, user_error
@@ -106,7 +108,12 @@ def open_checkpoint(
     Raises:
         UserError: If files are missing or damaged, or our model lacks a part.
     """
-    readers = {LEGACY: read_legacy, DEEPSPEED: read_deepspeed, TORCH_DIST: read_torch_dist}
+    readers = {
+        LEGACY: read_legacy,
+        DEEPSPEED: read_deepspeed,
+        TORCH_DIST: read_torch_dist,
+        UNIVERSAL: read_universal,
+    }
     weights = readers[found.kind](found.path)
     state = weights.state
     args = megatron_args.arguments_of(state.get("args"))

@@ -17,6 +17,7 @@ from megatron_ds.config.tokenizer import TOKENIZERS
 
 POSITION_TYPES = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 """Members of PositionEmbeddingType in bigscience's fork, by value."""
+GATED = ("swiglu", "geglu", "reglu", "liglu")
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 UNSUPPORTED = {
     "apply_residual_connection_post_layernorm": "residual connections after the norm",
@@ -129,24 +130,27 @@ def row_orders(
         args: The saved arguments.
         version: `checkpoint_version`; None if the file has none.
     """
-    if not version or "ds_sequence_parallel_fpdt" in args:
-        # The commit that introduced this argument changed the order and not the version.
-        qkv = QkvOrder.BLOCKS
-    elif version == 1:
-        qkv = QkvOrder.INTERLEAVED
-    elif version in (2, 3):
-        qkv = QkvOrder.GROUPED
-    else:
-        raise user_error("megatron-version-unknown", version=version)
     heads = settings["num_attention_heads"]
     return RowOrders(
         heads=heads,
         groups=settings.get("num_query_groups") or heads,
         head_dim=settings.get("kv_channels") or settings["hidden_size"] // heads,
-        qkv=qkv,
-        gated=settings.get("activation") in ("swiglu", "geglu", "reglu", "liglu"),
+        qkv=qkv_order(args, version),
+        gated=settings.get("activation") in GATED,
         up_first=bool(args.get("glu_activation")),
     )
+
+
+def qkv_order(args: Mapping[str, Any], version: float | None) -> QkvOrder:
+    """The order of the rows of a rank's `query_key_value`; for the arguments see `row_orders`."""
+    if not version or "ds_sequence_parallel_fpdt" in args:
+        # The commit that introduced this argument changed the order and not the version.
+        return QkvOrder.BLOCKS
+    if version == 1:
+        return QkvOrder.INTERLEAVED
+    if version in (2, 3):
+        return QkvOrder.GROUPED
+    raise user_error("megatron-version-unknown", version=version)
 
 
 def true_vocab_size(state: Mapping[str, Any], args: Mapping[str, Any]) -> int | None:

@@ -122,7 +122,7 @@ def read_deepspeed(folder: Path) -> FoundWeights:
     state["configs"] = [path.read_text() for path in sorted(folder.glob("configs/*.yml"))]
     if layers:
         pipeline, prefixes = _layer_files(folder, layers)
-        saved = read_states(folder, pipeline, partial(_pipeline_name, prefixes), _read)
+        saved = read_states(folder, pipeline, partial(pipeline_name, prefixes), _read)
         return FoundWeights(state, pipeline, *saved)
     if not states:
         return _zero3_files(folder, zero3, state)
@@ -137,7 +137,7 @@ def read_deepspeed(folder: Path) -> FoundWeights:
     return FoundWeights(state, _complete(folder, shards, ranks), *saved)
 
 
-def _pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
+def pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
     """A weight's name in the whole model, of its name in the pipeline engine."""
     if name.startswith("tied_modules."):
         return name.split(".", 2)[2]

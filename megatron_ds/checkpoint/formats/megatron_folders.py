@@ -6,11 +6,17 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint.metadata import MANIFEST, RUN
+from megatron_ds.checkpoint.metadata import MANIFEST, RUN, run_folder
+from megatron_ds.checkpoint.universal_folders import (
+    is_universal,
+    list_universal,
+    universal_iteration,
+)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER = "latest"
 LEGACY, TORCH_DIST, DEEPSPEED = "megatron", "torch_dist", "megatron-deepspeed"
+UNIVERSAL = "universal"
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,13 @@ class MegatronCheckpoint:
 def is_megatron(path: Path) -> bool:
     """Whether a folder has a checkpoint of Megatron-LM or Megatron-DeepSpeed."""
     found = find_checkpoint(path)
-    return found is not None and found.kind != TORCH_DIST
+    return found is not None and found.kind not in (TORCH_DIST, UNIVERSAL)
+
+
+def is_universal_of_megatron(path: Path) -> bool:
+    """Whether a folder has a universal checkpoint of Megatron-DeepSpeed."""
+    found = find_checkpoint(path)
+    return found is not None and found.kind == UNIVERSAL
 
 
 def is_torch_dist(path: Path) -> bool:
@@ -33,12 +45,15 @@ def is_torch_dist(path: Path) -> bool:
     return found is not None and found.kind == TORCH_DIST
 
 
-def find_checkpoint(folder: Path, step: int | None = None) -> MegatronCheckpoint | None:
+def find_checkpoint(
+    folder: Path, step: int | None = None, *, universal: bool = False
+) -> MegatronCheckpoint | None:
     """The checkpoint that the pointers of a folder name, or the folder's own.
 
     Args:
         folder: A --save folder of one of the programs, or one of its checkpoints.
         step: Iteration of the checkpoint instead.
+        universal: Prefer a universal checkpoint, which is otherwise the last choice.
 
     Returns:
         None if the folder has none of these formats.
@@ -46,14 +61,24 @@ def find_checkpoint(folder: Path, step: int | None = None) -> MegatronCheckpoint
     names = [_pointer(folder / DEEPSPEED_TRACKER), _pointer(folder / TRACKER)]
     if step is not None:
         names = [str(step)]
-    for name in filter(None, names):
-        for path in (folder / _folder_name(name), folder / f"global_step{name}"):
-            if _is_own(path):
-                return None
-            if (kind := _kind(path)) is not None:
-                return MegatronCheckpoint(path, kind)
+    paths = [
+        path
+        for name in filter(None, names)
+        for path in (folder / _folder_name(name), folder / f"global_step{name}")
+    ]
+    converted = [path for path in list_universal(folder) if _is_step(path, step)]
+    paths = [*converted, *paths] if universal else [*paths, *converted]
+    for path in paths:
+        if _is_own(path):
+            return None
+        if (kind := _kind(path)) is not None:
+            return MegatronCheckpoint(path, kind)
     kind = None if step is not None or _is_own(folder) else _kind(folder)
     return None if kind is None else MegatronCheckpoint(folder, kind)
+
+
+def _is_step(path: Path, step: int | None) -> bool:
+    return step in (None, universal_iteration(path))
 
 
 def _pointer(path: Path) -> str:
@@ -71,12 +96,14 @@ def _folder_name(pointer: str) -> str:
 
 def _is_own(path: Path) -> bool:
     """Whether a folder is a checkpoint of this program, damaged or not."""
-    return any((path / name).is_file() for name in (RUN, MANIFEST))
+    return any((run_folder(path) / name).is_file() for name in (RUN, MANIFEST))
 
 
 def _kind(path: Path) -> str | None:
     if not path.is_dir():
         return None
+    if is_universal(path):
+        return UNIVERSAL
     if any((path / name).is_file() for name in ("metadata.json", ".metadata")):
         return TORCH_DIST
     if any(each.is_dir() for each in path.glob("mp_rank_*")):

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from megatron_ds.checkpoint.formats.huggingface import open_hf
 from megatron_ds.checkpoint.formats.megatron import open_megatron
-from megatron_ds.checkpoint.formats.megatron_folders import is_megatron, is_torch_dist
+from megatron_ds.checkpoint.formats.megatron_folders import (
+    is_megatron,
+    is_torch_dist,
+    is_universal_of_megatron,
+)
 from megatron_ds.checkpoint.formats.native import is_native, open_native
 from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.checkpoint.formats.universal import is_own_universal, open_universal
@@ -40,6 +44,7 @@ FORMATS = (
     Format("megatron", is_megatron, open_megatron),
     Format("torch_dist", is_torch_dist, open_megatron),
     Format("universal", is_own_universal, open_universal),
+    Format("universal", is_universal_of_megatron, open_megatron),
     Format("native", is_native, open_native),
     Format("native", is_weights_folder, _open_verified),
     Format("hf", is_hf, lambda path, warn: open_hf(path)),

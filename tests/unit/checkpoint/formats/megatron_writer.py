@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import argparse
 import enum
+import importlib.abc
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -58,7 +61,8 @@ class Layout:
     names: str = "legacy"
     """old, legacy, core or fused."""
     files: str = "legacy"
-    """legacy, deepspeed, zero3, pipeline, bigscience pipeline, neox pipeline or torch_dist."""
+    """legacy, deepspeed, zero3, pipeline, bigscience pipeline, neox pipeline, torch_dist, universal
+    or universal pipeline."""
     tp: int = 1
     pp: int = 1
     chunks: int = 1
@@ -74,6 +78,8 @@ class Layout:
     """Weights in bf16, of which the optimizer has fp32 copies."""
     buffers: str = ""
     """Of a distributed optimizer: coalesced, buckets or packed."""
+    undeclared: frozenset[str] = frozenset()
+    """Patterns that a universal checkpoint lacks: parts, rows or replicated."""
     extra: str = ""
     """Name of a further weight."""
     arguments: Mapping[str, Any] | None = field(default_factory=dict)
@@ -115,6 +121,9 @@ def write_checkpoint(
         elif layout.files == "torch_dist":
             _write_torch_dist(target, config, weights, layout, state, moments)
         else:
+            if layout.files.startswith("universal"):
+                _write_universal(target, config, weights, layout, state, moments)
+                return folder
             is_pipeline = layout.files.endswith("pipeline")
             write = _write_layers if is_pipeline else _write_deepspeed
             write(target, config, weights, layout, state)
@@ -255,6 +264,8 @@ def _state(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     if layout.thirds:
         args["ds_sequence_parallel_fpdt"] = False
     args["consumed_train_samples"] = SAMPLES
+    if layout.files.startswith("universal"):
+        args["tensor_model_parallel_size"] = layout.tp
     scheduler = {"num_steps": SAMPLES * STEPS // ITERATION}
     state: dict[str, Any] = {"iteration": ITERATION, "opt_param_scheduler": scheduler}
     if layout.version > 0:
@@ -274,6 +285,37 @@ def modules_of_megatron() -> dict[str, ModuleType]:
     modules = {name: ModuleType(name) for name in ("megatron", "megatron.enums")}
     modules["megatron.enums"].PositionEmbeddingType = POSITIONS  # type: ignore[attr-defined]
     return modules
+
+
+class _AnyModule(ModuleType):
+    """A module that has every class that a pickle names."""
+
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        methods = {"__init__": lambda self, *given: None, "__setstate__": lambda self, given: None}
+        return type(name, (), {"__module__": self.__name__, **methods})
+
+
+class _AnyFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        is_megatron = name.partition(".")[0] == "megatron"
+        return ModuleSpec(name, self, is_package=True) if is_megatron else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _AnyModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module has its classes."""
+
+
+@contextmanager
+def classes_of_megatron() -> Iterator[None]:
+    """Lets DeepSpeed unpickle checkpoints of Megatron inside."""
+    with patch.dict(sys.modules), patch.object(sys, "meta_path", [*sys.meta_path, _AnyFinder()]):
+        yield
 
 
 def _rank(
@@ -397,6 +439,49 @@ def _adam(model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> 
         return inner
     copies = [[masters[name] for name in group] for group in groups]
     return {"optimizer": inner, "fp32_from_fp16_params": copies}
+
+
+def _write_universal(
+    folder: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Tensor],
+    layout: Layout,
+    state: Mapping[str, Any],
+    states: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Full tensors, joined by the rules of DeepSpeed's converter from the shards of the ranks."""
+    names = _engine_names(config, weights, 0, layout)
+    kinds = {"fp32": weights, **{kind: states[kind] for kind in states if kind != "fp32_param"}}
+    (folder / "zero").mkdir()
+    for name, saved_name in names.items():
+        (folder / "zero" / saved_name).mkdir()
+        for kind, each in kinds.items():
+            shards = [_rank(config, each, rank, layout)[name].float() for rank in range(layout.tp)]
+            content: dict[str, Any] = {"cat_dim": 0}
+            if (
+                "norm" in name
+                or name.endswith(("proj.bias", "fc_out.bias"))
+                or (name.startswith("embedding.position") and "replicated" not in layout.undeclared)
+            ):
+                content = {"param": shards[0]}
+            elif name in ("embedding.word.weight", "head.weight"):
+                content |= {"param": torch.cat(shards)[: config.vocab_size], "vocab_tensor": True}
+            elif name.endswith(("proj.weight", "fc_out.weight")) and "rows" not in (
+                layout.undeclared
+            ):
+                content = {"param": torch.cat(shards, dim=1), "cat_dim": 1}
+            elif ".fc_in." in name and config.is_gated and "parts" not in layout.undeclared:
+                halves = [shard.chunk(2) for shard in shards]
+                parts = [half[index] for index in (0, 1) for half in halves]
+                content |= {"param": torch.cat(parts), "param_n_sub_params": 2}
+            else:
+                content["param"] = torch.cat(shards)
+            torch.save(content, folder / "zero" / saved_name / f"{kind}.pt")
+        torch.save(torch.tensor(float(STEPS)), folder / "zero" / saved_name / "step.pt")
+    torch.save({"param_groups": [{"lr": 0.1}]}, folder / "zero" / "optimizer_state.pt")
+    info = {"universal_checkpoint_version": 0.4, "original_vocab_size": config.vocab_size}
+    content = {**state, "module": None, "universal_checkpoint_info": info, "param_shapes": [{}]}
+    torch.save(content, folder / "mp_rank_00_model_states.pt")
 
 
 def _buffers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -10,14 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deepspeed.checkpoint import ds_to_universal
 
 from megatron_ds.checkpoint.formats.megatron import open_checkpoint, open_megatron
 from megatron_ds.checkpoint.formats.megatron_folders import find_checkpoint
+from megatron_ds.checkpoint.formats.megatron_optimizer import MOMENTS
 from megatron_ds.checkpoint.formats.open_source import format_of, open_source
 from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.config import ModelConfig
 from tests.problems import printed_codes, raises_problem
-from tests.unit.checkpoint.formats.megatron_writer import Layout, write_checkpoint
+from tests.unit.checkpoint.formats.megatron_writer import (
+    Layout,
+    classes_of_megatron,
+    write_checkpoint,
+)
 from tests.unit.checkpoint.formats.models import SMALL, logits, random_source
 
 STORED = ("mlm0190_gpt", "mlm08_mcore_rope_tp2", "mlm10_tp1", "mlm25_tp1", "ms_pipe_tp2")
@@ -190,6 +197,20 @@ OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
         {"position_embedding_type": "rope"},
         Layout(files="neox pipeline", half=True, tp=2, pp=2, dp=2),
     ),
+    "universal, TP 2": (
+        {"num_query_groups": 2},
+        Layout(files="universal", tp=2, half=True, undeclared=frozenset({"replicated"})),
+    ),
+    "universal, thirds and gate of a pipeline": (
+        LLAMA,
+        Layout(files="universal pipeline", tp=2, thirds=True),
+    ),
+    "universal, nothing declared": (
+        LLAMA,
+        Layout(
+            files="universal pipeline", tp=2, thirds=True, undeclared=frozenset({"parts", "rows"})
+        ),
+    ),
     "partitions of bigscience's": (
         {"activation": "geglu", "position_embedding_type": "alibi"},
         Layout(files="bigscience pipeline", half=True, dp=3),
@@ -215,8 +236,11 @@ def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path:
     assert (read.iteration, read.steps, read.unread) == (7, 6, "")
     if not layout.files.startswith("neox"):  # does not save them
         assert (read.consumed_samples, read.applied_samples) == (28, 24)
-    assert len(read.optimizer) == len(kinds)
+    assert read.optimizer.keys() - {"master"} == {*MOMENTS}
+    is_universal = layout.files.startswith("universal")
     for kind, expected in written.items():
+        if is_universal and kind == "fp32_param":
+            continue  # the weights are those
         own = read.optimizer["master" if kind == "fp32_param" else kind]
         for key, tensor in expected.tensors.items():
             value = tensor.read()
@@ -234,6 +258,81 @@ def test_master_weights_of_deepspeed_are_the_weights(case: str, shared_data: Pat
     assert model.optimizer["master"].keys() == model.source.tensors.keys()
     for name, tensor in model.source.tensors.items():
         assert torch.equal(model.optimizer["master"][name].read(), tensor.read()), name
+
+
+def test_rows_in_an_unknown_order_are_rejected(tmp_path: Path) -> None:
+    config = model(**LLAMA)
+    layout = Layout(
+        files="universal",
+        tp=2,
+        thirds=True,
+        arguments={"tensor_model_parallel_size": None},
+    )
+    moments = {kind: random_source(config, seed=2) for kind in MOMENTS}
+    folder = write_checkpoint(tmp_path, config, random_source(config), layout, moments)
+    with raises_problem("universal-rows-ambiguous", contains="query_key_value"):
+        open_megatron(folder)
+    # Parts of rows that are grouped by head contradict the arguments.
+    path = next(folder.glob("*/zero/*layers.0.self_attention.query_key_value.weight/fp32.pt"))
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, "param_n_sub_params": 3}, path)
+    states = path.parents[2] / "mp_rank_00_model_states.pt"
+    state = torch.load(states, weights_only=False)
+    del state["args"].ds_sequence_parallel_fpdt
+    state["args"].tensor_model_parallel_size = 2
+    torch.save(state, states)
+    with raises_problem("universal-rows-ambiguous", contains="query_key_value"):
+        open_megatron(folder)
+
+
+def test_buffers_with_other_weights_are_not_read(tmp_path: Path) -> None:
+    config = model()
+    layout = Layout(half=True, buffers="coalesced")
+    written = {kind: random_source(config, seed=2) for kind in (*MOMENTS, "fp32_param")}
+    write_checkpoint(tmp_path, config, random_source(config), layout, written)
+    found = find_checkpoint(tmp_path)
+    assert found is not None
+    read = open_checkpoint(found)
+    assert (read.optimizer, read.steps) == ({}, None)
+    assert "distributed optimizer" in read.unread
+
+
+def test_deepspeeds_converter_and_this_program_read_the_same(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    """A fork's checkpoint with two tensor-parallel ranks, converted by DeepSpeed's own code."""
+    case, folder = shared_data / "peer_checkpoints" / "ms_pipe_tp2", tmp_path / "run"
+    if not case.is_dir():
+        pytest.skip("the checkpoint ms_pipe_tp2 is not next to the checkout")
+    for path in case.rglob("*"):  # without the permissions of the original
+        if path.is_file():
+            (folder / path.relative_to(case)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / path.relative_to(case))
+    direct = find_checkpoint(folder)
+    assert direct is not None
+    options: dict[str, Any] = {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True}
+    options |= {"keep_temp_folder": False, "inject_missing_state": False}
+    output = f"{direct.path}_universal"
+    with classes_of_megatron():
+        ds_to_universal.main(
+            argparse.Namespace(input_folder=str(direct.path), output_folder=output, **options)
+        )
+    assert find_checkpoint(folder) == direct
+    found = find_checkpoint(folder, universal=True)
+    assert found is not None
+    assert found.path == Path(output)
+    own, expected = open_checkpoint(found), open_checkpoint(direct)
+    for name in ("iteration", "consumed_samples", "applied_samples", "steps", "vocab_size"):
+        assert getattr(own, name) == getattr(expected, name), name
+    assert own.optimizer.keys() == expected.optimizer.keys()
+    for kind, tensors in {"weights": expected.source.tensors, **expected.optimizer}.items():
+        read = own.source.tensors if kind == "weights" else own.optimizer[kind]
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            rows = TOKENS if name == "embedding.word.weight" else None
+            assert torch.equal(read[name].read(), tensor.read()[:rows]), (kind, name)
+    assert open_source(Path(output)).format == "universal"
+    assert format_of(folder) == "megatron"
 
 
 def test_partitioned_states_are_not_read(tmp_path: Path) -> None:
