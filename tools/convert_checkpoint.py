@@ -29,9 +29,10 @@ class Options:
 
     Formats: native, a checkpoint of a training or a folder of weights alone; hf, a model of Hugging
     Face's transformers; megatron, a checkpoint of Megatron-LM, as input also of Megatron-DeepSpeed;
-    torch_dist, a checkpoint of Megatron Core. The output folder appears complete or not at all. A
-    native output is a folder of weights: --load of a training starts from it, and the server loads
-    it, on every layout.
+    torch_dist, a checkpoint of Megatron Core; universal, weights and optimizer states of a training
+    as DeepSpeed's full tensors, as output of checkpoints of this program. The output folder appears
+    complete or not at all. A native output is a folder of weights: --load of a training starts from
+    it, and the server loads it, on every layout.
     """
 
     load: str = option_field("", "folder to convert", metavar="FOLDER", required=True)
@@ -48,7 +49,7 @@ class Options:
         "",
         "format of --save",
         flag="to",
-        choices=("native", "hf", "megatron", "torch_dist"),
+        choices=("native", "universal", "hf", "megatron", "torch_dist"),
         required=True,
     )
     dtype: str | None = option_field(
@@ -101,6 +102,8 @@ class Options:
     def problems(self) -> Iterator[Problem]:
         if self.load and not self.source[1].is_dir():
             yield Problem("load-folder-missing", load=self.load)
+        if self.target_format == "universal" and self.dtype is not None:
+            yield Problem("universal-dtype")
 
 
 def work(options: Options) -> None:

@@ -339,8 +339,11 @@ def read_run(path: Path) -> CheckpointMetadata:
     if run is None:
         age = "an older" if version in range(FORMAT_VERSION) else "another"
         raise user_error("checkpoint-of-other-format", name=RUN, version=version, age=age)
-    name = source_folder(path).name if is_universal(path) else path.name
-    if not re.fullmatch(f"global_step0*{run.state.iteration}", name):
+    folder = run_folder(path)  # a universal checkpoint with its own may have any name
+    is_named = is_universal(folder) or re.fullmatch(
+        f"global_step0*{run.state.iteration}", folder.name
+    )
+    if not is_named:
         raise user_error("checkpoint-folder-name", name=RUN, iteration=run.state.iteration)
     return CheckpointMetadata(path, run)
 

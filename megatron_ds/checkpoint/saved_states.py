@@ -93,7 +93,8 @@ class SavedStates:
         """What DeepSpeed keeps of the optimizer besides flat tensors, of the first rank."""
         file = self._file(0, 0, 0)
         kept = {name: file[name] for name in OPTIMIZER_SETTINGS if name in file}
-        return {**kept, "param_groups": _inner(file)["param_groups"]}
+        groups = _inner(file)["param_groups"] if self._has_optimizer else []
+        return {**kept, "param_groups": groups}
 
     @property
     def run_settings(self) -> Mapping[str, Any]:

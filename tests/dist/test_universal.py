@@ -41,6 +41,7 @@ from tests.dist.test_resharding import (
 from tests.distributed import run_ranks
 from tests.problems import printed_codes
 from tests.unit.checkpoint.formats.models import assert_same_tensors
+from tools import convert_checkpoint as convert_tool
 from tools import make_docs
 
 TOOL = make_docs.load(make_docs.REPOSITORY / "tools/convert_checkpoint/ds_to_universal.py")
@@ -71,7 +72,7 @@ def save_and_convert(rank: int, folder: Path) -> list[str]:
         dist.barrier()
         training.overwrite()
         log: list[str] = []
-        manager = training.manager(folder / f"{name} theirs", log, universal=True)
+        manager = training.manager(folder / f"{name} theirs", log, universal_checkpoint=True)
         checkpoint = manager.select()
         assert checkpoint is not None
         state, training.state = training.state, manager.load(training.engine, checkpoint)
@@ -200,6 +201,21 @@ def test_the_tool_converts(
     assert (output / "run.json").read_bytes() == (path / "run.json").read_bytes()
     assert_same_tensors(open_source(output), open_source(path))
     assert format_of(output) == "universal"
+    options = ["--load", str(copy), "--save", str(tmp_path / "again"), "--to", "universal"]
+    assert convert_tool.main([*options, "--verify"]) == 0
+    assert_same_tensors(open_source(tmp_path / "again"), open_source(output))
+    options = ["--load", str(output), "--save", str(tmp_path / "native"), "--to", "native"]
+    assert convert_tool.main([*options, "--from", "universal", "--verify"]) == 0
+    assert_same_tensors(open_source(tmp_path / "native"), open_source(output))
+    options = ["--load", str(tmp_path / "native"), "--save", str(tmp_path / "no")]
+    capsys.readouterr()
+    assert convert_tool.main([*options, "--to", "universal"]) == 1
+    assert printed_codes(capsys.readouterr().err)[-1] == "universal-input-missing"
+    assert convert_tool.main([*options, "--to", "universal", "--dtype", "bf16"]) == 2
+    assert printed_codes(capsys.readouterr().err) == ["universal-dtype"]
+    for name in ("again", "native"):
+        shutil.rmtree(tmp_path / name)
+    (tmp_path / "latest_universal").write_text(output.name)
     # Neither a damaged checkpoint nor a folder with files.
     assert TOOL.main(flags) == 1
     assert printed_codes(capsys.readouterr().err)[-1] == "output-folder-not-empty"

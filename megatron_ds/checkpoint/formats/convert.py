@@ -19,6 +19,7 @@ from megatron_ds.checkpoint.formats.open_source import open_source
 from megatron_ds.checkpoint.formats.safetensors_files import OnTensor
 from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.checkpoint.formats.torch_dist_export import write_torch_dist
+from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint, open_verified
 from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
 from megatron_ds.checkpoint.full_weights import load_full_weights
 from megatron_ds.config.problems import user_error
@@ -71,6 +72,9 @@ WRITERS: dict[str, Writer] = {
         adam=target.adam,
         on_tensor=on_tensor,
     ),
+    "universal": lambda source, target, on_tensor: convert_checkpoint(
+        open_verified(source.path), target.folder, on_tensor
+    ),
 }
 """By name of the format."""
 
@@ -96,7 +100,10 @@ def verify(source: WeightsSource, target: Target) -> float:
     prompt = torch.randint(0, model.vocab_size, (1, tokens), generator=generator)
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     before = _logits(source, prompt, dtypes)
-    after = _logits(open_source(target.folder, target.format), prompt, dtypes)
+    written = open_source(target.folder, target.format)
+    if target.format == "universal" and len(dtypes) == 1:  # which has the master weights
+        written = written.to(*dtypes)
+    after = _logits(written, prompt, dtypes)
     error = float((before - after).abs().max() / before.abs().max())
     if not error < TOLERANCE:  # also for nan
         raise user_error("conversion-differs", folder=target.folder, error=error)

@@ -18,11 +18,12 @@ from megatron_ds.checkpoint.formats.megatron import open_checkpoint
 from megatron_ds.checkpoint.formats.megatron_folders import find_checkpoint
 from megatron_ds.checkpoint.formats.megatron_optimizer import MOMENTS
 from megatron_ds.checkpoint.formats.source import TrainingStates, WeightsSource
+from megatron_ds.checkpoint.formats.universal import weights_files
 from megatron_ds.checkpoint.full_weights import files_with_weights
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
 from megatron_ds.checkpoint.metadata import RUN, CheckpointMetadata, read_manifest, read_run
-from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.universal_states import open_states
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.engine.full_states import MASTER
 
@@ -53,11 +54,11 @@ def _of_native(found: CheckpointMetadata, rows: int) -> TrainingStates:
     run, path = found.run, found.path
     if run.layout.optimizer != "adam":
         raise _unconvertible(path, f"the optimizer is {run.layout.optimizer}")
-    checked = files_with_weights(found)
+    checked = weights_files(found) if found.is_universal else files_with_weights(found)
     others = {name: each for name, each in read_manifest(path).items() if name not in checked}
     if (damage := files_damaged(find_damaged_files(path, others))) is not None:
         raise UserError(damage)
-    saved = SavedStates(found)
+    saved = open_states(found)
     steps = saved.steps(next(iter(saved.shapes)))
     if steps is None:
         raise _unconvertible(path, "the optimizer has not taken a step")

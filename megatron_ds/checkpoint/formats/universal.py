@@ -26,6 +26,7 @@ from megatron_ds.checkpoint.universal_folders import FP32, list_universal
 from megatron_ds.checkpoint.universal_states import UniversalStates
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.full_states import MASTER
+from megatron_ds.fileio.atomic import FileRecord
 
 
 def is_own_universal(path: Path) -> bool:
@@ -44,16 +45,20 @@ def open_universal(path: Path, warn: Callable[[str], None]) -> WeightsSource:
     if not paths:
         raise user_error("universal-missing", folder=path)
     damage = find_damage(paths[0])
-    if damage is None and (paths[0] / MANIFEST).is_file():
-        files = {
-            name: record
-            for name, record in read_manifest(paths[0]).items()
-            if Path(name).stem == FP32
-        }
+    if damage is None:
+        files = weights_files(read_run(paths[0]))
         damage = files_damaged(find_damaged_files(paths[0], files))
     if damage is not None:
         raise user_error("checkpoint-damaged", path=paths[0], damage=damage, hint="")
     return universal_source(read_run(paths[0]))
+
+
+def weights_files(found: CheckpointMetadata) -> dict[str, FileRecord]:
+    """The files of the weights; none if the checkpoint has no checksums."""
+    if not (found.path / MANIFEST).is_file():
+        return {}
+    files = read_manifest(found.path)
+    return {name: record for name, record in files.items() if Path(name).stem == FP32}
 
 
 def universal_source(found: CheckpointMetadata) -> WeightsSource:

@@ -89,7 +89,7 @@ def convert_checkpoint(found: CheckpointMetadata, folder: Path, on_tensor: OnTen
     run = found.run
     if run.layout.optimizer == EIGHT_BIT:
         raise user_error("universal-8-bit-moments", path=found.path)
-    states = SavedStates(found)
+    states = SavedStates(found, has_optimizer=run.has_optimizer)
     content = UniversalContent(
         specs={name: ShardSpec(shard.dim, shard.sections) for name, shard in run.shards.items()},
         rows=model_config(found).softmax_rows,
