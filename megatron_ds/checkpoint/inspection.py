@@ -204,7 +204,7 @@ def _positions(history: BlendHistory) -> tuple[SourcePosition, ...]:
     current = history.current
     weights = dict(zip(current.sources, current.weights, strict=True))
     return tuple(
-        SourcePosition(source.identity.name, source.consumed, weights.get(number))
+        SourcePosition(source.identity.name, source.all_consumed, weights.get(number))
         for number, source in enumerate(history.sources)
     )
 

@@ -198,13 +198,23 @@ class RunRecord:
                 tokenizer=None
                 if values["tokenizer"] is None
                 else TokenizerFingerprint.from_dict(values["tokenizer"]),
-                data=None if values["data"] is None else BlendHistory.from_dict(values["data"]),
+                data=_history_of(values["data"], config),
                 # The following are absent from checkpoints of older versions.
                 experts=tuple(map(str, values.get("experts", ()))),
                 has_optimizer=bool(values.get("has_optimizer", True)),
             )
         except (TypeError, OverflowError, KeyError) as error:
             raise ValueError(f"unexpected or missing values ({error})") from error
+
+
+def _history_of(values: Any, config: Mapping[str, Mapping[str, Any]]) -> BlendHistory | None:
+    """The blend history, with the sequence length that older versions did not record in it."""
+    if values is None:
+        return None
+    history, length = BlendHistory.from_dict(values), config["model"].get("seq_length", 0)
+    if history.seq_length or not isinstance(length, int):
+        return history
+    return dataclasses.replace(history, seq_length=length)
 
 
 def _object(values: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
     """The settings of a run that contradict the checkpoint it would resume from."""
     run, settings = found.run, config.to_dict()
     layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
-    path, fixed = found.path, CHANGEABLE_MODEL_FIELDS.union(CHANGEABLE_MOE_FIELDS, VOCABULARY)
+    path, fixed = found.path, CHANGEABLE_FIELDS.union(VOCABULARY)
     problems = [
         Problem("resume-model-changed", name, label=label, saved=saved, path=path, now=now)
         for group in ("model", "moe")
@@ -85,6 +85,8 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
         if name not in fixed
     ]
     before, after = (model.get("vocab_size") for model in (run.config["model"], settings["model"]))
+    if all(problem.fields != ("max_position_embeddings",) for problem in problems):
+        problems += _position_conflicts(found, config)
     if before != after:
         problems.append(
             Problem(
@@ -107,6 +109,16 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
         if name not in CHANGEABLE_BATCH_SIZES and (name != "split" or both_split)
     ]
     return problems
+
+
+def _position_conflicts(found: CheckpointMetadata, config: Config) -> Iterator[Problem]:
+    """Whether learned position embeddings have rows for the positions of the run."""
+    rows, now = saved_config(found).model.num_positions, config.model.num_positions
+    if config.model.position_embedding_type == "learned_absolute" and rows != now:
+        length = config.model.seq_length
+        yield Problem(
+            "resume-positions-changed", "seq_length", now=length, path=found.path, rows=rows
+        )
 
 
 def _layout_conflicts(found: CheckpointMetadata, now: ParallelLayout) -> Iterator[Problem]:
@@ -162,7 +174,7 @@ def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) ->
         change
         for group in REPORTED_GROUPS
         for change in _changed_fields(found, config, group)
-        if change[0] not in UNREPORTED | (model - CHANGEABLE_MODEL_FIELDS - CHANGEABLE_MOE_FIELDS)
+        if change[0] not in UNREPORTED | (model - CHANGEABLE_FIELDS)
         and (group != "data" or change[0] in REPORTED_DATA_FIELDS)
     ]
     changes += [change for change in _changes(*order) if change[0] in CHANGEABLE_BATCH_SIZES]

@@ -2,8 +2,9 @@
 
 A run reads its sources in phases; a resumed run with another blend begins a new one. Each source is
 an endless stream of samples, and every phase continues where the previous one stopped. So no sample
-of a source is repeated or left out when weights or other sources change. This file owns that
-bookkeeping and its JSON form; it knows no files and no torch.
+of a source is repeated or left out when weights or other sources change. If the sequence length
+changes, a source continues with the text that it has not read, in samples of the new length. This
+file owns that bookkeeping and its JSON form; it knows no files and no torch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 from megatron_ds.data.sample_index import total_samples
 
-HISTORY_FORMAT = 2
+HISTORY_FORMAT = 3
 """Version of the JSON form."""
+READABLE_FORMATS = (2, HISTORY_FORMAT)
+"""Versions that are read; the first of them has no sequence lengths."""
 WEIGHT_RTOL = 1e-9
 """Relative tolerance of weights, which may be given with different precision."""
 
@@ -40,6 +43,21 @@ class SourceId:
 
 
 @dataclass(frozen=True)
+class LengthPeriod:
+    """How far a source was read at an earlier sequence length.
+
+    Attributes:
+        seq_length: Tokens per sample.
+        requests: As of `SourceProgress`.
+        consumed: Samples read at this length.
+    """
+
+    seq_length: int
+    requests: tuple[int, ...]
+    consumed: int
+
+
+@dataclass(frozen=True)
 class SourceProgress:
     """How far a source was read.
 
@@ -47,12 +65,19 @@ class SourceProgress:
         identity: The source.
         requests: Number of samples that each of its consecutive indexes was built for. The number
             determines the order of an index, so it must be kept.
-        consumed: Samples read.
+        consumed: Samples read at the current sequence length.
+        earlier: The same at earlier lengths, in order.
     """
 
     identity: SourceId
     requests: tuple[int, ...] = ()
     consumed: int = 0
+    earlier: tuple[LengthPeriod, ...] = ()
+
+    @property
+    def all_consumed(self) -> int:
+        """Samples read at any length."""
+        return self.consumed + sum(period.consumed for period in self.earlier)
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,7 @@ class BlendPhase:
         first_sample: Samples of the run before it.
         sources: Indexes into `BlendHistory.sources`.
         weights: Weights of the sources, which sum to 1.
-        source_starts: Samples that each source gave before.
+        source_starts: Samples of the current sequence length that each source gave before.
     """
 
     first_sample: int
@@ -80,11 +105,13 @@ class BlendHistory:
         order: Version of the blend schedule.
         sources: Current and former sources.
         phases: In order; the last one is current.
+        seq_length: Tokens per sample of the current phase; 0 if it is not known.
     """
 
     order: int
     sources: tuple[SourceProgress, ...]
     phases: tuple[BlendPhase, ...]
+    seq_length: int = 0
 
     @property
     def current(self) -> BlendPhase:
@@ -102,16 +129,17 @@ class BlendHistory:
             ValueError: If it is not what `to_dict` returns.
         """
         try:
-            if values["format"] != HISTORY_FORMAT:
+            if values["format"] not in READABLE_FORMATS:
                 raise ValueError(f"unknown format {values['format']}, expected {HISTORY_FORMAT}")
             sources = tuple(_parse_source(one) for one in values["sources"])
             phases = tuple(_parse_phase(one, len(sources)) for one in values["phases"])
             order = _parse_count(values["order"])
+            seq_length = _parse_count(values.get("seq_length", 0))
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"missing or invalid entry: {error!r}") from error
         if not phases:
             raise ValueError("no phase")
-        return cls(order, sources, phases)
+        return cls(order, sources, phases, seq_length)
 
 
 def with_copy_numbers(identities: Iterable[SourceId]) -> list[SourceId]:
@@ -130,11 +158,12 @@ def resume_history(
     weights: Sequence[float],
     order: int,
     consumed: int = 0,
+    seq_length: int = 0,
 ) -> BlendHistory:
     """The history of a new or resumed run.
 
-    Unchanged if the blend is the same. Otherwise it gets another phase, in which known sources
-    continue where they stopped.
+    Unchanged if blend and sequence length are the same. Otherwise it gets another phase, in which
+    known sources continue where they stopped.
 
     Args:
         before: The history at the checkpoint; None for a new run.
@@ -142,10 +171,16 @@ def resume_history(
         weights: Their weights, which sum to 1.
         order: Version of the blend schedule.
         consumed: Samples of the run at the checkpoint.
+        seq_length: Tokens per sample.
     """
     if before is None:
         before = BlendHistory(order, (), ())
         consumed = 0
+    elif before.seq_length not in (0, seq_length):
+        length = before.seq_length
+        before = dataclasses.replace(
+            before, sources=tuple(_restarted(source, length) for source in before.sources)
+        )
     elif before.order == order:
         now = before.current
         known = [before.sources[number].identity for number in now.sources]
@@ -153,7 +188,10 @@ def resume_history(
             math.isclose(was, weight, rel_tol=WEIGHT_RTOL)
             for was, weight in zip(now.weights, weights, strict=True)
         ):
-            return before
+            if before.seq_length == seq_length:
+                return before
+            # Histories of older versions do not have the length.
+            return dataclasses.replace(before, seq_length=seq_length)
     numbers = {source.identity: number for number, source in enumerate(before.sources)}
     new = [one for one in identities if one not in numbers]
     sources = (*before.sources, *(SourceProgress(one) for one in new))
@@ -162,7 +200,15 @@ def resume_history(
     starts = tuple(sources[number].consumed for number in members)
     phase = BlendPhase(consumed, members, tuple(weights), starts)
     passed = (each for each in before.phases if each.first_sample < consumed)
-    return BlendHistory(order, sources, (*passed, phase))
+    return BlendHistory(order, sources, (*passed, phase), seq_length)
+
+
+def _restarted(source: SourceProgress, seq_length: int) -> SourceProgress:
+    """A source before its first sample of another length, after reading it at `seq_length`."""
+    earlier = source.earlier
+    if source.consumed:
+        earlier = (*earlier, LengthPeriod(seq_length, source.requests, source.consumed))
+    return SourceProgress(source.identity, earlier=earlier)
 
 
 def record_consumed(history: BlendHistory, counts: Sequence[int]) -> BlendHistory:
@@ -202,7 +248,17 @@ def _parse_source(values: Any) -> SourceProgress:
     first, end = map(_parse_count, identity["documents"])
     copy, consumed = _parse_count(identity["copy"]), _parse_count(values["consumed"])
     source = SourceId(str(identity["name"]), str(identity["lengths"]), (first, end), copy)
-    return SourceProgress(source, tuple(map(_parse_count, values["requests"])), consumed)
+    requests = tuple(map(_parse_count, values["requests"]))
+    earlier = tuple(map(_parse_period, values.get("earlier", ())))
+    return SourceProgress(source, requests, consumed, earlier)
+
+
+def _parse_period(values: Any) -> LengthPeriod:
+    requests = tuple(map(_parse_count, values["requests"]))
+    seq_length = _parse_count(values["seq_length"])
+    if not seq_length:
+        raise ValueError("a period has no sequence length")
+    return LengthPeriod(seq_length, requests, _parse_count(values["consumed"]))
 
 
 def _parse_phase(values: Any, sources: int) -> BlendPhase:

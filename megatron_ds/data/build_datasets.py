@@ -8,12 +8,10 @@ ranks and no torch.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +19,7 @@ from megatron_ds.config import DataConfig
 from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
 from megatron_ds.data.blend_history import (
     BlendHistory,
+    LengthPeriod,
     SourceId,
     extend_requests,
     record_consumed,
@@ -37,20 +36,26 @@ from megatron_ds.data.blended_dataset import (
     SingleSourceOrder,
 )
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
-from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache, Arrays
+from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.lazy_indexes import (
+    LazyIndexes,
+    LazySampleIndexes,
+    LazyUnreadIndexes,
+    OpenedFile,
+)
 from megatron_ds.data.sample_index import (
-    SampleIndexes,
-    build_indexes,
-    index_bytes,
     samples_per_source,
-    total_samples,
+)
+from megatron_ds.data.unread_dataset import (
+    NumberedDataset,
+    UnreadDataset,
 )
 from megatron_ds.data.usage_report import FileUsage, describe_change
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
 
-INDEX_FORMAT = 1
-"""Version of the indexes: to be increased if the same inputs give other indexes."""
+Unread = tuple[UnreadDataset, LazyUnreadIndexes]
+"""What a file has left of earlier sequence lengths."""
 OPENED_AT_START = 1 << 26
 """Samples of a blend up to which all indexes are built at start, in seconds and about 1 GB."""
 
@@ -148,100 +153,6 @@ def build_datasets(
 
 
 @dataclass(frozen=True)
-class _OpenedFile:
-    """A token file and its selected documents.
-
-    Attributes:
-        data: The file.
-        source: Its entry in the blend.
-        document_range: First selected document and end.
-        tokens: Tokens of these documents, at least one.
-        lengths_hash: SHA-256 of the lengths of all sequences of the file.
-    """
-
-    data: IndexedDataset
-    source: BlendSource
-    document_range: tuple[int, int]
-    tokens: int
-    lengths_hash: str
-
-
-@dataclass(frozen=True)
-class _LazySampleIndexes:
-    """Indexes of at least `samples` samples of a file, rounded up to complete epochs.
-
-    They are built or loaded on first use: building those of thousands of files at start-up would
-    take too long, and the number of samples is known without them.
-
-    Attributes:
-        file: The file.
-        split: Name of the split, for messages and file names.
-        samples: Requested samples.
-        seq_length: Tokens per sample, without the last label.
-        seed: Seed of the shuffles.
-        tokenizer: Fingerprint of the tokenizer.
-        cache: Where they are stored.
-    """
-
-    file: _OpenedFile
-    split: str
-    samples: int
-    seq_length: int
-    seed: int
-    tokenizer: str
-    cache: ArrayCache
-
-    def __post_init__(self) -> None:
-        if self.__len__() > sys.maxsize:
-            raise self._too_large("an array has at most 2^63 - 1 elements")
-
-    def __len__(self) -> int:
-        return total_samples(self.samples, self.file.tokens, self.seq_length)
-
-    def load(self) -> SampleIndexes:
-        """Loads the indexes from the cache, or builds and stores them.
-
-        Raises:
-            UserError: If they cannot be built or stored.
-        """
-        return SampleIndexes(**self.cache.get_or_build(*self._entry(), self._build))
-
-    def missing_bytes(self) -> int:
-        """Bytes that the cache needs for them; 0 if they are stored."""
-        if self.cache.contains(*self._entry()):
-            return 0
-        first, end = self.file.document_range
-        return index_bytes(self.samples, end - first, self.file.tokens, self.seq_length)
-
-    def _entry(self) -> tuple[str, dict[str, Any]]:
-        """Readable name and key in the cache: everything that determines the indexes."""
-        return f"{Path(self.file.data.prefix).name}-{self.split}", {
-            "format": INDEX_FORMAT,
-            "sequences": len(self.file.data),
-            "lengths_sha256": self.file.lengths_hash,
-            "split": self.file.source.documents.text,
-            "documents": list(self.file.document_range),
-            "samples": self.samples,
-            "seq_length": self.seq_length,
-            "seed": self.seed,
-            "tokenizer": self.tokenizer,
-        }
-
-    def _build(self) -> Arrays:
-        documents, lengths = np.arange(*self.file.document_range), self.file.data.lengths
-        try:
-            return vars(build_indexes(lengths, documents, self.samples, self.seq_length, self.seed))
-        except (MemoryError, OverflowError, ValueError) as error:
-            raise self._too_large(str(error)) from error
-
-    def _too_large(self, reason: str) -> UserError:
-        prefix, split = self.file.data.prefix, self.split
-        return user_error(
-            "index-too-large", prefix=prefix, samples=self.samples, split=split, reason=reason
-        )
-
-
-@dataclass(frozen=True)
 class _DatasetBuilder:
     files: DataFiles
     seq_length: int
@@ -253,7 +164,7 @@ class _DatasetBuilder:
     """Of the datasets built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
     """Files by prefix, with the SHA-256 of their sequence lengths."""
-    pending: list[tuple[GPTDataset, _LazySampleIndexes]] = field(default_factory=list)
+    pending: list[tuple[GPTDataset | UnreadDataset, LazyIndexes]] = field(default_factory=list)
     """Datasets whose indexes are not loaded yet."""
     caches: dict[str, ArrayCache] = field(default_factory=dict)
     """By first folder."""
@@ -276,34 +187,56 @@ class _DatasetBuilder:
             SourceId(Path(file.source.prefix).name, file.lengths_hash, file.document_range)
             for file in files
         )
-        history = resume_history(before, identities, weights, BLEND_FORMAT, consumed)
+        history = resume_history(
+            before, identities, weights, BLEND_FORMAT, consumed, self.seq_length
+        )
         phase = history.current
+        unread = [
+            self._unread(group.split, file, history.sources[number].earlier)
+            for number, file in zip(phase.sources, files, strict=True)
+        ]
         length = max(1, samples - phase.first_sample)
         needed = samples_per_source(phase.weights, length)
         if len(files) == 1 and group.sources[0].weight is None:
             needed = [length]
         requests = [
             extend_requests(
-                history.sources[number].requests, start + count, file.tokens, self.seq_length
+                history.sources[number].requests,
+                start + count - (0 if rest is None else len(rest[0])),
+                file.tokens,
+                self.seq_length,
             )
-            for number, start, count, file in zip(
-                phase.sources, phase.source_starts, needed, files, strict=True
+            for number, start, count, file, (rest, _) in zip(
+                phase.sources, phase.source_starts, needed, files, unread, strict=True
             )
         ]
         history = with_requests(history, requests)
         datasets = [
-            self._dataset(group.split, file, each)
-            for file, each in zip(files, requests, strict=True)
+            self._dataset(group.split, file, each, *rest)
+            for file, each, rest in zip(files, requests, unread, strict=True)
         ]
         self._open_indexes()
         order: BlendOrder = SingleSourceOrder(length)
         if len(files) > 1:
             order = blend_order(phase.weights, length, self._cache(group.sources[0].prefix))
         ends = np.add(phase.source_starts, order.counts_at(len(order))).tolist()
-        for file, weight, end in zip(files, phase.weights, ends, strict=True):
-            epochs = end * self.seq_length / file.tokens
-            prefix = file.source.prefix
-            self.usage.append(FileUsage(group.split, prefix, weight, end, epochs, group.name))
+        for file, number, weight, end in zip(
+            files, phase.sources, phase.weights, ends, strict=True
+        ):
+            earlier = history.sources[number].earlier
+            tokens = end * self.seq_length + sum(
+                each.consumed * each.seq_length for each in earlier
+            )
+            samples = end + sum(each.consumed for each in earlier)
+            usage = FileUsage(
+                group.split,
+                file.source.prefix,
+                weight,
+                samples,
+                tokens / file.tokens,
+                group.name,
+            )
+            self.usage.append(usage)
         self.usage.extend(
             FileUsage(group.split, prefix, 0.0, 0, 0.0, group.name)
             for prefix in group.zero_weight_files
@@ -313,7 +246,7 @@ class _DatasetBuilder:
             dataset = BlendedDataset(datasets, order, phase.first_sample, phase.source_starts)
         return dataset, BlendProgress(history, order)
 
-    def _file(self, group: DatasetGroup, source: BlendSource, samples: int) -> _OpenedFile:
+    def _file(self, group: DatasetGroup, source: BlendSource, samples: int) -> OpenedFile:
         """Opens and checks a file of a group that needs `samples` samples."""
         if source.prefix not in self.opened:
             data = self.files.open(source.prefix)
@@ -327,21 +260,72 @@ class _DatasetBuilder:
         _raise_first(empty_selection(group.split, data, samples, source.documents))
         first, end = source.documents.range_of(len(data))
         tokens = int(data.lengths[first:end].sum(dtype=np.int64))
-        return _OpenedFile(data, source, (first, end), tokens, digest)
+        return OpenedFile(data, source, (first, end), tokens, digest)
 
-    def _dataset(self, split: str, file: _OpenedFile, requests: Sequence[int]) -> TokenDataset:
-        """The samples of a file, by its consecutive indexes."""
+    def _dataset(
+        self,
+        split: str,
+        file: OpenedFile,
+        requests: Sequence[int],
+        unread: Unread | None,
+        number: int,
+    ) -> TokenDataset:
+        """The samples of a file: what earlier lengths have left, then its consecutive indexes.
+
+        Args:
+            split: Name of the split.
+            file: The file.
+            requests: Samples that each index is built for.
+            unread: What earlier lengths have left.
+            number: Indexes of earlier lengths.
+        """
+        opened: list[tuple[GPTDataset | UnreadDataset, LazyIndexes]] = []
+        if unread is not None:
+            opened.append(unread)
+        opened += self._indexed(split, file, requests, self.seq_length, number)
+        self.pending.extend(opened)
+        datasets = [dataset for dataset, _ in opened]
+        return datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
+
+    def _indexed(
+        self, split: str, file: OpenedFile, requests: Sequence[int], seq_length: int, first: int
+    ) -> Iterator[tuple[GPTDataset, LazySampleIndexes]]:
+        """The samples of each index, the first of which has the number `first`."""
         cache = self._cache(file.source.prefix)
-        datasets = []
-        for number, samples in enumerate(requests):
+        for number, samples in enumerate(requests, first):
             # Each index has another seed: it must not repeat the order of the previous one.
             seed = (self.seed + number) % (1 << 32)
-            indexes = _LazySampleIndexes(
-                file, split, samples, self.seq_length, seed, self.tokenizer_fingerprint, cache
+            indexes = LazySampleIndexes(
+                file, split, samples, seq_length, seed, self.tokenizer_fingerprint, cache
             )
-            datasets.append(GPTDataset(file.data, indexes, self.seq_length, self.vocab_size))
-            self.pending.append((datasets[-1], indexes))
-        return datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
+            yield GPTDataset(file.data, indexes, seq_length, self.vocab_size), indexes
+
+    def _unread(
+        self, split: str, file: OpenedFile, earlier: Sequence[LengthPeriod]
+    ) -> tuple[Unread | None, int]:
+        """What a file has left of the index that was read when the sequence length changed.
+
+        Indexes that were not begun are left out: the same epochs follow at the new length.
+
+        Returns:
+            The text, None if the index ended there; and the number of indexes until now.
+        """
+        rest: Unread | None = None
+        number = 0
+        lengths = [*(period.seq_length for period in earlier), self.seq_length][1:]
+        for period, length in zip(earlier, lengths, strict=True):
+            parts: list[tuple[NumberedDataset, LazyIndexes]] = []
+            if rest is not None:
+                parts.append(rest)
+            parts += self._indexed(split, file, period.requests, period.seq_length, number)
+            number += len(period.requests) + 1
+            rest, position = None, period.consumed
+            for part, indexes in parts:
+                if 0 < position < len(part):
+                    lazy = LazyUnreadIndexes(part, indexes, position, length, self.seed, number)
+                    rest = (UnreadDataset(part, lazy, length), lazy) if len(lazy) else None
+                position -= min(position, len(part))
+        return rest, number
 
     def _open_indexes(self) -> None:
         """Loads the indexes of the pending datasets.

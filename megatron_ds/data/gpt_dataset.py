@@ -123,7 +123,10 @@ class GPTDataset:
         return row
 
     def read_into(self, position: int, row: SampleArray) -> None:
-        sample = self._sample(position)
+        self.read_numbered(self._sample(position), row)
+
+    def read_numbered(self, sample: int, row: SampleArray) -> None:
+        """As `read_into`, for the number of a sample in the order of the text."""
         _, documents, starts, lengths, pointers, tokens, item = self._views or self.open()
         at, offset = starts[2 * sample], starts[2 * sample + 1]
         filled, wanted = 0, self.seq_length + 1
@@ -139,6 +142,10 @@ class GPTDataset:
 
     def sample_id(self, position: int) -> str:
         return f"{os.path.basename(self._tokens.prefix)}:{self._sample(position)}"
+
+    def shuffle(self) -> IntArray:
+        """[len(self)], the number of the sample at each position."""
+        return self._indexes.load().shuffle
 
     def open(self) -> _FastViews:
         """Loads the indexes now, instead of when the first sample is read."""

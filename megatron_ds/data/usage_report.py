@@ -100,7 +100,16 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     was, now = before.current, after.current
     if before.order != after.order:
         lines.append(f"WARNING: {Problem('blend-schedule-changed').render()}")
-    if now is not was:
+    is_of_other_length = before.seq_length not in (0, after.seq_length)
+    if is_of_other_length:
+        changed = Problem(
+            "sequence-length-changed",
+            num_samples=now.first_sample,
+            before=before.seq_length,
+            now=after.seq_length,
+        )
+        lines.append(f"WARNING: {changed.render()}")
+    if now is not was and not (is_of_other_length and _same_blend(before, after)):
         lines += [
             f"WARNING: {Problem('blend-changed', num_samples=now.first_sample).render()}",
             f"    before: {_blend(before, was)}",
@@ -109,7 +118,7 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
         ]
     known = {n: source.requests for n, source in enumerate(before.sources) if source.requests}
     longer = [n for n in now.sources if n in known and known[n] != after.sources[n].requests]
-    if longer:
+    if longer and not is_of_other_length:
         names = join_limited([after.sources[number].identity.name for number in longer])
         lines.append(
             f" > more samples are needed than the indexes of the previous run have: {names} "
@@ -119,20 +128,25 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     return lines
 
 
+def _same_blend(before: BlendHistory, after: BlendHistory) -> bool:
+    was, now = before.current, after.current
+    return (was.sources, was.weights) == (now.sources, now.weights)
+
+
 def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:
     old, new = set(before.current.sources), set(after.current.sources)
     sources = after.sources
-    known = {number for number, source in enumerate(before.sources) if source.consumed}
+    known = {number for number, source in enumerate(before.sources) if source.all_consumed}
     names = {source.identity.name for source in before.sources}
     kept = sorted(new & known)
     if kept:
         yield "continued: " + join_limited(
-            [f"{sources[n].identity.name} at its sample {sources[n].consumed}" for n in kept]
+            [f"{sources[n].identity.name} at its sample {sources[n].all_consumed}" for n in kept]
         )
     gone = sorted(old - new)
     if gone:
         yield "no longer read: " + join_limited(
-            [f"{sources[n].identity.name}, after {sources[n].consumed} samples" for n in gone]
+            [f"{sources[n].identity.name}, after {sources[n].all_consumed} samples" for n in gone]
         )
     fresh = sorted(new - known)
     if fresh:

@@ -355,3 +355,38 @@ def test_a_run_starts_from_pretrained_weights_and_continues_by_the_same_command(
     assert output.count("replaced-by-checkpoint") == len(wrong)
     assert [record["iteration"] for record in steps(parts)] == [1, 2, 3, 4]
     assert steps(parts) == steps(full)
+
+
+def test_sequences_may_grow_on_a_resume(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+    """On one process, on another layout, and resumed once more."""
+    short, full, other, again = (tmp_path / name for name in ("short", "full", "other", "again"))
+    settings = {
+        **base,
+        "position_embedding_type": "rope",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "global_batch_size": 4,
+        "train_iters": 6,
+        "lr_decay_style": "cosine",
+        "lr_warmup_iters": 2,
+        "save_interval": 2,
+    }
+    launcher.start({**settings, "save": short, "exit_interval": 2}).succeed()
+    grown = {**settings, "seq_length": 80, "load": short}
+    output = launcher.start({**grown, "save": full}).succeed()
+    assert "sequence-length-changed" in output
+    tp2 = {"tensor_model_parallel_size": 2, "zero_stage": 2}
+    launcher.start({**grown, **tp2, "save": other}, ranks=2).succeed()
+    resumed = {**grown, "load": full, "ckpt_step": 4, "save": again}
+    assert "sequence-length-changed" not in launcher.start(resumed).succeed()
+
+    assert [record["consumed_tokens"] for record in steps(full)] == [
+        256 + 320 * step for step in (1, 2, 3, 4)
+    ]
+    for one, two in zip(steps(full), steps(other), strict=True):
+        assert two["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert two["learning_rate"] == one["learning_rate"]
+    assert steps(again) == steps(full)[2:]
+    found = checkpoint_differences(full / "global_step6", again / "global_step6")
+    assert not found, found[:10]

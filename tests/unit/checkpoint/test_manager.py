@@ -389,8 +389,13 @@ def test_changed_settings_are_logged(
 
 
 def test_the_blend_history_is_restored(checkpoints: CheckpointManager) -> None:
-    history = resume_history(None, [SourceId("a", "hash", (0, 9))], [1.0], order=3)
+    history = resume_history(None, [SourceId("a", "hash", (0, 9))], [1.0], 3, seq_length=4)
     checkpoints.save(FakeEngine(), state_at(2), lambda: history)  # type: ignore[arg-type]
+    found = checkpoints.select()
+    assert found is not None
+    assert found.run.data == history
+    # Histories of older versions have no length: it is that of the run.
+    edit("data", format=2, seq_length=...)(checkpoints.newest)  # type: ignore[arg-type]
     found = checkpoints.select()
     assert found is not None
     assert found.run.data == history

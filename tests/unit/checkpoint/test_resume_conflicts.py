@@ -105,6 +105,26 @@ def test_another_model_is_rejected(field: str, manager: Managers, config: Config
     assert field in rejected(manager(model=other))
 
 
+@pytest.mark.parametrize("length", [3, 8])
+@pytest.mark.parametrize("kind", ["rope", "alibi", "none", "learned_absolute"])
+def test_the_sequence_length_may_change_if_every_position_has_an_embedding(
+    kind: str, length: int, manager: Managers, config: Config, logged: list[str]
+) -> None:
+    model = dataclasses.replace(config.model, position_embedding_type=kind)
+    save(manager(model=model), 1)
+    other = dataclasses.replace(model, seq_length=length)
+    if kind == "learned_absolute":
+        with raises_problem("resume-positions-changed", "seq_length", contains="--max-position-em"):
+            manager(model=other).select()
+        other = dataclasses.replace(other, max_position_embeddings=4)
+        if length > 4:
+            return
+    logged.clear()
+    assert manager(model=other).select() is not None
+    (warning,) = logged
+    assert warning.startswith("WARNING: --seq-length is 4 in ")
+
+
 @pytest.mark.parametrize("field", sorted(CHANGEABLE_MODEL_FIELDS))
 def test_dropout_and_initialization_may_change(
     field: str, manager: Managers, config: Config

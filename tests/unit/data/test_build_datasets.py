@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
 import shutil
@@ -14,10 +15,12 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data import build_datasets as module
+from megatron_ds.data import lazy_indexes
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
-from megatron_ds.data.gpt_dataset import TokenDataset
+from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read_samples
 from megatron_ds.data.index_cache import ArrayCache
+from megatron_ds.data.indexed_dataset import IndexedDataset
 from tests.problems import raises_problem
 from tests.token_files import write_pair
 
@@ -139,7 +142,7 @@ def test_indexes_are_cached_by_everything_that_determines_them(
     assert first is not None
     assert cached(folder) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(module, "build_indexes", None)
+        patch.setattr(lazy_indexes, "build_indexes", None)
         again = datasets(config, (20, 0, 0)).train
     assert again is not None
     assert [again[i].tolist() for i in range(20)] == [first[i].tolist() for i in range(20)]
@@ -378,3 +381,127 @@ def test_300_files_with_tiny_and_zero_weights(tmp_path: Path) -> None:
     assert set(counts[1:-1]) <= {2, 3}
     assert (built.usage[-1].weight, counts[-1]) == (0, 0)
     assert max({int(built.train.sample_id(i).split("/")[0]) for i in range(600)}) == 298
+
+
+def write_distinct(prefix: Path, documents: int, first: int = 0) -> str:
+    """Documents of 2 to 29 tokens, all of which are different."""
+    sizes = [2 + 9 * number % 28 for number in range(documents)]
+    starts = first + np.cumsum([0, *sizes])
+    return write_pair(prefix, (range(a, b) for a, b in itertools.pairwise(starts.tolist())))
+
+
+def read(
+    config: DataConfig, length: int, first: int, end: int, record: Any = None, total: int = 0
+) -> tuple[list[list[int]], Any, Datasets]:
+    """Samples of a run, without the last label, its history, and the datasets."""
+    history = None if record is None else BlendHistory.from_dict(json.loads(json.dumps(record)))
+    built = datasets(
+        config,
+        (max(end, total), 0, 0),
+        seq_length=length,
+        vocab_size=10_000,
+        history=history,
+        consumed=first,
+    )
+    assert built.train is not None
+    assert built.progress is not None
+    samples = [built.train[position].tolist() for position in range(first, end)]
+    assert all(len(sample) == length + 1 for sample in samples)
+    rows = np.empty((len(samples), length + 1), dtype=np.int32)
+    pickled = pickle.loads(pickle.dumps(built.train))  # as for a loader process
+    assert read_samples(pickled, range(first, end), rows).tolist() == samples
+    record = built.progress.history_after(end).to_dict()
+    return [sample[:-1] for sample in samples], record, built
+
+
+def flat(samples: list[list[int]]) -> list[int]:
+    return [token for sample in samples for token in sample]
+
+
+@pytest.mark.parametrize(("before", "length"), [(6, 18), (6, 16), (16, 6)])
+@pytest.mark.parametrize("consumed", [3, 20, 35])
+def test_a_source_continues_with_its_unread_text_at_another_length(
+    before: int, length: int, consumed: int, tmp_path: Path
+) -> None:
+    """No token is read twice before all were read, up to less than a sample of each length."""
+    path = write_distinct(tmp_path / "a", 45)  # 712 tokens
+    config, size = DataConfig(data_path=(path,), split="1"), 712
+    first, record, _ = read(config, before, 0, consumed, total=30)
+    unread = size - consumed * before
+    rest = ((size - 1) // before - consumed) * before // length
+    assert rest > 0
+    end = consumed + rest + (size - 1) // length
+    second, last, built = read(config, length, consumed, end, record)
+    assert [problem.partition("[")[2] for problem in built.changes[:1]] == [
+        "sequence-length-changed]"
+    ]
+
+    remaining = flat(second[:rest])
+    assert len(set(flat(first) + remaining)) == len(flat(first)) + len(remaining)
+    assert unread - len(remaining) < before + length + 1
+    # In the order of the text, unread samples are joined and cut again; the samples are shuffled.
+    uncut = {token: index for index, token in enumerate(text_of(path, before, record))}
+    places = [uncut[token] for token in remaining]
+    joined = sorted(places)
+    assert sorted(places[n : n + length] for n in range(0, len(places), length)) == [
+        joined[n : n + length] for n in range(0, len(joined), length)
+    ]
+    assert rest < 4 or places != joined
+    # Then a complete epoch follows.
+    epoch = flat(second[rest:])
+    assert len(set(epoch)) == len(epoch)
+    assert last["sources"][0]["earlier"] == (
+        {"seq_length": before, "requests": (max(30, consumed),), "consumed": consumed},
+    )
+
+    # Stopped and resumed, also within the unread text, and at a third length.
+    for stop in (consumed + 1, consumed + rest + 3):
+        parts, record_of_part, _ = read(config, length, consumed, stop, record, total=end)
+        again, final, built = read(config, length, stop, end, record_of_part)
+        assert (parts + again, final, built.changes) == (second, last, ())
+    third, _, _ = read(
+        config,
+        4,
+        consumed + 1,
+        consumed + 3,
+        read(config, length, consumed, consumed + 1, record)[1],
+    )
+    assert not set(flat(third)) & set(flat(first) + second[0])
+
+
+def text_of(path: str, length: int, record: Any) -> list[int]:
+    """All tokens of the index of a run, in the order of its documents."""
+    built = datasets(
+        DataConfig(data_path=(path,), split="1"),
+        (record["sources"][0]["requests"][0], 0, 0),
+        seq_length=length,
+        vocab_size=10_000,
+    )
+    assert isinstance(built.train, GPTDataset)
+    indexes = built.train._indexes.load()
+    file = IndexedDataset(path)
+    starts = [int(pointer) // file.dtype.itemsize for pointer in file.pointers]
+    return [
+        int(token)
+        for document in indexes.documents.tolist()
+        for token in file.tokens[starts[document] : starts[document] + file.lengths[document]]
+    ]
+
+
+def test_every_source_of_a_blend_continues_at_another_length(tmp_path: Path) -> None:
+    a = write_distinct(tmp_path / "a", 45)
+    b = write_distinct(tmp_path / "b", 45, first=2000)
+    blend = DataConfig(data_path=("2", a, "1", b), split="1")
+    first, record, _ = read(blend, 6, 0, 60)
+    second, record, built = read(blend, 12, 60, 75, record)
+    assert [source["consumed"] for source in record["sources"]] == [10, 5]
+    assert len(set(flat(first + second))) == len(flat(first + second))
+    assert [(file.samples, file.epochs) for file in built.usage] == [
+        (50, (40 * 6 + 10 * 12) / 712),
+        (25, (20 * 6 + 5 * 12) / 712),
+    ]
+    # A source that was left at the first length and returns at the second.
+    _, alone, _ = read(DataConfig(data_path=(a,), split="1"), 12, 60, 62, read(blend, 6, 0, 60)[1])
+    back, record, built = read(blend, 12, 62, 74, alone)
+    assert len(set(flat(first + back))) == len(flat(first + back))
+    assert "b at its sample 20" in "\n".join(built.changes)

@@ -1,0 +1,190 @@
+"""Indexes of the datasets of a file, which are loaded or built when they are needed.
+
+Owns what determines an index, and its place in the cache. Knows no ranks and no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.data.blend_spec import BlendSource
+from megatron_ds.data.index_cache import ArrayCache, Arrays
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.sample_index import (
+    SampleIndexes,
+    build_indexes,
+    index_bytes,
+    total_samples,
+)
+from megatron_ds.data.unread_dataset import (
+    NumberedDataset,
+    UnreadIndexes,
+    build_unread_indexes,
+    unread_samples,
+)
+
+INDEX_FORMAT = 1
+"""Version of the indexes: to be increased if the same inputs give other indexes."""
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A token file and its selected documents.
+
+    Attributes:
+        data: The file.
+        source: Its entry in the blend.
+        document_range: First selected document and end.
+        tokens: Tokens of these documents, at least one.
+        lengths_hash: SHA-256 of the lengths of all sequences of the file.
+    """
+
+    data: IndexedDataset
+    source: BlendSource
+    document_range: tuple[int, int]
+    tokens: int
+    lengths_hash: str
+
+
+@dataclass(frozen=True)
+class LazySampleIndexes:
+    """Indexes of at least `samples` samples of a file, rounded up to complete epochs.
+
+    They are built or loaded on first use: building those of thousands of files at start-up would
+    take too long, and the number of samples is known without them.
+
+    Attributes:
+        file: The file.
+        split: Name of the split, for messages and file names.
+        samples: Requested samples.
+        seq_length: Tokens per sample, without the last label.
+        seed: Seed of the shuffles.
+        tokenizer: Fingerprint of the tokenizer.
+        cache: Where they are stored.
+    """
+
+    file: OpenedFile
+    split: str
+    samples: int
+    seq_length: int
+    seed: int
+    tokenizer: str
+    cache: ArrayCache
+
+    def __post_init__(self) -> None:
+        if self.__len__() > sys.maxsize:
+            raise self._too_large("an array has at most 2^63 - 1 elements")
+
+    def __len__(self) -> int:
+        return total_samples(self.samples, self.file.tokens, self.seq_length)
+
+    def load(self) -> SampleIndexes:
+        """Loads the indexes from the cache, or builds and stores them.
+
+        Raises:
+            UserError: If they cannot be built or stored.
+        """
+        return SampleIndexes(**self.cache.get_or_build(*self.entry(), self._build))
+
+    def missing_bytes(self) -> int:
+        """Bytes that the cache needs for them; 0 if they are stored."""
+        if self.cache.contains(*self.entry()):
+            return 0
+        first, end = self.file.document_range
+        return index_bytes(self.samples, end - first, self.file.tokens, self.seq_length)
+
+    def entry(self) -> tuple[str, dict[str, Any]]:
+        """Readable name and key in the cache: everything that determines the indexes."""
+        return f"{Path(self.file.data.prefix).name}-{self.split}", {
+            "format": INDEX_FORMAT,
+            "sequences": len(self.file.data),
+            "lengths_sha256": self.file.lengths_hash,
+            "split": self.file.source.documents.text,
+            "documents": list(self.file.document_range),
+            "samples": self.samples,
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+            "tokenizer": self.tokenizer,
+        }
+
+    def _build(self) -> Arrays:
+        documents, lengths = np.arange(*self.file.document_range), self.file.data.lengths
+        try:
+            return vars(build_indexes(lengths, documents, self.samples, self.seq_length, self.seed))
+        except (MemoryError, OverflowError, ValueError) as error:
+            raise self._too_large(str(error)) from error
+
+    def _too_large(self, reason: str) -> UserError:
+        prefix, split = self.file.data.prefix, self.split
+        return user_error(
+            "index-too-large", prefix=prefix, samples=self.samples, split=split, reason=reason
+        )
+
+
+@dataclass(frozen=True)
+class LazyUnreadIndexes:
+    """Indexes of what a dataset has not given at another sequence length.
+
+    Attributes:
+        dataset: The dataset.
+        indexes: Its indexes.
+        read: Positions that were read.
+        seq_length: Tokens per new sample.
+        seed: Seed of the run.
+        number: Indexes of the source until now.
+    """
+
+    dataset: NumberedDataset
+    indexes: LazyIndexes
+    read: int
+    seq_length: int
+    seed: int
+    number: int
+
+    def __len__(self) -> int:
+        return unread_samples(self.dataset, self.read, self.seq_length)
+
+    @property
+    def cache(self) -> ArrayCache:
+        return self.indexes.cache
+
+    def load(self) -> UnreadIndexes:
+        """Loads the indexes from the cache, or builds and stores them.
+
+        Raises:
+            UserError: If they cannot be built or stored.
+        """
+        return UnreadIndexes(**self.cache.get_or_build(*self.entry(), self._build))
+
+    def missing_bytes(self) -> int:
+        """Bytes that the cache needs for them; 0 if they are stored."""
+        needed = 8 * (len(self.dataset) - self.read + len(self))
+        return 0 if self.cache.contains(*self.entry()) else needed
+
+    def entry(self) -> tuple[str, dict[str, Any]]:
+        """Readable name and key in the cache."""
+        name, key = self.indexes.entry()
+        return f"{name}-unread", {
+            "format": INDEX_FORMAT,
+            "of": key,
+            "read": self.read,
+            "seq_length": self.seq_length,
+            "seed": self._shuffle_seed,
+        }
+
+    @property
+    def _shuffle_seed(self) -> int:
+        return (self.seed + self.number - 1) % (1 << 32)
+
+    def _build(self) -> Arrays:
+        seed = self._shuffle_seed
+        return vars(build_unread_indexes(self.dataset, self.read, self.seq_length, seed))
+
+
+LazyIndexes = LazySampleIndexes | LazyUnreadIndexes
