@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ds.checkpoint.foreign_start import merge_settings
 from megatron_ds.checkpoint.saved_options import with_saved_schedule
+from megatron_ds.checkpoint.staging import stage
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
@@ -30,10 +31,11 @@ def main() -> None:
         config: Config, world_size: int, warn: Callable[[str], None]
     ) -> tuple[Config, list[Problem]]:
         """Fills in what the checkpoint to load and the DeepSpeed file say."""
+        config, of_stores = stage(config)
         config, of_checkpoint = merge_settings(config, warn)
         config, of_file = merge_file(config, world_size, warn)
         config, of_schedule = with_saved_schedule(config, world_size, warn)
-        return config, [*of_checkpoint, *of_file, *of_schedule]
+        return config, [*of_stores, *of_checkpoint, *of_file, *of_schedule]
 
     def check(
         config: Config, world_size: int, is_sound: bool, warn: Callable[[str], None]

@@ -6,6 +6,7 @@ The command line of `megatron_ds.checkpoint.formats`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.cli.progress import progress
-from megatron_ds.config.checkpoint import split_location
+from megatron_ds.config.checkpoint import is_url, split_location
 from megatron_ds.config.fields import option_field, when
 from megatron_ds.config.problems import Problem
 
@@ -35,7 +36,12 @@ class Options:
     it, and the server loads it, on every layout.
     """
 
-    load: str = option_field("", "folder to convert", metavar="FOLDER", required=True)
+    load: str = option_field(
+        "",
+        "folder to convert, or a URL such as s3://BUCKET/FOLDER",
+        metavar="FOLDER",
+        required=True,
+    )
     save: str = option_field(
         "", "new folder of the converted weights", metavar="FOLDER", required=True
     )
@@ -89,6 +95,11 @@ class Options:
         choices=("fused", "torch"),
         only_with=when(optimizer_states=True),
     )
+    checkpoint_staging_dir: str | None = option_field(
+        None,
+        "folder for the files of a URL (default: below the folder for temporary files)",
+        metavar="FOLDER",
+    )
     verify: bool = option_field(
         False, "compare the logits of both models for a fixed prompt; of hf, transformers' model"
     )
@@ -100,7 +111,7 @@ class Options:
         return name if name != "auto" else self.source_format, Path(folder)
 
     def problems(self) -> Iterator[Problem]:
-        if self.load and not self.source[1].is_dir():
+        if self.load and not is_url(self.load) and not self.source[1].is_dir():
             yield Problem("load-folder-missing", load=self.load)
         if self.target_format == "universal" and self.dtype is not None:
             yield Problem("universal-dtype")
@@ -113,12 +124,14 @@ def work(options: Options) -> None:
         from megatron_ds.checkpoint.formats.native import DTYPES
         from megatron_ds.checkpoint.formats.open_source import open_source
         from megatron_ds.checkpoint.formats.training_states import with_training
+        from megatron_ds.checkpoint.staging import staged_location
 
     def warn(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
     start = time.perf_counter()
-    name, folder = options.source
+    location = staged_location(options.load, options.checkpoint_staging_dir, warn)
+    name, folder = dataclasses.replace(options, load=location).source
     source = open_source(folder, name, warn)
     if options.optimizer_states and options.target_format in MEGATRON_FORMATS:
         source = with_training(source)

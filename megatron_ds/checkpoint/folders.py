@@ -31,7 +31,7 @@ NAMED_RANKS = 8
 def claimed_folders(
     config: CheckpointConfig, ranks: RankAgreement, log: Callable[[str], None]
 ) -> Iterator[RunLock | None]:
-    """Checks --save and --load, and owns --save inside. Collective.
+    """Checks --save and --load, unless they are URLs, and owns --save inside. Collective.
 
     Args:
         config: Names the folders.
@@ -53,11 +53,11 @@ def claimed_folders(
         lock = run_lock.acquire(save, log)
 
     try:
-        if config.save is not None:
+        if config.save is not None and config.save_url is None:
             save = Path(config.save)
             ranks.on_rank0(lambda: own(save))
             require_shared("save", save, ranks)
-        if config.load not in (None, config.save):
+        if config.load not in (None, config.save) and config.load_url is None:
             require_shared("load", Path(config.load), ranks)
         yield lock
     finally:

@@ -17,14 +17,15 @@ rank cleans up, and the older checkpoints remain. All ranks must see the same fo
 from __future__ import annotations
 
 import dataclasses
-import re
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint import metadata, storage
+from megatron_ds.checkpoint import metadata, storage, store_save
 from megatron_ds.checkpoint.branch import Branch
+from megatron_ds.checkpoint.loaded_files import FileReaders
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     MANIFEST,
@@ -36,6 +37,7 @@ from megatron_ds.checkpoint.metadata import (
     iteration_of,
     list_checkpoints,
     read_manifest,
+    read_run,
 )
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.resume import (
@@ -47,25 +49,25 @@ from megatron_ds.checkpoint.resume import (
     tokenizer_conflicts,
 )
 from megatron_ds.checkpoint.run_lock import RunLock
+from megatron_ds.checkpoint.run_stores import RunStores
 from megatron_ds.checkpoint.save_steps import SaveInProgress, SaveSteps
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
     list_folder,
     select_checkpoint,
 )
+from megatron_ds.checkpoint.store_folder import IsNeeded
+from megatron_ds.checkpoint.store_save import StoreSaveSteps
 from megatron_ds.checkpoint.universal_states import open_states
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
 
-LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<model>\d+)_")
-"""Ranks in the name of a file of DeepSpeed's, data-parallel and model-parallel."""
 BYTES_PER_PARAMETER = {True: 16, False: 8}
 """Upper bound for a checkpoint: a weight, its fp32 copy and, with the optimizer, two moments."""
 
@@ -90,6 +92,7 @@ class CheckpointManager:
         lock: The lock of --save, on the first rank; None if no other run can use the folder.
         tokenizer: The run's tokenizer, compared with a checkpoint's. The first rank stores its
             files.
+        stores: The stores that --save and --load name.
 
     Attributes:
         newest: The checkpoint that this run has saved or else loaded last.
@@ -103,6 +106,7 @@ class CheckpointManager:
         ranks: RankAgreement,
         lock: RunLock | None = None,
         tokenizer: StoredTokenizer | None = None,
+        stores: RunStores | None = None,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -110,6 +114,7 @@ class CheckpointManager:
         self._ranks = ranks
         self._lock = lock
         self._tokenizer = tokenizer
+        self._stores = stores or RunStores()
         self._branch = Branch.new()
         self._current: SaveInProgress | None = None
         self._reader: SharedLock | None = None
@@ -177,7 +182,8 @@ class CheckpointManager:
         save = done.save
         self.newest = save.target
         self._log(
-            f"  successfully saved checkpoint at iteration {save.iteration:7d} to {save.folder}"
+            f"  successfully saved checkpoint at iteration {save.iteration:7d} to "
+            f"{save.shown_folder}"
         )
         if done.in_background:
             seconds = time.monotonic() - done.started
@@ -209,7 +215,8 @@ class CheckpointManager:
         options = self._config.checkpoint
         assert options.save is not None
         folder = Path(options.save)
-        self._log(f"saving checkpoint at iteration {state.iteration:7d} to {folder}")
+        shown = options.save_url or folder
+        self._log(f"saving checkpoint at iteration {state.iteration:7d} to {shown}")
         snapshot = engine.snapshot(copy=copy)
         specs, partitions = engine.shard_specs(), tuple(engine.partitions())
         experts = engine.sharded_experts()
@@ -236,7 +243,14 @@ class CheckpointManager:
                 experts=experts,
                 has_optimizer=has_optimizer,
             )
-        return SaveSteps(
+        kind: Callable[..., SaveSteps] = SaveSteps
+        if self._stores.save is not None:
+            kind = functools.partial(
+                StoreSaveSteps,
+                destination=self._stores.save,
+                world_size=self._mesh.world_size,
+            )
+        return kind(
             folder=folder,
             iteration=state.iteration,
             snapshot=snapshot,
@@ -300,7 +314,8 @@ class CheckpointManager:
         saved = {name: shard.parts for name, shard in found.run.shards.items()}
         own = {name: spec.parts for name, spec in engine.shard_specs().items()}
         raise_if_any(part_conflicts(saved, own, found.path))
-        self._log(f" loading checkpoint from {folder} at iteration {iteration}")
+        shown = self._config.checkpoint.load_url or folder
+        self._log(f" loading checkpoint from {shown} at iteration {iteration}")
         layout = ParallelLayout.of(self._config, self._mesh.dp.size)
         conflicts = partition_conflicts(found, engine.partitions())
         changes = layout_changes(found.run.layout, layout)
@@ -312,13 +327,15 @@ class CheckpointManager:
             self._reshard(engine, found, changes)
         elif any(self._ranks.on_all(lambda: bool(changes or conflicts))):
             raise_if_any(conflicts if layout.optimizer == EIGHT_BIT else [])
+            if self._stores.load is not None and not changes:
+                self._stores.load.fetch_all(found.path)
             self._reshard(engine, found, changes)
         else:
             engine.load(folder, found.path.name)
         if self._reader is not None:
             self._reader.release()
         self.newest = found.path
-        self._log(f"  successfully loaded checkpoint from {folder} at iteration {iteration}")
+        self._log(f"  successfully loaded checkpoint from {shown} at iteration {iteration}")
         return found.run.state
 
     def _reshard(self, engine: Engine, found: CheckpointMetadata, changes: Sequence[str]) -> None:
@@ -352,7 +369,12 @@ class CheckpointManager:
             self._branch = found.run.branch.fork(start) if newer else found.run.branch
             if folder.samefile(found.path.parent) and not found.is_universal:
                 storage.write_pointers(found.path)
-        if complete := [path.name for path in newer if metadata.find_damage(path) is None]:
+                if self._stores.save is not None:
+                    store_save.write_pointers(self._stores.save.store, found.path.name)
+        find_damage = metadata.find_damage
+        if self._stores.save is not None:
+            find_damage = metadata.find_record_damage  # their files are in the store
+        if complete := [path.name for path in newer if find_damage(path) is None]:
             names = ", ".join(complete)
             self._warn(Problem("save-folder-has-newer", folder=folder, names=names, start=start))
 
@@ -364,6 +386,8 @@ class CheckpointManager:
 
         The first rank checks names and sizes, and one rank the contents of each file.
         """
+        if self._stores.load is not None:
+            return self._stores.load.find_damage(path, self._readers)
         self._reader = storage.hold(path)
         damage = self._ranks.on_rank0(lambda: metadata.find_damage(path))
         if damage is not None:
@@ -372,31 +396,29 @@ class CheckpointManager:
             return None  # a universal checkpoint of DeepSpeed's converter
         try:
             files = self._ranks.on_rank0(lambda: read_manifest(path))
-            mine = self._own_files(files)
+            own = self._file_readers.assigned(files, self._mesh.rank)
+            mine = {name: files[name] for name in own}
             parts = self._ranks.on_all(lambda: storage.find_damaged_files(path, mine))
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
         return storage.files_damaged({name: why for part in parts for name, why in part.items()})
 
-    def _own_files(self, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        """The files that this rank verifies: those that it loads, so that they are read once.
+    @property
+    def _file_readers(self) -> FileReaders:
+        return FileReaders(self._mesh.tp.size, self._mesh.dp.size, self._mesh.world_size)
 
-        The load then finds them in the host's cache. The others are distributed.
+    def _readers(self, path: Path) -> IsNeeded:
+        """Which ranks load which files of a checkpoint: all of one that is resharded.
+
+        Also with axes by which file names do not number the ranks.
         """
-        tp_size, dp_size = self._mesh.tp.size, self._mesh.dp.size
-
-        def reader(index: int, name: str) -> int:
-            loaded = LOADED_BY.search(name)
-            if loaded is None:
-                return index
-            stage, tp_rank = divmod(int(loaded["model"]), tp_size)
-            return (stage * dp_size + int(loaded["dp"] or 0)) * tp_size + tp_rank
-
-        return {
-            name: files[name]
-            for index, name in enumerate(sorted(files))
-            if reader(index, name) % self._mesh.world_size == self._mesh.rank
-        }
+        options = self._config.checkpoint
+        own = ParallelLayout.of(self._config, self._mesh.dp.size)
+        is_numbered = own.ds_sequence_parallel_size == own.expert_model_parallel_size == 1
+        is_equal = is_numbered and read_run(path).run.layout == own
+        if options.finetune or options.no_load_optim or not is_equal:
+            return lambda name, rank: True
+        return self._file_readers.is_read_by
 
 
 def _list_restored(folder: Path) -> CheckpointListing:

@@ -45,6 +45,11 @@ class RankAgreement:
         if self.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, for messages of host memory; None for one rank."""
+        return self._group
+
     def on_rank0(self, run: Callable[[], T]) -> T:
         """Runs work on the first rank; every rank returns its result or raises its error."""
         work = RankWork(run, on_all=False)

@@ -107,7 +107,8 @@ class RunLock:
     def __init__(self, file: LockFile, content: bytes) -> None:
         self._file, self._content = file, content
         self._released = threading.Event()
-        threading.Thread(target=self._touch_regularly, name="run lock", daemon=True).start()
+        self._thread = threading.Thread(target=self._touch_regularly, name="run lock", daemon=True)
+        self._thread.start()
 
     def is_held(self) -> bool:
         """Whether the file still names this process; what was deleted is created again.
@@ -119,6 +120,7 @@ class RunLock:
 
     def release(self) -> None:
         self._released.set()
+        self._thread.join(HEARTBEAT_S)  # a sign of life after the removal would create it again
         with suppress(OSError):
             if self._file.read() == self._content:
                 self._file.remove(self._content)

@@ -87,6 +87,11 @@ class SaveSteps:
         return self.folder / f"global_step{self.iteration}"
 
     @property
+    def shown_folder(self) -> str:
+        """Where the checkpoint is saved, for messages."""
+        return str(self.folder)
+
+    @property
     def temporary(self) -> Path:
         return self.folder / f"{storage.INCOMPLETE}{self.target.name}"
 
@@ -110,12 +115,14 @@ class SaveSteps:
             except OSError:
                 pass  # the next save removes what cannot be removed now
             problem = Problem(
-                "save-failed", iteration=self.iteration, folder=self.folder, error=error
+                "save-failed", iteration=self.iteration, folder=self.shown_folder, error=error
             )
             raise SaveError(problem) from error
 
     def _lost(self) -> SaveError:
-        return SaveError(Problem("save-folder-lost", folder=self.folder, iteration=self.iteration))
+        return SaveError(
+            Problem("save-folder-lost", folder=self.shown_folder, iteration=self.iteration)
+        )
 
     def _require_folder(self) -> None:
         """Checks that --save still belongs to this run.
@@ -170,9 +177,13 @@ class SaveSteps:
             files[f"{TOKENIZER}/{name}"] = write_atomically(path, content)
             fsync_path(self.temporary / TOKENIZER)
         files[RUN] = storage.write_json(self.temporary / RUN, self.run.to_dict())
-        storage.wait_for_files(self.temporary, files)
+        self._wait_for(files)
         (self.temporary / POINTER_PENDING).touch()
         storage.write_text(self.temporary / MANIFEST, manifest_text(files))
+
+    def _wait_for(self, files: Mapping[str, FileRecord]) -> None:
+        """Waits until the files of all ranks are visible here."""
+        storage.wait_for_files(self.temporary, files)
 
     def _update_pointers(self) -> list[Problem]:
         """Updates pointers and removes old checkpoints; errors here do not fail the save."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,7 +38,8 @@ from megatron_ds.fileio.visibility import retry
 INCOMPLETE = ".incomplete-"
 """Prefix of a checkpoint that is being written."""
 REMOVED = ".removed-"
-"""Prefix of a checkpoint that is being deleted."""
+"""Prefix of a checkpoint that is being deleted. What follows is different each time: on NFS, a
+folder with a deleted file that is still open can be neither deleted nor replaced by a rename."""
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
@@ -122,9 +124,26 @@ def remove_temporary(folder: Path) -> None:
     A checkpoint whose replacement was not completed is restored first.
     """
     restore_replaced(folder)
-    for prefix in (INCOMPLETE, REPLACED, REMOVED):
+    for path in folder.glob(f"{INCOMPLETE}global_step*"):
+        discard(path)
+    for prefix in (REPLACED, REMOVED):
         for path in folder.glob(f"{prefix}global_step*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def discard(path: Path) -> None:
+    """Deletes a folder, if there is one, under another name first.
+
+    A crash then leaves no part of it under its name, and the name is free at once, even if a file
+    in it cannot be deleted now. What remains is removed by a later save.
+
+    Raises:
+        OSError: If it cannot be renamed.
+    """
+    removed = path.with_name(f"{REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        os.rename(path, removed)
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def publish(temporary: Path, target: Path) -> None:

@@ -26,16 +26,30 @@ def split_location(load: str) -> tuple[str, str]:
     return (name, folder) if colon and name in FORMATS else ("auto", load)
 
 
+def is_url(location: str) -> bool:
+    """Whether a value of --load or --save names a folder of a store, as in s3://BUCKET/FOLDER."""
+    return "://" in split_location(location)[1]
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Saving and loading of checkpoints."""
 
-    save: str | None = option_field(None, "output folder for checkpoints", metavar="FOLDER")
+    save: str | None = option_field(
+        None, "output folder for checkpoints, or a URL such as s3://BUCKET/FOLDER", metavar="FOLDER"
+    )
     load: str | None = option_field(
         None,
         "folder of checkpoints to resume from; if it has none, training starts from scratch. Or "
         "weights to start from, in any format of tools/convert_checkpoint.py: hf:FOLDER is a model "
-        "of Hugging Face. Options of the model that are not given are then its own",
+        "of Hugging Face. Options of the model that are not given are then its own. The folder may "
+        "be a URL such as s3://BUCKET/FOLDER",
+        metavar="FOLDER",
+    )
+    checkpoint_staging_dir: str | None = option_field(
+        None,
+        "folder of each host for the files of checkpoints whose --save or --load is a URL; "
+        "variables in it are expanded (default: below the folder for temporary files)",
         metavar="FOLDER",
     )
     save_interval: int | None = option_field(
@@ -154,6 +168,11 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = option_field(
         False, "exit with an error if --load has no checkpoint", only_with=LOAD
     )
+
+    save_url: str | None = None
+    """The URL of --save, for which `save` is then a staging folder."""
+    load_url: str | None = None
+    """The same of --load."""
 
     @property
     def step(self) -> int | None:

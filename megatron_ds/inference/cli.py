@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_ds.cli.command import fail, table_of
 from megatron_ds.config import Config, ModelConfig, flag_of
-from megatron_ds.config.checkpoint import split_location
+from megatron_ds.config.checkpoint import is_url, split_location
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.launch import distributed, environment
@@ -45,7 +45,7 @@ class CheckpointOptions:
         "",
         "folder of a training run's checkpoints (--save), of which the last one is loaded, "
         "a single checkpoint, or weights in any format that tools/convert_checkpoint.py reads; "
-        "hf:FOLDER names the format",
+        "hf:FOLDER names the format. FOLDER may be a URL such as s3://BUCKET/FOLDER",
         metavar="FOLDER",
         required=True,
     )
@@ -65,7 +65,8 @@ class CheckpointOptions:
 
     def problems(self) -> Iterator[Problem]:
         tp_size, processes = self.tensor_model_parallel_size, environment.world_size()
-        if self.load and not Path(split_location(self.load)[1]).is_dir():
+        is_here = is_url(self.load) or Path(split_location(self.load)[1]).is_dir()
+        if self.load and not is_here:
             yield Problem("load-folder-missing", load=self.load)
         if tp_size not in (None, processes):
             yield Problem("generation-needs-all-processes", tp_size=tp_size, processes=processes)
@@ -100,6 +101,7 @@ class GenerationOptions:
     def ineffective_flags(self) -> list[str]:
         """The given flags of the training that have no effect on generation."""
         used = {*self.given_in("model"), *self.given_in("tokenizer"), *RUNTIME_FIELDS}
+        used.add("checkpoint_staging_dir")
         return sorted(flag_of(name) for name in self.training_fields - used)
 
 
@@ -133,9 +135,12 @@ def open_checkpoint(
         SystemExit: With status 2, if flags and checkpoint contradict each other.
     """
     from megatron_ds.checkpoint.formats.open_source import open_source
+    from megatron_ds.checkpoint.staging import staged_location
     from megatron_ds.inference import load_checkpoint
 
-    name, folder = split_location(options.checkpoint.load)
+    staging = options.training.checkpoint.checkpoint_staging_dir
+    load = staged_location(options.checkpoint.load, staging, log_rank0)
+    name, folder = split_location(load)
     source = open_source(Path(folder), name, log_rank0)
     model = source.settings.model
     config = load_checkpoint.tokenizer_config(source, options.given_in("tokenizer"))

@@ -65,6 +65,11 @@ def adopt_ranks() -> None:
     os.environ.update(find_ranks(os.environ))
 
 
+def expand_variables(path: str) -> str:
+    """A path in which `~` and variables such as `$SLURM_NODEID` are replaced by their values."""
+    return os.path.expanduser(os.path.expandvars(path))
+
+
 def use_device(index: int) -> None:
     """Makes DeepSpeed use a device, whose index it reads from the variables of the local rank."""
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):  # which it requires to be equal

@@ -87,7 +87,9 @@ def check(
             warn(warning)
     if is_sound:
         # Every rank of a large run cannot check every file; the first one does it for all, later.
-        find = find_damage if world_size == 1 else find_record_damage
+        # That of a URL has its description here, and its files in the store.
+        is_here = world_size == 1 and config.checkpoint.load_url is None
+        find = find_damage if is_here else find_record_damage
         problems += _checkpoint_problems(config, dp_size, tokenizer, find)
     disk, disk_problems = _check_disk(config)
     is_merged = config.deepspeed_file is not None or config.deepspeed.deepspeed_config is None

@@ -20,6 +20,7 @@ from megatron_ds.checkpoint.foreign_start import StartStates, open_foreign
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.run_stores import claimed_stores
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
@@ -70,12 +71,19 @@ def pretrain(
     life.on_group_joined(*distributed.watched_peers(context))
     startup.mark("process group")
     ranks = RankAgreement()
-    with claimed_folders(config.checkpoint, ranks, output.print_on_rank) as lock:
-        stores = context.rank == 0 and config.checkpoint.save is not None
-        files = read_files(config.tokenizer) if stores else {}
+    with (
+        claimed_folders(config.checkpoint, ranks, output.print_on_rank) as lock,
+        claimed_stores(config.checkpoint, ranks, output.print_on_rank) as stores,
+    ):
+        writes = context.rank == 0 and config.checkpoint.save is not None
+        files = read_files(config.tokenizer) if writes else {}
         tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
         checkpoints = functools.partial(
-            CheckpointManager, ranks=ranks, lock=lock, tokenizer=tokenizer
+            CheckpointManager,
+            ranks=ranks,
+            lock=stores.lock or lock,
+            tokenizer=tokenizer,
+            stores=stores,
         )
         trainer = build_trainer(config, inputs, context, life, startup, checkpoints)
         life.on_training_started()

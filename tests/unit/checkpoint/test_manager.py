@@ -29,8 +29,6 @@ from megatron_ds.config import (
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend_history import SourceId, resume_history
 from megatron_ds.engine.ds_checkpoint_io import flush_and_hash
-from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (
@@ -506,21 +504,3 @@ def test_files_are_flushed_before_the_rename(
     assert named[-3:] == ["global_step1", "latest", "latest_checkpointed_iteration.txt"]
     after = events[len(before) + 1 : events.index(("rename", "latest"))]
     assert ("fsync", folder.name) in after
-
-
-@pytest.mark.parametrize("rank", range(4))
-def test_each_rank_verifies_the_files_that_it_loads(rank: int, manager: Managers) -> None:
-    """Two data-parallel ranks of two tensor-parallel ones; the other files are distributed."""
-    checkpoints, dp, tp = manager(), rank // 2, rank % 2
-    group = Group((0, 1), tp, None)
-    checkpoints._mesh = dataclasses.replace(Mesh.single(), world_size=4, rank=rank, tp=group)
-    optimizer = {
-        (d, t): f"zero_pp_rank_{d}_mp_rank_{t:02d}_optim_states.pt"
-        for d in range(2)
-        for t in range(2)
-    }
-    names = [*optimizer.values(), "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
-    mine = checkpoints._own_files(dict.fromkeys([*names, "run.json"], FileRecord(1, "")))
-    assert optimizer[dp, tp] in mine
-    assert len(mine.keys() & set(optimizer.values())) == 1
-    assert (f"mp_rank_{tp:02d}_model_states.pt" in mine) == (dp == 0)

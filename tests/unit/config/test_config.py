@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megatron_ds.config import GROUPS, ModelConfig, flag_of
+from megatron_ds.config.fields import option_fields
 
 MODEL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=6, seq_length=16)
 
@@ -29,7 +30,7 @@ def test_default_sizes_are_derived():
 
 
 def test_each_field_has_its_own_flag():
-    flags = [flag_of(item.name) for group in GROUPS.values() for item in dataclasses.fields(group)]
+    flags = [flag_of(item.name) for group in GROUPS.values() for item, _ in option_fields(group)]
     assert len(flags) == len(set(flags))
     assert flag_of("add_bias_linear") == "--disable-bias-linear"
     assert flag_of("deepspeed_config") == "--deepspeed_config"

@@ -1,0 +1,55 @@
+"""Which ranks read which files of a checkpoint, by the names that DeepSpeed gives them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<model>\d+)_")
+"""Ranks in the name of a file of DeepSpeed's, data-parallel and model-parallel."""
+
+
+@dataclass(frozen=True)
+class FileReaders:
+    """The ranks of a layout as readers of a checkpoint of the same layout."""
+
+    tp_size: int
+    dp_size: int
+    world_size: int
+
+    def assigned(self, names: Iterable[str], rank: int) -> list[str]:
+        """The files that a rank verifies: those that it loads, so that they are read once.
+
+        The load then finds them in the host's cache. The others are distributed.
+        """
+
+        def reader(index: int, name: str) -> int:
+            found = LOADED_BY.search(name)
+            return index if found is None else self._first_reader(found)
+
+        return [
+            name
+            for index, name in enumerate(sorted(names))
+            if reader(index, name) % self.world_size == rank
+        ]
+
+    def is_read_by(self, name: str, rank: int) -> bool:
+        """Whether a rank may load a file.
+
+        A file without a data-parallel rank in its name is loaded by all ranks with its part of the
+        model, and one without any rank by all.
+        """
+        found = LOADED_BY.search(name)
+        stages = self.world_size // (self.tp_size * self.dp_size)
+        if found is None or stages * self.tp_size * self.dp_size != self.world_size:
+            return True
+        first = self._first_reader(found)
+        if found["dp"] is not None:
+            return first == rank
+        part, rest = divmod(rank, self.dp_size * self.tp_size)
+        return (part, rest % self.tp_size) == divmod(int(found["model"]), self.tp_size)
+
+    def _first_reader(self, found: re.Match[str]) -> int:
+        stage, tp_rank = divmod(int(found["model"]), self.tp_size)
+        return (stage * self.dp_size + int(found["dp"] or 0)) * self.tp_size + tp_rank
