@@ -10,6 +10,7 @@ its sources from there, too, and must have the same states bit for bit.
 The rule that selects the pairs of a checkpoint and a layout that loads it, in each family of
 layouts (`FAMILIES`):
 
+* All ZeRO stages that the sizes allow save and load.
 * "dense" is a covering array over the sizes and the ZeRO stage of the source and those of the
   target: every value of the source occurs with every value of the target, and every layout saves
   and loads. So all sizes are resharded to all, all stages to all, and all sizes to all stages.
@@ -48,7 +49,7 @@ from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.checkpoint.storage import find_damaged_files
 from megatron_ds.checkpoint.universal_folders import SUFFIX
-from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.config import CheckpointConfig, Config, support
 from megatron_ds.engine.full_states import VOCABULARY_TABLES
 from megatron_ds.engine.loss_scaler import STATE
 from megatron_ds.engine.param_groups import is_hidden_matrix
@@ -599,3 +600,19 @@ def test_pairs_cover_sizes_and_stages() -> None:
     assert sizes == set(itertools.product(SIZES, SIZES))
     assert stages == set(itertools.product(range(4), range(4)))
     assert [*map(set, zip(*PAIRS, strict=True))] == [set(LAYOUTS)] * 2
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, "ep2"])
+def test_stages_that_save_and_load_are_all_that_are_allowed(sizes: str, tmp_path: Path) -> None:
+    """Each allowed ZeRO stage of these sizes is a source and a target; the others are rejected."""
+    if sizes == "ep2":
+        used = {layout.stage for layout in FAMILIES["experts"].values() if layout.ep == 2}
+        layout = Layout(1, ep=2, changes=MOE)
+    else:
+        options, stages = SIZES[sizes]
+        used, layout = set(stages), Layout(1, **options)
+    config = layout.config(tmp_path)
+    for stage in range(4):
+        deepspeed = dataclasses.replace(config.deepspeed, zero_stage=stage)
+        problems = [*support.problems(dataclasses.replace(config, deepspeed=deepspeed))]
+        assert (problems == []) == (stage in used), problems
