@@ -47,6 +47,13 @@ class DataConfig:
         "Megatron-LM, or that of Megatron Core",
         choices=("megatron-deepspeed", "megatron-core"),
     )
+    blend_order: str = option_field(
+        "fair",
+        "order of the samples of a blend: fair keeps every file within one sample of its weight; "
+        "megatron is Megatron Core's order, and megatron-deepspeed that of the Megatron-DeepSpeed "
+        "forks and older Megatron-LM",
+        choices=("fair", "megatron", "megatron-deepspeed"),
+    )
     train_data_path: tuple[str, ...] | None = _paths("training data, as --data-path")
     valid_data_path: tuple[str, ...] | None = _paths("validation data, as --data-path")
     test_data_path: tuple[str, ...] | None = _paths("test data, as --data-path")

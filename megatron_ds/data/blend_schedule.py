@@ -13,7 +13,8 @@ taken, and the remaining positions were filled by the samples with the earliest 
 the counts at every BLOCK-th position are computed and stored; the order of a block is computed when
 it is read. A longer schedule begins with the shorter one.
 
-Knows weights and the index cache, but no token files.
+Megatron's own order is in `megatron_blend.py`. Knows weights and the index cache, but no token
+files.
 """
 
 from __future__ import annotations
@@ -21,16 +22,19 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.data.blended_dataset import BlendOrder
 from megatron_ds.data.index_cache import ArrayCache
+from megatron_ds.data.megatron_blend import GREEDY_FORMAT, GreedyModel
 
 BLEND_FORMAT = 3
 """Version of the order and of its stored counts; part of the cache key."""
+FAIR = "fair"
+"""Rule of this module, in --blend-order."""
 BLOCK = 1 << 17
 """Positions whose order is computed at once, in less than a tenth of a second."""
 MAX_CACHED_BLOCKS = 2
@@ -46,8 +50,23 @@ MALLOC_TRIM_LIMIT = 31 << 20
 Counts = npt.NDArray[np.int64]
 
 
+class OrderModel(Protocol):
+    """The rule of an order, by which blocks are computed from the counts before and after them."""
+
+    def counts(self, size: int) -> npt.NDArray[np.integer]:
+        """Samples of each source before every block and at the end, [blocks + 1, sources]."""
+
+    def order(self, start: int, before: Counts, after: Counts) -> npt.NDArray[np.int16]:
+        """Source at every position from `start` on, between these counts."""
+
+
+def order_version(rule: str) -> int:
+    """Version of the order by a rule of --blend-order, for `BlendHistory.order`."""
+    return BLEND_FORMAT if rule == FAIR else GREEDY_FORMAT
+
+
 def blend_order(
-    weights: Sequence[float], num_samples: int, cache: ArrayCache | None = None
+    weights: Sequence[float], num_samples: int, cache: ArrayCache | None = None, rule: str = FAIR
 ) -> BlendOrder:
     """Builds the schedule of a blend.
 
@@ -55,6 +74,7 @@ def blend_order(
         weights: Non-negative weights, which sum to 1 up to rounding.
         num_samples: Length of the schedule.
         cache: Stores the counts of schedules longer than a block.
+        rule: FAIR, or another value of --blend-order, which means Megatron's order.
 
     Raises:
         ValueError: If there are no or too many sources.
@@ -62,29 +82,31 @@ def blend_order(
     """
     if not 0 < len(weights) <= MAX_SOURCES:
         raise ValueError(f"a blend of {len(weights)} sources; supported are 1 to {MAX_SOURCES}")
-    model = _DeadlineModel(weights)
+    model: OrderModel = _DeadlineModel(weights)
+    if rule != FAIR:
+        model = GreedyModel(weights, BLOCK)
     if cache is None or num_samples <= BLOCK:
-        return EarliestDeadlineSchedule(model, num_samples, model.counts(num_samples))
+        return BlockSchedule(model, num_samples, model.counts(num_samples))
     key = {
-        "format": BLEND_FORMAT,
+        "format": order_version(rule),
         "weights": [float(weight) for weight in weights],
         "samples": num_samples,
         "block": BLOCK,
     }
     found = cache.get_or_build("blend", key, lambda: {"counts": model.counts(num_samples)})
-    return EarliestDeadlineSchedule(model, num_samples, found["counts"])
+    return BlockSchedule(model, num_samples, found["counts"])
 
 
-class EarliestDeadlineSchedule:
+class BlockSchedule:
     """The order of a blend, computed block by block. Implements `BlendOrder`.
 
     Args:
-        model: Releases and deadlines of the samples.
+        model: Rule of the order.
         size: Length of the schedule.
         counts: [blocks + 1, sources], samples of each source before every block, and at the end.
     """
 
-    def __init__(self, model: _DeadlineModel, size: int, counts: npt.NDArray[Any]) -> None:
+    def __init__(self, model: OrderModel, size: int, counts: npt.NDArray[Any]) -> None:
         self._model = model
         self._size = size
         self._counts = counts

@@ -6,6 +6,7 @@ ranks and no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -98,11 +99,13 @@ class BlendSource:
         prefix: Path of the pair of token files.
         weight: The weights of a blend sum to 1; None to weight files by size.
         documents: The documents to read.
+        given_weight: The weight as it was given; None if none was.
     """
 
     prefix: str
     weight: float | None
     documents: DocumentSelection
+    given_weight: float | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -348,7 +351,11 @@ def _normalize(sources: Sequence[BlendSource], given: str, field: str) -> tuple[
         total = math.inf
     if not 0 < total < math.inf:
         raise user_error("invalid-weight-sum", field, given=given, total=total)
-    return tuple(replace(one, weight=one.weight / total) for one in sources if one.weight)
+    return tuple(
+        replace(one, weight=one.weight / total, given_weight=one.weight)
+        for one in sources
+        if one.weight
+    )
 
 
 def _unread(sources: Sequence[BlendSource]) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from megatron_ds.data.blend_history import (
     with_copy_numbers,
     with_requests,
 )
-from megatron_ds.data.blend_schedule import BLEND_FORMAT, blend_order
+from megatron_ds.data.blend_schedule import FAIR, blend_order, order_version
 from megatron_ds.data.blend_spec import SPLITS, BlendSource, DatasetGroup
 from megatron_ds.data.blended_dataset import (
     BlendedDataset,
@@ -44,8 +44,10 @@ from megatron_ds.data.lazy_indexes import (
     LazyUnreadIndexes,
     OpenedFile,
 )
+from megatron_ds.data.megatron_blend import core_samples_per_source, normalized
 from megatron_ds.data.sample_index import (
     samples_per_source,
+    total_samples,
 )
 from megatron_ds.data.unread_dataset import (
     NumberedDataset,
@@ -177,28 +179,26 @@ class _DatasetBuilder:
         consumed: int = 0,
     ) -> tuple[TokenDataset, BlendProgress]:
         """Builds a blend of `samples` samples, `consumed` of which were read by a previous run."""
+        rule = self.files.config.blend_order if len(group.sources) > 1 else FAIR
         files = [self._file(group, source, samples) for source in group.sources]
-        total = sum(file.tokens for file in files)
-        weights = [
-            file.tokens / total if file.source.weight is None else file.source.weight
-            for file in files
-        ]
+        weights = self._weights(files)
         identities = with_copy_numbers(
             SourceId(Path(file.source.prefix).name, file.lengths_hash, file.document_range)
             for file in files
         )
-        history = resume_history(
-            before, identities, weights, BLEND_FORMAT, consumed, self.seq_length
-        )
+        version = order_version(rule)
+        history = resume_history(before, identities, weights, version, consumed, self.seq_length)
         phase = history.current
         unread = [
             self._unread(group.split, file, history.sources[number].earlier)
             for number, file in zip(phase.sources, files, strict=True)
         ]
         length = max(1, samples - phase.first_sample)
-        needed = samples_per_source(phase.weights, length)
-        if len(files) == 1 and group.sources[0].weight is None:
-            needed = [length]
+        order: BlendOrder = SingleSourceOrder(length)
+        if len(files) > 1:
+            cache = self._cache(group.sources[0].prefix)
+            order = blend_order(phase.weights, length, cache, rule)
+        needed = self._needed(files, phase.weights, order)
         requests = [
             extend_requests(
                 history.sources[number].requests,
@@ -216,9 +216,21 @@ class _DatasetBuilder:
             for file, each, rest in zip(files, requests, unread, strict=True)
         ]
         self._open_indexes()
-        order: BlendOrder = SingleSourceOrder(length)
-        if len(files) > 1:
-            order = blend_order(phase.weights, length, self._cache(group.sources[0].prefix))
+        self._note_usage(group, files, history, order)
+        dataset = datasets[0]
+        if len(files) > 1 or phase.first_sample or any(phase.source_starts):
+            dataset = BlendedDataset(datasets, order, phase.first_sample, phase.source_starts)
+        return dataset, BlendProgress(history, order)
+
+    def _note_usage(
+        self,
+        group: DatasetGroup,
+        files: Sequence[OpenedFile],
+        history: BlendHistory,
+        order: BlendOrder,
+    ) -> None:
+        """Adds what the run reads of each file, with earlier blends, to the report."""
+        phase = history.current
         ends = np.add(phase.source_starts, order.counts_at(len(order))).tolist()
         for file, number, weight, end in zip(
             files, phase.sources, phase.weights, ends, strict=True
@@ -241,10 +253,42 @@ class _DatasetBuilder:
             FileUsage(group.split, prefix, 0.0, 0, 0.0, group.name)
             for prefix in group.zero_weight_files
         )
-        dataset = datasets[0]
-        if len(files) > 1 or phase.first_sample or any(phase.source_starts):
-            dataset = BlendedDataset(datasets, order, phase.first_sample, phase.source_starts)
-        return dataset, BlendProgress(history, order)
+
+    def _weights(self, files: Sequence[OpenedFile]) -> list[float]:
+        """The weights of a blend, by default in proportion to the files' sizes."""
+        given = [file.source.given_weight for file in files]
+        if self.files.config.blend_order == FAIR:
+            total = sum(file.tokens for file in files)
+            return [
+                file.tokens / total if file.source.weight is None else file.source.weight
+                for file in files
+            ]
+        if None in given:
+            return normalized([self._samples_of_epoch(file) for file in files])
+        return normalized(normalized([weight for weight in given if weight is not None]))
+
+    def _needed(
+        self, files: Sequence[OpenedFile], weights: Sequence[float], order: BlendOrder
+    ) -> list[int]:
+        """Samples to request of each file, which determine the order of its documents."""
+        length, rule = len(order), self.files.config.blend_order
+        given = [file.source.given_weight for file in files]
+        if len(files) == 1 and given[0] is None:
+            return [length]
+        if rule != "megatron":
+            needed = samples_per_source(weights, length)
+        elif None not in given:
+            shares = normalized([weight for weight in given if weight is not None])
+            needed = core_samples_per_source(shares, length)
+        else:  # one epoch of each file
+            needed = [self._samples_of_epoch(file) for file in files]
+        if rule == FAIR:
+            return needed
+        # The greedy order may take more than these of rare files, which Megatron then lacks.
+        return [max(pair) for pair in zip(needed, order.counts_at(length).tolist(), strict=True)]
+
+    def _samples_of_epoch(self, file: OpenedFile) -> int:
+        return total_samples(1, file.tokens, self.seq_length)
 
     def _file(self, group: DatasetGroup, source: BlendSource, samples: int) -> OpenedFile:
         """Opens and checks a file of a group that needs `samples` samples."""

@@ -18,10 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig, TokenizerConfig
+from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.data.megatron_blend import normalized
 from megatron_ds.data.merge import merge
 from megatron_ds.data.sample_index import build_indexes
 from megatron_ds.preprocess.inputs import InputSpec
@@ -325,3 +327,72 @@ def test_a_run_reads_the_samples_that_theirs_would_of_the_same_documents(
         assert their.indices.tolist() == list(range(*other))
         of_theirs = [[*each["tokens"].tolist(), int(each["labels"][-1])] for each in their]
         assert (of_theirs == samples) == (other == (first, end))
+
+
+@pytest.mark.parametrize("weights", [(5.0, 3.0, 2.0), (0.7, 0.29, 0.01), (1.0, 1.0, 1.0), None])
+def test_a_blend_gives_the_samples_that_theirs_would(
+    megatron: SimpleNamespace,
+    tmp_path: Path,
+    weights: tuple[float, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training, validation and test, over several epochs of rare files, and from the middle on."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)  # asked for without a group
+    rng = np.random.RandomState(3)
+    prefixes = [
+        written_by_us(
+            tmp_path / name,
+            [[rng.randint(0, 99, rng.randint(1, 20)).tolist()] for _ in range(size)],
+            100,
+        )
+        for name, size in (("a", 200), ("b", 310), ("c", 1083))
+    ]
+    wanted = (600, 40, 20) if weights else (500, 40, 20)
+    given = weights and list(weights)
+    theirs = megatron.build(
+        megatron.gpt.GPTDataset,
+        list(wanted),
+        lambda: True,
+        gpt_config(
+            megatron, random_seed=5, sequence_length=16, blend=(prefixes, given),
+            split="90,5,5", path_to_cache=str(tmp_path / "theirs"), mid_level_dataset_surplus=0.005,
+        ),
+    ).build()  # fmt: skip
+    words = [str(word) for pair in zip(weights or (), prefixes, strict=False) for word in pair]
+    config = DataConfig(
+        data_path=tuple(words or prefixes),
+        split="90,5,5",
+        split_rounding="megatron-core",
+        blend_order="megatron",
+        data_cache_path=str(tmp_path / "ours"),
+    )
+    options = {"seq_length": 16, "seed": 5, "tokenizer_fingerprint": "", "vocab_size": 100}
+    ours = build_datasets(config, num_samples=wanted, **options)
+    assert ours.progress is not None
+    history = ours.progress.history_after(250)
+    resumed = build_datasets(
+        config, num_samples=wanted, history=history, consumed=250, **options
+    ).train
+    parts = (ours.train, ours.valid[""], ours.test[""])
+    for their, our, count in zip(theirs, parts, wanted, strict=True):
+        assert our is not None
+        for at in range(min(count, len(their))):
+            sample = their[at]
+            expected = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
+            assert our[at].tolist() == expected, at
+            if our is ours.train and at >= 250:
+                assert resumed is not None
+                assert resumed[at].tolist() == expected, at
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(parts=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=30), size=st.integers(1, 5000))
+def test_the_order_of_a_blend_is_theirs(
+    megatron: SimpleNamespace, parts: list[float], size: int
+) -> None:
+    weights = normalized(parts)
+    theirs = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    megatron.helpers.build_blending_indices(*theirs, np.array(weights), len(parts), size, False)
+    order = blend_order(weights, size, rule="megatron")
+    ours = [order.locate(at) for at in range(0, size, 7)]
+    assert ours == list(zip(*(each[::7].tolist() for each in theirs), strict=True))
