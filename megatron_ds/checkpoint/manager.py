@@ -63,7 +63,6 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
@@ -117,7 +116,6 @@ class CheckpointManager:
         self._stores = stores or RunStores()
         self._branch = Branch.new()
         self._current: SaveInProgress | None = None
-        self._reader: SharedLock | None = None
         self._last_start = time.monotonic()
         self.newest: Path | None = None
 
@@ -332,8 +330,8 @@ class CheckpointManager:
             self._reshard(engine, found, changes)
         else:
             engine.load(folder, found.path.name)
-        if self._reader is not None:
-            self._reader.release()
+        if found.reader is not None:
+            found.reader.release()
         self.newest = found.path
         self._log(f"  successfully loaded checkpoint from {shown} at iteration {iteration}")
         return found.run.state
@@ -388,7 +386,6 @@ class CheckpointManager:
         """
         if self._stores.load is not None:
             return self._stores.load.find_damage(path, self._readers)
-        self._reader = storage.hold(path)
         damage = self._ranks.on_rank0(lambda: metadata.find_damage(path))
         if damage is not None:
             return damage

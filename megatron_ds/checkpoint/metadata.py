@@ -235,7 +235,7 @@ class CheckpointMetadata:
     path: Path
     run: RunRecord
     reader: SharedLock | None = dataclasses.field(default=None, compare=False)
-    """Keeps the checkpoint from being removed while a tool reads it."""
+    """Keeps the checkpoint from being removed while it is read."""
 
     @property
     def iteration(self) -> int:
@@ -245,6 +245,14 @@ class CheckpointMetadata:
     def is_universal(self) -> bool:
         """Whether its states are full tensors, in the format of DeepSpeed's universal ones."""
         return is_universal(self.path)
+
+
+def hold(path: Path) -> SharedLock:
+    """Keeps a checkpoint from being removed by the run that saves to its folder.
+
+    To be called before it is checked: one that is just being removed turns out to be damaged.
+    """
+    return SharedLock(path / MANIFEST)
 
 
 def iteration_of(path: Path) -> int:

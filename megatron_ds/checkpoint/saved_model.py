@@ -11,7 +11,6 @@ from megatron_ds.checkpoint import full_weights, metadata, selection, storage
 from megatron_ds.checkpoint.metadata import RUN, TOKENIZER, CheckpointMetadata
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.tokenizer.stored_files import with_copies
 
 Settings = TypeVar("Settings", ModelConfig, MoEConfig, TokenizerConfig)
@@ -20,8 +19,7 @@ Settings = TypeVar("Settings", ModelConfig, MoEConfig, TokenizerConfig)
 def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMetadata:
     """Selects the last undamaged checkpoint of a --save folder, or the folder's own.
 
-    The files with weights are checked against their checksums. The checkpoint is kept from being
-    removed until `reader` of the result is released or unused.
+    The files with weights are checked against their checksums.
 
     Args:
         folder: A --save folder, or the folder of one checkpoint.
@@ -35,18 +33,11 @@ def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMeta
         listing = selection.CheckpointListing(folder, (folder,))
     else:
         listing = selection.list_folder(folder)
-    reader: SharedLock | None = None
-
-    def find_damage(path: Path) -> Problem | None:
-        nonlocal reader
-        reader = storage.hold(path)
-        return _find_damage(path)
-
     found = selection.select_checkpoint(
-        listing, None, find_damage, lambda problem: warn(f"WARNING: {problem.render()}")
+        listing, None, _find_damage, lambda problem: warn(f"WARNING: {problem.render()}")
     )
     assert found is not None
-    return dataclasses.replace(found, reader=reader)
+    return found
 
 
 def _find_damage(path: Path) -> Problem | None:

@@ -64,6 +64,7 @@ class SavedStates:
             name: ShardSpec(shard.dim, shard.sections) for name, shard in found.run.shards.items()
         }
         self._files: dict[str, Any] = {}
+        self._reader = found.reader  # not released while states may be read
         self._partitions = found.run.partitions
         self.bytes_read = 0
 

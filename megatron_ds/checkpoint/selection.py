@@ -6,6 +6,7 @@ a checkpoint is checked, and on which ranks, is up to the caller. Imports no tor
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,6 +18,7 @@ from megatron_ds.checkpoint.metadata import (
     POINTER_PENDING,
     RUN,
     CheckpointMetadata,
+    hold,
     iteration_of,
     list_checkpoints,
     read_pointers,
@@ -145,7 +147,8 @@ def select_checkpoint(
         fallbacks: Gives the order of the other checkpoints. Called if the first choice is damaged.
 
     Returns:
-        The checkpoint; None if the folder has none and does not have to.
+        The checkpoint, which is not removed until its `reader` is released or unused; None if the
+        folder has none and does not have to.
 
     Raises:
         UserError: If there is no such checkpoint.
@@ -153,9 +156,7 @@ def select_checkpoint(
     folder, stale = listing.folder, " and ".join(listing.stale)
     is_training = options is not None
     if options is not None and (path := listing.chosen_universal(options)) is not None:
-        if (damage := find_damage(path)) is not None:
-            raise UserError(_damaged(path, damage, "universal_checkpoint"))
-        return read_run(path)
+        return _require_undamaged(path, "universal_checkpoint", find_damage)
     options = options or CheckpointConfig(exit_on_missing_checkpoint=True)
     if options.step is not None:
         field = "ckpt_step" if options.load_tag is None else "load_tag"
@@ -180,9 +181,10 @@ def select_checkpoint(
         warn(Problem("checkpoint-pointer-ignored", stale=stale, first=first, other=other))
     damaged = []
     for path in _candidates(listing, fallbacks):
+        reader = hold(path)
         damage = find_damage(path)
         if damage is None:
-            return read_run(path)
+            return dataclasses.replace(read_run(path), reader=reader)
         if options.on_damaged_checkpoint == "error":
             hint = f"; {option('on_damaged_checkpoint')} fallback loads an older one"
             raise UserError(_damaged(path, damage, "on_damaged_checkpoint", hint))
@@ -211,10 +213,14 @@ def _select_step(
         raise user_error(
             "ckpt-step-missing", field, flag=flag, step=step, folder=folder, names=names
         )
-    damage = find_damage(path)
-    if damage is not None:
+    return _require_undamaged(path, field, find_damage)
+
+
+def _require_undamaged(path: Path, field: str, find_damage: DamageCheck) -> CheckpointMetadata:
+    reader = hold(path)
+    if (damage := find_damage(path)) is not None:
         raise UserError(_damaged(path, damage, field))
-    return read_run(path)
+    return dataclasses.replace(read_run(path), reader=reader)
 
 
 def _damaged(path: Path, damage: Problem, field: str, hint: str = "") -> Problem:

@@ -32,7 +32,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, sha256_of, write_atomically
-from megatron_ds.fileio.file_lock import SharedLock, lock_now
+from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.fileio.visibility import retry
 
 INCOMPLETE = ".incomplete-"
@@ -72,14 +72,6 @@ def _size_of(path: Path) -> int | None:
         return path.stat().st_size
     except FileNotFoundError:
         return None
-
-
-def hold(path: Path) -> SharedLock:
-    """Keeps a checkpoint from being removed by another program's retention while it is read.
-
-    To be called before it is checked: one that is just being removed turns out to be damaged.
-    """
-    return SharedLock(path / MANIFEST)
 
 
 def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:

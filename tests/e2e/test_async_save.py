@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_manifest, read_run
+from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import ENDLESS, Launcher, Run, Settings, checkpoint_differences, steps
 from tests.e2e.test_checkpoint_faults import checkpoints_in
-from tests.faults import build_faulty_disk
+from tests.faults import FAILURE, build_faulty_disk
 
 RANKS = 2
 SAVED = "successfully saved checkpoint"
@@ -152,6 +153,23 @@ def test_training_continues_while_a_slow_disk_writes_and_a_stopped_run_waits_for
     assert not list(run.glob(".*"))
 
 
+def test_an_error_of_the_run_ends_a_save_in_progress(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """The folder is then free: nothing writes to it, and the checkpoint stays incomplete."""
+    run = tmp_path / "run"
+    settings = {**base, **SCHEDULE, "save": run, "async_save": True}
+    slow = {"DISK_FAULT": "write:0:300000:/.incomplete-global_step"}
+    result = launcher.start(
+        settings, ranks=RANKS, environment=slow, fault="iteration:6:fail"
+    ).wait()
+    assert result.codes == (1, 1)
+    assert result.output.count(FAILURE) > 0
+    assert not (run / LOCK).exists()
+    assert list_checkpoints(run) == []
+    assert not (run / "latest").exists()
+
+
 def kill_at_random(run: Run, draw: random.Random, saves: int) -> str:
     """Kills a rank or all of them after so many saves have begun; returns what was done."""
     victim = draw.choice([0, 1, None])
@@ -216,4 +234,5 @@ def test_kills_during_asynchronous_saves_lose_no_checkpoint_and_change_no_bit(
     assert begun + last.count("saving checkpoint at") >= 100
     assert steps(run) == steps(full)
     assert checkpoint_differences(full / f"global_step{SAVES}", run / f"global_step{SAVES}") == []
-    assert {path.name for path in run.glob(".*")} == set()
+    assert len(list_checkpoints(run)) == settings["keep_last"]
+    assert not list(run.glob(".*"))

@@ -44,6 +44,8 @@ COMPLETE_BEFORE = {
     "between-pointers": 4,
 }
 """Stage of the crash -> iteration of the newest complete checkpoint after it."""
+IN_BACKGROUND = ("between-engine-files", "before-manifest", "between-pointers")
+"""Stages of asynchronous saves at which runs are killed."""
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +70,25 @@ def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stage",
+    ("stage", "async_save"),
     [
-        pytest.param(stage, marks=[pytest.mark.smoke] if stage == "before-rename" else [])
-        for stage in COMPLETE_BEFORE
+        *(
+            pytest.param(stage, False, marks=[pytest.mark.smoke] * (stage == "before-rename"))
+            for stage in COMPLETE_BEFORE
+        ),
+        *((stage, True) for stage in IN_BACKGROUND),
     ],
 )
 def test_a_crash_during_a_save_loses_at_most_that_save(
-    stage: str, uninterrupted: Path, launcher: Launcher, base: Settings, tmp_path: Path
+    stage: str,
+    async_save: bool,
+    uninterrupted: Path,
+    launcher: Launcher,
+    base: Settings,
+    tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
-    settings = {**base, **SCHEDULE, "save": run, "load": run}
+    settings = {**base, **SCHEDULE, "save": run, "load": run, "async_save": async_save}
     crashed = launcher.start(settings, ranks=RANKS, fault=f"{stage}:{CRASHED_AT}:kill-all").wait()
     assert set(crashed.codes) == {-9}
     assert (run / LOCK).exists()  # of a dead process: the next run does not wait

@@ -7,6 +7,7 @@ it. One tensor at a time is in memory.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from megatron_ds.checkpoint.metadata import (
     TOKENIZER,
     CheckpointMetadata,
     find_damage,
+    hold,
     manifest_text,
     read_manifest,
     read_run,
@@ -117,10 +119,11 @@ def open_verified(path: Path) -> CheckpointMetadata:
     """
     if not (path / RUN).is_file() or is_universal(path):
         raise user_error("universal-input-missing", path=path)
+    reader = hold(path)
     damage = find_damage(path) or files_damaged(find_damaged_files(path, read_manifest(path)))
     if damage is not None:
         raise user_error("checkpoint-damaged", path=path, damage=damage, hint="")
-    return read_run(path)
+    return dataclasses.replace(read_run(path), reader=reader)
 
 
 def total_bytes(states: FullStates) -> int:

@@ -61,7 +61,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     write = FakeSnapshot.write
 
     def write_slowly(snapshot: FakeSnapshot, folder: Path) -> Any:
-        assert is_fast.wait(60)
+        assert is_fast.wait(20)
         return write(snapshot, folder)
 
     monkeypatch.setattr(FakeSnapshot, "write", write_slowly)
@@ -259,7 +259,12 @@ def test_an_abandoned_save_ends_and_stays_incomplete(
     engine.snapshot = lambda *, copy: Snapshot({"a.pt": [0] * 100_000})  # type: ignore[method-assign]
     begin(checkpoints, 8, engine)
     advance_until(checkpoints, begun.is_set)
+    current = checkpoints._current
+    assert current is not None
     checkpoints.abandon()
+    error = current._own.outcome().error
+    assert isinstance(error, OSError)
+    assert error.errno == errno.ECANCELED
     assert not [each for each in threading.enumerate() if each.name == "checkpoint"]
     assert (folder / ".incomplete-global_step8").is_dir()
     assert [path.name for path in list_checkpoints(folder)] == ["global_step4"]
