@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_ds.checkpoint.formats.megatron import MegatronModel
-    from megatron_ds.checkpoint.formats.source import WeightsSource
+    from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
     from megatron_ds.checkpoint.lazy_tensors import LazyTensors
 
 RELEASE = "release"
@@ -110,20 +110,28 @@ def merge_settings(
             problems.append(
                 Problem("foreign-setting-differs", name, given=given, path=found.path, saved=saved)
             )
-    if "softmax_vocab_size" not in config.given and _continued(found, model, config) is not None:
+    continued = _continued(found, model, config)
+    if "softmax_vocab_size" not in config.given and continued is not None:
         rows = model.softmax_rows or model.source.tensors[TABLE].shape[0]
         options = dataclasses.replace(config.model, softmax_vocab_size=rows)
         config = dataclasses.replace(config, model=options)
-    longest, length = settings.longest_sequence, config.model.seq_length
-    if longest is not None and length > longest:
-        problems.append(
-            Problem("foreign-window-exceeded", path=found.path, length=length, longest=longest)
-        )
+    problems += _length_problems(found, settings, continued, config.model.seq_length)
     if isinstance(found, WeightsFolder) and config.given.isdisjoint(vars(config.tokenizer)):
         stored = settings.tokenizer_config
         config = config if stored is None else dataclasses.replace(config, tokenizer=stored)
     origins = dict.fromkeys(settings.fixed.keys() - config.given - UNCHECKED, f"from {found.path}")
     return dataclasses.replace(config, origins={**config.origins, **origins}), problems
+
+
+def _length_problems(
+    found: Found, settings: ModelSettings, continued: TrainState | None, length: int
+) -> Iterator[Problem]:
+    """Why a run cannot have its sequence length."""
+    longest, saved = settings.longest_sequence, settings.defaults.get("seq_length", length)
+    if longest is not None and length > longest:
+        yield Problem("foreign-window-exceeded", path=found.path, length=length, longest=longest)
+    if continued is not None and continued.consumed_samples and length != saved:
+        yield Problem("foreign-length-differs", "seq_length", path=found.path, saved=saved)
 
 
 def _split_location(config: Config) -> tuple[Config, list[Problem]]:

@@ -156,7 +156,8 @@ def test_flags_leave_out_the_progress_or_the_optimizer(
 
 
 def test_the_options_of_the_checkpoint_replace_given_ones_on_request(tmp_path: Path) -> None:
-    run = run_of(write(tmp_path / "a"), num_layers=3, activation="swiglu", seq_length=10)
+    folder = write(tmp_path / "a", has_optimizer=False)
+    run = run_of(folder, num_layers=3, activation="swiglu", seq_length=10)
     options = dataclasses.replace(run.checkpoint, use_checkpoint_args=True)
     warnings: list[Problem] = []
     config, problems = merge_settings(dataclasses.replace(run, checkpoint=options), warnings.append)
@@ -167,6 +168,15 @@ def test_the_options_of_the_checkpoint_replace_given_ones_on_request(tmp_path: P
         ("activation", "use_checkpoint_args"),
         ("num_layers", "use_checkpoint_args"),
     ]
+
+
+def test_a_continued_run_keeps_its_sequence_length_at_first(tmp_path: Path) -> None:
+    run = run_of(write(tmp_path / "a"), seq_length=10)
+    _, problems = merge_settings(run)
+    assert codes(problems) == ["foreign-length-differs"]
+    for name in ("finetune", "reset_iteration"):
+        options = dataclasses.replace(run.checkpoint, **{name: True})
+        assert merge_settings(dataclasses.replace(run, checkpoint=options))[1] == []
 
 
 def test_a_release_has_weights_alone(tmp_path: Path) -> None:
