@@ -165,7 +165,7 @@ class CheckpointManager:
         current = self._current
         if current is None:
             return
-        has_ended = True
+        has_ended, start = True, time.monotonic()
         try:
             has_ended = current.advance(wait=wait)
         finally:
@@ -174,9 +174,10 @@ class CheckpointManager:
                 for warning in current.save.warnings:
                     self._warn(warning)
         if has_ended:
-            self._on_saved(current)
+            self._on_saved(current, time.monotonic() - start if wait else 0.0)
 
-    def _on_saved(self, done: SaveInProgress) -> None:
+    def _on_saved(self, done: SaveInProgress, waited: float) -> None:
+        """Logs the end of a save, for which the training has waited so many seconds."""
         save = done.save
         self.newest = save.target
         self._log(
@@ -185,7 +186,8 @@ class CheckpointManager:
         )
         if done.in_background:
             seconds = time.monotonic() - done.started
-            self._log(f"  it was written in the background within {seconds:.1f} s")
+            stall = f"; the training waited {waited:.1f} s for it" if waited else ""
+            self._log(f"  it was written in the background within {seconds:.1f} s{stall}")
 
     def abandon(self) -> None:
         """Ends the writing of a save in the background, if there is one. Local.
