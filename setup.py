@@ -26,6 +26,7 @@ setup(
         "tensorboard>=2.16",
         "tokenizers>=0.21",
         "transformers>=4.56",
+        "xxhash>=3.0",
     ],
     extras_require={
         "preprocess": [

@@ -122,7 +122,7 @@ class Inspection:
         self.good &= not any(each.problems for each in results)
         for each in results:
             for problem in each.problems:
-                print(f"{each.path}: {problem.render()}", file=sys.stderr)
+                print(_printable(f"{each.path}: {problem.render()}"), file=sys.stderr)
             self._print(_verified_line(each))
 
     def _describe(self, opened: OpenedCheckpoint) -> None:
@@ -155,7 +155,7 @@ class Inspection:
     def _print(self, *lines: str) -> None:
         if not self._options.json:
             for line in lines:
-                print(line)
+                print(_printable(line))
 
 
 def _location(given: str) -> tuple[str, Path]:
@@ -168,13 +168,18 @@ def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _printable(text: str) -> str:
+    """Text without the control characters that names in a file may have, as for a terminal."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def _verified_line(result: Verification) -> str:
     if result.problems:
         return f"{result.path}: {counted(len(result.problems), 'problem')}"
     if not result.num_files:
         return f"{result.path}: the pointers name a checkpoint of the folder"
     if result.has_checksums:
-        how = "have the size and SHA-256 of the manifest"
+        how = "have the size and checksum of the manifest"
     else:
         how = "can be read; the format has no checksums of its own"
     return f"{result.path}: {counted(result.num_files, 'file')}, {_size(result.num_bytes)}, {how}"

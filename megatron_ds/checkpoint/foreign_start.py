@@ -116,9 +116,14 @@ def merge_settings(
         options = dataclasses.replace(config.model, softmax_vocab_size=rows)
         config = dataclasses.replace(config, model=options)
     problems += _length_problems(found, settings, continued, config.model.seq_length)
-    if isinstance(found, WeightsFolder) and config.given.isdisjoint(vars(config.tokenizer)):
-        stored = settings.tokenizer_config
-        config = config if stored is None else dataclasses.replace(config, tokenizer=stored)
+    own_tokenizer = config.given & vars(config.tokenizer).keys() - {"trust_remote_code"}
+    stored = settings.tokenizer_config
+    if isinstance(found, WeightsFolder) and stored is not None and not own_tokenizer:
+        if stored.trust_remote_code and not config.tokenizer.trust_remote_code:
+            # Whoever wrote the folder decides nothing about the code that runs here.
+            problems.append(Problem("checkpoint-tokenizer-runs-code", path=found.path))
+            stored = dataclasses.replace(stored, trust_remote_code=False)
+        config = dataclasses.replace(config, tokenizer=stored)
     origins = dict.fromkeys(settings.fixed.keys() - config.given - UNCHECKED, f"from {found.path}")
     return dataclasses.replace(config, origins={**config.origins, **origins}), problems
 

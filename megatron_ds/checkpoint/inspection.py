@@ -173,13 +173,14 @@ def _states_of(states: SavedStates, source: WeightsSource) -> dict[str, LazyTens
             rows = source.tensors[name].shape[:1]
         for kind in (MASTER, *states.moments(name)):
             dtype = states.read(name, kind, range(1)).dtype
-            read = partial(_read_state, states, name, kind, range(*rows))
+            read = partial(_read_state, states, source.path, name, kind, range(*rows))
             found.setdefault(kind, {})[name] = LazyTensor((*rows, *shape[1:]), dtype, read)
     return dict(found)
 
 
-def _read_state(states: SavedStates, name: str, kind: str, rows: range) -> Tensor:
-    return states.read(name, kind, rows)
+def _read_state(states: SavedStates, path: Path, name: str, kind: str, rows: range) -> Tensor:
+    with _readable(path):
+        return states.read(name, kind, rows)
 
 
 def _scalars_of(states: SavedStates) -> dict[str, Any]:

@@ -6,7 +6,7 @@
         *_states.pt                         DeepSpeed's files
         run.json                            state, configuration, layout, sharding of parameters
         tokenizer/                          a copy of the tokenizer's files
-        manifest.json                       size and SHA-256 of every other file, and its own
+        manifest.json                       size and checksum of every other file, and its own
 
 A save writes and flushes under a temporary name, lists what every rank reports to have written in
 the manifest, renames, and updates the pointers last; a crash at any moment leaves the older

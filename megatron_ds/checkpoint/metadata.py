@@ -369,7 +369,10 @@ def read_run(path: Path) -> CheckpointMetadata:
 def manifest_text(files: Mapping[str, FileRecord]) -> str:
     """The text of the manifest of these files."""
     return checksum_manifest(
-        {name: {"bytes": record.size, "sha256": record.sha256} for name, record in files.items()}
+        {
+            name: {"bytes": record.size, record.algorithm: record.checksum}
+            for name, record in files.items()
+        }
     )
 
 
@@ -405,9 +408,15 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
     if _digest(text) != digest:
         raise UserError(_metadata_damage(MANIFEST, "its contents do not match its SHA-256"))
     try:
-        return {n: FileRecord(int(each["bytes"]), each["sha256"]) for n, each in files.items()}
+        return {name: _file_record(entry) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise UserError(_metadata_damage(MANIFEST, repr(error))) from error
+
+
+def _file_record(entry: Mapping[str, Any]) -> FileRecord:
+    """An entry of the manifest; those of older versions have SHA-256."""
+    checksum = entry["xxh3_128"] if "xxh3_128" in entry else entry["sha256"]
+    return FileRecord(int(entry["bytes"]), str(checksum))
 
 
 def _digest(text: str) -> str:

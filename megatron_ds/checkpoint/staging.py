@@ -36,7 +36,7 @@ from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.checkpoint import is_url, split_location
 from megatron_ds.config.problems import Problem, UserError, collect, user_error
-from megatron_ds.fileio.atomic import FileRecord, sha256_of, write_atomically
+from megatron_ds.fileio.atomic import FileRecord, write_atomically
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.fileio.object_store import PARALLEL, ObjectStore
 from megatron_ds.launch import environment
@@ -220,9 +220,7 @@ def fetch(store: ObjectStore, path: Path, names: Iterable[str]) -> int:
 
 
 def _is_intact(path: Path, record: FileRecord) -> bool:
-    return (
-        path.is_file() and path.stat().st_size == record.size and sha256_of(path) == record.sha256
-    )
+    return path.is_file() and path.stat().st_size == record.size and record.matches(path)
 
 
 def find_missing(store: ObjectStore, path: Path) -> Problem | None:

@@ -31,7 +31,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
-from megatron_ds.fileio.atomic import FileRecord, fsync_path, sha256_of, write_atomically
+from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
 from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.fileio.visibility import retry
 
@@ -83,8 +83,8 @@ def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str,
     """
     found = {}
     for name, record in files.items():
-        if sha256_of(path / name) != record.sha256:
-            found[name] = f"{name} does not match its SHA-256 in the manifest"
+        if not record.matches(path / name):
+            found[name] = f"{name} does not match its checksum in the manifest"
         elif name.endswith(STATES):
             try:
                 read_tensors(path / name, mmap=True)

@@ -9,7 +9,6 @@ of checkpoints.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import pickle
 import threading
@@ -24,12 +23,19 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch.utils.serialization import config as serialization_config
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
 from megatron_ds.engine.expert_files import ExpertFiles
 from megatron_ds.engine.host_copies import HostCopies
-from megatron_ds.fileio.atomic import FileRecord, fsync_path, name_in_errors, sha256_of
+from megatron_ds.fileio.atomic import (
+    FileRecord,
+    fsync_path,
+    name_in_errors,
+    new_checksum,
+    start_writeback,
+)
 
 SAFE_CLASSES = (DynamicLossScaler, LossScaler, SubparamShape, ZeroStageEnum, fragment_address)
 """Classes that DeepSpeed stores in its files, in addition to tensors and plain values."""
@@ -112,6 +118,9 @@ class Snapshot:
         states: Content of each file by name.
         scripts: Functions that copy a script into the folder of all checkpoints.
         copied_bytes: Bytes of the states if they are a copy.
+
+    Attributes:
+        states: As given.
     """
 
     def __init__(
@@ -120,7 +129,7 @@ class Snapshot:
         scripts: Sequence[Callable[[str], None]] = (),
         copied_bytes: int = 0,
     ) -> None:
-        self._states, self._scripts = states, scripts
+        self.states, self._scripts = states, scripts
         self.copied_bytes = copied_bytes
         self._is_cancelled = threading.Event()
 
@@ -141,7 +150,7 @@ class Snapshot:
             copy_script(str(folder.parent))
         return {
             name: write_tensors(state, folder / name, self._is_cancelled)
-            for name, state in self._states.items()
+            for name, state in self.states.items()
         }
 
     def cancel(self) -> None:
@@ -173,7 +182,7 @@ class _HashingFile:
     def __init__(self, file: FileIO, is_cancelled: threading.Event | None) -> None:
         self._file = file
         self._is_cancelled = is_cancelled
-        self._digest = hashlib.sha256()
+        self._digest = new_checksum()
         self._size = 0
         self.error: OSError | None = None
 
@@ -189,6 +198,7 @@ class _HashingFile:
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
                 written = self._file.write(rest[:CHUNK])
                 self._digest.update(rest[:written])
+                start_writeback(self._file, self._size, written)
                 self._size += written
                 rest = rest[written:]
         except OSError as error:
@@ -214,7 +224,9 @@ def write_tensors(
     """
     with name_in_errors(path), open(path, "wb", buffering=0) as file:
         sink = _HashingFile(file, is_cancelled)
-        torch.save(value, sink)  # type: ignore[arg-type]
+        # The file has a checksum of its own, and none of the readers uses the one inside.
+        with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            torch.save(value, sink)  # type: ignore[arg-type]
         if sink.error is not None:
             raise sink.error
         os.fsync(file.fileno())
@@ -233,8 +245,7 @@ def flush_and_hash(folder: Path, base: Path) -> dict[str, FileRecord]:
     for path in folder.rglob("*"):
         fsync_path(path)
         if path.is_file():
-            record = FileRecord(path.stat().st_size, sha256_of(path))
-            records[str(path.relative_to(base))] = record
+            records[str(path.relative_to(base))] = FileRecord.of_file(path)
     return records
 
 

@@ -9,21 +9,44 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import xxhash
 
 StrPath = str | os.PathLike[str]
+SHA256_LENGTH = 64
+READ_BYTES = 2**20
+"""Bytes that are read at once."""
 
 
 class FileRecord(NamedTuple):
-    """Size and SHA-256 (hexadecimal) of a file, as its writer knows them."""
+    """Size and checksum of a file, as its writer knows them."""
 
     size: int
-    sha256: str
+    checksum: str
+    """XXH3 of 128 bits, in hexadecimal. It detects damage at the speed of the memory, while SHA-256
+    is slower than many disks; neither is a signature. Older records have SHA-256."""
 
     @classmethod
     def of(cls, content: bytes) -> FileRecord:
-        return cls(len(content), hashlib.sha256(content).hexdigest())
+        return cls(len(content), xxhash.xxh3_128_hexdigest(content))
+
+    @classmethod
+    def of_file(cls, path: StrPath) -> FileRecord:
+        """Reads a file once, from front to back."""
+        size, checksum = _read_checksum(path, new_checksum())
+        return cls(size, checksum)
+
+    @property
+    def algorithm(self) -> str:
+        return "sha256" if len(self.checksum) == SHA256_LENGTH else "xxh3_128"
+
+    def matches(self, path: StrPath) -> bool:
+        """Whether a file has this size and checksum."""
+        digest = hashlib.sha256() if self.algorithm == "sha256" else new_checksum()
+        return _read_checksum(path, digest) == (self.size, self.checksum)
 
 
 @contextmanager
@@ -35,6 +58,17 @@ def name_in_errors(path: StrPath) -> Iterator[None]:
         if error.filename is not None or error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+
+
+def start_writeback(file: FileIO, start: int, size: int) -> None:
+    """Let the system write part of a file to the disk now, while more of it is produced.
+
+    By default it waits for the first seconds' worth of writes or for an fsync, which then waits for
+    all of the file. Only the fsync reports errors.
+    """
+    if hasattr(os, "posix_fadvise"):  # absent on macOS
+        # Linux writes what is dirty in the range, and keeps it in memory until that is done.
+        os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
 
 def fsync_file(file: BinaryIO) -> None:
@@ -99,6 +133,21 @@ def write_atomically(path: StrPath, content: bytes) -> FileRecord:
     with atomic_write(path) as file:
         file.write(content)
     return FileRecord.of(content)
+
+
+def new_checksum() -> xxhash.xxh3_128:
+    """Computes the checksum of a `FileRecord` from the parts of a file."""
+    return xxhash.xxh3_128()
+
+
+def _read_checksum(path: StrPath, digest: Any) -> tuple[int, str]:
+    """Size and checksum of a file."""
+    size, block = 0, memoryview(bytearray(READ_BYTES))
+    with name_in_errors(path), open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            size += count
+    return size, digest.hexdigest()
 
 
 def sha256_of(path: StrPath) -> str:

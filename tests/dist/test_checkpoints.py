@@ -28,7 +28,7 @@ from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine import ds_checkpoint_io
 from megatron_ds.fileio import visibility
-from megatron_ds.fileio.atomic import sha256_of
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import build, prepare
@@ -163,7 +163,7 @@ def test_the_manifest_lists_what_every_rank_wrote(saved: tuple[Path, list[Seen]]
     assert files.keys() == written
     assert OF_RANK_1 in files
     for name, record in files.items():
-        assert record == ((path / name).stat().st_size, sha256_of(path / name)), name
+        assert record == FileRecord.of((path / name).read_bytes()), name
     assert find_damage(path) is None
     assert [seen.loaded for seen in ranks] == [TrainState(iteration=3)] * 2
 

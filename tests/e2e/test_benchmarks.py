@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import data, documents, long_sequences, preprocess, startup, train_step
+from benchmarks import checkpoint, data, documents, long_sequences, preprocess, startup, train_step
 from benchmarks.common import Contender, in_turn, paired_ratio
 from benchmarks.train_step import (
     BARE,
@@ -234,3 +234,22 @@ def test_reading_is_measured_in_every_way(tmp_path: Path, cold: bool) -> None:
     prefix = data.write_tokens(tmp_path, 40)
     for way in (data.bare_loop, data.our_dataset, data.our_rows, data.our_loader):
         assert data.run_reading(way, prefix, cold)(40) > 0
+
+
+def test_checkpoints_are_measured_in_every_way(tmp_path: Path) -> None:
+    result = checkpoint.measure(checkpoint.SMALL, tmp_path, rounds=2)
+    rates = result["MB_per_s"]
+    jobs = {job for job, _, _ in checkpoint.RATIOS} | {peer for _, peer, _ in checkpoint.RATIOS}
+    assert rates.keys() == jobs
+    assert all(len(each) == 2 and min(each) > 0 for each in rates.values())
+    # 14 bytes of a parameter: bf16, fp32 and two moments.
+    assert 6.9 < result["checkpoint_bytes"] / result["weight_bytes"] < 9
+    assert "save / torch.save" in checkpoint.report(result)
+
+
+def test_ratios_of_checkpoints_pair_rounds() -> None:
+    names = {name for job, peer, _ in checkpoint.RATIOS for name in (job, peer)}
+    rates = {name: [1.0, 1.0, 1.0] for name in names}
+    rates |= {checkpoint.SAVE: [2.0, 8.0, 3.0], checkpoint.TORCH_SAVE: [1.0, 4.0, 1.0]}
+    first = checkpoint.ratios(rates)[0]
+    assert (first["job"], first["ratio"], first["target"]) == (checkpoint.SAVE, 2.0, 0.9)

@@ -61,7 +61,9 @@ def run(config: Config) -> dict[str, Any]:
 def write(path: Path, content: bytes, files: object = None) -> None:
     """Writes a run.json of any content and a manifest that matches it."""
     (path / metadata.RUN).write_bytes(content)
-    listed = {metadata.RUN: {"bytes": len(content), "sha256": "0" * 64}} if files is None else files
+    listed = (
+        {metadata.RUN: {"bytes": len(content), "xxh3_128": "0" * 32}} if files is None else files
+    )
     (path / metadata.MANIFEST).write_text(metadata.checksum_manifest(listed))  # type: ignore[arg-type]
 
 
@@ -112,7 +114,8 @@ def test_any_value_anywhere_in_the_run(
 @given(
     files=st.dictionaries(st.sampled_from([metadata.RUN, "x", "", ".", "\0", "a" * 5000]), JSON)
     | st.dictionaries(
-        st.sampled_from([metadata.RUN, "x"]), st.fixed_dictionaries({"bytes": JSON, "sha256": JSON})
+        st.sampled_from([metadata.RUN, "x"]),
+        st.fixed_dictionaries({"bytes": JSON, "xxh3_128": JSON}),
     )
 )
 @FUZZ_SETTINGS

@@ -134,7 +134,14 @@ def own_logits(source: WeightsSource, prompt: Tensor) -> Tensor:
 def _transformers_logits(path: Path, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    # config.json must name neither code of its own nor kernels of the hub.
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        attn_implementation="eager",
+    )
     with torch.no_grad():
         if len(dtypes) == 1:  # rounded as the target, unlike buffers
             for parameter in model.parameters():

@@ -7,12 +7,11 @@ tensor, and the tensors' bytes. It is written one tensor at a time.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import math
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
 from megatron_ds.config.problems import user_error
-from megatron_ds.fileio.atomic import FileRecord, name_in_errors
+from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
@@ -41,6 +40,8 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9
 """Size of a file at which the next one is started, as in transformers."""
+WRITE_BYTES = 2**24
+"""Bytes that are written at once."""
 LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
@@ -141,28 +142,40 @@ def _write_file(path: Path, tensors: LazyTensors, on_tensor: OnTensor) -> FileRe
         header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
+    digest, size = new_checksum(), 0
+
+    def write(data: Any) -> None:
+        nonlocal size
+        rest = memoryview(data)
+        while len(rest) > 0:
+            written = file.write(rest[:WRITE_BYTES])
+            digest.update(rest[:written])
+            start_writeback(file, size, written)
+            size += written
+            rest = rest[written:]
+
     with (
         name_in_errors(path),
         open(path, "wb", buffering=0) as file,
         ThreadPoolExecutor(1) as pool,
     ):
-
-        def write(data: Any) -> None:
-            """Write and, at the same time, hash."""
-            hashed = pool.submit(digest.update, data)
-            rest = memoryview(data)
-            while len(rest) > 0:
-                rest = rest[file.write(rest) :]
-            hashed.result()
-
         write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in ordered:
-            write(_bytes_of(tensor))
+        for (name, tensor), data in zip(ordered, _read_ahead(pool, ordered), strict=True):
+            write(data)
             on_tensor(name, tensor.nbytes)
-        size = file.tell()
         os.fsync(file.fileno())
     return FileRecord(size, digest.hexdigest())
+
+
+def _read_ahead(pool: Executor, tensors: Sequence[tuple[str, LazyTensor]]) -> Iterator[Any]:
+    """The bytes of the tensors; each is read while the one before it is written."""
+    next_one: Future[Any] | None = None
+    for _, tensor in tensors:
+        this_one, next_one = next_one, pool.submit(_bytes_of, tensor)
+        if this_one is not None:
+            yield this_one.result()
+    if next_one is not None:
+        yield next_one.result()
 
 
 def _bytes_of(tensor: LazyTensor) -> Any:

@@ -3,7 +3,7 @@
 FOLDER/model*.safetensors   full tensors by canonical name, without padding, of any layout
 FOLDER/weights.json         options of the model, its tokenizer, special ids, parts of fused tensors
 FOLDER/tokenizer/           a copy of the tokenizer's files
-FOLDER/manifest.json        size and SHA-256 of every other file, as in a checkpoint
+FOLDER/manifest.json        size and checksum of every other file, as in a checkpoint
 """
 
 from __future__ import annotations

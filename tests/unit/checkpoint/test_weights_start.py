@@ -24,7 +24,9 @@ from megatron_ds.checkpoint.foreign_start import (
 from megatron_ds.checkpoint.formats.huggingface import open_hf
 from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
 from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
+from megatron_ds.checkpoint.metadata import MANIFEST, manifest_text, read_manifest
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, TokenizerConfig
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.unit.checkpoint.formats.hf_models import VOCAB, random_model
@@ -170,3 +172,28 @@ def test_the_model_of_a_checkpoint_of_ours_is_taken_if_no_flag_describes_it(
     assert (config.moe.num_experts, config.moe.moe_router_topk) == ((4,), 1)
     config, _ = merge_settings(run_of(tmp_path, num_layers=4))
     assert config.model == ModelConfig(num_layers=4)
+
+
+def test_a_folder_cannot_make_its_tokenizer_run_code(tmp_path: Path) -> None:
+    """Only the flag of the run allows it, whatever the folder says."""
+    random_model("llama").save_pretrained(tmp_path / "hf")
+    write_weights_folder(open_hf(tmp_path / "hf"), tmp_path / "native")
+    path = tmp_path / "native" / "weights.json"
+    values = json.loads(path.read_text())
+    stored = TokenizerConfig("HFTokenizer", tokenizer_model="somebody/code", trust_remote_code=True)
+    content = json.dumps({**values, "tokenizer": dataclasses.asdict(stored)}).encode()
+    path.write_bytes(content)
+    files = {**read_manifest(path.parent), path.name: FileRecord.of(content)}
+    (path.parent / MANIFEST).write_text(manifest_text(files))
+
+    config, problems = merge_settings(run_of(tmp_path / "native"))
+    assert codes(problems) == ["checkpoint-tokenizer-runs-code"]
+    assert not config.tokenizer.trust_remote_code
+    allowed = dataclasses.replace(
+        run_of(tmp_path / "native"),
+        tokenizer=TokenizerConfig(trust_remote_code=True),
+        given=frozenset({"trust_remote_code"}),
+    )
+    config, problems = merge_settings(allowed)
+    assert problems == []
+    assert config.tokenizer == stored

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import xxhash
 
-from megatron_ds.fileio.atomic import atomic_write, name_in_errors, write_atomically
+from megatron_ds.fileio.atomic import FileRecord, atomic_write, name_in_errors, write_atomically
 
 
 class Crash(Exception):
@@ -74,3 +76,20 @@ def test_path_is_added_only_to_errors_without_one() -> None:
     with pytest.raises(OSError, match=r"No space") as raised, name_in_errors("this"):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert raised.value.filename == "this"
+
+
+def test_a_record_matches_its_file_alone(tmp_path: Path) -> None:
+    """Also a record of older versions, with SHA-256, of files larger than a block."""
+    content = bytes(range(256)) * 5000
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    new, old = FileRecord.of(content), FileRecord(len(content), hashlib.sha256(content).hexdigest())
+    assert new.checksum == xxhash.xxh3_128(content).hexdigest()
+    assert FileRecord.of_file(path) == new
+    assert (new.algorithm, old.algorithm) == ("xxh3_128", "sha256")
+    assert new.matches(path)
+    assert old.matches(path)
+    for other in (content[:-1], content[:-1] + b"x", b"x" + content[1:]):
+        path.write_bytes(other)
+        assert not new.matches(path)
+        assert not old.matches(path)

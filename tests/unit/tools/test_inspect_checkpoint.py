@@ -109,25 +109,24 @@ def test_differences_are_listed_by_tensor(
     changed = {kind: {n: t.clone() for n, t in each.items()} for kind, each in states.items()}
     moment = changed["exp_avg"]["layers.1.mlp.fc_in.weight"]
     scale = float(moment.abs().max())
-    moment[5, 3] += 0.25
     moment[0, 0] = torch.nan
-    write_checkpoint(tmp_path, changed, **TP2)
-    found = compared(run, saved / "one", tmp_path, status=1)
-    (difference,) = found["differences"]
+    write_checkpoint(tmp_path / "nan", changed)
+    moment[5, 3] += 0.25
+    write_checkpoint(tmp_path / "both", changed, **TP2)
+    # nan equals nan.
+    (difference,) = compared(run, tmp_path / "nan", tmp_path / "both", status=1)["differences"]
     assert (difference["kind"], difference["name"]) == ("exp_avg", "layers.1.mlp.fc_in.weight")
-    assert difference["num_different"] == 2
-    assert difference["max_abs"] == torch.inf
+    assert (difference["num_different"], difference["max_abs"]) == (1, pytest.approx(0.25))
+    (difference,) = compared(run, saved / "one", tmp_path / "both", status=1)["differences"]
+    assert (difference["num_different"], difference["max_abs"]) == (2, torch.inf)
     moment[0, 0] = states["exp_avg"]["layers.1.mlp.fc_in.weight"][0, 0]
-    shutil.rmtree(tmp_path / "global_step8")
-    write_checkpoint(tmp_path, changed, **TP2)
-    (difference,) = compared(run, saved / "one", tmp_path, status=1)["differences"]
+    write_checkpoint(tmp_path / "one", changed, **TP2)
+    (difference,) = compared(run, saved / "one", tmp_path / "one", status=1)["differences"]
     assert difference["num_different"] == 1
     assert difference["max_abs"] == pytest.approx(0.25, abs=1e-6)
     assert difference["max_rel"] == pytest.approx(0.25 / scale, rel=1e-5)
-    text = run(saved / "one", tmp_path, status=1).out
+    text = run(saved / "one", tmp_path / "one", status=1).out
     assert "exp_avg layers.1.mlp.fc_in.weight: 1 of 256 values differ, by up to 0.25" in text
-    # nan equals nan.
-    assert compared(run, tmp_path, tmp_path)["differences"] == []
 
 
 def test_missing_names_types_and_shapes_are_differences(
