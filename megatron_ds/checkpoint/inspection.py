@@ -27,15 +27,17 @@ from megatron_ds.checkpoint.formats.megatron_folders import (
 from megatron_ds.checkpoint.formats.native import is_native, source_of
 from megatron_ds.checkpoint.formats.open_source import AUTO, recognize
 from megatron_ds.checkpoint.formats.source import WeightsSource
+from megatron_ds.checkpoint.formats.universal import is_own_universal, universal_source
 from megatron_ds.checkpoint.formats.weights_folder import open_weights_folder
 from megatron_ds.checkpoint.formats.weights_locations import is_weights_folder
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
 from megatron_ds.checkpoint.metadata import EIGHT_BIT, RUN, CheckpointMetadata
-from megatron_ds.checkpoint.saved_states import SavedStates
+from megatron_ds.checkpoint.universal_folders import list_universal
+from megatron_ds.checkpoint.universal_states import open_states
 from megatron_ds.config import GROUPS
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.blend_history import BlendHistory
-from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES
+from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES, FullStates
 
 WEIGHT = "weight"
 """Kind of the model's weights; the other kinds are those of the optimizer's states."""
@@ -105,7 +107,9 @@ def open_checkpoint(
     """
     found = recognize(path, name)
     if found.recognizes is is_native:
-        return _open_native(select(path, warn), warn)
+        return _open_training(select(path, warn), warn)
+    if found.recognizes is is_own_universal:
+        return _open_training(select_universal(path), warn)
     if found.recognizes in (is_megatron, is_torch_dist):
         return _open_megatron(path, found.name, warn)
     is_folder = found.recognizes is is_weights_folder
@@ -135,19 +139,36 @@ def select(path: Path, warn: Warn) -> CheckpointMetadata:
     return found
 
 
-def _open_native(found: CheckpointMetadata, warn: Warn) -> OpenedCheckpoint:
-    """A checkpoint of a training, of any layout."""
+def select_universal(path: Path) -> CheckpointMetadata:
+    """The universal checkpoint that the pointer of a folder names, or the folder's own.
+
+    Raises:
+        UserError: If names or sizes of its files are wrong.
+    """
+    found = list_universal(path)
+    if not found:
+        raise user_error("universal-missing", folder=path)
+    if (damage := metadata.find_damage(found[0])) is not None:
+        raise user_error("checkpoint-damaged", path=found[0], damage=damage, hint="")
+    return metadata.read_run(found[0])
+
+
+def _open_training(found: CheckpointMetadata, warn: Warn) -> OpenedCheckpoint:
+    """A checkpoint of a training, of any layout or universal."""
     run = found.run
-    if run.layout.optimizer == EIGHT_BIT:
+    has_optimizer = run.has_optimizer and run.layout.optimizer != EIGHT_BIT
+    if run.has_optimizer and not has_optimizer:
         warn(f"WARNING: {Problem('checkpoint-8-bit-moments-unread', path=found.path).render()}")
     with _readable(found.path):
-        source = source_of(found)
-        states = SavedStates(found, has_optimizer=run.layout.optimizer != EIGHT_BIT)
+        source = universal_source(found) if found.is_universal else source_of(found)
+        # Of a universal checkpoint, and from ZeRO 3, they are the master weights.
+        source = source.to(source.precision)
+        states = open_states(found, has_optimizer=has_optimizer)
         tensors = {**_kinds(source), **_states_of(states, source)}
         scalars = _scalars_of(states)
     return OpenedCheckpoint(
         path=found.path,
-        format="native",
+        format=source.format,
         tensors=tensors,
         settings={
             group: _changed(group, values)
@@ -158,12 +179,12 @@ def _open_native(found: CheckpointMetadata, warn: Warn) -> OpenedCheckpoint:
         scalars=scalars,
         layout=dataclasses.asdict(run.layout),
         data=() if run.data is None else _positions(run.data),
-        shards=_shards_of(found, source),
+        shards={} if found.is_universal else _shards_of(found, source),
         metrics=_metrics_of(found),
     )
 
 
-def _states_of(states: SavedStates, source: WeightsSource) -> dict[str, LazyTensors]:
+def _states_of(states: FullStates, source: WeightsSource) -> dict[str, LazyTensors]:
     """Master weights and moments, in the order and with the rows of the weights."""
     found: dict[str, dict[str, LazyTensor]] = {}
     for name in source.tensors:
@@ -178,12 +199,12 @@ def _states_of(states: SavedStates, source: WeightsSource) -> dict[str, LazyTens
     return dict(found)
 
 
-def _read_state(states: SavedStates, path: Path, name: str, kind: str, rows: range) -> Tensor:
+def _read_state(states: FullStates, path: Path, name: str, kind: str, rows: range) -> Tensor:
     with _readable(path):
         return states.read(name, kind, rows)
 
 
-def _scalars_of(states: SavedStates) -> dict[str, Any]:
+def _scalars_of(states: FullStates) -> dict[str, Any]:
     steps = {states.steps(name) for name in states.shapes} - {None}
     found: dict[str, Any] = {}
     if steps:

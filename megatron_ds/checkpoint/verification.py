@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_ds.checkpoint import metadata, selection, storage
 from megatron_ds.checkpoint.formats.native import is_native
 from megatron_ds.checkpoint.formats.open_source import AUTO, recognize
+from megatron_ds.checkpoint.formats.universal import is_own_universal
 from megatron_ds.checkpoint.formats.weights_locations import SETTINGS, is_weights_folder
 from megatron_ds.checkpoint.inspection import Warn, open_checkpoint
 from megatron_ds.checkpoint.metadata import (
@@ -24,6 +25,7 @@ from megatron_ds.checkpoint.metadata import (
     list_checkpoints,
     read_manifest,
 )
+from megatron_ds.checkpoint.universal_folders import list_universal
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.fileio.atomic import FileRecord
 
@@ -50,7 +52,8 @@ def verify(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> list
         warn: Called with each warning.
 
     Returns:
-        A result for each checkpoint, the newest first, and one for the pointers.
+        A result for each checkpoint, the newest first, those that are universal after the others,
+        and one for the pointers.
 
     Raises:
         UserError: If the folder has no checkpoint.
@@ -58,9 +61,16 @@ def verify(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> list
     if (path / MANIFEST).is_file() or (path / RUN).is_file():
         return [_verify_manifest(path)]
     found = recognize(path, name)
-    if found.recognizes is is_native:
+    if found.recognizes in (is_native, is_own_universal):
+        universal = [
+            _verify_manifest(each)
+            if (each / MANIFEST).is_file()  # DeepSpeed's converter writes none
+            else _verify_tensors(each, AUTO, warn)
+            for each in list_universal(path)
+        ]
         checkpoints = [_verify_manifest(each) for each in list_checkpoints(path)]
-        return [*checkpoints, _verify_pointers(path)]
+        pointers = [_verify_pointers(path)] if checkpoints else []
+        return [*checkpoints, *universal, *pointers]
     if found.recognizes is is_weights_folder:
         return [_verify_manifest(path)]
     return [_verify_tensors(path, name, warn)]

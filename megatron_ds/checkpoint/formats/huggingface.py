@@ -47,6 +47,8 @@ from megatron_ds.parallel.sharding import shard_spec
 
 GENERATION = "generation_config.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TRANSPOSED_ROWS = 64
+"""Rows that are transposed at once."""
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -186,15 +188,24 @@ class _Part:
             q, k, v = value.split([groups * queries * size, groups * size, groups * size])
             parts = [part.unflatten(0, (groups, -1)) for part in (q, k, v)]
             value = torch.cat(parts, dim=1).flatten(0, 1)
-        return value.t() if self.is_transposed else value
+        return _transposed(value) if self.is_transposed else value
 
     def to_ours(self, value: Tensor) -> Tensor:
-        value = value.t() if self.is_transposed else value
+        value = _transposed(value) if self.is_transposed else value
         if self.groups is None:
             return value
         groups, queries, size = self.groups
         parts = value.unflatten(0, (groups, -1)).split([queries * size, size, size], dim=1)
         return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    """The transposed matrix in memory of its own, copied in blocks of rows that fit the cache."""
+    result = matrix.new_empty(matrix.shape[::-1])
+    for start in range(0, len(matrix), TRANSPOSED_ROWS):
+        rows = matrix[start : start + TRANSPOSED_ROWS]
+        result[:, start : start + len(rows)] = rows.t()
+    return result
 
 
 def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.formats.open_source import open_source
 from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
+from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint
 from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
-from megatron_ds.checkpoint.metadata import MANIFEST, RUN
+from megatron_ds.checkpoint.metadata import MANIFEST, RUN, read_run
 from tests.problems import printed_codes
 from tests.unit.checkpoint.formats.hf_models import random_model
 from tests.unit.checkpoint.native_writer import MODEL, STEPS, random_states, write_checkpoint
@@ -101,6 +102,23 @@ def test_layouts_with_the_same_states_are_equal(saved: Path, run: Run) -> None:
     kinds = ("weight", "master", "exp_avg", "exp_avg_sq")
     assert found["num_equal"] == dict.fromkeys(kinds, count)
     assert "equal" in run(saved / "one", saved / "four").out.splitlines()[-1]
+
+
+def test_a_universal_checkpoint_equals_its_source(saved: Path, tmp_path: Path, run: Run) -> None:
+    """Rounded weights included; its files are verified with those of the --save folder."""
+    shutil.copytree(saved / "four", tmp_path / "save")
+    folder = tmp_path / "save" / "global_step8_universal"
+    convert_checkpoint(
+        read_run(tmp_path / "save" / "global_step8"), folder, lambda name, size: None
+    )
+    assert described(run, folder)["format"] == "universal"
+    assert compared(run, tmp_path / "save", folder)["num_equal"]["exp_avg"] > 10
+    assert problems_of(run, tmp_path / "save", status=0) == []
+    for path in (folder / "zero" / "final_norm.weight" / "exp_avg.pt", folder / "run.json"):
+        original = path.read_bytes()
+        path.write_bytes(flipped(original, random.Random(1)))
+        assert path.name in problems_of(run, tmp_path / "save")[0]
+        path.write_bytes(original)
 
 
 def test_differences_are_listed_by_tensor(
