@@ -50,7 +50,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_checkpoint_io import write_tensors
 from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES, FullStates
 from megatron_ds.engine.resharding import BLOCK
-from megatron_ds.fileio.atomic import FileRecord, sha256_of, write_atomically
+from megatron_ds.fileio.atomic import FileRecord, write_atomically
 from megatron_ds.parallel.sharding import ShardSpec
 
 INFO = "universal_checkpoint_info"
@@ -106,7 +106,7 @@ def convert_checkpoint(found: CheckpointMetadata, folder: Path, on_tensor: OnTen
                 name = str(path.relative_to(found.path))
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, temporary / name)
-                records[name] = FileRecord(path.stat().st_size, sha256_of(temporary / name))
+                records[name] = FileRecord.of_file(temporary / name)
         write_atomically(temporary / MANIFEST, manifest_text(records).encode())
     write_atomically(folder.absolute().with_name(POINTER), folder.name.encode())
 
