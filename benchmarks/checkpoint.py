@@ -6,8 +6,8 @@ The model has 345 million parameters and Adam's state: bf16 weights, fp32 master
 moments, 5 GB, saved by one process with ZeRO 1. Every round writes the same bytes by plain writes,
 by torch.save and by a save of the package, each followed by fsync, and reads them by plain reads,
 by torch.load and by a load of the package, each from the disk: the files are dropped from memory
-before. Conversions and the resharding run in processes of their own, whose peak memory excludes
-mapped files. Needs 16 GB of memory and 20 GB of disk; --small takes seconds.
+before. Asynchronous saves, conversions and the resharding run in processes of their own; their peak
+memory excludes mapped files. Needs 14 GB of memory and 20 GB of disk; --small takes seconds.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ STEP_TOKENS = 16
 """Length of the training step that gives Adam a state."""
 SAVE, TORCH_SAVE, PLAIN_WRITE = "save", "torch.save", "plain write"
 LOAD, TORCH_LOAD, PLAIN_READ = "load", "torch.load", "plain read"
+STALL, STALL_TARGET = "asynchronous save", 0.15
+"""Time for which an asynchronous save holds up the training, relative to a synchronous save."""
 TO_HF, TO_NATIVE = "native to hf", "hf to native"
 RATIOS = (
     (SAVE, TORCH_SAVE, 0.9),
@@ -79,6 +81,11 @@ def measure(shape: Shape, folder: Path, rounds: int) -> dict[str, Any]:
         (reports,) = in_turn([training], rounds, 1)
     finally:
         training.close()
+    background = Contender("background", build_background, shape, folder)
+    try:
+        (saves,) = in_turn([background], rounds, 1)
+    finally:
+        background.close()
     conversion = Contender("conversion", build_conversion, folder)
     try:
         (converted,) = in_turn([conversion], rounds, 1)
@@ -100,6 +107,8 @@ def measure(shape: Shape, folder: Path, rounds: int) -> dict[str, Any]:
         "MB_per_s": rates,
         "cpu_seconds": {name: [one[name]["cpu"] for one in merged] for name in merged[0]},
         "ratios": ratios(rates),
+        "stall_seconds": [one["stall"] for one in saves],
+        "stall_ratio": statistics.median(one["stall"] / one["synchronous"] for one in saves),
         "peak_bytes": {
             **{name: max(one[name]["peak"] for one in converted) for name in (TO_HF, TO_NATIVE)},
             "resharding": resharded["peak"],
@@ -135,6 +144,9 @@ def report(result: dict[str, Any]) -> str:
     for pair in result["ratios"]:
         target = "" if pair["target"] is None else f"{pair['target']:.2f}"
         lines.append(f"{pair['job'] + ' / ' + pair['peer']:40}{pair['ratio']:7.2f}{target:>8}")
+    stalls = " ".join(f"{seconds:.2f}" for seconds in result["stall_seconds"])
+    lines.append(f"{STALL + ' / ' + SAVE:40}{result['stall_ratio']:7.2f}{STALL_TARGET:>8.2f}")
+    lines += ["", f"stall of an asynchronous save, s: {stalls}"]
     lines += ["", "peak memory beyond the model's, MB:"]
     lines += [f"  {name:22}{peak / 1e6:8.0f}" for name, peak in result["peak_bytes"].items()]
     return "\n".join(lines)
@@ -251,6 +263,27 @@ def _measure_reads(engine: Any, manager: Any, native: Path) -> dict[str, Any]:
         drop_from_memory(native)
         found[name] = measured(job, native)
     return found
+
+
+def build_background(shape: Shape, folder: Path) -> Work:
+    """Saves of the same states, synchronous and asynchronous."""
+    from megatron_ds.train_state import TrainState
+
+    engine, manager = build_engine_and_manager(shape, folder, zero_stage=1)
+    train_one_step(engine, shape)
+    engine.snapshot(copy=True)  # later copies use the same memory
+    state = TrainState(iteration=1)
+
+    def work(count: int) -> dict[str, float]:
+        start = time.perf_counter()
+        manager.save(engine, state)
+        saved = time.perf_counter()
+        manager.save(engine, state, in_background=True)
+        stalled = time.perf_counter()
+        manager.advance(wait=True)
+        return {"synchronous": saved - start, "stall": stalled - saved}
+
+    return work
 
 
 def build_conversion(folder: Path) -> Work:
