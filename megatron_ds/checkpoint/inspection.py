@@ -19,11 +19,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint import metadata, selection
 from megatron_ds.checkpoint.formats import megatron
-from megatron_ds.checkpoint.formats.megatron_folders import (
-    find_checkpoint,
-    is_megatron,
-    is_torch_dist,
-)
+from megatron_ds.checkpoint.formats.megatron_folders import find_checkpoint
 from megatron_ds.checkpoint.formats.native import is_native, source_of
 from megatron_ds.checkpoint.formats.open_source import AUTO, recognize
 from megatron_ds.checkpoint.formats.source import WeightsSource
@@ -110,7 +106,7 @@ def open_checkpoint(
         return _open_training(select(path, warn), warn)
     if found.recognizes is is_own_universal:
         return _open_training(select_universal(path), warn)
-    if found.recognizes in (is_megatron, is_torch_dist):
+    if found.open is megatron.open_megatron:
         return _open_megatron(path, found.name, warn)
     is_folder = found.recognizes is is_weights_folder
     source = open_weights_folder(path) if is_folder else found.open(path, warn)
