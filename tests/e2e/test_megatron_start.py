@@ -71,8 +71,13 @@ def test_an_export_continues_with_the_losses_that_megatron_prints(
     settings = run_of(megatron_checkpoints, "mlm25_tp1") | {"save": tmp_path / "ours"}
     sharded = {"zero_stage": 3} if target == "torch_dist" else {"tensor_model_parallel_size": 2}
     launcher.start({**settings, **sharded, "exit_interval": 4}, ranks=2).succeed()
-    flags = ["--load", tmp_path / "ours", "--save", tmp_path / "theirs", "--to", target]
-    assert convert_checkpoint.main([*map(str, flags), "--optimizer-states"]) == 0
+    load = tmp_path / "ours"
+    if target == "megatron":  # by way of the universal format
+        load = tmp_path / "universal"
+        flags = ["--load", tmp_path / "ours", "--save", load, "--to", "universal"]
+        assert convert_checkpoint.main([*map(str, flags)]) == 0
+    flags = ["--load", load, "--save", tmp_path / "theirs", "--to", target, "--optimizer-states"]
+    assert convert_checkpoint.main([*map(str, flags)]) == 0
 
     settings |= {"load": tmp_path / "theirs", "save": tmp_path / "new"}
     output = launcher.start(settings).succeed()

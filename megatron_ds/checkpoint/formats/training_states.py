@@ -21,7 +21,14 @@ from megatron_ds.checkpoint.formats.source import TrainingStates, WeightsSource
 from megatron_ds.checkpoint.formats.universal import weights_files
 from megatron_ds.checkpoint.full_weights import files_with_weights
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
-from megatron_ds.checkpoint.metadata import RUN, CheckpointMetadata, read_manifest, read_run
+from megatron_ds.checkpoint.metadata import (
+    MANIFEST,
+    RUN,
+    CheckpointMetadata,
+    read_manifest,
+    read_run,
+    run_folder,
+)
 from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
 from megatron_ds.checkpoint.universal_states import open_states
 from megatron_ds.config.problems import UserError, user_error
@@ -40,7 +47,7 @@ def with_training(source: WeightsSource) -> WeightsSource:
     Raises:
         UserError: If there are no states, or not those of Adam, or files are damaged.
     """
-    if (source.path / RUN).is_file():
+    if (run_folder(source.path) / RUN).is_file():
         rows = source.settings.model.softmax_rows
         training = _of_native(read_run(source.path), rows)
         tensors = training.optimizer[MASTER]
@@ -54,8 +61,11 @@ def _of_native(found: CheckpointMetadata, rows: int) -> TrainingStates:
     run, path = found.run, found.path
     if run.layout.optimizer != "adam":
         raise _unconvertible(path, f"the optimizer is {run.layout.optimizer}")
+    if not run.has_optimizer:
+        raise _unconvertible(path, "it was saved without them")
     checked = weights_files(found) if found.is_universal else files_with_weights(found)
-    others = {name: each for name, each in read_manifest(path).items() if name not in checked}
+    files = read_manifest(path) if (path / MANIFEST).is_file() else {}  # DeepSpeed writes none
+    others = {name: each for name, each in files.items() if name not in checked}
     if (damage := files_damaged(find_damaged_files(path, others))) is not None:
         raise UserError(damage)
     saved = open_states(found)

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron_ds.checkpoint.formats import training_states
 from megatron_ds.checkpoint.formats.megatron import open_megatron
 from megatron_ds.checkpoint.formats.megatron_export import write_megatron
 from megatron_ds.checkpoint.formats.open_source import format_of
@@ -293,3 +295,21 @@ def test_weights_alone_have_no_states(tmp_path: Path) -> None:
     write_torch_dist(random_source(model()), tmp_path / "out")
     with raises_problem("conversion-without-states", contains="no optimizer states"):
         with_training(open_megatron(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "has_optimizer", "reason"),
+    [("sgd", True, "is sgd"), ("adam", False, "saved without them")],
+)
+def test_trainings_whose_states_megatron_cannot_take_are_rejected(
+    optimizer: str, has_optimizer: bool, reason: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    (tmp_path / "run.json").touch()
+    layout = SimpleNamespace(optimizer=optimizer)
+    found = SimpleNamespace(
+        run=SimpleNamespace(layout=layout, has_optimizer=has_optimizer), path=tmp_path
+    )
+    monkeypatch.setattr(training_states, "read_run", lambda path: found)
+    source = dataclasses.replace(random_source(model()), path=tmp_path)
+    with raises_problem("conversion-without-states", contains=reason):
+        with_training(source)
