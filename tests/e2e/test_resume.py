@@ -9,6 +9,8 @@ combinations differ from these only in ways that the tests of several ranks cove
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import (
+    REPOSITORY,
     Launcher,
     Settings,
     checkpoint_differences,
@@ -40,6 +43,7 @@ SCHEDULE: Settings = {
     "save_interval": SAVED,
 }
 
+CONVERTER = REPOSITORY / "tools" / "convert_checkpoint" / "ds_to_universal.py"
 
 SKIPPED = 7
 GUARD: Settings = {
@@ -293,18 +297,31 @@ def test_a_finished_run_that_is_started_again_only_evaluates(
 def test_a_run_continues_on_other_layouts_with_the_same_curve(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """Learning rate, batch-size ramp-up, samples and dropout of hidden states are the same, too."""
+    """Learning rate, batch-size ramp-up, samples and dropout of hidden states are the same, too.
+
+    The second part continues from a universal checkpoint.
+    """
     full, parts = tmp_path / "full", tmp_path / "parts"
     settings = {**base, **SCHEDULE, "attention_dropout": 0.0}
     launcher.start({**settings, "save": full}).succeed()
     layouts = (
         {"tensor_model_parallel_size": 2, "zero_stage": 3, "load": full, "ckpt_step": SAVED},
-        {"pipeline_model_parallel_size": 2, "zero_stage": 0, "load": parts},
+        {
+            "pipeline_model_parallel_size": 2,
+            "zero_stage": 0,
+            "load": parts,
+            "universal_checkpoint": True,
+        },
     )
-    for end, layout in zip((6, None), layouts, strict=True):
+    how = ("tensor model parallel size ", "from the universal checkpoint global_step6_universal")
+    for end, layout, text in zip((6, None), layouts, how, strict=True):
         run = {**settings, **layout, "save": parts, "exit_interval": end}
         output = launcher.start(run, ranks=2).succeed()
-        assert "resharding its weights and optimizer states: tensor model parallel size " in output
+        assert f"resharding its weights and optimizer states: {text}" in output
+        if end is not None:
+            folders = [f"--input_folder={parts / f'global_step{end}'}"]
+            folders += [f"--output_folder={parts / f'global_step{end}_universal'}"]
+            subprocess.run([sys.executable, str(CONVERTER), *folders], check=True)
 
     tuned = tmp_path / "tuned"
     run = {

@@ -157,6 +157,7 @@ def write_states(
             full = read_full(states, name, kind, shape)
             records[file] = write_tensors({PARAM: full, **declared}, folder / file)
             on_tensor(name, full.nbytes)
+            del full  # before the next one is read
         if (steps := states.steps(name)) is not None:
             file = f"{ZERO}/{name}/{STEP}.pt"
             records[file] = write_tensors(torch.tensor(float(steps)), folder / file)
@@ -166,6 +167,8 @@ def write_states(
 def read_full(states: FullStates, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
     """A full tensor, which is read in blocks of rows, so that it exists once."""
     step = max(1, BLOCK // math.prod(shape[1:]))
+    if step >= shape[0]:
+        return states.read(name, kind, range(shape[0]))
     full: Tensor | None = None
     for start in range(0, shape[0], step):
         rows = range(start, min(start + step, shape[0]))

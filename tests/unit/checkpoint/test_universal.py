@@ -91,6 +91,7 @@ def test_states_are_those_that_were_written(tmp_path: Path) -> None:
         )
     assert states.bytes_read == 4 * 2 * (30 + 9)
     table = states.read("embedding.word.weight", MASTER, range(5, 10))
+    assert table.shape == (5, 3)
     assert torch.equal(table[:2], full("embedding.word.weight", MASTER)[5:7])
     assert not table[2:].any()  # padding
     assert states.steps("weight") == STEPS
