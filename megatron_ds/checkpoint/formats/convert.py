@@ -1,6 +1,7 @@
 """Conversion of weights from any format to any other, and its verification.
 
-One tensor at a time is in memory; a verification holds one model at a time.
+At most two tensors are in memory, one that is written and the next one; a verification holds one
+model at a time.
 """
 
 from __future__ import annotations

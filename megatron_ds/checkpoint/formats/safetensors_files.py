@@ -1,7 +1,7 @@
 """Tensors in the safetensors format: one file, or several with an index as transformers writes.
 
 A file is the length of its header in 8 bytes, a JSON header with type, shape and place of each
-tensor, and the tensors' bytes. It is written one tensor at a time.
+tensor, and the tensors' bytes. It is written one tensor at a time, while the next one is read.
 """
 
 from __future__ import annotations
