@@ -282,6 +282,7 @@ class CheckpointManager:
             self._find_damage,
             self._warn,
             lambda listing: self._ranks.on_rank0(listing.fallbacks),
+            lambda path: metadata.hold(path) if self._ranks.rank == 0 else None,
         )
         if found is None:
             self._warn(Problem("no-checkpoint-to-load", folder=folder))
@@ -332,6 +333,7 @@ class CheckpointManager:
             self._reshard(engine, found, changes)
         else:
             engine.load(folder, found.path.name)
+        self._ranks.on_all(lambda: None)  # until all have read their files
         if found.reader is not None:
             found.reader.release()
         self.newest = found.path

@@ -28,8 +28,10 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.universal_folders import list_universal, universal_iteration
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.fileio.file_lock import SharedLock
 
 DamageCheck = Callable[[Path], Problem | None]
+Hold = Callable[[Path], SharedLock | None]
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def select_checkpoint(
     find_damage: DamageCheck,
     warn: Callable[[Problem], None],
     fallbacks: Callable[[CheckpointListing], list[Path]] = CheckpointListing.fallbacks,
+    hold: Hold = hold,
 ) -> CheckpointMetadata | None:
     """Selects the checkpoint of --ckpt-step, or the one that the pointer names.
 
@@ -145,6 +148,7 @@ def select_checkpoint(
         find_damage: Checks a checkpoint. If it is collective, so is this function.
         warn: Called for each damaged checkpoint that is skipped and for stale pointers.
         fallbacks: Gives the order of the other checkpoints. Called if the first choice is damaged.
+        hold: Keeps a checkpoint from being removed, from before it is checked.
 
     Returns:
         The checkpoint, which is not removed until its `reader` is released or unused; None if the
@@ -156,11 +160,11 @@ def select_checkpoint(
     folder, stale = listing.folder, " and ".join(listing.stale)
     is_training = options is not None
     if options is not None and (path := listing.chosen_universal(options)) is not None:
-        return _require_undamaged(path, "universal_checkpoint", find_damage)
+        return _require_undamaged(path, "universal_checkpoint", find_damage, hold)
     options = options or CheckpointConfig(exit_on_missing_checkpoint=True)
     if options.step is not None:
         field = "ckpt_step" if options.load_tag is None else "load_tag"
-        return _select_step(listing, options.step, field, find_damage)
+        return _select_step(listing, options.step, field, find_damage, hold)
     if not listing.paths:
         # A new run where a checkpoint is expected would overwrite what was trained.
         if stale:
@@ -203,7 +207,7 @@ def _candidates(
 
 
 def _select_step(
-    listing: CheckpointListing, step: int, field: str, find_damage: DamageCheck
+    listing: CheckpointListing, step: int, field: str, find_damage: DamageCheck, hold: Hold
 ) -> CheckpointMetadata:
     path = next((path for path in listing.paths if iteration_of(path) == step), None)
     if path is None:
@@ -213,10 +217,12 @@ def _select_step(
         raise user_error(
             "ckpt-step-missing", field, flag=flag, step=step, folder=folder, names=names
         )
-    return _require_undamaged(path, field, find_damage)
+    return _require_undamaged(path, field, find_damage, hold)
 
 
-def _require_undamaged(path: Path, field: str, find_damage: DamageCheck) -> CheckpointMetadata:
+def _require_undamaged(
+    path: Path, field: str, find_damage: DamageCheck, hold: Hold
+) -> CheckpointMetadata:
     reader = hold(path)
     if (damage := find_damage(path)) is not None:
         raise UserError(_damaged(path, damage, field))

@@ -179,7 +179,7 @@ def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(
     """The manifest is read by the first rank; run.json, which has the state, by all."""
     _, (first, second) = saved
     own = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    pointers = {"latest", "latest_checkpointed_iteration.txt"}
+    pointers = {"latest", "latest_checkpointed_iteration.txt", "latest_universal"}
     assert {*first.read_to_select} - pointers == {
         *("manifest.json", "mp_rank_00_model_states.pt", "run.json", "vocab.txt", own)
     }
