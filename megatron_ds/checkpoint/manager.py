@@ -26,6 +26,7 @@ from pathlib import Path
 from megatron_ds.checkpoint import metadata, storage, store_save
 from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.loaded_files import FileReaders
+from megatron_ds.checkpoint.local_copies import LocalCheckpoints
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     MANIFEST,
@@ -92,6 +93,7 @@ class CheckpointManager:
         tokenizer: The run's tokenizer, compared with a checkpoint's. The first rank stores its
             files.
         stores: The stores that --save and --load name.
+        local: The checkpoints of --local-checkpoint-dir.
 
     Attributes:
         newest: The checkpoint that this run has saved or else loaded last.
@@ -106,6 +108,7 @@ class CheckpointManager:
         lock: RunLock | None = None,
         tokenizer: StoredTokenizer | None = None,
         stores: RunStores | None = None,
+        local: LocalCheckpoints | None = None,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -114,6 +117,7 @@ class CheckpointManager:
         self._lock = lock
         self._tokenizer = tokenizer
         self._stores = stores or RunStores()
+        self._local = local
         self._branch = Branch.new()
         self._current: SaveInProgress | None = None
         self._last_start = time.monotonic()
@@ -152,6 +156,29 @@ class CheckpointManager:
             f"  stalled {seconds:.2f} s for the copy of {size:.3f} GB to host memory; it is "
             "written in the background"
         )
+
+    def save_local(
+        self,
+        engine: Engine,
+        state: TrainState,
+        history: Callable[[], BlendHistory | None] = lambda: None,
+    ) -> None:
+        """Writes a checkpoint to the disks of the nodes; an error is a warning.
+
+        Args:
+            engine: Engine to save.
+            state: State after the last step.
+            history: Returns the consumption of the training data; called on the first rank only.
+        """
+        assert self._local is not None
+        place = self._config.checkpoint.local_checkpoint_dir
+        save = self._collect(engine, state, history, copy=False, place=place)
+        try:
+            self._local.save(state.iteration, save.snapshot.write, save.small_files)
+        except OSError as error:
+            self._warn(Problem("local-save-failed", iteration=state.iteration, error=error))
+            return
+        self._log(f"  saved local checkpoint at iteration {state.iteration:7d} on all nodes")
 
     def advance(self, *, wait: bool) -> None:
         """Continues a save in the background, if there is one.
@@ -210,12 +237,13 @@ class CheckpointManager:
         history: Callable[[], BlendHistory | None],
         *,
         copy: bool,
+        place: str | None = None,
     ) -> SaveSteps:
         """Collects what a checkpoint of this moment has, and touches no files."""
         options = self._config.checkpoint
         assert options.save is not None
         folder = Path(options.save)
-        shown = options.save_url or folder
+        shown = place or options.save_url or folder
         self._log(f"saving checkpoint at iteration {state.iteration:7d} to {shown}")
         snapshot = engine.snapshot(copy=copy)
         specs, partitions = engine.shard_specs(), tuple(engine.partitions())
@@ -284,6 +312,7 @@ class CheckpointManager:
             lambda listing: self._ranks.on_rank0(listing.fallbacks),
             lambda path: metadata.hold(path) if self._ranks.rank == 0 else None,
         )
+        found = self._newer_local(found) or found
         if found is None:
             self._warn(Problem("no-checkpoint-to-load", folder=folder))
             return None
@@ -301,6 +330,22 @@ class CheckpointManager:
             return dataclasses.replace(found, run=run)
         return found
 
+    def _newer_local(self, found: CheckpointMetadata | None) -> CheckpointMetadata | None:
+        """The local checkpoint with which this run continues after that of --load, if any."""
+        options = self._config.checkpoint
+        is_resume = options.load == options.save and not options.is_new_run
+        if self._local is None or not is_resume or options.no_load_optim or options.step:
+            return None
+        place = options.save_url or options.save
+
+        def is_own(run: RunRecord) -> bool:
+            saved = run.config.get("checkpoint", {})
+            if (saved.get("save_url") or saved.get("save")) != place:
+                return False
+            return found is None or run.branch.at(found.iteration) == found.run.branch
+
+        return self._local.restore(0 if found is None else found.iteration, is_own, self._readers)
+
     def load(self, engine: Engine, found: CheckpointMetadata) -> TrainState:
         """Restores a selected checkpoint into an engine and returns its state.
 
@@ -315,7 +360,8 @@ class CheckpointManager:
         saved = {name: shard.parts for name, shard in found.run.shards.items()}
         own = {name: spec.parts for name, spec in engine.shard_specs().items()}
         raise_if_any(part_conflicts(saved, own, found.path))
-        shown = self._config.checkpoint.load_url or folder
+        is_local = str(folder) != self._config.checkpoint.load
+        shown = folder if is_local else self._config.checkpoint.load_url or folder
         self._log(f" loading checkpoint from {shown} at iteration {iteration}")
         layout = ParallelLayout.of(self._config, self._mesh.dp.size)
         conflicts = partition_conflicts(found, engine.partitions())
@@ -328,7 +374,7 @@ class CheckpointManager:
             self._reshard(engine, found, changes)
         elif any(self._ranks.on_all(lambda: bool(changes or conflicts))):
             raise_if_any(conflicts if layout.optimizer == EIGHT_BIT else [])
-            if self._stores.load is not None and not changes:
+            if self._stores.load is not None and not changes and not is_local:
                 self._stores.load.fetch_all(found.path)
             self._reshard(engine, found, changes)
         else:
@@ -337,6 +383,8 @@ class CheckpointManager:
         if found.reader is not None:
             found.reader.release()
         self.newest = found.path
+        if self._local is not None:
+            self._local.discard_after(found.run.state.iteration)
         self._log(f"  successfully loaded checkpoint from {shown} at iteration {iteration}")
         return found.run.state
 
@@ -389,7 +437,7 @@ class CheckpointManager:
         The first rank checks names and sizes, and one rank the contents of each file.
         """
         if self._stores.load is not None:
-            return self._stores.load.find_damage(path, self._readers)
+            return self._stores.load.find_damage(path, lambda: self._readers(read_run(path).run))
         damage = self._ranks.on_rank0(lambda: metadata.find_damage(path))
         if damage is not None:
             return damage
@@ -408,7 +456,7 @@ class CheckpointManager:
     def _file_readers(self) -> FileReaders:
         return FileReaders(self._mesh.tp.size, self._mesh.dp.size, self._mesh.world_size)
 
-    def _readers(self, path: Path) -> IsNeeded:
+    def _readers(self, run: RunRecord) -> IsNeeded:
         """Which ranks load which files of a checkpoint: all of one that is resharded.
 
         Also with axes by which file names do not number the ranks.
@@ -416,7 +464,7 @@ class CheckpointManager:
         options = self._config.checkpoint
         own = ParallelLayout.of(self._config, self._mesh.dp.size)
         is_numbered = own.ds_sequence_parallel_size == own.expert_model_parallel_size == 1
-        is_equal = is_numbered and read_run(path).run.layout == own
+        is_equal = is_numbered and run.layout == own
         if options.finetune or options.no_load_optim or not is_equal:
             return lambda name, rank: True
         return self._file_readers.is_read_by

@@ -168,6 +168,12 @@ class SaveSteps:
         storage.publish(self.temporary, self.target)
         return self._update_pointers()
 
+    def small_files(self) -> dict[str, bytes]:
+        """Contents of run.json and of the tokenizer's files by name."""
+        assert self.run is not None
+        tokenizer = {f"{TOKENIZER}/{name}": text for name, text in self.tokenizer_files.items()}
+        return {**tokenizer, RUN: storage.json_text(self.run.to_dict()).encode()}
+
     def _describe(self, files: dict[str, FileRecord]) -> None:
         """Writes what a checkpoint has besides the files of the ranks, the manifest last."""
         assert self.run is not None

@@ -44,7 +44,12 @@ folder with a deleted file that is still open can be neither deleted nor replace
 
 def write_json(path: Path, value: Any) -> FileRecord:
     """Writes a JSON file atomically and durably."""
-    return write_text(path, json.dumps(value, indent=1) + "\n")
+    return write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """The content of a JSON file."""
+    return json.dumps(value, indent=1) + "\n"
 
 
 def write_text(path: Path, text: str) -> FileRecord:

@@ -40,12 +40,12 @@ class StoreFolder:
         self._ranks = ranks
         self._log = log
 
-    def find_damage(self, path: Path, readers: Callable[[Path], IsNeeded]) -> Problem | None:
+    def find_damage(self, path: Path, readers: Callable[[], IsNeeded]) -> Problem | None:
         """Downloads what the ranks of each node load of a checkpoint, and verifies it.
 
         Args:
             path: Its staging folder.
-            readers: Returns whether a rank loads a file of a checkpoint, from its description.
+            readers: Returns whether a rank loads a file; called once run.json is here.
 
         Returns:
             The first problem found, the same on every rank.
@@ -59,7 +59,7 @@ class StoreFolder:
                 return damage
             manifest = self._ranks.on_rank0(lambda: (path / MANIFEST).read_bytes())
             self._ranks.on_all(lambda: self._mirror(path, manifest))
-            files, is_needed = read_manifest(path), readers(path)
+            files, is_needed = read_manifest(path), readers()
             return self._fetch(path, files, [name for name in files if self._has(name, is_needed)])
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)

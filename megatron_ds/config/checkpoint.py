@@ -52,6 +52,20 @@ class CheckpointConfig:
         "variables in it are expanded (default: below the folder for temporary files)",
         metavar="FOLDER",
     )
+    local_checkpoint_dir: str | None = option_field(
+        None,
+        "folder on the disk of each node for frequent checkpoints, each with a copy on the next "
+        "node; a run continues from the newest one if it is newer than that of --load. Variables "
+        "in it are expanded",
+        metavar="FOLDER",
+        only_with=SAVE,
+    )
+    local_save_interval: int | None = option_field(
+        None,
+        "number of iterations between checkpoints in --local-checkpoint-dir",
+        minimum=1,
+        only_with=when(local_checkpoint_dir=ANY_VALUE),
+    )
     save_interval: int | None = option_field(
         None,
         "number of iterations between checkpoints; the last iteration is always saved",

@@ -56,6 +56,22 @@ class Saver:
         with _SaveErrors(self.options, final=final):
             self.checkpoints.save(self.engine, state, history, in_background=in_background)
 
+    def save_local(self, state: TrainState, history: Callable[[], BlendHistory | None]) -> None:
+        """Saves a checkpoint to the nodes' own disks; one that fails is a warning.
+
+        Args:
+            state: State after the last step.
+            history: Returns the consumption of the training data.
+        """
+        self.checkpoints.save_local(self.engine, state, history)
+
+    def is_local_due(self, iteration: int) -> bool:
+        """Whether --local-save-interval demands a save after an iteration."""
+        interval, options = self.options.local_save_interval, self.options
+        if interval is None or options.local_checkpoint_dir is None or options.save is None:
+            return False
+        return iteration % interval == 0
+
     def advance(self) -> None:
         """Continues a save in the background; waits for no disk.
 

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from megatron_ds import schedules
 from megatron_ds.checkpoint.folders import claimed_folders
 from megatron_ds.checkpoint.foreign_start import StartStates, open_foreign
+from megatron_ds.checkpoint.local_copies import LocalCheckpoints
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.run_stores import claimed_stores
 from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
@@ -78,12 +80,14 @@ def pretrain(
         writes = context.rank == 0 and config.checkpoint.save is not None
         files = read_files(config.tokenizer) if writes else {}
         tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
+        local = LocalCheckpoints.open(config.checkpoint, ranks, _warn)
         checkpoints = functools.partial(
             CheckpointManager,
             ranks=ranks,
             lock=stores.lock or lock,
             tokenizer=tokenizer,
             stores=stores,
+            local=local,
         )
         trainer = build_trainer(config, inputs, context, life, startup, checkpoints)
         life.on_training_started()
@@ -96,6 +100,10 @@ def pretrain(
     life.on_finished()
     distributed.destroy_process_group()
     return code
+
+
+def _warn(problem: Problem) -> None:
+    output.print_on_rank(f"WARNING: {problem.render()}")
 
 
 def build_trainer(

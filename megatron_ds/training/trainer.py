@@ -86,6 +86,9 @@ class Trainer:
             self.saver.advance()
             if self._is_evaluation_due(stop):
                 stop = self._evaluate("validation", f"iteration {self.state.iteration}") or stop
+            if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
+                self.metrics.write_pending()
+                self.saver.save_local(self.state, self._blend_history)
             if self.saver.is_due(self.state.iteration) or self._is_last(stop):
                 self._save(final=self._is_last(stop))
                 stop = stop or self.exits.external_stop(self.state.iteration)

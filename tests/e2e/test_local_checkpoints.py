@@ -1,0 +1,129 @@
+"""Checkpoints on the disks of two nodes, of which one or both lose files.
+
+Each rank has a folder of its own for --local-checkpoint-dir, and is a node.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Launcher, Settings, checkpoint_differences, steps
+from tests.problems import printed_codes
+
+RANKS = 2
+SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 8, "zero_stage": 2}
+STATES = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    settings = {**base, **SCHEDULE, "save": folder}
+    launcher.start(settings, ranks=RANKS).succeed()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def crashed(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed in iteration 7: saved at 3, and locally at 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("crashed")
+    run = launcher.start(
+        settings_in(folder, base), ranks=RANKS, fault="iteration:7:kill-all", folder=folder
+    )
+    assert set(run.wait().codes) == {-9}
+    assert "saved local checkpoint at iteration       6 on all nodes\n" in run.output
+    for rank in range(RANKS):
+        node = folder / f"node-{rank}"
+        kept = {path.name for path in node.iterdir() if path.is_dir()}
+        assert kept == {"global_step4", "global_step6"}
+        # Its own states and those of the other node.
+        for other in range(RANKS):
+            assert (node / "global_step6" / STATES.format(other)).is_file()
+    return folder
+
+
+def settings_in(folder: Path, base: Settings) -> Settings:
+    return {
+        **base,
+        **SCHEDULE,
+        "save": "run",
+        "load": "run",
+        "save_interval": 3,
+        "local_checkpoint_dir": "node-$RANK",
+        "local_save_interval": 2,
+    }
+
+
+def resumed(crashed: Path, folder: Path) -> Path:
+    shutil.copytree(crashed, folder)
+    shutil.rmtree(folder / "run" / "global_step6")  # the iteration of a local one
+    for name, text in (("latest", "global_step3"), ("latest_checkpointed_iteration.txt", "3")):
+        (folder / "run" / name).write_text(text)
+    return folder
+
+
+def assert_equal(folder: Path, uninterrupted: Path) -> None:
+    run = folder / "run"
+    assert steps(run) == steps(uninterrupted)
+    assert not checkpoint_differences(uninterrupted / "global_step8", run / "global_step8")
+
+
+@pytest.mark.parametrize("lost", [None, 0, pytest.param(1, marks=pytest.mark.smoke)])
+def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
+    lost: int | None,
+    crashed: Path,
+    uninterrupted: Path,
+    launcher: Launcher,
+    base: Settings,
+    tmp_path: Path,
+) -> None:
+    folder = resumed(crashed, tmp_path / "again")
+    if lost is not None:
+        shutil.rmtree(folder / f"node-{lost}")
+    settings = settings_in(folder, base)
+    output = launcher.start(settings, ranks=RANKS, folder=folder).succeed()
+    assert " at iteration 6\n" in output
+    restored = [line for line in output.splitlines() if "[local-checkpoint-restored]" in line]
+    if lost is None:
+        assert not restored
+    else:
+        assert len(restored) == 1
+        assert f"node {lost} (" in restored[0].partition("received from")[0]
+        assert f"node {1 - lost} (" in restored[0].partition("received from")[2]
+    assert_equal(folder, uninterrupted)
+
+
+def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
+    crashed: Path,
+    uninterrupted: Path,
+    launcher: Launcher,
+    base: Settings,
+    tmp_path: Path,
+) -> None:
+    """Iteration 6 has lost a file on both nodes, iteration 4 a byte on one; then all is lost."""
+    folder = resumed(crashed, tmp_path / "again")
+    for rank in range(RANKS):
+        (folder / f"node-{rank}" / "global_step6" / STATES.format(1)).unlink()
+    damaged = folder / "node-1" / "global_step4" / STATES.format(1)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    settings = settings_in(folder, base)
+    output = launcher.start(settings, ranks=RANKS, folder=folder).succeed()
+    codes = printed_codes(output)
+    assert codes.count("local-checkpoint-incomplete") == 1
+    assert codes.count("local-checkpoint-restored") == 1
+    assert " at iteration 4\n" in output
+    assert_equal(folder, uninterrupted)
+
+    folder = resumed(crashed, tmp_path / "lost")
+    for rank in range(RANKS):
+        shutil.rmtree(folder / f"node-{rank}")
+    output = launcher.start(settings, ranks=RANKS, folder=folder).succeed()
+    assert "loading checkpoint from run at iteration 3\n" in output
+    assert_equal(folder, uninterrupted)
