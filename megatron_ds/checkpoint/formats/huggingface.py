@@ -50,6 +50,8 @@ PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TRANSPOSED_ROWS = 64
 """Rows that are transposed at once."""
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FROM_MODEL_CONFIG = "_from_model_config"
+"""Entry of a generation_config.json that has only the special ids of config.json."""
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -97,12 +99,15 @@ def read_settings(path: Path) -> tuple[Family, ModelSettings]:
         config.lack("quantized weights", "quantization_config", "...")
     if config.lacking:
         raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
-    generation = path / GENERATION
-    known_ids = {**values, **(read_json_object(generation) if generation.is_file() else {})}
+    file = path / GENERATION
+    generation = read_json_object(file) if file.is_file() else {}
+    known_ids = {**values, **generation}
+    written = {*SPECIAL_IDS, FROM_MODEL_CONFIG, "transformers_version"}
     return family, dataclasses.replace(
         settings,
         tokenizer=hf_tokenizer.settings_of_folder(path),
         special_ids={name: known_ids[name] for name in SPECIAL_IDS if name in known_ids},
+        generation={name: value for name, value in generation.items() if name not in written},
     )
 
 
@@ -135,10 +140,9 @@ def write_hf(
         tensors = _their_tensors(family, source)
         write_sharded(temporary, tensors, shard_bytes=shard_bytes, on_tensor=on_tensor)
         _write_json(temporary / HF_CONFIG, values)
-        _write_json(
-            temporary / GENERATION,
-            {"_from_model_config": True} | {k: v for k, v in special.items() if v is not None},
-        )
+        generation = source.settings.generation or {FROM_MODEL_CONFIG: True}
+        known_ids = {name: value for name, value in special.items() if value is not None}
+        _write_json(temporary / GENERATION, {**generation, **known_ids})
         for name, content in hf_tokenizer.files_of(source.settings).items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(content)

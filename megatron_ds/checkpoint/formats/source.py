@@ -55,7 +55,8 @@ class ModelSettings:
     """Tokens up to which the model computes what the original does. None: any number."""
     model_type: str | None = None
     """Name of the family in Hugging Face's library; None for a model of another origin."""
-
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """Further entries of its generation_config.json, such as a temperature."""
     may_have_padding: bool = False
     """Whether `vocab_size` may count padding, because the format does not tell its rows."""
 

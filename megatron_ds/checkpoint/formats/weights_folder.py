@@ -123,8 +123,12 @@ def _parts_of(values: Mapping[str, Any], path: Path) -> dict[str, tuple[str, ...
 
 def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
     try:
+        # Absent from folders of older versions.
+        values = {"generation": {}, **values}
         names = [item.name for item in dataclasses.fields(ModelSettings)]
         settings = ModelSettings(**{name: values[name] for name in names})
+        if not isinstance(settings.generation, dict):
+            raise TypeError(f"generation is {settings.generation!r}")
         tokenizer = dict(settings.tokenizer)
         if tokenizer:
             tokenizer = with_copies(tokenizer, path / TOKENIZER)

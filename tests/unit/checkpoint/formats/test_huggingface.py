@@ -95,6 +95,18 @@ def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     assert loaded.generation_config.eos_token_id == 1
 
 
+def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
+    model = random_model("llama")
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[1, 2])
+    model.save_pretrained(tmp_path / "theirs")
+    write_weights_folder(open_hf(tmp_path / "theirs"), tmp_path / "ours")
+    write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
+    generation = load_strictly(tmp_path / "again").generation_config
+    found, expected = generation.to_dict(), model.generation_config.to_dict()
+    assert found.pop("_from_model_config") != expected.pop("_from_model_config")
+    assert found == expected
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_types_are_kept(tmp_path: Path, dtype: torch.dtype) -> None:
     random_model("llama").to(dtype).save_pretrained(tmp_path / "theirs")
