@@ -502,6 +502,8 @@ INEFFECTIVE: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "async_save": [(True, {"load": "x"})],
     "keep_last": [(1, {})],
     "keep_every": [(100, {"save": "x"})],
+    "local_checkpoint_dir": [("x", {}), ("x", {"load": "x"})],
+    "local_save_interval": [(5, {"save": "x"})],
     "ckpt_step": [(5, {}), (5, {"save": "x"})],
     "exit_on_missing_checkpoint": [(True, {})],
     "load_tag": [("global_step5", {})],
