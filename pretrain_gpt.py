@@ -30,7 +30,7 @@ def main() -> None:
     def complete(
         config: Config, world_size: int, warn: Callable[[str], None]
     ) -> tuple[Config, list[Problem]]:
-        """Fills in what the checkpoint to load and the DeepSpeed file say."""
+        """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
         config, of_stores = stage(config)
         config, of_checkpoint = merge_settings(config, warn)
         config, of_file = merge_file(config, world_size, warn)

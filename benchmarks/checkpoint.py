@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py --output checkpoint.json
 
-The model has 345 million parameters and Adam's state: bf16 weights, fp32 master weights and two
+The model has 355 million parameters and Adam's state: bf16 weights, fp32 master weights and two
 moments, 5 GB, saved by one process with ZeRO 1. Every round writes the same bytes by plain writes,
 by torch.save and by a save of the package, each followed by fsync, and reads them by plain reads,
 by torch.load and by a load of the package, each from the disk: the files are dropped from memory

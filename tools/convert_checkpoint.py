@@ -91,7 +91,7 @@ class Options:
     target_adam: str = option_field(
         "fused",
         "Adam of the Megatron that continues: the one of Transformer Engine or apex, or torch's "
-        "AdamW, which Megatron takes where both are missing",
+        "AdamW, which Megatron uses if both are missing",
         choices=("fused", "torch"),
         only_with=when(optimizer_states=True),
     )
@@ -106,7 +106,7 @@ class Options:
 
     @property
     def source(self) -> tuple[str, Path]:
-        """Format and folder; the format may stand before the folder."""
+        """Format and folder; the format may precede the folder."""
         name, folder = split_location(self.load)
         return name if name != "auto" else self.source_format, Path(folder)
 

@@ -38,8 +38,8 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 class Options:
     """Shows what a checkpoint contains, verifies it, and compares it with another.
 
-    The format is recognized, or stands before the folder, as in hf:FOLDER; of a --save folder the
-    checkpoint is shown that a run would load. Tensors are read one at a time. The exit status is 1
+    The format is recognized, or given before the folder, as in hf:FOLDER. Of a --save folder, the
+    checkpoint that a run would load is shown. Tensors are read one at a time. The exit status is 1
     if files are damaged or the checkpoints differ.
     """
 
@@ -57,7 +57,7 @@ class Options:
         "read all files and compare them with their checksums; of a --save folder, those of all "
         "checkpoints, and check the pointers",
     )
-    tensors: bool = option_field(False, "list every tensor; otherwise those of all layers as one")
+    tensors: bool = option_field(False, "list every tensor, and not one row for all layers")
     json: bool = option_field(False, "print one JSON object")
 
     def problems(self) -> Iterator[Problem]:

@@ -249,7 +249,7 @@ def _why_weights_alone(found: Found, model: MegatronModel, config: Config) -> st
     if not is_adam and not is_without:
         return "its optimizer states are those of Adam"
     if model.consumed_samples is None or (model.steps is None and not is_without):
-        return "it does not tell how many samples were read, or steps taken"
+        return "it does not contain the number of samples that were read, or of steps"
     return None
 
 

@@ -37,8 +37,8 @@ from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES, FullStates
 
 WEIGHT = "weight"
 """Kind of the model's weights; the other kinds are those of the optimizer's states."""
-OF_THE_PROCESS = frozenset({"checkpoint", "logging", "runtime"})
-"""Groups of settings that say nothing of what is in a checkpoint."""
+PROCESS_GROUPS = frozenset({"checkpoint", "logging", "runtime"})
+"""Groups of settings that do not describe what is in a checkpoint."""
 
 Warn = Callable[[str], None]
 
@@ -71,7 +71,7 @@ class OpenedCheckpoint:
     layout: Mapping[str, Any] = field(default_factory=dict)
     data: tuple[SourcePosition, ...] = ()
     shards: Mapping[str, str] = field(default_factory=dict)
-    """How a weight is sharded, by name; absent for one that is stored whole."""
+    """How a weight is sharded, by name; absent for one that is stored as a full tensor."""
     metrics: Path | None = None
     """File with the loss curve of the training, which may not exist."""
 
@@ -169,7 +169,7 @@ def _open_training(found: CheckpointMetadata, warn: Warn) -> OpenedCheckpoint:
         settings={
             group: _changed(group, values)
             for group, values in run.config.items()
-            if group not in OF_THE_PROCESS
+            if group not in PROCESS_GROUPS
         },
         progress=run.state.to_dict(),
         scalars=scalars,

@@ -21,7 +21,7 @@ class FileReaders:
     def assigned(self, names: Iterable[str], rank: int) -> list[str]:
         """The files that a rank verifies: those that it loads, so that they are read once.
 
-        The load then finds them in the host's cache. The others are distributed.
+        The load then finds them in the host's cache. Files that no rank loads are distributed.
         """
 
         def reader(index: int, name: str) -> int:

@@ -42,7 +42,7 @@ from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
 from megatron_ds.launch import environment
 
 KEPT = 2
-"""Checkpoints that a node keeps: a save that fails leaves one before the last."""
+"""Checkpoints that a node keeps, so that a failed save leaves a complete one on all nodes."""
 Files = Mapping[str, FileRecord]
 
 
@@ -203,7 +203,7 @@ class LocalCheckpoints:
         ]
 
     def _check(self, name: str) -> _Found | None:
-        """A checkpoint of this node, with the files of which this rank has verified its share."""
+        """Verifies this rank's share of the files that this node has of a checkpoint."""
         path = self._folder / name
         with suppress(OSError, UserError):
             if find_record_damage(path) is not None:

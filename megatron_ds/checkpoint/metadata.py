@@ -342,7 +342,7 @@ def run_folder(path: Path) -> Path:
 def read_run(path: Path) -> CheckpointMetadata:
     """Reads a checkpoint's `run.json`.
 
-    A universal checkpoint that DeepSpeed has converted has that of its source beside it.
+    Of a universal checkpoint that DeepSpeed has converted, it is that of its source folder.
 
     Raises:
         UserError: If it is damaged, of another format, or its iteration is not the folder's.

@@ -1,7 +1,7 @@
 """Which ranks share a folder that each node has for itself, such as a disk of its own.
 
-Found out by files that the ranks write and look for, so that containers, several nodes of one host
-and folders on a network file system are told apart by what they are.
+Determined by files that the ranks write and list, not by names of hosts: a host may have several
+containers with a folder each, and a network file system is one folder for many hosts.
 """
 
 from __future__ import annotations

@@ -92,10 +92,10 @@ class LockFile(Protocol):
         """Creates the file unless there is one; returns whether it did."""
 
     def touch(self, content: bytes) -> None:
-        """Gives the sign of life of the owner who has written this content."""
+        """Gives a heartbeat of the owner who has written this content."""
 
     def touched(self) -> object:
-        """Changes with each sign of life."""
+        """Changes with each heartbeat."""
 
     def remove(self, content: bytes) -> None:
         """Removes the file of a dead owner, and no other that has replaced it meanwhile."""
@@ -120,7 +120,7 @@ class RunLock:
 
     def release(self) -> None:
         self._released.set()
-        self._thread.join(HEARTBEAT_S)  # a sign of life after the removal would create it again
+        self._thread.join(HEARTBEAT_S)  # a heartbeat after the removal would create it again
         with suppress(OSError):
             if self._file.read() == self._content:
                 self._file.remove(self._content)
@@ -186,7 +186,7 @@ def _becomes_true(condition: Callable[[], bool], timeout: float) -> bool:
 
 
 class FolderLockFile:
-    """A lock file of a file system; its time of modification is the sign of life."""
+    """A lock file of a file system; its time of modification is the heartbeat."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -4,9 +4,9 @@
     write     all      their files, each flushed to the disk
     complete  rank 0   run.json, tokenizer, manifest; the rename; the pointers; retention
 
-`SaveSteps` owns what each step does, `SaveInProgress` when: while the others wait, or in a thread
-of each rank while the training continues. A thread communicates with no other rank: in between, the
-main threads agree that all have finished a step and exchange its results.
+`SaveSteps` owns what each step does, and `SaveInProgress` when: while the training waits, or in a
+thread of each rank while it continues. These threads do not communicate: between two steps, the
+main threads agree that all ranks have finished, and exchange the results.
 """
 
 from __future__ import annotations

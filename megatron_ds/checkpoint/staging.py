@@ -1,8 +1,8 @@
-"""Local folders that stand for URLs: of --save and --load in an object store.
+"""Staging folders: the local folders that replace the URLs of --save and --load.
 
-A run works on a staging folder of each node. Before it starts, `stage` brings what describes the
+A run works on a staging folder of each node. Before it starts, `stage` downloads what describes the
 checkpoints of the store, so that they are selected and compared like those of a folder; `fetch`
-brings their files once one is selected. A checkpoint is complete in the store when it has a
+downloads the files of the selected one. A checkpoint is complete in the store when it has a
 manifest, which is written last and removed first. Imports no torch.
 """
 
@@ -129,8 +129,8 @@ def mirror(store: ObjectStore, folder: Path, *, everything: bool | None = None) 
     Args:
         store: The store.
         folder: Staging folder.
-        everything: Whether to download all files. By default of a store without checkpoints of
-            ours, such as one with a model of Hugging Face.
+        everything: Whether to download all files. None: if the store has no checkpoints of this
+            program, but a model of Hugging Face, for example.
 
     Raises:
         UserError: If the store fails, or the disk does.
@@ -159,7 +159,7 @@ def mirror(store: ObjectStore, folder: Path, *, everything: bool | None = None) 
 
 
 def mirror_checkpoint(store: ObjectStore, path: Path) -> None:
-    """Brings what describes a checkpoint: run.json, the tokenizer's files, the manifest.
+    """Downloads what describes a checkpoint: run.json, the tokenizer's files, the manifest.
 
     Raises:
         OSError: If the store or the disk fails.
@@ -241,17 +241,18 @@ def find_missing(store: ObjectStore, path: Path) -> Problem | None:
 
 
 def restore_metrics(store: ObjectStore, folder: Path) -> None:
-    """Brings the metrics of the run that is continued, on the rank that appends to them."""
+    """Downloads the metrics of the run that is continued, on the rank that appends to them."""
     try:
         write_atomically(folder / METRICS, store.read(METRICS))
     except FileNotFoundError:
-        (folder / METRICS).unlink(missing_ok=True)  # of a run that is in the store no more
+        (folder / METRICS).unlink(missing_ok=True)  # of a run that is no longer in the store
 
 
 def staged_location(location: str, staging_dir: str | None, warn: Callable[[str], None]) -> str:
-    """A value of a tool's --load without a URL: brings all files of what the URL names.
+    """Downloads what a tool's --load names if it is a URL; returns its value with a local folder.
 
-    Of a --save URL, those of the last undamaged checkpoint. Several processes may call it.
+    Of a --save URL, these are the files of the last undamaged checkpoint. Several processes may
+    call it.
 
     Args:
         location: Value of --load. One that is no URL is returned as it is.
@@ -294,7 +295,9 @@ def _fetch_and_check(store: ObjectStore, path: Path) -> Problem | None:
             damaged = [name for name in files if not _is_intact(path / name, files[name])]
             damage = find_damage(path)
             if damaged and damage is None:
-                reasons = (f"{name} does not match its SHA-256 in the manifest" for name in damaged)
+                reasons = (
+                    f"{each} does not match its checksum in the manifest" for each in damaged
+                )
                 damage = Problem("checkpoint-files-damaged", damages="; ".join(reasons))
     except UserError as error:
         return error.problems[0]

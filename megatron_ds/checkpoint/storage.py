@@ -187,7 +187,7 @@ def remove_older(newest: Path, branch: Branch, retention: Retention) -> None:
     for path in older[retention.last - 1 :]:
         if retention.is_milestone(path):
             continue
-        with open(path / MANIFEST, "r+b") as manifest:  # network file systems lock no others alone
+        with open(path / MANIFEST, "r+b") as manifest:  # on NFS, only such a file can be locked
             if lock_now(manifest) is False:
                 continue  # it is being read
             removed = path.with_name(f"{REMOVED}{path.name}")

@@ -1,7 +1,7 @@
-"""The store of a run's --load: brings a checkpoint to the nodes that need it. Collective.
+"""The store of a run's --load: downloads a checkpoint to the nodes that need it. Collective.
 
-Each node has a staging folder. Its ranks share the download of the files that they load; a
-checkpoint that is resharded is downloaded by every node entirely.
+Each node has a staging folder. Its ranks share the download of the files that they load; every node
+downloads all files of a checkpoint that is resharded.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StoreFolder:
         return any(is_needed(name, rank) for rank in self.nodes.own_ranks)
 
     def _mirror(self, path: Path, manifest: bytes) -> None:
-        """Brings what describes a checkpoint, if another node has seen it earlier."""
+        """Downloads what describes a checkpoint, if this node has another description of it."""
         if self.nodes.is_first and _content(path / MANIFEST) != manifest:
             staging.mirror_checkpoint(self.store, path)
             if _content(path / MANIFEST) != manifest:

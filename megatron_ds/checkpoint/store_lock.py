@@ -1,8 +1,9 @@
 """The lock by which one run owns a --save URL: an object that its owner rewrites regularly.
 
-The first line names the owner as in the lock file of a folder, the second one counts its signs of
-life. A store that creates objects conditionally, such as S3, gives the lock to one run; in others
-two runs that start within a second may both take it, and the one that is overwritten stops saving.
+The first line names the owner as in the lock file of a folder, the second one counts its
+heartbeats. In a store that creates objects conditionally, such as S3, one run gets the lock; in
+other stores two runs that start within a second may both get it, and the one whose lock is
+overwritten stops saving.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@
     invalidate   rank 0      removes the checkpoint to be replaced and what interrupted uploads left
     upload       all         their files
     complete     rank 0      run.json, tokenizer, the run's files; the manifest; pointers; retention
-    keep         each node   the rename; the files stay for a resume on this node, others go
+    keep         each node   the rename; the files stay for a resume on this node, older ones do not
 
-A checkpoint is in the store once its manifest is, so that a crash at any moment leaves the others.
+A checkpoint is complete as soon as its manifest is in the store; a crash at any moment leaves the
+other checkpoints intact.
 """
 
 from __future__ import annotations
@@ -222,9 +223,9 @@ def is_run_file(path: Path) -> bool:
 
 
 def upload_metrics(store: ObjectStore, folder: Path) -> None:
-    """Uploads the metrics of the run, and those that it has put aside.
+    """Uploads the metrics of the run, and those that an earlier branch has left.
 
-    They are read at once, because more may be appended meanwhile.
+    Each file is read completely before its upload, because records may be appended during it.
     """
     for path in folder.glob(f"{METRICS}*"):
         store.write(path.name, path.read_bytes())

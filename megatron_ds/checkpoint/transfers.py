@@ -1,6 +1,6 @@
 """Sends files from rank to rank through the process group of agreements, in chunks.
 
-All ranks go through the same list in its order and take part in what concerns them, so that no two
+All ranks go through the same list in its order and take part in their own transfers, so that no two
 wait for each other. A rank whose disk fails continues to send or receive until the end.
 """
 
@@ -73,7 +73,7 @@ def exchange(transfers: Sequence[Transfer], folder: Path, ranks: RankAgreement) 
 
 
 class _End:
-    """One side of a transfer, which notes its first error."""
+    """One side of a transfer, which records its first error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

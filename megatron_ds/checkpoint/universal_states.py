@@ -1,7 +1,7 @@
 """Weights and optimizer states of a universal checkpoint by canonical name.
 
-Knows the files of DeepSpeed's format and no engines. Files are memory-mapped, and what is asked for
-is read.
+Knows the files of DeepSpeed's format and no engines. Files are memory-mapped, and only the
+requested values are read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds every damage of a checkpoint: reads all of its files and compares them with its manifest.
 
 A load stops at the first damage, because it needs an intact checkpoint; here all of it is listed,
-with the name of each file. Formats of other programs have no manifest: the checksums inside of
+with the name of each file. Formats of other programs have no manifest: the checksums inside
 torch's files are verified, and every tensor is read.
 """
 
@@ -52,8 +52,8 @@ def verify(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> list
         warn: Called with each warning.
 
     Returns:
-        A result for each checkpoint, the newest first, those that are universal after the others,
-        and one for the pointers.
+        A result for each checkpoint, the newest first, then for each universal one, and one for
+        the pointers.
 
     Raises:
         UserError: If the folder has no checkpoint.

@@ -129,7 +129,7 @@ class LazySampleIndexes:
 
 @dataclass(frozen=True)
 class LazyUnreadIndexes:
-    """Indexes of what a dataset has not given at another sequence length.
+    """Indexes of the unread text of a dataset, at another sequence length.
 
     Attributes:
         dataset: The dataset.

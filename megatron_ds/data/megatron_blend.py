@@ -2,9 +2,9 @@
 
 At every position i, the source with the largest weight x max(i, 1) - samples so far is read, in
 double precision, and of equal ones the first. Each choice depends on all before it. But two orders
-that begin with different counts soon become equal, because both read what lags behind. So many
-parts of an order are computed side by side, each from a guess of its first counts; a part whose
-guess is not what the part before it ended with is computed again. The result is exact.
+that begin with different counts soon become equal, because both read what lags behind. Many parts
+of an order are therefore computed at once, each from a guess of its first counts; a part whose
+guess differs from the last counts of the part before it is computed again. The result is exact.
 
 Knows weights alone.
 """
@@ -20,7 +20,7 @@ import numpy.typing as npt
 GREEDY_FORMAT = 1001
 """Version of the order, apart from those of `blend_schedule`."""
 MAX_PARTS = 1024
-"""Parts that are computed side by side."""
+"""Parts that are computed at once."""
 MAX_ELEMENTS = 1 << 21
 """Counts of all parts, 16 MB."""
 SHORTEST_PART = 512
@@ -135,8 +135,8 @@ class GreedyModel:
         return np.concatenate([begin, end[-1:]]), chosen
 
     def _guess(self, positions: Counts) -> Floats:
-        """Counts at positions, about in proportion; those of rare sources are rather too low,
-        because what is missing is read at once."""
+        """Counts at positions, about in proportion; those of rare sources are too low rather
+        than too high, because missing samples are read next."""
         sources = len(self._weights)
         expected = self._weights * positions[:, None]
         counts = np.maximum(np.floor(expected + 1.5 * sources * self._weights - 1), 0)

@@ -1,4 +1,4 @@
-"""Samples of the text that a dataset has not given, in another length.
+"""Samples of another length, from the text of a dataset that was not read.
 
 For a run whose sequence length changes in the middle of an epoch. Knows datasets and arrays, but no
 files, caches, ranks or torch.
@@ -82,7 +82,7 @@ def build_unread_indexes(
 class UnreadDataset:
     """What a dataset has after its first positions, [seq_length + 1] int32 per sample.
 
-    The unread samples are joined in the order of the text, and cut again. Where a sample between
+    The unread samples are joined in the order of the text, and split again. Where a sample between
     two of them was read, the text continues after a gap. Fewer tokens than a new sample has remain
     at the end. Implements `TokenDataset` and `NumberedDataset`.
 

@@ -161,7 +161,7 @@ class Snapshot:
 def without_states(values: Any) -> Any:
     """The content of a file of DeepSpeed's without the states of its optimizer.
 
-    Master weights remain: DeepSpeed stores them beside the states.
+    Master weights remain: DeepSpeed stores them separately from the states.
     """
     if not isinstance(values, dict):
         return values

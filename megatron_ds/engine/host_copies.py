@@ -1,6 +1,6 @@
 """Copies of state dicts in host memory, which are written while the training changes the states.
 
-A file that is written of a copy equals that of the original, byte by byte: tensors of one storage
+A file that is written from a copy equals that of the original, byte by byte: tensors of one storage
 share one in the copy, and objects that occur twice are copied once. Knows nothing of checkpoints.
 """
 

@@ -63,7 +63,7 @@ class SharedLock:
     """A shared lock of a file: while this process lives and has not released it, `lock_now` fails.
 
     Needs no permission to write. It never waits and raises no error: without the file, on a file
-    system without locks, or while another process holds the file's lock alone, nothing is held.
+    system without locks, or while another process holds an exclusive lock, nothing is held.
 
     Args:
         path: The file.

@@ -87,8 +87,8 @@ class ObjectStore:
     def create(self, name: str, content: bytes) -> bool:
         """Creates a small file unless there is one; returns whether it did.
 
-        Atomic in object stores with conditional writes, such as S3. In others two callers may both
-        be told that they did: the one whose content can be read afterwards is right.
+        Atomic in object stores with conditional writes, such as S3. In other stores the result may
+        be true for two callers: the one whose content is read afterwards has created the file.
         """
         path = self._path(name)
         try:

@@ -31,7 +31,7 @@ class Saver:
         interval, minutes = self.options.save_interval, self.options.save_interval_minutes
         if self.options.save is None:
             return False
-        # Every rank must come to the same agreements.
+        # Every rank must make the same collective calls.
         is_late = minutes is not None and self.checkpoints.minutes_have_passed(minutes)
         return is_late or (interval is not None and iteration % interval == 0)
 

@@ -34,7 +34,7 @@ class Options:
     """Converts a checkpoint to full tensors of all weights and optimizer states.
 
     The output can be loaded on every layout, by this program and by DeepSpeed. It appears complete
-    or not at all; then the file latest_universal beside it names it.
+    or not at all; then the file latest_universal in the same folder names it.
     """
 
     input_folder: str = option_field(

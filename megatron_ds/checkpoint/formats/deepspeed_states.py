@@ -2,9 +2,9 @@
 
     zero_pp_rank_D_mp_rank_XX_optim_states.pt    partition D of model-parallel rank XX
 
-A partition is flat. Up to ZeRO 2, `param_slice_mappings` says which part of which weight is where;
-with ZeRO 3, each rank has a part of every weight. Weights are named as DeepSpeed's engine names
-them.
+A partition is flat. Up to ZeRO 2, `param_slice_mappings` records which part of which weight is
+where; with ZeRO 3, each rank has a part of every weight. Weights are named as DeepSpeed's engine
+names them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def zero3_states(
         found[kind] = [[state[kind] for state in rank] for rank in states]
     groups = inner[0].get("param_groups") or [{}]
     steps = steps_of(groups[0], states[0][0])
-    return found, steps, "" if steps is not None else "it does not tell the number of steps"
+    return found, steps, "" if steps is not None else "it does not contain the number of steps"
 
 
 def _flat_tensors(loaded: Mapping[str, Any], group: int) -> dict[str, Tensor]:

@@ -2,8 +2,8 @@
 
 A buffer has the parameters of a model chunk in reverse order, so that the first gradients of a
 backward pass are at its start. Versions differ in the padding between parameters and between the
-buckets of a buffer. Nothing of this is taken on trust: the buffers of the master weights must have
-the weights of the checkpoint where they are expected, and the moments are at the same places.
+buckets of a buffer. None of this is assumed: the buffers of the master weights must have the
+weights of the checkpoint at the expected places, and the moments are at the same places.
 Knows no files.
 """
 
@@ -25,7 +25,7 @@ ALIGNMENT = 64
 """Elements to which newer versions align the start of a parameter."""
 COMPARED = 16
 """First elements that are compared before all are."""
-MISPLACED = "the buffers of its distributed optimizer do not have the weights where they are"
+MISPLACED = "its distributed optimizer's buffers do not have its weights at the expected places"
 """Why states are not read, with the name of a weight."""
 
 Bucket = Mapping[str, Tensor]

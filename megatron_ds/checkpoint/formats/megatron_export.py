@@ -191,10 +191,10 @@ class _Stage:
 
 
 def _spec(name: str, full: Tensor, model: ModelConfig) -> ShardSpec | None:
-    """How Megatron cuts a tensor; None if every rank has all of it."""
+    """How Megatron shards a tensor; None if every rank has all of it."""
     if name.endswith(("attention.proj.weight", "mlp.fc_out.weight")):
         return ShardSpec(1, (full.shape[1],))
     if ".mlp.fc_in." in name and model.is_gated:
         return ShardSpec(0, (model.mlp_hidden_size,) * 2)
-    is_cut = name in VOCABULARY_TABLES or ".attention.qkv." in name or ".mlp.fc_in." in name
-    return ShardSpec(0, (full.shape[0],)) if is_cut else None
+    is_sharded = name in VOCABULARY_TABLES or ".attention.qkv." in name or ".mlp.fc_in." in name
+    return ShardSpec(0, (full.shape[0],)) if is_sharded else None

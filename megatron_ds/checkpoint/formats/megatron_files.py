@@ -42,7 +42,7 @@ ZERO3_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 WEIGHTS = "weights"
 BUFFERS = "distrib_optim.pt"
-"""File of Megatron's distributed optimizer beside that of the weights."""
+"""File of Megatron's distributed optimizer, in the folder of the weights."""
 NORM_KEYS = {"weight", "bias", "scale"}
 
 Shards = dict[str, list[LazyTensor]]

@@ -1,4 +1,4 @@
-"""What all of Megatron's formats have in common on the way out.
+"""What the writers of Megatron's formats have in common.
 
 Owns the order of the QKV rows, the padding of the vocabulary, the arguments that Megatron compares
 or takes over, and what its models lack. Knows no files.

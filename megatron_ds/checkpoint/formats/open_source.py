@@ -65,8 +65,8 @@ def recognize(path: Path, name: str = AUTO) -> Format:
 
     Args:
         path: The folder.
-        name: Name of the format; "auto" recognizes it. If the folder has another one, the message
-            of opening it says what is missing.
+        name: Name of the format; "auto" recognizes it. If the folder has another one, the error of
+            `Format.open` names what is missing.
 
     Raises:
         UserError: If it is none of the known ones.

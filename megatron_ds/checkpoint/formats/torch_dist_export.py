@@ -1,7 +1,7 @@
 """Writes a checkpoint of Megatron Core's `torch_dist` format, by torch's own writer.
 
-Owns the names and shapes of Core's distributed checkpoints. Every tensor is written whole, those of
-all layers under one name with the layer as the first axis, so that the files belong to no layout.
+Owns the names and shapes of Core's distributed checkpoints. Tensors are written unsharded, those of
+all layers under one name with the layer as the first axis, so that any layout can load them.
 One tensor is in memory at a time.
 """
 

@@ -1,4 +1,4 @@
-"""What continues a training with Adam, read from checkpoints of this program and of Megatron.
+"""The states that continue a training with Adam, of checkpoints of this program and of Megatron.
 
 Owns the names that Megatron gives the settings of the optimizer and of its schedule.
 """

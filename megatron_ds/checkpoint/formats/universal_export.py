@@ -1,8 +1,8 @@
 """Writes DeepSpeed's universal format: full tensors of every parameter and of its states.
 
 `checkpoint/universal_folders.py` has the files. What DeepSpeed's own loader needs to shard a tensor
-for tensor parallelism is declared beside it: the dimension, and the matrices that are fused along
-it. One tensor at a time is in memory.
+for tensor parallelism is declared in the same file: the dimension, and the matrices that are fused
+along it. One tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class UniversalContent:
 
 
 def convert_checkpoint(found: CheckpointMetadata, folder: Path, on_tensor: OnTensor) -> None:
-    """Converts a checkpoint of this program, and makes the pointer beside it name it.
+    """Converts a checkpoint of this program, and makes the pointer in the parent folder name it.
 
     Args:
         found: The checkpoint, of any layout.

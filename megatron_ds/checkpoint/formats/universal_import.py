@@ -1,7 +1,7 @@
 """Universal checkpoints of the Megatron-DeepSpeed forks, as DeepSpeed's converter writes them.
 
-Owns how the tensor-parallel shards of a weight were joined: by its tensor-parallel dimension, as
-the file beside it declares. Rows of fused weights whose parts are not declared are in the order of
+Owns how the tensor-parallel shards of a weight were joined: along the dimension that its
+file declares. Rows of fused weights whose parts are not declared are in the order of
 the ranks, so that they are joined again here. Names and rows stay those of Megatron.
 """
 
@@ -67,7 +67,7 @@ def read_universal(folder: Path) -> FoundWeights:
     if any(kinds[kind].keys() != weights.keys() for kind in MOMENTS):
         unread = "its optimizer states are not those of Adam"
     elif steps is None:
-        unread = "it does not tell the number of steps"
+        unread = "it does not contain the number of steps"
     return FoundWeights(state, weights, {} if unread else kinds, steps, unread)
 
 
@@ -77,7 +77,7 @@ class _Layout:
 
     folder: Path
     tp_size: int | None
-    """None if the checkpoint does not tell."""
+    """None if it is unknown."""
     qkv: QkvOrder
     is_gated: bool
     positions: int | None
