@@ -64,6 +64,8 @@ class _Found:
     """SHA-256 of its manifest, which is equal on all nodes of a save."""
     intact: frozenset[str]
     """The rank's share of the files, without those that do not match the manifest."""
+    is_described: bool
+    """Whether all files but the states match it."""
 
 
 class LocalCheckpoints:
@@ -211,7 +213,9 @@ class LocalCheckpoints:
             files = read_manifest(path)
             own = self._nodes.share_of(name for name in files if (path / name).is_file())
             damaged = storage.find_damaged_files(path, {name: files[name] for name in own})
-            return _Found(_digest(path), frozenset(own) - damaged.keys())
+            small = (name for name in files if not name.endswith(STATES))
+            is_described = all(_matches(path / name, files[name]) for name in small)
+            return _Found(_digest(path), frozenset(own) - damaged.keys(), is_described)
         return None
 
     def _restore(
@@ -232,12 +236,17 @@ class LocalCheckpoints:
         path = self._folder / name
         digests = [part.digest for part in parts if part is not None]
         digest = max(sorted(set(digests)), key=digests.count)
-        intact = {
-            rank: part.intact
+        found = {
+            rank: part
             for rank, part in enumerate(parts)
             if part is not None and part.digest == digest
         }
-        source = min(intact)
+        intact = {rank: part.intact for rank, part in found.items()}
+        source = next((rank for rank, part in found.items() if part.is_described), None)
+        if source is None:
+            lack = "no node has all of its small files"
+            self._warn(Problem("local-checkpoint-not-restored", name=name, error=lack))
+            return None
         described = self._ranks.on_all(
             lambda: _describe(path) if self._ranks.rank == source else None
         )[source]
@@ -310,6 +319,10 @@ def _names_after(folder: Path, iteration: int) -> list[str]:
 
 def _digest(path: Path) -> str:
     return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+
+
+def _matches(path: Path, record: FileRecord) -> bool:
+    return path.is_file() and record.matches(path)
 
 
 def _create(temporary: Path) -> None:

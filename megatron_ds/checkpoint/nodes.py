@@ -7,6 +7,7 @@ containers with a folder each, and a network file system is one folder for many 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from megatron_ds.checkpoint.rank_agreement import RankAgreement
 
 TOKEN = ".node-"
 """Prefix of the file by which a rank is found."""
+ABANDONED_S = 86400.0
+"""Age of the file of a run that was killed. Another run may start with the same folder now."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Nodes:
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in folder.glob(f"{TOKEN}*"):  # of a run that was killed
-                if not old.name.startswith(name):
-                    old.unlink(missing_ok=True)
+            for old in folder.glob(f"{TOKEN}*"):
+                with suppress(FileNotFoundError):
+                    if time.time() - old.stat().st_mtime > ABANDONED_S:
+                        old.unlink()
             (folder / f"{name}{ranks.rank}").touch()
 
         def look() -> int:

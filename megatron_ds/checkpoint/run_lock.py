@@ -113,9 +113,13 @@ class RunLock:
     def is_held(self) -> bool:
         """Whether the file still names this process; what was deleted is created again.
 
+        False once the lock is released.
+
         Raises:
             OSError: If the file can be neither read nor written.
         """
+        if self._released.is_set():
+            return False
         return self._file.read() == self._content or self._file.create(self._content)
 
     def release(self) -> None:

@@ -187,9 +187,14 @@ def _download_all(store: ObjectStore, folder: Path, sizes: Mapping[str, int]) ->
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.partial")
-            store.download(name, partial, size)
-            os.replace(partial, path)
+            _download(store, name, path, size)
+
+
+def _download(store: ObjectStore, name: str, path: Path, size: int) -> None:
+    """Downloads a file under another name first: a reader of the old one keeps it."""
+    partial = path.with_name(f".{path.name}.partial")
+    store.download(name, partial, size)
+    os.replace(partial, path)
 
 
 def fetch(store: ObjectStore, path: Path, names: Iterable[str]) -> int:
@@ -211,8 +216,17 @@ def fetch(store: ObjectStore, path: Path, names: Iterable[str]) -> int:
     missing = {name: records[name] for name in names if not _is_intact(path / name, records[name])}
 
     def download(name: str) -> int:
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        store.download(f"{path.name}/{name}", path / name, missing[name].size)
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = file.with_name(f".{file.name}.lock")
+        with locked(lock, WaitPolicy()):
+            try:
+                # Another run on this node may have downloaded it meanwhile, and be reading it.
+                if _is_intact(file, missing[name]):
+                    return 0
+                _download(store, f"{path.name}/{name}", file, missing[name].size)
+            finally:
+                lock.unlink(missing_ok=True)
         return missing[name].size
 
     with ThreadPoolExecutor(PARALLEL) as pool:

@@ -200,7 +200,8 @@ def write_pointers(target: Path) -> None:
     """Makes the pointer files name a checkpoint, which a later load then selects."""
     for name, text in zip(POINTERS, (target.name, str(iteration_of(target))), strict=True):
         write_text(target.parent / name, text)
-    for path in list_checkpoints(target.parent):
+    # The target is the last: after a crash in between, no other one must be selected.
+    for path in sorted(list_checkpoints(target.parent), key=lambda path: path == target):
         (path / POINTER_PENDING).unlink(missing_ok=True)
 
 

@@ -243,4 +243,7 @@ def write_pointers(store: ObjectStore, name: str) -> None:
     """Makes the pointers in a store name a checkpoint, which a later load then selects."""
     for pointer, text in zip(POINTERS, (name, str(iteration_of(Path(name)))), strict=True):
         store.write(pointer, text.encode())
-    store.remove(f"{name}/{POINTER_PENDING}")
+    own = f"{name}/{POINTER_PENDING}"
+    marks = [each for each in store.sizes() if each.endswith(f"/{POINTER_PENDING}")]
+    for mark in sorted(marks, key=lambda mark: mark == own):  # alone, an older one would be loaded
+        store.remove(mark)

@@ -77,6 +77,8 @@ def test_a_killed_owners_lock_is_taken_at_once(tmp_path: Path, logged: list[str]
     assert names_in(tmp_path) == {LOCK}
     lock.release()
     assert names_in(tmp_path) == set()
+    assert not lock.is_held()  # as in a thread that outlives the run
+    assert names_in(tmp_path) == set()
 
 
 def test_an_owner_that_is_about_to_end_is_awaited(tmp_path: Path, logged: list[str]) -> None:

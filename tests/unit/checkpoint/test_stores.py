@@ -26,7 +26,7 @@ from megatron_ds.checkpoint.run_lock import LOCK, acquire_lock
 from megatron_ds.checkpoint.run_stores import claimed_stores
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.saved_model import find_checkpoint
-from megatron_ds.checkpoint.staging import stage, staged_location
+from megatron_ds.checkpoint.staging import fetch, stage, staged_location
 from megatron_ds.checkpoint.store_lock import StoreLockFile
 from megatron_ds.config import Config
 from megatron_ds.fileio import object_store
@@ -163,6 +163,23 @@ def test_files_that_a_node_has_intact_are_not_downloaded(run: Runs, logged: list
         assert any("downloaded" in line for line in logged) == damaged
 
 
+def test_a_download_leaves_a_file_that_is_being_read(run: Runs, tmp_path: Path) -> None:
+    """Two runs on a node load one URL: the second one begins while the first one downloads."""
+    with run() as manager:
+        save(manager, 4)
+        staged = manager.newest
+    assert staged is not None
+    file, store = staged / "model_states.pt", ObjectStore(URL)
+    content = file.read_bytes()
+    file.write_bytes(b"partial")
+    reader = file.open("rb")
+    with reader:
+        assert fetch(store, staged, ["model_states.pt"]) == len(content)
+        assert reader.read() == b"partial"
+    assert file.read_bytes() == content
+    assert {path.name for path in staged.iterdir() if path.name.startswith(".")} == set()
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
 @pytest.mark.parametrize("kind", ["error", "crash"])
 def test_a_store_that_fails_at_any_operation_loses_no_older_checkpoint(
@@ -206,6 +223,16 @@ def test_a_store_that_fails_at_any_operation_loses_no_older_checkpoint(
         }
         shutil.rmtree(tmp_path / "another")
     assert failed >= (10 if again else 7)
+
+
+def test_a_save_after_one_without_pointers_is_selected(run: Runs, logged: list[str]) -> None:
+    with run() as manager:
+        with failing_from(0, OSError("the store is down"), ("rm_file",)):
+            save(manager, 4)
+        assert any("[save-pointers-failed]" in line for line in logged)
+        save(manager, 8)
+    with run("another") as manager:
+        assert load(manager)[0] == state_at(8)
 
 
 def test_keep_last_keeps_that_many_in_the_store_and_on_the_node(run: Runs) -> None:
@@ -285,6 +312,23 @@ def test_a_url_is_owned_by_one_run(run: Runs, logged: list[str]) -> None:
             pass
         assert store.read(LOCK).startswith(owner.partition(b"\n")[0])
     assert LOCK not in store.sizes()
+
+
+def test_a_repeated_request_for_the_lock_finds_its_own(
+    logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the first one was lost, and the client has sent another one."""
+    create = ObjectStore.create
+
+    def repeated(store: ObjectStore, name: str, content: bytes) -> bool:
+        create(store, name, content)
+        return create(store, name, content)
+
+    monkeypatch.setattr(ObjectStore, "create", repeated)
+    lock = acquire_lock(StoreLockFile(ObjectStore(URL)), logged.append)
+    assert lock.is_held()
+    lock.release()
+    assert not logged
 
 
 def test_a_silent_owner_elsewhere_loses_the_url_and_a_lively_one_keeps_it(
