@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
-from megatron_ds.cli.progress import progress
+from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.checkpoint import is_url, split_location
 from megatron_ds.config.fields import option_field, when
 from megatron_ds.config.problems import Problem
@@ -145,21 +145,14 @@ def work(options: Options) -> None:
         adam=options.target_adam,
     )
     total = source.nbytes
-    count = size = 0
-    with progress("converting", total, log_interval=100) as update:
-
-        def on_tensor(name: str, nbytes: int) -> None:
-            nonlocal count, size
-            count, size = count + 1, size + nbytes
-            update(count, size, f"{count} tensors, {size / 1e9:.2f} of {total / 1e9:.2f} GB")
-
-        convert.WRITERS[target.format](source, target, on_tensor)
+    with tensor_progress("converting", total) as tensors:
+        convert.WRITERS[target.format](source, target, lambda name, size: tensors.add(size))
     seconds = max(time.perf_counter() - start, 1e-9)
     tokenizer = source.settings.tokenizer_config
     if target.format == "hf" and not hf_tokenizer.can_be_exported(tokenizer):
         warn("WARNING: " + Problem("hf-tokenizer-not-exported", folder=target.folder).render())
     print(
-        f"{source.format} to {target.format}: {count} tensors, {total / 1e6:.1f} MB in "
+        f"{source.format} to {target.format}: {tensors.count} tensors, {total / 1e6:.1f} MB in "
         f"{seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"
     )
     if options.verify:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ds import cli
-from megatron_ds.cli.progress import progress
+from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, counted
@@ -97,15 +97,8 @@ class Inspection:
             for tensors in each.tensors.values()
             for tensor in tensors.values()
         )
-        count = size = 0
-        with progress("comparing", total, log_interval=100) as update:
-
-            def on_tensor(nbytes: int) -> None:
-                nonlocal count, size
-                count, size = count + 1, size + nbytes
-                update(count, size, f"{count} tensors, {size / 1e9:.2f} of {total / 1e9:.2f} GB")
-
-            result = comparison.compare(opened, other, on_tensor)
+        with tensor_progress("comparing", total) as tensors:
+            result = comparison.compare(opened, other, tensors.add)
         self._compared(result, opened, other)
 
     def _verified(self, results: Sequence[Verification]) -> None:

@@ -114,10 +114,13 @@ class SaveSteps:
                 raise self._lost() from error
             except OSError:
                 pass  # the next save removes what cannot be removed now
-            problem = Problem(
-                "save-failed", iteration=self.iteration, folder=self.shown_folder, error=error
-            )
-            raise SaveError(problem) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> SaveError:
+        folder = self.shown_folder
+        return SaveError(
+            Problem("save-failed", iteration=self.iteration, folder=folder, error=error)
+        )
 
     def _lost(self) -> SaveError:
         return SaveError(
@@ -144,15 +147,15 @@ class SaveSteps:
         self.temporary.mkdir(parents=True)
         assert self.run is not None
         newest = storage.size_of_newest(self.folder, has_optimizer=self.run.has_optimizer)
-        needed = newest or self.estimate
+        return self._check_free_space(newest or self.estimate)
+
+    def _check_free_space(self, needed: float) -> list[Problem]:
+        """Warns if the disk has less free space than these bytes."""
         free = shutil.disk_usage(self.folder).free
         if free >= needed:
             return []
-        return [
-            Problem(
-                "disk-may-become-full", folder=self.folder, free=free / 1e9, needed=needed / 1e9
-            )
-        ]
+        sizes = {"free": free / 1e9, "needed": needed / 1e9}
+        return [Problem("disk-may-become-full", folder=self.folder, **sizes)]
 
     def _complete(self, written: Sequence[Mapping[str, FileRecord]]) -> list[Problem]:
         """Completes the checkpoint, gives it its name, and removes old ones.

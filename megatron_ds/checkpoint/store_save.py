@@ -13,7 +13,6 @@ other checkpoints intact.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,7 +34,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.rank_agreement import RankWork
 from megatron_ds.checkpoint.run_lock import LOCK
-from megatron_ds.checkpoint.save_steps import FolderLostError, SaveError, SaveSteps, Steps
+from megatron_ds.checkpoint.save_steps import FolderLostError, SaveSteps, Steps
 from megatron_ds.checkpoint.staging import CHECKPOINT_FOLDER, METRICS
 from megatron_ds.checkpoint.store_folder import StoreFolder
 from megatron_ds.config.problems import Problem
@@ -95,10 +94,7 @@ class StoreSaveSteps(SaveSteps):
                 raise self._lost() from error
             except OSError:
                 pass  # the next save removes what cannot be removed now
-            problem = Problem(
-                "save-failed", iteration=self.iteration, folder=self.shown_folder, error=error
-            )
-            raise SaveError(problem) from error
+            raise self._failed(error) from error
 
     def _wait_for(self, files: Mapping[str, FileRecord]) -> None:
         """The files of other nodes are not visible here; their uploads were compared."""
@@ -110,15 +106,7 @@ class StoreSaveSteps(SaveSteps):
             return []
         storage.remove_temporary(self.folder)
         self.temporary.mkdir(parents=True)
-        needed = self.estimate * len(nodes.own_ranks) / self.world_size
-        free = shutil.disk_usage(self.folder).free
-        if free >= needed:
-            return []
-        return [
-            Problem(
-                "disk-may-become-full", folder=self.folder, free=free / 1e9, needed=needed / 1e9
-            )
-        ]
+        return self._check_free_space(self.estimate * len(nodes.own_ranks) / self.world_size)
 
     def _invalidate(self) -> None:
         """Removes files of checkpoints that have no manifest, and the checkpoint to be replaced."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 Update = Callable[[int, int, str], None]
 """Called with the documents and input bytes so far, and a description of them."""
@@ -41,3 +42,41 @@ def progress(task: str, total_bytes: int | None, log_interval: int) -> Iterator[
             bar.update(shown, completed=input_bytes, description=description)
 
         yield update
+
+
+@dataclass
+class TensorCount:
+    """The tensors that a tool has processed so far.
+
+    Attributes:
+        update: Shows the progress.
+        total_bytes: Bytes of all tensors.
+        count: Number of tensors.
+        num_bytes: Their bytes.
+    """
+
+    update: Update
+    total_bytes: int
+    count: int = 0
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Counts a tensor of so many bytes."""
+        self.count += 1
+        self.num_bytes += num_bytes
+        size, total = self.num_bytes / 1e9, self.total_bytes / 1e9
+        self.update(
+            self.count, self.num_bytes, f"{self.count} tensors, {size:.2f} of {total:.2f} GB"
+        )
+
+
+@contextmanager
+def tensor_progress(task: str, total_bytes: int) -> Iterator[TensorCount]:
+    """Report the progress of a job on tensors, which adds each of them to the count.
+
+    Args:
+        task: Name of the job, shown before the first tensor.
+        total_bytes: Bytes of all tensors.
+    """
+    with progress(task, total_bytes, log_interval=100) as update:
+        yield TensorCount(update, total_bytes)

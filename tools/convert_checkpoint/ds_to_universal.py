@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
-from megatron_ds.cli.progress import progress
+from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 
@@ -72,19 +72,10 @@ def work(options: Options) -> None:
     found = universal_export.open_verified(Path(options.input_folder))
     folder = Path(options.output_folder)
     total = universal_export.total_bytes(SavedStates(found))
-    count = size = 0
-    with progress("converting", total, log_interval=100) as update:
-
-        def on_tensor(name: str, nbytes: int) -> None:
-            nonlocal count, size
-            count, size = count + 1, size + nbytes
-            update(count, size, f"{count} tensors, {size / 1e9:.2f} of {total / 1e9:.2f} GB")
-
-        universal_export.convert_checkpoint(found, folder, on_tensor)
-    seconds = max(time.perf_counter() - start, 1e-9)
-    print(
-        f"{count} tensors, {size / 1e6:.1f} MB in {seconds:.1f} s ({size / 1e6 / seconds:.1f} MB/s)"
-    )
+    with tensor_progress("converting", total) as tensors:
+        universal_export.convert_checkpoint(found, folder, lambda name, size: tensors.add(size))
+    seconds, size = max(time.perf_counter() - start, 1e-9), tensors.num_bytes / 1e6
+    print(f"{tensors.count} tensors, {size:.1f} MB in {seconds:.1f} s ({size / seconds:.1f} MB/s)")
     print(f"wrote {folder}")
 
 

@@ -78,7 +78,7 @@ def read_legacy(folder: Path) -> FoundWeights:
     state: dict[str, Any] = {}
     states: list[OptimizerStates] = []
     for rank in range(ranks):
-        loaded = [_read(files[stage, rank]) for stage in range(stages)]
+        loaded = [read_state_dict(files[stage, rank]) for stage in range(stages)]
         state = state or {key: value for key, value in loaded[0].items() if key != "model"}
         chunks = [_chunks(each) for each in loaded]
         _add(kinds[WEIGHTS], chunks, rank)
@@ -101,7 +101,7 @@ def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path)
     if not isinstance(saved, Mapping) or not path.is_file():
         return assign_states(chunks, saved)
     groups = saved.get("optimizer", saved).get("param_groups") or [{}]
-    return assign_buffers(chunks, buckets_of(_read(path)), steps_of(groups[0], {}))
+    return assign_buffers(chunks, buckets_of(read_state_dict(path)), steps_of(groups[0], {}))
 
 
 def read_deepspeed(folder: Path) -> FoundWeights:
@@ -117,12 +117,12 @@ def read_deepspeed(folder: Path) -> FoundWeights:
     if not states and not zero3:
         name = "mp_rank_00_model_states.pt"
         raise user_error("megatron-files-missing", folder=folder, names=name)
-    first = _read(states[min(states)] if states else zero3[0])
+    first = read_state_dict(states[min(states)] if states else zero3[0])
     state = {key: value for key, value in first.items() if key != "module"}
     state["configs"] = [path.read_text() for path in sorted(folder.glob("configs/*.yml"))]
     if layers:
         pipeline, prefixes = _layer_files(folder, layers)
-        saved = read_states(folder, pipeline, partial(pipeline_name, prefixes), _read)
+        saved = read_states(folder, pipeline, partial(pipeline_name, prefixes), read_state_dict)
         return FoundWeights(state, pipeline, *saved)
     if not states:
         return _zero3_files(folder, zero3, state)
@@ -130,10 +130,10 @@ def read_deepspeed(folder: Path) -> FoundWeights:
     _, ranks = _sizes(folder, files)
     shards: Shards = defaultdict(list)
     for rank in range(ranks):
-        module = first["module"] if rank == 0 else _read(files[0, rank])["module"]
+        module = first["module"] if rank == 0 else read_state_dict(files[0, rank])["module"]
         for name, tensor in _flatten(module):
             shards[PREFIX.sub("", name)].append(LazyTensor.of(tensor))
-    saved = read_states(folder, shards, lambda name: PREFIX.sub("", name), _read)
+    saved = read_states(folder, shards, lambda name: PREFIX.sub("", name), read_state_dict)
     return FoundWeights(state, _complete(folder, shards, ranks), *saved)
 
 
@@ -167,7 +167,7 @@ def _layer_files(
     blocks: list[int] = []
     prefixes: dict[int, str] = {}
     for number in numbers:
-        loaded = [dict(_flatten(_read(files[number, rank]))) for rank in range(ranks)]
+        loaded = [dict(_flatten(read_state_dict(files[number, rank]))) for rank in range(ranks)]
         prefix = ""
         if any("attention." in name for name in loaded[0]):
             prefix = f"layers.{len(blocks)}."
@@ -193,8 +193,10 @@ def _zero3_files(folder: Path, paths: Sequence[Path], state: Mapping[str, Any]) 
     steps, unread = None, ""
     for tp_rank in range(tp_size):
         stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
-        shapes = _read(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
-        files = [_read(_optimizer_file(folder, stem))["optimizer_state_dict"] for stem in stems]
+        shapes = read_state_dict(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
+        files = [
+            read_state_dict(_optimizer_file(folder, stem))["optimizer_state_dict"] for stem in stems
+        ]
         found, steps, reason = zero3_states(files)
         unread = unread or reason
         for kind, flats in {WEIGHTS: found.get(MASTER, []), **found}.items():
@@ -216,7 +218,12 @@ def _optimizer_file(folder: Path, stem: str) -> Path:
     return bf16 if bf16.is_file() else folder / f"{stem}_optim_states.pt"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_state_dict(path: Path) -> dict[str, Any]:
+    """The state dict in a file of Megatron's or DeepSpeed's.
+
+    Raises:
+        UserError: If the file is missing, cannot be read, or has no state dict.
+    """
     if not path.is_file():
         raise user_error("megatron-files-missing", folder=path.parent, names=path.name)
     loaded = read_foreign(path)

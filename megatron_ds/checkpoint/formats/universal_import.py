@@ -23,6 +23,7 @@ from megatron_ds.checkpoint.formats.megatron_files import (
     FoundWeights,
     Shards,
     pipeline_name,
+    read_state_dict,
 )
 from megatron_ds.checkpoint.formats.megatron_names import PREFIX, QkvOrder, canonical_name, is_copy
 from megatron_ds.checkpoint.formats.megatron_optimizer import MOMENTS, steps_of
@@ -47,7 +48,7 @@ def read_universal(folder: Path) -> FoundWeights:
     paths = sorted(folder.glob(STATES))
     if not paths:
         raise user_error("megatron-files-missing", folder=folder, names=f"mp_rank_00{STATES[1:]}")
-    saved = _read(paths[0])
+    saved = read_state_dict(paths[0])
     state = {key: value for key, value in saved.items() if key not in ("module", "optimizer")}
     layout = _Layout.of(folder, state)
     names = sorted(path.parent.name for path in (folder / ZERO).glob(f"*/{FP32}.pt"))
@@ -188,16 +189,7 @@ def _steps(folder: Path, name: str) -> int | None:
     if path.is_file():
         value = read_foreign(path)
         return int(value) if isinstance(value, Tensor | int | float) else None
-    common = _read(folder / ZERO / OPTIMIZER_STATE)
+    common = read_state_dict(folder / ZERO / OPTIMIZER_STATE)
     inner = (common.get("optimizer_state_dict") or {}).get("state") or {}
     groups = common.get("param_groups") or [{}]
     return steps_of(groups[0], next(iter(inner.values()), {}))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise user_error("megatron-files-missing", folder=path.parent, names=path.name)
-    loaded = read_foreign(path)
-    if not isinstance(loaded, dict):
-        raise user_error("tensor-file-unreadable", path=path, error="it has no state dict")
-    return loaded
