@@ -48,11 +48,12 @@ STYLES = ("min_lr", "lr_decay_style", "lr_warmup_init", "lr_warmup_fraction", "l
 def with_pretrained(config: Config) -> Config:
     """Names the folder of --pretrained-checkpoint as the one to load, if --load has nothing yet."""
     options = config.checkpoint
-    if options.pretrained_checkpoint is None or _has_checkpoint(options.load):
+    if options.pretrained_checkpoint is None or has_checkpoint(options.load):
         return config
     options = dataclasses.replace(
         options,
         load=options.pretrained_checkpoint,
+        load_url=options.pretrained_url,
         finetune=True,
         reset_iteration=False,
         exit_on_missing_checkpoint=True,
@@ -60,7 +61,7 @@ def with_pretrained(config: Config) -> Config:
     return dataclasses.replace(config, checkpoint=options)
 
 
-def _has_checkpoint(load: str | None) -> bool:
+def has_checkpoint(load: str | None) -> bool:
     """Whether a run with this --load would load something, or fail to."""
     if load is None:
         return False

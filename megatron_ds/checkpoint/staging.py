@@ -32,6 +32,7 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     unreadable_checkpoint,
 )
+from megatron_ds.checkpoint.saved_options import has_checkpoint
 from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.checkpoint import is_url, split_location
@@ -64,17 +65,45 @@ def stage(config: Config) -> tuple[Config, list[Problem]]:
             mirror(_reachable("save", url), folder, everything=False)
             changes |= {"save": str(folder), "save_url": url}
     if options.load is not None and is_url(options.load):
-        name, url = split_location(options.load)
-        url = url.rstrip("/")
         with collect(problems):
-            if url.rpartition("/")[2].startswith("global_step"):
-                raise UserError(_is_one_checkpoint(url))
-            folder = staging_folder(url, staging_dir)
-            if changes.get("save_url") != url:
-                mirror(_reachable("load", url), folder, everything=None if name == "auto" else True)
-            changes |= {"load": f"{folder}" if name == "auto" else f"{name}:{folder}"}
-            changes |= {"load_url": url}
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(options, **changes)), problems
+            staged, url = _stage_weights("load", options.load, staging_dir, changes.get("save_url"))
+            changes |= {"load": staged, "load_url": url}
+    options = dataclasses.replace(options, **changes)
+    weights = options.pretrained_checkpoint
+    if (
+        weights is not None
+        and is_url(weights)
+        and not problems
+        and not has_checkpoint(options.load)
+    ):
+        with collect(problems):
+            staged, url = _stage_weights("pretrained_checkpoint", weights, staging_dir)
+            options = dataclasses.replace(options, pretrained_checkpoint=staged, pretrained_url=url)
+    return dataclasses.replace(config, checkpoint=options), problems
+
+
+def _stage_weights(
+    field: str, location: str, staging_dir: str | None, staged_url: str | None = None
+) -> tuple[str, str]:
+    """Stages the URL of a field that names checkpoints or weights.
+
+    Args:
+        field: The option.
+        location: Its value.
+        staging_dir: Value of --checkpoint-staging-dir.
+        staged_url: A URL whose staging folder is up to date.
+
+    Returns:
+        The value without the URL, and the URL.
+    """
+    name, url = split_location(location)
+    url = url.rstrip("/")
+    if url.rpartition("/")[2].startswith("global_step"):
+        raise UserError(_is_one_checkpoint(url))
+    folder = staging_folder(url, staging_dir)
+    if url != staged_url:
+        mirror(_reachable(field, url), folder, everything=None if name == "auto" else True)
+    return f"{folder}" if name == "auto" else f"{name}:{folder}", url
 
 
 def _is_one_checkpoint(url: str) -> Problem:

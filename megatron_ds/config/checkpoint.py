@@ -187,6 +187,8 @@ class CheckpointConfig:
     """The URL of --save, for which `save` is then a staging folder."""
     load_url: str | None = None
     """The same of --load."""
+    pretrained_url: str | None = None
+    """The same of --pretrained-checkpoint."""
 
     @property
     def step(self) -> int | None:

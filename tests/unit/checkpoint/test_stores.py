@@ -26,12 +26,14 @@ from megatron_ds.checkpoint.run_lock import LOCK, acquire_lock
 from megatron_ds.checkpoint.run_stores import claimed_stores
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.saved_model import find_checkpoint
+from megatron_ds.checkpoint.saved_options import with_pretrained
 from megatron_ds.checkpoint.staging import fetch, stage, staged_location
 from megatron_ds.checkpoint.store_lock import StoreLockFile
 from megatron_ds.config import Config
 from megatron_ds.fileio import object_store
 from megatron_ds.fileio.object_store import ObjectStore
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.train_state import TrainState
 from tests.problems import codes, raises_problem
 from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
 
@@ -113,6 +115,7 @@ def run(one_process: None, config: Config, logged: list[str], tmp_path: Path) ->
         )
         staged, problems = stage(given)
         assert not problems
+        staged = with_pretrained(staged)
         ranks = RankAgreement()
         with claimed_stores(staged.checkpoint, ranks, logged.append) as stores:
             yield CheckpointManager(
@@ -223,6 +226,24 @@ def test_a_store_that_fails_at_any_operation_loses_no_older_checkpoint(
         }
         shutil.rmtree(tmp_path / "another")
     assert failed >= (10 if again else 7)
+
+
+@pytest.mark.parametrize("place", ["flaky://bucket/weights", "folder"])
+def test_a_run_of_a_url_starts_from_pretrained_weights_and_then_continues(
+    place: str, run: Runs, tmp_path: Path, logged: list[str]
+) -> None:
+    weights = place if "://" in place else str(tmp_path / place)
+    with run("another", save=weights, load=weights) as manager:
+        save(manager, 4)
+    logged.clear()
+    with run(pretrained_checkpoint=weights) as manager:
+        state, engine = load(manager)
+        assert state == TrainState()
+        assert engine.resharded is not None
+        assert f"from {weights} at" in "".join(logged)
+        save(manager, 2)
+    with run(pretrained_checkpoint=weights) as manager:
+        assert load(manager)[0] == state_at(2)
 
 
 def test_a_save_after_one_without_pointers_is_selected(run: Runs, logged: list[str]) -> None:
