@@ -49,14 +49,14 @@ class CheckpointConfig:
     checkpoint_staging_dir: str | None = option_field(
         None,
         "folder of each host for the files of checkpoints whose --save or --load is a URL; "
-        "variables in it are expanded (default: below the folder for temporary files)",
+        "environment variables in it are expanded (default: below the folder for temporary files)",
         metavar="FOLDER",
     )
     local_checkpoint_dir: str | None = option_field(
         None,
         "folder on the disk of each node for frequent checkpoints, each with a copy on the next "
-        "node; a run continues from the newest one if it is newer than that of --load. Variables "
-        "in it are expanded",
+        "node; a run continues from the newest one if it is newer than that of --load. "
+        "Environment variables in it are expanded",
         metavar="FOLDER",
         only_with=SAVE,
     )
@@ -74,7 +74,7 @@ class CheckpointConfig:
     )
     save_interval_minutes: float | None = option_field(
         None,
-        "also save when so many minutes have passed since the last save",
+        "also save when this many minutes have passed since the last save began",
         above=0,
         only_with=SAVE,
     )
