@@ -154,8 +154,11 @@ class SaveSteps:
         free = shutil.disk_usage(self.folder).free
         if free >= needed:
             return []
-        sizes = {"free": free / 1e9, "needed": needed / 1e9}
-        return [Problem("disk-may-become-full", folder=self.folder, **sizes)]
+        return [
+            Problem(
+                "disk-may-become-full", folder=self.folder, free=free / 1e9, needed=needed / 1e9
+            )
+        ]
 
     def _complete(self, written: Sequence[Mapping[str, FileRecord]]) -> list[Problem]:
         """Completes the checkpoint, gives it its name, and removes old ones.
