@@ -64,6 +64,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
@@ -447,10 +448,15 @@ class CheckpointManager:
             files = self._ranks.on_rank0(lambda: read_manifest(path))
             own = self._file_readers.assigned(files, self._mesh.rank)
             mine = {name: files[name] for name in own}
-            parts = self._ranks.on_all(lambda: storage.find_damaged_files(path, mine))
+            parts = self._ranks.on_all(lambda: self._find_damaged_files(path, mine))
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
         return storage.files_damaged({name: why for part in parts for name, why in part.items()})
+
+    def _find_damaged_files(self, path: Path, own: Mapping[str, FileRecord]) -> dict[str, str]:
+        """Checks the files that this rank reads. The first rank has seen all with their sizes."""
+        storage.wait_for_files(path, own)
+        return storage.find_damaged_files(path, own)
 
     @property
     def _file_readers(self) -> FileReaders:

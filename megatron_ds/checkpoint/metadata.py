@@ -23,6 +23,7 @@ from megatron_ds.engine.ds_config import partition_keys, zero_stage
 from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import SharedLock
+from megatron_ds.fileio.visibility import retry_stale
 from megatron_ds.model.stages import layers_per_stage
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
@@ -274,7 +275,7 @@ def read_pointers(folder: Path) -> dict[Path, str]:
     """The contents of the pointer files that exist."""
     paths = (folder / name for name in POINTERS)
     return {
-        path: path.read_text(encoding="utf-8", errors="replace").strip()
+        path: retry_stale(path.read_bytes).decode(errors="replace").strip()
         for path in paths
         if path.is_file()
     }
@@ -296,7 +297,7 @@ def find_record_damage(path: Path) -> Problem | None:
 
 def _first_problem(path: Path, check: Callable[[Path], object]) -> Problem | None:
     try:
-        check(path)
+        retry_stale(lambda: check(path))
     except UserError as error:
         return error.problems[0]
     except FileNotFoundError as error:
@@ -349,7 +350,7 @@ def read_run(path: Path) -> CheckpointMetadata:
         OSError: If it cannot be read.
     """
     try:
-        values = json.loads((run_folder(path) / RUN).read_bytes())
+        values = json.loads(retry_stale((run_folder(path) / RUN).read_bytes))
         version = values["format_version"]
         run = RunRecord.from_dict(values) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -398,7 +399,7 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
         UserError: If the manifest was changed after it was written.
         OSError: If it cannot be read.
     """
-    content = (path / MANIFEST).read_bytes()
+    content = retry_stale((path / MANIFEST).read_bytes)
     try:
         values = json.loads(content)
         digest, files = str(values["sha256"]), dict(values["files"])

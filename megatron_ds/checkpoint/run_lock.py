@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.fileio.visibility import retry_stale
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle
 
 LOCK = "run.lock"
@@ -205,7 +206,7 @@ class FolderLockFile:
 
     def read(self) -> bytes | None:
         try:
-            return self._path.read_bytes()
+            return retry_stale(self._path.read_bytes)
         except FileNotFoundError:
             return None
 

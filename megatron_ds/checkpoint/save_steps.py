@@ -34,6 +34,7 @@ from megatron_ds.checkpoint.storage import Retention
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.protocol import Snapshot
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
+from megatron_ds.fileio.visibility import retry
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 
 ABANDON_S = 10.0
@@ -103,7 +104,7 @@ class SaveSteps:
         """
         try:
             self.warnings += yield RankWork(self._prepare, on_all=False)
-            written = yield RankWork(lambda: self.snapshot.write(self.temporary), on_all=True)
+            written = yield RankWork(self._write, on_all=True)
             self.warnings += yield RankWork(lambda: self._complete(written), on_all=False)
         except FolderLostError as error:
             raise self._lost() from error
@@ -159,6 +160,11 @@ class SaveSteps:
                 "disk-may-become-full", folder=self.folder, free=free / 1e9, needed=needed / 1e9
             )
         ]
+
+    def _write(self) -> Mapping[str, FileRecord]:
+        """Writes the files of this rank, once it sees the folder that the first one has created."""
+        retry(self.temporary.is_dir, wanted=True)
+        return self.snapshot.write(self.temporary)
 
     def _complete(self, written: Sequence[Mapping[str, FileRecord]]) -> list[Problem]:
         """Completes the checkpoint, gives it its name, and removes old ones.

@@ -5,11 +5,12 @@ Each function runs on one rank and knows of no others. `manager.py` owns their o
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
-import os
 import secrets
 import shutil
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
-from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
+from megatron_ds.fileio.atomic import FileRecord, fsync_path, rename, write_atomically
 from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.fileio.visibility import retry
 
@@ -40,6 +41,8 @@ INCOMPLETE = ".incomplete-"
 REMOVED = ".removed-"
 """Prefix of a checkpoint that is being deleted. What follows is different each time: on NFS, a
 folder with a deleted file that is still open can be neither deleted nor replaced by a rename."""
+STILL_OPEN = (errno.ENOTEMPTY, errno.EBUSY, errno.ESTALE, errno.ENOENT)
+"""Errors of a deletion on NFS: files that are open remain, as `.nfs*`, until they are closed."""
 
 
 def write_json(path: Path, value: Any) -> FileRecord:
@@ -69,7 +72,9 @@ def wait_for_files(path: Path, files: Mapping[str, FileRecord]) -> None:
         seen = retry(functools.partial(_size_of, path / name), wanted=record.size)
         if seen != record.size:
             found = "is not visible" if seen is None else f"has {counted(seen, 'byte')}"
-            raise OSError(f"{path / name} {found} on rank 0; {record.size} bytes were written")
+            raise OSError(
+                f"{path / name} {found} on {socket.gethostname()}; {record.size} bytes were written"
+            )
 
 
 def _size_of(path: Path) -> int | None:
@@ -112,7 +117,7 @@ def restore_replaced(folder: Path) -> None:
         if not target.exists() and (path / MANIFEST).is_file():
             # In a read-only folder the checkpoint stays hidden, as before.
             with suppress(OSError):
-                os.rename(path, target)
+                rename(path, target)
 
 
 def remove_temporary(folder: Path) -> None:
@@ -137,25 +142,46 @@ def discard(path: Path) -> None:
     Raises:
         OSError: If it cannot be renamed.
     """
-    removed = path.with_name(f"{REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
     with suppress(FileNotFoundError):
-        os.rename(path, removed)
-    shutil.rmtree(removed, ignore_errors=True)
+        shutil.rmtree(_set_aside(path), ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
+    """Renames a folder that is to be deleted; returns its new path."""
+    removed = path.with_name(f"{REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
+    rename(path, removed)
+    return removed
+
+
+def _delete(removed: Path) -> None:
+    """Deletes a folder that was set aside, except files that are still open on NFS.
+
+    A later save removes these.
+
+    Raises:
+        OSError: If the disk or the permissions do not allow it.
+    """
+    try:
+        shutil.rmtree(removed)
+    except OSError as error:
+        shutil.rmtree(removed, ignore_errors=True)  # the files after the one that failed
+        if error.errno not in STILL_OPEN:
+            raise
 
 
 def publish(temporary: Path, target: Path) -> None:
     """Renames a written checkpoint to its final name; replaces one of the same iteration."""
     replaced = target.with_name(f"{REPLACED}{target.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
+    discard(replaced)
     if target.exists():
-        os.rename(target, replaced)
-    os.rename(temporary, target)
+        rename(target, replaced)
+    rename(temporary, target)
     try:
         fsync_path(target.parent)
     except OSError:
-        os.rename(target, temporary)  # a save that is reported as failed must leave no checkpoint
+        rename(target, temporary)  # a save that is reported as failed must leave no checkpoint
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
+    discard(replaced)
 
 
 @dataclass(frozen=True)
@@ -190,10 +216,9 @@ def remove_older(newest: Path, branch: Branch, retention: Retention) -> None:
         with open(path / MANIFEST, "r+b") as manifest:  # on NFS, only such a file can be locked
             if lock_now(manifest) is False:
                 continue  # it is being read
-            removed = path.with_name(f"{REMOVED}{path.name}")
-            os.rename(path, removed)
+            removed = _set_aside(path)
             fsync_path(removed.parent)
-        shutil.rmtree(removed)
+        _delete(removed)
 
 
 def write_pointers(target: Path) -> None:

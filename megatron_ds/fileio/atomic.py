@@ -15,6 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
+from megatron_ds.fileio.visibility import retry_stale
+
 StrPath = str | os.PathLike[str]
 SHA256_LENGTH = 64
 READ_BYTES = 2**20
@@ -46,7 +48,7 @@ class FileRecord(NamedTuple):
     def matches(self, path: StrPath) -> bool:
         """Whether a file has this size and checksum."""
         digest = hashlib.sha256() if self.algorithm == "sha256" else new_checksum()
-        return _read_checksum(path, digest) == (self.size, self.checksum)
+        return retry_stale(lambda: _read_checksum(path, digest.copy())) == tuple(self)
 
 
 @contextmanager
@@ -96,6 +98,23 @@ def fsync_path(path: StrPath) -> None:
         os.close(descriptor)
 
 
+def rename(source: StrPath, target: StrPath) -> None:
+    """Rename a file or folder, and replace a file of the new name.
+
+    If the answer to a rename is lost, an NFS client repeats the request. The server may then reply
+    that there is no such source, although it has renamed it.
+
+    Raises:
+        OSError: If nothing was renamed.
+    """
+    before = os.lstat(source)
+    try:
+        os.replace(source, target)
+    except FileNotFoundError:
+        if not os.path.lexists(target) or not os.path.samestat(before, os.lstat(target)):
+            raise
+
+
 @contextmanager
 def atomic_write(
     path: StrPath, *, temporary: StrPath | None = None, fsync_folder: bool = True
@@ -119,7 +138,7 @@ def atomic_write(
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(new, path)
+            rename(new, path)
     except BaseException:
         with suppress(OSError):
             new.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Waits for what other processes have written to a network file system, which may show it late."""
+"""Reads what other hosts write to a network file system, which may show it late or replace it."""
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,6 +11,7 @@ T = TypeVar("T")
 VISIBLE_WITHIN_S = 30.0
 """Time within which a file system shows what another host has written."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
+STALE_ATTEMPTS = 5
 
 
 def retry(look: Callable[[], T], wanted: object) -> T:
@@ -23,3 +25,19 @@ def retry(look: Callable[[], T], wanted: object) -> T:
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
     return seen
+
+
+def retry_stale(read: Callable[[], T]) -> T:
+    """Calls a function that opens and reads files, again if NFS reports a stale handle.
+
+    That happens if another host replaces or deletes a file which this one has open or remembers.
+    Opened again, the name gives the new file.
+    """
+    for attempt in range(STALE_ATTEMPTS):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            time.sleep(FIRST_PAUSE_S * 2**attempt)
+    return read()

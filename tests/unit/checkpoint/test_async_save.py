@@ -184,7 +184,7 @@ def test_a_disk_error_at_any_step_surfaces_and_loses_no_checkpoint(
 def test_a_crash_at_any_rename_leaves_a_complete_checkpoint(
     again: bool, checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renames = 6 if again else 5
+    renames = 7 if again else 5
     for number in range(renames + 1):
         shutil.rmtree(folder, ignore_errors=True)
         save(checkpoints, 4, *([8] if again else []))

@@ -432,8 +432,8 @@ def test_crash_at_any_rename_leaves_a_complete_checkpoint(
     again: bool, checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupts the save before its first rename, its second, and so on."""
-    # run.json, manifest, the older folder, the folder, two pointers
-    renames = 6 if again else 5
+    # run.json, manifest, the older folder, the folder, the removal of the older one, two pointers
+    renames = 7 if again else 5
     for number in range(renames + 1):
         shutil.rmtree(folder, ignore_errors=True)
         save(checkpoints, 4, *([8] if again else []))
