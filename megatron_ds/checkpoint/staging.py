@@ -176,8 +176,11 @@ def mirror(store: ObjectStore, folder: Path, *, everything: bool | None = None) 
             for path in list_checkpoints(folder):
                 if path.name not in complete:
                     shutil.rmtree(path, ignore_errors=True)
-            for name in complete:
-                mirror_checkpoint(store, folder / name)
+            for name in sorted(complete):
+                try:
+                    mirror_checkpoint(store, folder / name)
+                except FileNotFoundError:  # its run has removed it meanwhile
+                    shutil.rmtree(folder / name, ignore_errors=True)
             for pointer in POINTERS:
                 if pointer in sizes:
                     write_atomically(folder / pointer, store.read(pointer))

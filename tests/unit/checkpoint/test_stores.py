@@ -309,6 +309,27 @@ def test_a_damaged_checkpoint_is_skipped(
     assert find_checkpoint(Path(location), logged.append).iteration == 4
 
 
+@pytest.mark.parametrize("seen", [1, 2], ids=["at once", "after its manifest"])
+def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_left_out(
+    seen: int, run: Runs, tmp_path: Path
+) -> None:
+    with run() as manager:
+        save(manager, 4, 8)
+    staging, looks = str(tmp_path / "tool"), itertools.count(1)
+
+    def remove(name: str) -> None:
+        if name == "cat_file" and next(looks) == seen:
+            for key in [key for key in Flaky.store if "global_step4/" in key]:
+                del Flaky.store[key]
+
+    Flaky.before = staticmethod(remove)
+    try:
+        location = staged_location(URL, staging, print)
+    finally:
+        Flaky.before = staticmethod(lambda name: None)
+    assert find_checkpoint(Path(location), print).iteration == 8
+
+
 def test_tools_load_a_run_one_checkpoint_or_any_folder(run: Runs, tmp_path: Path) -> None:
     with run() as manager:
         save(manager, 4, 8)
