@@ -198,7 +198,7 @@ class _DatasetBuilder:
         if len(files) > 1:
             cache = self._cache(group.sources[0].prefix)
             order = blend_order(phase.weights, length, cache, rule)
-        needed = self._needed(files, phase.weights, order)
+        needed = self._needed(files, phase.weights, order, length)
         requests = [
             extend_requests(
                 history.sources[number].requests,
@@ -268,10 +268,10 @@ class _DatasetBuilder:
         return normalized(normalized([weight for weight in given if weight is not None]))
 
     def _needed(
-        self, files: Sequence[OpenedFile], weights: Sequence[float], order: BlendOrder
+        self, files: Sequence[OpenedFile], weights: Sequence[float], order: BlendOrder, length: int
     ) -> list[int]:
         """Samples to request of each file, which determine the order of its documents."""
-        length, rule = len(order), self.files.config.blend_order
+        rule = self.files.config.blend_order
         given = [file.source.given_weight for file in files]
         if len(files) == 1 and given[0] is None:
             return [length]
