@@ -129,7 +129,7 @@ def remove_temporary(folder: Path) -> None:
     for path in folder.glob(f"{INCOMPLETE}global_step*"):
         discard(path)
     for prefix in (REPLACED, REMOVED):
-        for path in folder.glob(f"{prefix}global_step*"):
+        for path in folder.glob(f"{prefix}*global_step*"):  # also those that were incomplete
             shutil.rmtree(path, ignore_errors=True)
 
 

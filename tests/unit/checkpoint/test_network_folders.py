@@ -77,9 +77,10 @@ def test_checkpoints_with_open_files_are_removed_and_replaced(
 
 def test_what_was_open_is_deleted_later(manager: Managers, folder: Path) -> None:
     keeping = manager(keep_last=1)
-    leftover = folder / f"{storage.REMOVED}global_step2-0123abcd"
-    leftover.mkdir(parents=True)
-    (leftover / SILLY_RENAMED).touch()
+    for kind in ("", "incomplete-", "replaced-"):
+        leftover = folder / f"{storage.REMOVED}{kind}global_step2-0123abcd"
+        leftover.mkdir(parents=True)
+        (leftover / SILLY_RENAMED).touch()
     save(keeping, 4)
     assert names_in(folder) == {"global_step4", *storage.POINTERS}
 
