@@ -13,7 +13,6 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -33,6 +32,10 @@ class Workers(Generic[Item, Result]):
 
     Enter it before starting threads and opening files, which forked workers would inherit.
 
+    The caller's thread waits only in `queue.SimpleQueue`, whose locks are released in C. Ctrl-C at
+    an arbitrary moment can leave the locks of `concurrent.futures` and `threading.Condition`
+    acquired, because these are acquired in Python, and other threads then wait indefinitely.
+
     Args:
         function: Applied to each item in a worker.
         count: Number of workers.
@@ -41,10 +44,11 @@ class Workers(Generic[Item, Result]):
     def __init__(self, function: Callable[[Item], Result], count: int) -> None:
         self._function = function
         self._count = count
-        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[_Task[Item, Result] | None] = queue.SimpleQueue()
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._in_flight: deque[Future[Result]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._in_flight: deque[_Task[Item, Result]] = deque()
 
     def __enter__(self) -> Workers[Item, Result]:
         # Forked processes share the function's tables; otherwise they are pickled.
@@ -61,16 +65,25 @@ class Workers(Generic[Item, Result]):
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
-            self._idle.put(ours)
-        self._threads = ThreadPoolExecutor(self._count)
+        with _defer_interrupts():
+            for connection in self._connections:
+                thread = threading.Thread(target=self._serve_tasks, args=(connection,), daemon=True)
+                thread.start()
+                self._threads.append(thread)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             for process in self._processes:
                 process.terminate()
-        self._threads.shutdown(cancel_futures=True)
         self._in_flight.clear()
+        with suppress(queue.Empty):
+            while True:
+                self._submitted.get_nowait()
+        for _ in self._threads:
+            self._submitted.put(None)
+        for thread in self._threads:
+            thread.join()
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -84,7 +97,9 @@ class Workers(Generic[Item, Result]):
             Exception: What the function raised in a worker.
         """
         for item in items:
-            self._in_flight.append(self._threads.submit(self._ask, item))
+            task = _Task[Item, Result](item)
+            self._in_flight.append(task)
+            self._submitted.put(task)
             if len(self._in_flight) >= self._count * MAX_IN_FLIGHT_PER_WORKER:
                 yield self._in_flight.popleft().result()
         yield from self.finish_pending()
@@ -94,21 +109,36 @@ class Workers(Generic[Item, Result]):
         while self._in_flight:
             yield self._in_flight.popleft().result()
 
-    def _ask(self, item: Item) -> Result:
-        connection = self._idle.get()
-        try:
-            _send(connection, item)
-            answer: Result | Exception = connection.recv()
-        except (EOFError, OSError):
-            reason = "was killed, possibly for lack of memory"
-            raise user_error("worker-process-lost", reason=reason) from None
-        finally:
-            self._idle.put(connection)
+    def _serve_tasks(self, connection: Connection) -> None:
+        while (task := self._submitted.get()) is not None:
+            task.answer.put(_ask(connection, task.item))
+
+
+class _Task(Generic[Item, Result]):
+    """An item, and its result or what was raised instead, once that is known."""
+
+    def __init__(self, item: Item) -> None:
+        self.item = item
+        self.answer: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
+
+    def result(self) -> Result:
+        answer = self.answer.get()
         if isinstance(answer, MemoryError):
             raise user_error("worker-process-lost", reason="ran out of memory")
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+def _ask(connection: Connection, item: object) -> Any:
+    """The answer of a worker, which may be an exception."""
+    try:
+        _send(connection, item)
+        return connection.recv()
+    except (EOFError, OSError):
+        return user_error("worker-process-lost", reason="was killed, possibly for lack of memory")
+    except Exception as error:  # an item that cannot be pickled, or an answer that cannot be read
+        return error
 
 
 @contextmanager

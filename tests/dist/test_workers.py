@@ -138,3 +138,35 @@ def test_interrupt_during_fork_is_not_lost() -> None:
     for child in multiprocessing.active_children():
         child.terminate()
         child.join()
+
+
+def test_an_interrupt_at_any_step_ends_the_workers() -> None:
+    """Locks that Ctrl-C leaves acquired would make the exit wait indefinitely."""
+    code = (
+        "import sys\n"
+        "from megatron_ds.preprocess.worker_pool import Workers\n"
+        "def interrupt_at(step):\n"
+        "    def trace(*event):\n"
+        "        nonlocal step\n"
+        "        step -= 1\n"
+        "        if step == 0:\n"
+        "            raise KeyboardInterrupt\n"
+        "        return trace\n"
+        "    return trace\n"
+        "step, done = 0, False\n"
+        "while not done:\n"
+        "    step += 1\n"
+        "    try:\n"
+        "        with Workers(abs, 1) as workers:\n"
+        "            sys.settrace(interrupt_at(step))\n"
+        "            done = list(workers.map(range(5))) == [0, 1, 2, 3, 4]\n"
+        "    except KeyboardInterrupt:\n"
+        "        pass\n"
+        "    sys.settrace(None)\n"
+        "print(step)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == ""
+    assert int(done.stdout) > 50

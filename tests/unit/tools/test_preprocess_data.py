@@ -142,7 +142,7 @@ def test_ctrl_c_leaves_no_output(tmp_path: Path) -> None:
     assert process.stderr is not None
     process.stderr.readline()
     os.killpg(process.pid, signal.SIGINT)
-    rest = process.communicate()[1]
+    rest = process.communicate(timeout=120)[1]
     assert process.returncode == 130
     assert "Traceback" not in rest
     # The work folder may remain if the run was slow to stop.
