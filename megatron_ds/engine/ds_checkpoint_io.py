@@ -98,11 +98,13 @@ class SafeCheckpointEngine(CheckpointEngine):
         self._pending[Path(path).name] = own if self._saves_optimizer else without_states(own)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        state = read_tensors(Path(path), map_location=map_location)
-
+        # DeepSpeed opens the file of the weights twice, and holds what it has loaded in memory next
+        # to the engine's states. Mapped tensors are only read, when they are copied.
         def read(name: str) -> Any:
-            return read_tensors(Path(path).with_name(name), map_location=map_location)
+            file = Path(path).with_name(name)
+            return read_tensors(file, map_location=map_location, mmap=True)
 
+        state = read(Path(path).name)
         self._experts.add_to(state, read)
         return state
 

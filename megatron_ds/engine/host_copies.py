@@ -16,6 +16,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from megatron_ds.engine.parallel_copy import bytes_of_storage, copy_tensors
+
 State = TypeVar("State")
 
 
@@ -41,13 +43,15 @@ class HostCopies:
         storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors)}
         free, used = self._buffers, defaultdict(list)
         copies: dict[int, torch.UntypedStorage] = {}
+        pairs = []
         for key, storage in storages.items():
             size = storage.nbytes()
             buffers = free.get(size)
             buffer = buffers.pop() if buffers else _new_buffer(size)
             used[size].append(buffer)
-            buffer.copy_(storage, non_blocking=True)
+            pairs.append((bytes_of_storage(buffer), bytes_of_storage(storage)))
             copies[key] = buffer
+        copy_tensors(pairs)
         get_accelerator().synchronize()
         self._buffers = dict(used)
         memo: dict[int, Any] = {}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from megatron_ds.config import OptimizerConfig
+from megatron_ds.engine.parallel_copy import copy_tensors
 from megatron_ds.parallel.sharding import expert_group
 
 
@@ -117,6 +119,42 @@ def keep_settings_on_load(optimizer: Optimizer) -> None:
     the run that saved them, and without the keys that only another optimizer class has.
     """
     optimizer.register_load_state_dict_pre_hook(with_own_settings)
+
+
+def reuse_states_on_load(optimizer: Optimizer) -> None:
+    """Make the optimizer copy states from a checkpoint into the memory of those that it has.
+
+    `load_state_dict` keeps the tensors that it is given. These may be mapped from a file, whose
+    pages the next step would copy one by one; and until the old states are freed, both need memory.
+    """
+    before: dict[Tensor, dict[str, Any]] = {}
+
+    def remember(optimizer: Optimizer, saved: Any) -> None:
+        before.update({parameter: dict(state) for parameter, state in optimizer.state.items()})
+
+    def copy(optimizer: Optimizer) -> None:
+        pairs = []
+        for parameter, state in optimizer.state.items():
+            for key, new in state.items():
+                if not isinstance(new, Tensor):
+                    continue
+                old = before.get(parameter, {}).get(key)
+                state[key] = old if _is_alike(old, new) else torch.empty_like(new)
+                pairs.append((state[key], new))
+        before.clear()
+        copy_tensors(pairs)
+
+    optimizer.register_load_state_dict_pre_hook(remember)
+    optimizer.register_load_state_dict_post_hook(copy)
+
+
+def _is_alike(old: object, new: Tensor) -> bool:
+    """Whether a state has the shape and type of a new one, and the same device."""
+    return (
+        isinstance(old, Tensor)
+        and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+        and old.stride() == new.stride()
+    )
 
 
 def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -70,23 +71,24 @@ class SharedLock:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] | None = None
+        self._finalizer: weakref.finalize[..., SharedLock] | None = None
         with suppress(OSError), ExitStack() as undo:
             file = undo.enter_context(path.open("rb"))
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._file = file
+            self._finalizer = weakref.finalize(self, _unlock, file)
+            self._finalizer.atexit = False  # the end of the process releases it
             undo.pop_all()
 
     def release(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                # Closing is not enough: a forked process may have the file open, too.
-                fcntl.flock(self._file, fcntl.LOCK_UN)
-            self._file.close()
-            self._file = None
+        if self._finalizer is not None:
+            self._finalizer()
 
-    def __del__(self) -> None:
-        self.release()
+
+def _unlock(file: IO[bytes]) -> None:
+    with suppress(OSError):
+        # Closing is not enough: a forked process may have the file open, too.
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ SHARD_BYTES = 5 * 10**9
 """Size of a file at which the next one is started, as in transformers."""
 WRITE_BYTES = 2**24
 """Bytes that are written at once."""
+READ_AHEAD_BYTES = 2**25
 LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
@@ -167,15 +169,20 @@ def _write_file(path: Path, tensors: LazyTensors, on_tensor: OnTensor) -> FileRe
     return FileRecord(size, digest.hexdigest())
 
 
-def _read_ahead(pool: Executor, tensors: Sequence[tuple[str, LazyTensor]]) -> Iterator[Any]:
-    """The bytes of the tensors; each is read while the one before it is written."""
-    next_one: Future[Any] | None = None
+def _read_ahead(pool: Executor, tensors: Iterable[tuple[str, LazyTensor]]) -> Iterator[Any]:
+    """The bytes of the tensors. While one is written the next ones are read: one of any size, or
+    several that have `READ_AHEAD_BYTES` together."""
+    pending: deque[tuple[int, Future[Any]]] = deque()
+    ahead = 0
     for _, tensor in tensors:
-        this_one, next_one = next_one, pool.submit(_bytes_of, tensor)
-        if this_one is not None:
-            yield this_one.result()
-    if next_one is not None:
-        yield next_one.result()
+        pending.append((tensor.nbytes, pool.submit(_bytes_of, tensor)))
+        ahead += tensor.nbytes
+        while len(pending) > 1 and (ahead - pending[0][0] >= READ_AHEAD_BYTES):
+            size, data = pending.popleft()
+            yield data.result()
+            ahead -= size
+    for _, data in pending:
+        yield data.result()
 
 
 def _bytes_of(tensor: LazyTensor) -> Any:

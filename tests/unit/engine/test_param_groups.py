@@ -11,6 +11,7 @@ from megatron_ds.engine.param_groups import (
     keep_settings_on_load,
     multiplier_rule,
     parameter_groups,
+    reuse_states_on_load,
     set_lr_and_weight_decay,
 )
 
@@ -163,3 +164,22 @@ def test_a_count_of_steps_that_only_the_group_has_is_loaded() -> None:
     assert adamw.state[weight]["step"] == 5
     counting.load_state_dict(saved)
     assert counting.param_groups[0]["step"] == 5
+
+
+def test_loaded_states_are_copied_into_the_memory_of_those_before() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    source, target, fresh = (torch.optim.AdamW([weight], lr=0.1) for _ in range(3))
+    source.step()
+    source.step()
+    for optimizer in (target, fresh):
+        reuse_states_on_load(optimizer)
+    target.step()
+    before = {key: value.data_ptr() for key, value in target.state[weight].items()}
+    saved = source.state_dict()
+    for optimizer in (target, fresh):
+        optimizer.load_state_dict(saved)
+        for key, value in optimizer.state[weight].items():
+            torch.testing.assert_close(value, saved["state"][0][key], rtol=0, atol=0)
+            assert value.data_ptr() != saved["state"][0][key].data_ptr()
+    assert {key: value.data_ptr() for key, value in target.state[weight].items()} == before

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import xxhash
 
+from megatron_ds.fileio import atomic
 from megatron_ds.fileio.atomic import FileRecord, atomic_write, name_in_errors, write_atomically
 
 
@@ -78,9 +79,13 @@ def test_path_is_added_only_to_errors_without_one() -> None:
     assert raised.value.filename == "this"
 
 
-def test_a_record_matches_its_file_alone(tmp_path: Path) -> None:
-    """Also a record of older versions, with SHA-256, of files larger than a block."""
-    content = bytes(range(256)) * 5000
+@pytest.mark.parametrize("block", [2**22, 2**18, 2**16, 1000])
+def test_a_record_matches_its_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """Also a record of older versions, with SHA-256, of files smaller and larger than a block."""
+    monkeypatch.setattr(atomic, "READ_BYTES", block)
+    content = bytes(range(256)) * 3072
     path = tmp_path / "file"
     path.write_bytes(content)
     new, old = FileRecord.of(content), FileRecord(len(content), hashlib.sha256(content).hexdigest())

@@ -1,0 +1,61 @@
+"""Copies in host memory by several threads: one core does not use all bandwidth of the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron_ds.launch.environment import available_cores, local_world_size
+
+Item = TypeVar("Item")
+
+CHUNK = 2**24
+"""Bytes that are copied at once."""
+MAX_THREADS = 8
+
+
+def copy_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies tensors.
+
+    Those in host memory are copied by this process's share of the cores, the others one after the
+    other; copies to and from an accelerator are complete when it is synchronized.
+
+    Args:
+        pairs: Targets and sources of equal shape and type.
+    """
+    chunks: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for target, source in pairs:
+            is_flat = target.is_contiguous() and source.is_contiguous()
+            if not (target.is_cpu and source.is_cpu and is_flat):
+                target.copy_(source, non_blocking=True)
+                continue
+            size = max(1, CHUNK // target.element_size())
+            parts = (each.detach().view(-1).split(size) for each in (target, source))
+            chunks += zip(*parts, strict=True)
+        in_threads(lambda pair: pair[0].copy_(pair[1]), chunks)
+
+
+def in_threads(function: Callable[[Item], object], items: Sequence[Item]) -> None:
+    """Calls a function that releases the interpreter's lock with each item, in any order.
+
+    Uses this process's share of the cores.
+    """
+    threads = min(MAX_THREADS, available_cores() // (local_world_size() or 1), len(items))
+    if threads <= 1:
+        for item in items:
+            function(item)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(function, items):
+            pass
+
+
+def bytes_of_storage(storage: torch.UntypedStorage) -> Tensor:
+    """A storage as a tensor, uint8 [bytes]."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload, no-any-return]
