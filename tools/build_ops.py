@@ -91,7 +91,8 @@ def build(builder: str, folder: Path) -> bool:
     log = folder / f"{builder}.log"
     folder.mkdir(parents=True, exist_ok=True)
     what = f"DeepSpeed's C++ op for {CPU_OPS[builder]}"
-    print(f"Building {what} (once, about half a minute) ...", end=" ", flush=True)
+    expected = "minutes" if builder == FILE_OPERATIONS else "about half a minute"
+    print(f"Building {what} (once, {expected}) ...", end=" ", flush=True)
     start = time.monotonic()
     with log.open("w") as output:
         command = [sys.executable, "-c", BUILD, builder]

@@ -15,7 +15,7 @@ from typing import ClassVar
 from megatron_ds import cli
 from megatron_ds.config import Config
 from megatron_ds.config.fields import no_effect_problem, option_field, option_group, when
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, problems_about
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TO_HF = when(to_hf_ckpt=True)
@@ -83,7 +83,8 @@ def work(options: Options) -> None:
     tool = importlib.import_module("tools.convert_checkpoint")
     target = "hf" if options.converter.to_hf_ckpt else "native"
     load, save = str(options.source), options.converter.save
-    tool.work(tool.Options(load=load, save=save, target_format=target))
+    with problems_about(load="load" if options.converter.to_hf_ckpt else "hf_ckpt_dir"):
+        tool.work(tool.Options(load=load, save=save, target_format=target))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, problems_about
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -50,6 +50,7 @@ class Options:
             yield Problem("load-folder-missing", "checkpoint_dir", load=self.source)
 
 
+@problems_about(load="checkpoint_dir", save="output_dir")
 def work(options: Options) -> None:
     sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
     # By its name, for there is a folder of this name, too.

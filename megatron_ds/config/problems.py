@@ -191,6 +191,18 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
 
 
 @contextmanager
+def problems_about(**fields: str) -> Iterator[None]:
+    """Lets the errors of the block be about other fields; see `Problem.about`."""
+    try:
+        yield
+    except UserError as error:
+        renamed = UserError(*(problem.about(**fields) for problem in error.problems))
+        for note in getattr(error, "__notes__", ()):
+            renamed.add_note(note)
+        raise renamed from error
+
+
+@contextmanager
 def collect(problems: list[Problem]) -> Iterator[None]:
     """Appends the problems of a `UserError` in the body to a list, instead of raising it."""
     try:

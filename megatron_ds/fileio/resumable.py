@@ -17,7 +17,6 @@ import struct
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from megatron_ds.config.problems import (
 )
 from megatron_ds.fileio.atomic import fsync_path, name_in_errors, write_atomically
 from megatron_ds.fileio.file_lock import is_at, lock_now
+from megatron_ds.fileio.interruptible_threads import InterruptibleThreads, Pending
 
 FORMAT_VERSION = 2
 """Increased when the meaning of a recorded setting changes; other versions are refused."""
@@ -159,7 +159,7 @@ class ResumableOutput:
         self._settings: dict[str, Any] = json.loads(json.dumps(settings))
         self._completed = None if self.completed is None else Path(self.completed)
         self._stack = ExitStack()
-        self._pending: Future[None] | None = None
+        self._pending: Pending[None] | None = None
         self._has_settings = False
         self._last_commit = time.monotonic()
 
@@ -195,7 +195,7 @@ class ResumableOutput:
                 _truncate(self.folder / name, size)
             self.files[name] = GrowingFile(self.folder / name, suffix, size)
             stack.callback(self.files[name].close)
-        self._background = stack.enter_context(ThreadPoolExecutor(1))
+        self._background = stack.enter_context(InterruptibleThreads(1))
 
     def _lock(self, stack: ExitStack) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -276,7 +276,7 @@ class ResumableOutput:
     @property
     def is_commit_due(self) -> bool:
         """Whether `COMMIT_SECONDS` have passed since the last commit, which is complete."""
-        is_idle = self._pending is None or self._pending.done()
+        is_idle = self._pending is None or self._pending.is_done
         return is_idle and time.monotonic() - self._last_commit >= COMMIT_SECONDS
 
     def commit(self, progress: Mapping[str, Any], finished: bool = False) -> None:
@@ -293,7 +293,7 @@ class ResumableOutput:
         grown = [raw for file in self.files.values() if (raw := file.flush()) is not None]
         sizes = {name: file.committed for name, file in self.files.items()}
         record = _encode({"sizes": sizes, "progress": progress, "finished": finished})
-        self._pending = self._background.submit(self._make_durable, grown, record)
+        self._pending = self._background.submit(lambda: self._make_durable(grown, record))
         self._last_commit = time.monotonic()
         if finished:
             self._wait()
@@ -311,8 +311,11 @@ class ResumableOutput:
     def _wait(self) -> None:
         """Wait for the commit that is in progress. Raises its error."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.result()
+            try:
+                self._pending.result()
+            finally:
+                if self._pending.is_done:  # an interrupt does not end the commit
+                    self._pending = None
 
     def publish(
         self, finals: Mapping[str, str], stale: Mapping[str, Sequence[str]] | None = None

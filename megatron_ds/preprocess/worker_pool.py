@@ -6,19 +6,24 @@ other indefinitely. A worker exits when its pipe closes: none outlives the paren
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import pickle
 import queue
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.fileio.interruptible_threads import (
+    InterruptibleThreads,
+    Pending,
+    defer_interrupts,
+)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -32,10 +37,6 @@ class Workers(Generic[Item, Result]):
 
     Enter it before starting threads and opening files, which forked workers would inherit.
 
-    The caller's thread waits only in `queue.SimpleQueue`, whose locks are released in C. Ctrl-C at
-    an arbitrary moment can leave the locks of `concurrent.futures` and `threading.Condition`
-    acquired, because these are acquired in Python, and other threads then wait indefinitely.
-
     Args:
         function: Applied to each item in a worker.
         count: Number of workers.
@@ -44,11 +45,11 @@ class Workers(Generic[Item, Result]):
     def __init__(self, function: Callable[[Item], Result], count: int) -> None:
         self._function = function
         self._count = count
-        self._submitted: queue.SimpleQueue[_Task[Item, Result] | None] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._threads: list[threading.Thread] = []
-        self._in_flight: deque[_Task[Item, Result]] = deque()
+        self._threads = InterruptibleThreads(count)
+        self._in_flight: deque[Pending[Result]] = deque()
 
     def __enter__(self) -> Workers[Item, Result]:
         # Forked processes share the function's tables; otherwise they are pickled.
@@ -58,18 +59,15 @@ class Workers(Generic[Item, Result]):
             ours, theirs = context.Pipe()
             arguments = (self._function, theirs, ours)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            with _defer_interrupts():
+            with defer_interrupts():  # Python loses an interrupt that arrives during a fork
                 process.start()
             # Closed before the next fork: otherwise the next worker keeps this pipe open, and the
             # death of this worker is not seen as the end of its pipe.
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
-        with _defer_interrupts():
-            for connection in self._connections:
-                thread = threading.Thread(target=self._serve_tasks, args=(connection,), daemon=True)
-                thread.start()
-                self._threads.append(thread)
+            self._idle.put(ours)
+        self._threads.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -77,13 +75,7 @@ class Workers(Generic[Item, Result]):
             for process in self._processes:
                 process.terminate()
         self._in_flight.clear()
-        with suppress(queue.Empty):
-            while True:
-                self._submitted.get_nowait()
-        for _ in self._threads:
-            self._submitted.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._threads.__exit__(kind, *error)
         for connection in self._connections:
             connection.close()
         for process in self._processes:
@@ -97,9 +89,7 @@ class Workers(Generic[Item, Result]):
             Exception: What the function raised in a worker.
         """
         for item in items:
-            task = _Task[Item, Result](item)
-            self._in_flight.append(task)
-            self._submitted.put(task)
+            self._in_flight.append(self._threads.submit(functools.partial(self._ask, item)))
             if len(self._in_flight) >= self._count * MAX_IN_FLIGHT_PER_WORKER:
                 yield self._in_flight.popleft().result()
         yield from self.finish_pending()
@@ -109,55 +99,21 @@ class Workers(Generic[Item, Result]):
         while self._in_flight:
             yield self._in_flight.popleft().result()
 
-    def _serve_tasks(self, connection: Connection) -> None:
-        while (task := self._submitted.get()) is not None:
-            task.answer.put(_ask(connection, task.item))
-
-
-class _Task(Generic[Item, Result]):
-    """An item, and its result or what was raised instead, once that is known."""
-
-    def __init__(self, item: Item) -> None:
-        self.item = item
-        self.answer: queue.SimpleQueue[Result | Exception] = queue.SimpleQueue()
-
-    def result(self) -> Result:
-        answer = self.answer.get()
+    def _ask(self, item: Item) -> Result:
+        connection = self._idle.get()
+        try:
+            _send(connection, item)
+            answer: Result | Exception = connection.recv()
+        except (EOFError, OSError):
+            reason = "was killed, possibly for lack of memory"
+            raise user_error("worker-process-lost", reason=reason) from None
+        finally:
+            self._idle.put(connection)
         if isinstance(answer, MemoryError):
             raise user_error("worker-process-lost", reason="ran out of memory")
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-
-def _ask(connection: Connection, item: object) -> Any:
-    """The answer of a worker, which may be an exception."""
-    try:
-        _send(connection, item)
-        return connection.recv()
-    except (EOFError, OSError):
-        return user_error("worker-process-lost", reason="was killed, possibly for lack of memory")
-    except Exception as error:  # an item that cannot be pickled, or an answer that cannot be read
-        return error
-
-
-@contextmanager
-def _defer_interrupts() -> Iterator[None]:
-    """Defers Ctrl-C: Python loses an interrupt that arrives during a fork.
-
-    A signal mask would not do: it is per thread, and another thread would take the signal.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if received:
-        signal.raise_signal(signal.SIGINT)
 
 
 def _send(connection: Connection, value: object) -> None:

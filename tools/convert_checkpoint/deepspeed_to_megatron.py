@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, problems_about
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -38,6 +38,12 @@ class Options:
             yield Problem("load-folder-missing", "input_folder", load=self.input_folder)
 
 
+@problems_about(
+    load="input_folder",
+    save="output_folder",
+    target_tensor_parallel_size="target_tp",
+    target_pipeline_parallel_size="target_pp",
+)
 def work(options: Options) -> None:
     sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
     # By its name, for there is a folder of this name, too.

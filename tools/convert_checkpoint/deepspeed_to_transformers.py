@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.config.fields import no_effect_problem, option_field
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, problems_about
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WITHOUT_EFFECT = {"target_tp": 1, "target_pp": 1, "for_release": False}
@@ -44,6 +44,7 @@ class Options:
             yield no_effect_problem(*changed, reason="on a Hugging Face model")
 
 
+@problems_about(load="input_folder", save="output_folder")
 def work(options: Options) -> None:
     sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
     # By its name, for there is a folder of this name, too.

@@ -181,6 +181,26 @@ def test_the_scripts_report_missing_folders(
     assert printed_codes(capsys.readouterr().err) == ["required"]
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "target"),
+    [
+        ("hf2megads_weight_converter.py", ["--hf-ckpt-dir"], "--save"),
+        ("zero_to_fp32.py", [], "OUTPUT_DIR"),
+        ("convert_checkpoint/deepspeed_to_transformers.py", ["--input-folder"], "--output-folder"),
+        ("convert_checkpoint/deepspeed_to_megatron.py", ["--input-folder"], "--output-folder"),
+    ],
+)
+def test_errors_of_a_script_name_its_own_flags(
+    name: str, source: list[str], target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    random_model("llama").save_pretrained(tmp_path / "theirs")
+    (tmp_path / "new" / "file").mkdir(parents=True)
+    flags = [target] if target.startswith("--") else []
+    places = [*source, str(tmp_path / "theirs"), *flags, str(tmp_path / "new")]
+    assert script(name).main(places) == 1
+    assert f"\n{target} {tmp_path / 'new'}: it exists" in capsys.readouterr().err
+
+
 def test_a_script_runs_from_any_folder(tmp_path: Path) -> None:
     random_model("llama").save_pretrained(tmp_path / "theirs")
     path = Path(convert_checkpoint.__file__).parent / "zero_to_fp32.py"
