@@ -34,7 +34,7 @@ ALLOWED = {
     "cli": "config launch schedule_validation",
     "data": "config fileio tokenizer",
     "model": "config parallel",
-    "engine": "config data fileio model parallel train_state",
+    "engine": "config data fileio launch model parallel train_state",
     "preprocess": "config data fileio tokenizer",
     "checkpoint": "config data engine fileio launch model parallel schedules tokenizer train_state",
     "cleaning": "cli config fileio launch preprocess tokenizer",
