@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from megatron_ds.checkpoint.formats.megatron_layout import grouped, padded
 from megatron_ds.checkpoint.formats.megatron_names import canonical_name
@@ -22,6 +20,7 @@ from megatron_ds.checkpoint.formats.torch_dist_export import write_torch_dist
 from megatron_ds.checkpoint.lazy_tensors import LazyTensors
 from megatron_ds.config import ModelConfig
 from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES
+from tests.interop.on_cpu import OnCpu, patch_devices
 from tests.unit.checkpoint.formats.models import logits, random_source, random_training
 from tests.unit.checkpoint.formats.test_megatron_export import LLAMA, model
 
@@ -36,32 +35,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-class OnCpu(TorchFunctionMode):
-    """Gives their code, which asks for CUDA, tensors of the CPU with CUDA's names of types."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        found = func(*args, **kwargs)
-        is_name = func is Tensor.type and len(args) == 1
-        return found.replace("torch.", "torch.cuda.") if is_name else found
-
-
 @pytest.fixture(scope="module")
 def core() -> Iterator[SimpleNamespace]:
     """Their modules, in a group of one process; what asks for a device gets the CPU."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    patch_devices(patch)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     from megatron.core import dist_checkpointing, optimizer, parallel_state, transformer
     from megatron.core.dist_checkpointing.validation import StrictHandling
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    patch.setattr(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
     parallel_state.initialize_model_parallel()
     yield SimpleNamespace(
         checkpointing=dist_checkpointing,

@@ -10,8 +10,7 @@ Knows no files.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,8 +27,19 @@ COMPARED = 16
 MISPLACED = "its distributed optimizer's buffers do not have its weights at the expected places"
 """Why states are not read, with the name of a weight."""
 
-Bucket = Mapping[str, Tensor]
+
+class Flat(Protocol):
+    """A flat tensor, of which parts are read."""
+
+    def numel(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Tensor: ...
+
+
+Bucket = Mapping[str, Flat]
 """Flat tensors by PARAM and the moments."""
+Places = dict[str, tuple[int, int]]
+"""Number of the bucket and first element of each weight, by name."""
 
 
 def buckets_of(saved: Any) -> list[list[Bucket]]:
@@ -76,7 +86,7 @@ def assign_buffers(
     for number, (weights, buckets) in enumerate(zip(chunks, buffers, strict=True)):
         if any({PARAM, *MOMENTS} - bucket.keys() for bucket in buckets):
             return OptimizerStates(unread="its optimizer states are not those of Adam")
-        places = _Places(weights, buckets).find()
+        places = find_places(weights, buckets)
         if lost := [name for name in weights if name not in places]:
             return OptimizerStates(unread=f"{MISPLACED} ({lost[0]})")
         for name, weight in weights.items():
@@ -88,49 +98,50 @@ def assign_buffers(
     return found
 
 
-@dataclass
-class _Places:
-    """The search for the weights of one buffer."""
+def find_places(weights: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> Places:
+    """Where a buffer has the master weights of a model chunk.
 
-    weights: Mapping[str, Tensor]
-    buckets: Sequence[Bucket]
+    Args:
+        weights: In the order of the state dict.
+        buckets: Those of the buffer, in their order.
 
-    def find(self) -> dict[str, tuple[int, int]]:
-        """Number of the bucket and first element of each weight that was found."""
-        left = [*self.weights][::-1]
-        found: dict[str, tuple[int, int]] = {}
-        for number, bucket in enumerate(self.buckets):
-            flat = bucket[PARAM]
-            base = end = 0
-            while left and end < flat.numel():
-                # Either aligned, or the first of a bucket whose padding was left out, or packed.
-                aligned = base + -(-(end - base) // ALIGNMENT) * ALIGNMENT
-                match = next(
-                    (
-                        (name, start)
-                        for name in left  # the expected one is the first
-                        for start in dict.fromkeys((aligned, end))
-                        if _is_at(self.weights[name], flat, start)
-                    ),
-                    None,
-                )
-                if match is None:
-                    break
-                name, start = match
-                base = start if start != aligned else base
-                end = start + self.weights[name].numel()
-                found[name] = number, start
-                left.remove(name)
-        return found
+    Returns:
+        The places of the weights that were found.
+    """
+    left = [*weights][::-1]
+    found: Places = {}
+    for number, bucket in enumerate(buckets):
+        flat = bucket[PARAM]
+        base = end = 0
+        while left and end < flat.numel():
+            # Either aligned, or the first of a bucket whose padding was left out, or packed.
+            aligned = base + -(-(end - base) // ALIGNMENT) * ALIGNMENT
+            match = next(
+                (
+                    (name, start)
+                    for name in left  # the expected one is the first
+                    for start in dict.fromkeys((aligned, end))
+                    if _is_at(weights[name], flat, start)
+                ),
+                None,
+            )
+            if match is None:
+                break
+            name, start = match
+            base = start if start != aligned else base
+            end = start + weights[name].numel()
+            found[name] = number, start
+            left.remove(name)
+    return found
 
 
-def _is_at(weight: Tensor, flat: Tensor, start: int) -> bool:
+def _is_at(weight: Tensor, flat: Flat, start: int) -> bool:
     """Whether a buffer of master weights has those of a weight at a position."""
-    part = flat[start : start + weight.numel()]
-    if part.numel() != weight.numel():
+    if start + weight.numel() > flat.numel():
         return False
     values = weight.reshape(-1)
     for size in (COMPARED, weight.numel()):
-        if not torch.equal(part[:size].to(weight.dtype), values[:size]):
+        part = flat[start : start + min(size, weight.numel())]
+        if not torch.equal(part.to(weight.dtype), values[:size]):
             return False
     return True

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -32,9 +32,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ds.checkpoint.formats.foreign_pickle import read_dcp_metadata, read_foreign
+from megatron_ds.checkpoint.formats.megatron_args import arguments_of
 from megatron_ds.checkpoint.formats.megatron_files import WEIGHTS, FoundWeights, Shards
 from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_ignored
 from megatron_ds.checkpoint.formats.megatron_optimizer import PARTITIONED, steps_of
+from megatron_ds.checkpoint.formats.torch_dist_buffers import (
+    GROUPS_ENTRY,
+    Sizes,
+    WeightEntry,
+    has_buckets,
+    read_buckets,
+)
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.full_states import MASTER
@@ -50,6 +58,8 @@ STATE_PREFIXES = {
     "exp_avg_sq": "optimizer.state.exp_avg_sq.",
     MASTER: "optimizer.state.fp32_param.",
 }
+PARTITIONED_MASTERS = "optimizer.state.param."
+"""Of the distributed optimizer, if its states are saved like weights."""
 COMMON_ENTRY = "common_state/shard_0_1"
 
 
@@ -66,12 +76,14 @@ def read_torch_dist(folder: Path) -> FoundWeights:
         kind: _read_entries(folder, metadata, prefix) for kind, prefix in STATE_PREFIXES.items()
     }
     weights = kinds.pop(WEIGHTS)
+    kinds[MASTER] = kinds[MASTER] or _read_entries(folder, metadata, PARTITIONED_MASTERS)
+    saved = state.get("optimizer") or {}
     unread = ""
     if any(key.startswith("optimizer.distributed.") for key in metadata.state_dict_metadata):
-        unread = PARTITIONED
+        kinds, unread = _read_buckets(folder, metadata, arguments_of(state.get("args")) or {})
+        saved = _read_object(folder, metadata, GROUPS_ENTRY) or saved
     elif not kinds["exp_avg"]:
         unread = "it has no optimizer states"
-    saved = state.get("optimizer") or {}
     inner = saved.get("optimizer", saved)
     groups = inner.get("param_groups") or [{}]
     steps = steps_of(groups[0], inner.get("state") or {})
@@ -79,40 +91,64 @@ def read_torch_dist(folder: Path) -> FoundWeights:
     return FoundWeights(state, weights, optimizer, steps, unread)
 
 
-def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
-    """The entries of one kind by the names of the weights."""
-    found: dict[str, list[LazyTensor]] = defaultdict(list)
+def _read_buckets(
+    folder: Path, metadata: Metadata, args: Mapping[str, Any]
+) -> tuple[dict[str, Shards], str]:
+    """The states of a distributed optimizer, or why they cannot be read."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
+    values = [args.get(name) for name in names]
+    sizes = [value for value in values if isinstance(value, int) and value > 0]
+    if not has_buckets(metadata) or len(sizes) < len(names):
+        return {}, PARTITIONED
+    weights: dict[str, WeightEntry] = {}
+    for key, entry in _weight_entries(metadata, ""):
+        if HALVES.fullmatch(key):
+            return {}, PARTITIONED
+        for name, layer in _layer_names(key, entry):
+            weights[name] = WeightEntry(key, layer, entry)
+    found, unread = read_buckets(
+        metadata, weights, Sizes(*sizes), partial(_read_part, folder, metadata)
+    )
+    return {
+        kind: {name: [each] for name, each in tensors.items()} for kind, tensors in found.items()
+    }, unread
+
+
+def _weight_entries(metadata: Metadata, prefix: str) -> Iterator[tuple[str, TensorStorageMetadata]]:
+    """The entries of one kind that belong to weights."""
     for key, entry in sorted(metadata.state_dict_metadata.items(), reverse=True):
         name = key.removeprefix(prefix)
         if not key.startswith(prefix) or name.startswith(NOT_WEIGHTS):
             continue
-        if isinstance(entry, BytesStorageMetadata) or is_ignored(PREFIX.sub("", name)):
-            continue
+        if isinstance(entry, TensorStorageMetadata) and not is_ignored(PREFIX.sub("", name)):
+            yield key, entry
+
+
+def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
+    """The entries of one kind by the names of the weights."""
+    found: dict[str, list[LazyTensor]] = defaultdict(list)
+    for key, entry in _weight_entries(metadata, prefix):
+        name = key.removeprefix(prefix)
         halves = HALVES.fullmatch(name)
-        name = halves[1] if halves else name
-        for layer_name, tensor in _layers(folder, metadata, key, name, entry):
-            found[layer_name].append(tensor)  # w, the gate, comes before v in this order
+        for layer_name, layer in _layer_names(halves[1] if halves else name, entry):
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            if layer is None:
+                read = partial(_read_part, folder, metadata, key, (0,) * len(shape), shape)
+            else:
+                shape = shape[1:]
+                read = partial(_read_layer, folder, metadata, key, layer, shape)
+            found[layer_name].append(LazyTensor(shape, dtype, read))
+    # w, the gate, comes before v in this order
     return {name: [_stacked(parts)] for name, parts in found.items()}
 
 
-def _layers(
-    folder: Path, metadata: Metadata, key: str, name: str, entry: TensorStorageMetadata
-) -> list[tuple[str, LazyTensor]]:
-    """The tensors of an entry by name: one, or one for each layer."""
-    shape, dtype = tuple(entry.size), entry.properties.dtype
+def _layer_names(name: str, entry: TensorStorageMetadata) -> list[tuple[str, int | None]]:
+    """The weights of an entry by name without prefix, with the layer of each if it has several."""
     all_layers = ALL_LAYERS.fullmatch(name)
     if all_layers is None:
-        read = partial(_read_part, folder, metadata, key, (0,) * len(shape), shape)
-        return [(PREFIX.sub("", name), LazyTensor(shape, dtype, read))]
+        return [(PREFIX.sub("", name), None)]
     before, after = PREFIX.sub("", all_layers[1]), all_layers[2]
-    rest = shape[1:]
-    return [
-        (
-            f"{before}{layer}.{after}",
-            LazyTensor(rest, dtype, partial(_read_layer, folder, metadata, key, layer, rest)),
-        )
-        for layer in range(shape[0])
-    ]
+    return [(f"{before}{layer}.{after}", layer) for layer in range(entry.size[0])]
 
 
 def _read_layer(
@@ -182,16 +218,24 @@ def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
     if common.is_file():
         state = read_foreign(common)
     else:
-        stored = metadata.storage_data.get(MetadataIndex(COMMON_ENTRY))
-        if stored is None:
+        state = _read_object(folder, metadata, COMMON_ENTRY)
+        if state is None:
             raise user_error("megatron-files-missing", folder=folder, names="common.pt")
-        with open(folder / stored.relative_path, "rb") as file:
-            file.seek(stored.offset)
-            content = file.read(stored.length)
-        (state,) = read_foreign(content, f"{folder / stored.relative_path} ({COMMON_ENTRY})")
     if not isinstance(state, dict):
         raise user_error("tensor-file-unreadable", path=common, error="it has no state dict")
     return state
+
+
+def _read_object(folder: Path, metadata: Metadata, key: str) -> Any:
+    """An entry that is no tensor; None if there is none."""
+    stored = metadata.storage_data.get(MetadataIndex(key))
+    if stored is None:
+        return None
+    with open(folder / stored.relative_path, "rb") as file:
+        file.seek(stored.offset)
+        content = file.read(stored.length)
+    (value,) = read_foreign(content, f"{folder / stored.relative_path} ({key})")
+    return value
 
 
 def _require_backend(folder: Path) -> None:
