@@ -138,7 +138,7 @@ def test_peers_give_up_when_the_builder_hangs(ask: Ask, cache: Path, samples: st
     for answer in answers:
         if "error" in answer:
             assert str(stopped) in answer["error"]
-            assert f"{cache}/a-train-" in answer["error"]
+            assert f"{cache}/blend-" in answer["error"]
             assert answer["codes"] == ["lock-wait-timeout"]
     assert {answer.get("samples") for answer in ask(cache=str(cache))} == {samples}
 
@@ -148,7 +148,7 @@ def test_waiting_process_reports_what_it_waits_for(ask: Ask, cache: Path, sample
     assert [answer.get("samples") for answer in answers] == [samples] * PROCESSES
     reports = [text for answer in answers for text in answer["reports"]]
     assert reports
-    assert f"{cache}/a-train-" in reports[0]
+    assert f"{cache}/blend-" in reports[0]
 
 
 @pytest.mark.parametrize("code", ["ENOLCK", "ENOSYS", "EOPNOTSUPP"])
