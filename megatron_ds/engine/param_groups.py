@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -121,8 +122,9 @@ def keep_settings_on_load(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(with_own_settings)
 
 
-def reuse_states_on_load(optimizer: Optimizer) -> None:
-    """Make the optimizer copy states from a checkpoint into the memory of those that it has.
+@contextmanager
+def reused_states(optimizer: Optimizer) -> Iterator[None]:
+    """Within it, the optimizer copies loaded states into the memory of those that it has.
 
     `load_state_dict` keeps the tensors that it is given. These may be mapped from a file, whose
     pages the next step would copy one by one; and until the old states are freed, both need memory.
@@ -144,8 +146,15 @@ def reuse_states_on_load(optimizer: Optimizer) -> None:
         before.clear()
         copy_tensors(pairs)
 
-    optimizer.register_load_state_dict_pre_hook(remember)
-    optimizer.register_load_state_dict_post_hook(copy)
+    hooks = (
+        optimizer.register_load_state_dict_pre_hook(remember),
+        optimizer.register_load_state_dict_post_hook(copy),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _is_alike(old: object, new: Tensor) -> bool:

@@ -34,7 +34,7 @@ from megatron_ds.engine.loss_scaler import LossScale
 from megatron_ds.engine.param_groups import (
     Multipliers,
     keep_settings_on_load,
-    reuse_states_on_load,
+    reused_states,
     set_lr_and_weight_decay,
 )
 from megatron_ds.engine.partitions import FlatPartition, read_partitions
@@ -121,7 +121,6 @@ class ZeroEngine:
             parameters = [parameter for _, parameter in self._named_parameters]
             clip_by_known_norm(engine, self._clip_gradients, parameters, is_alone=is_alone)
         keep_settings_on_load(engine.basic_optimizer)
-        reuse_states_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
         return sum(getattr(p, "ds_numel", p.numel()) for _, p in self._parameters())
@@ -252,6 +251,7 @@ class ZeroEngine:
             silent_bf16_load(),
             experts_saved_by_caller(self._engine),
             swapped_states.as_tensors(self._engine),
+            reused_states(self._engine.basic_optimizer),
             nullcontext() if scale is None else scale.keep_settings_on_load(),
         ):
             path, _ = self._engine.load_checkpoint(str(folder), tag=tag)

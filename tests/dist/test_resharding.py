@@ -529,7 +529,8 @@ def outcomes(
 ) -> tuple[Path, dict[Pair, list[str]]]:
     """Folder of the checkpoints; what differs after each load of the selected layouts."""
     items = [item for item in request.session.items if item.path == request.path]
-    targets = {item.callspec.params["target"] for item in items if hasattr(item, "callspec")}
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    targets = {each["target"] for each in params if "target" in each}
     pairs = [pair for pair in PAIRS if pair[1] in targets]
     folder = tmp_path_factory.mktemp("checkpoints")
     found: dict[Pair, list[str]] = {}

@@ -11,7 +11,7 @@ from megatron_ds.engine.param_groups import (
     keep_settings_on_load,
     multiplier_rule,
     parameter_groups,
-    reuse_states_on_load,
+    reused_states,
     set_lr_and_weight_decay,
 )
 
@@ -172,13 +172,12 @@ def test_loaded_states_are_copied_into_the_memory_of_those_before() -> None:
     source, target, fresh = (torch.optim.AdamW([weight], lr=0.1) for _ in range(3))
     source.step()
     source.step()
-    for optimizer in (target, fresh):
-        reuse_states_on_load(optimizer)
     target.step()
     before = {key: value.data_ptr() for key, value in target.state[weight].items()}
     saved = source.state_dict()
     for optimizer in (target, fresh):
-        optimizer.load_state_dict(saved)
+        with reused_states(optimizer):
+            optimizer.load_state_dict(saved)
         for key, value in optimizer.state[weight].items():
             torch.testing.assert_close(value, saved["state"][0][key], rtol=0, atol=0)
             assert value.data_ptr() != saved["state"][0][key].data_ptr()
