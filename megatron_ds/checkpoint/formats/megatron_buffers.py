@@ -26,6 +26,7 @@ COMPARED = 16
 """First elements that are compared before all are."""
 MISPLACED = "its distributed optimizer's buffers do not have its weights at the expected places"
 """Why states are not read, with the name of a weight."""
+UNKNOWN_FORM = "its distributed optimizer has an unknown form"
 
 
 class Flat(Protocol):
@@ -82,7 +83,7 @@ def assign_buffers(
     kinds = (*MOMENTS, MASTER)
     found = OptimizerStates(steps, {kind: [{} for _ in chunks] for kind in kinds})
     if steps is None or len(buffers) != len(chunks):
-        return OptimizerStates(unread="its distributed optimizer has an unknown form")
+        return OptimizerStates(unread=UNKNOWN_FORM)
     for number, (weights, buckets) in enumerate(zip(chunks, buffers, strict=True)):
         if any({PARAM, *MOMENTS} - bucket.keys() for bucket in buckets):
             return OptimizerStates(unread="its optimizer states are not those of Adam")

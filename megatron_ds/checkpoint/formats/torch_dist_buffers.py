@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from megatron_ds.checkpoint.formats.megatron_buffers import (
     MISPLACED,
     PARAM,
+    UNKNOWN_FORM,
     Bucket,
     find_places,
 )
@@ -134,8 +135,11 @@ def read_buckets(
     groups = {group for group, _ in buckets}
     num_chunks = len(buckets) // max(len(groups), 1)
     stages = sizes.pp * num_chunks
-    if groups != {*range(sizes.tp * sizes.pp)} or sizes.layers % stages:
-        return {}, "its distributed optimizer has an unknown form"
+    found_layers = {int(layer[1]) for name in weights if (layer := LAYER.match(name))}
+    is_known = groups == {*range(sizes.tp * sizes.pp)} and sizes.layers % stages == 0
+    is_known &= found_layers == {*range(sizes.layers)}
+    if not is_known or not all(weight.shape for weight in weights.values()):
+        return {}, UNKNOWN_FORM
     ranks: dict[str, list[_Found]] = defaultdict(list)
     for (group, chunk), own in sorted(buckets.items()):
         stage, rank = divmod(group, sizes.tp)
@@ -254,4 +258,5 @@ def _join(weight: WeightEntry, ranks: Sequence[_Found], kind: str) -> Tensor:
             left -= target.numel()
         if left == 0:  # the other ranks have the same if it is not sharded
             break
+    assert left == 0, left
     return result

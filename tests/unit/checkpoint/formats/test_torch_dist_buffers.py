@@ -72,8 +72,9 @@ def test_buckets_whose_weights_are_elsewhere_are_not_read(
     ("argument", "value", "reason"),
     [
         ("tensor_model_parallel_size", None, torch_dist.PARTITIONED),
-        ("pipeline_model_parallel_size", 2, "unknown form"),
-        ("tensor_model_parallel_size", 3, "unknown form"),
+        ("pipeline_model_parallel_size", 2, megatron_buffers.UNKNOWN_FORM),
+        ("tensor_model_parallel_size", 3, megatron_buffers.UNKNOWN_FORM),
+        ("num_layers", 1, megatron_buffers.UNKNOWN_FORM),
     ],
 )
 def test_buckets_of_a_layout_that_does_not_fit_are_not_read(
