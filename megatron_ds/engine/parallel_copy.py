@@ -1,4 +1,4 @@
-"""Copies in host memory by several threads: one core does not use all bandwidth of the memory."""
+"""Copies in host memory by several threads: one core does not reach the memory's bandwidth."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MAX_THREADS = 8
 def copy_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copies tensors.
 
-    Those in host memory are copied by this process's share of the cores, the others one after the
-    other; copies to and from an accelerator are complete when it is synchronized.
+    Copies between CPU tensors use several threads. Copies to and from an accelerator are
+    non-blocking: they are complete when it is synchronized.
 
     Args:
         pairs: Targets and sources of equal shape and type.
@@ -41,9 +41,9 @@ def copy_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def in_threads(function: Callable[[Item], object], items: Sequence[Item]) -> None:
-    """Calls a function that releases the interpreter's lock with each item, in any order.
+    """Calls a function that releases the GIL with each item, in any order.
 
-    Uses this process's share of the cores.
+    There are as many threads as cores for each process of this host.
     """
     threads = min(MAX_THREADS, available_cores() // (local_world_size() or 1), len(items))
     if threads <= 1:

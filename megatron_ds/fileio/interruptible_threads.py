@@ -65,7 +65,7 @@ class InterruptibleThreads:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Waits for the functions that were started; the others are never called."""
+        """Waits for running functions and cancels pending ones."""
         with suppress(queue.Empty):
             while True:
                 self._submitted.get_nowait()
