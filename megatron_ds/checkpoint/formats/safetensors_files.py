@@ -44,6 +44,7 @@ SHARD_BYTES = 5 * 10**9
 WRITE_BYTES = 2**24
 """Bytes that are written at once."""
 READ_AHEAD_BYTES = 2**25
+"""Bytes of tensors that are read before they are written, unless the next one is larger."""
 LARGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 

@@ -80,7 +80,7 @@ def read_torch_dist(folder: Path) -> FoundWeights:
     saved = state.get("optimizer") or {}
     unread = ""
     if any(key.startswith("optimizer.distributed.") for key in metadata.state_dict_metadata):
-        kinds, unread = _read_buckets(folder, metadata, arguments_of(state.get("args")) or {})
+        kinds, unread = _read_buckets(folder, metadata, arguments_of(state.get("args")))
         saved = _read_object(folder, metadata, GROUPS_ENTRY) or saved
     elif not kinds["exp_avg"]:
         unread = "it has no optimizer states"
