@@ -27,10 +27,11 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEADLINE = 300.0
@@ -38,14 +39,23 @@ DEADLINE = 300.0
 PRELOADED = (
     "megatron_ds.training.setup",
     "deepspeed.ops.adam",
+    "deepspeed.moe.layer",
     "torch.utils.tensorboard",
+    "torch.utils.cpp_extension",
+    "torch._dynamo.utils",
+    "numpy.random",
+    "cpuinfo",
+    "hypothesis",
     "pytest",
 )
+"""What takes the time of the imports. The rest of the package is imported by each process."""
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM", "OMPI_", "MV2_", "PMI", "MPI_LOCAL", "TORCHELASTIC_", "CROSS_RANK"),
 )
 """The beginnings of their names."""
+MARK = "MEGATRON_DS_TESTS", uuid.uuid4().hex
+"""A variable, and its value in the environment of every process of this test session."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -63,18 +73,21 @@ def rank_environments(count: int, **other: str) -> list[dict[str, str]]:
 
 
 class ForkServer:
-    """A client of the server, which it starts."""
+    """A client of the server, which it starts in this process's environment."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    running: ClassVar[set[int]] = set()
+    """The pids of all servers."""
+
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
-            env=dict(environment),
+            env={**clean_environment(), MARK[0]: MARK[1]},
             text=True,
         )
-        self.pid = self._process.pid
+        self.running.add(self._process.pid)
         assert self._answer() == "ready"
 
     def start(
@@ -108,6 +121,7 @@ class ForkServer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=DEADLINE)
+        self.running.remove(self._process.pid)
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None
@@ -119,7 +133,7 @@ class ForkServer:
 @functools.cache
 def shared_fork_server() -> ForkServer:
     """The server of this test session; it ends with this process."""
-    server = ForkServer(clean_environment())
+    server = ForkServer()
     atexit.register(server.close)
     return server
 
@@ -196,8 +210,26 @@ def run_script(script: str, argv: list[str], environment: dict[str, str], log: s
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [script, *argv]
-    runpy.run_path(script, run_name="__main__")
-    sys.exit()
+    try:
+        runpy.run_path(script, run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        status = end.code or 0
+    exit_without_teardown(status)
+
+
+def exit_without_teardown(status: int) -> NoReturn:
+    """Ends this process as the interpreter does, but does not release every imported module.
+
+    That would copy the memory which this process shares with the server, for about a second.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def poll(pid: int) -> int | None:

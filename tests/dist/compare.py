@@ -18,13 +18,15 @@ def differences(run: Run, reference: Run, relative: float = RELATIVE) -> list[st
     """Lists every difference between `run` and `reference` larger than `relative`.
 
     If there are some after a step in which rounding has decided the sign of an update, only the
-    steps before it are compared.
+    steps before it are compared. Tensors of the first and the last step must have been recorded.
     """
     found = []
     for kind in ("losses", "norms", "gradients", "weights"):
         ours, reference_values = getattr(run, kind), getattr(reference, kind)
         if len(ours) != len(reference_values):
             found.append(f"{len(ours)} {kind} instead of {len(reference_values)}")
+        elif kind in ("gradients", "weights") and not (ours[0] and ours[-1]):
+            found.append(f"the first or the last {kind} are missing")
     steps = len(reference.losses)
     later = _differences(run, reference, relative, steps)
     if later and DECIDED_STEPS <= (decided := decided_steps(run, reference, relative)) < steps:
@@ -44,6 +46,8 @@ def _differences(run: Run, reference: Run, relative: float, steps: int) -> list[
         last = steps + 1 if kind == "weights" else steps
         pairs = zip(getattr(run, kind)[:last], getattr(reference, kind), strict=False)
         for step, (tensors, expected) in enumerate(pairs):
+            if not tensors:
+                continue
             if tensors.keys() != expected.keys():
                 found.append(f"{kind}[{step}]: {sorted(tensors.keys() ^ expected.keys())}")
                 continue
@@ -99,7 +103,11 @@ def differences_in_half_precision(run: Run, reference: Run) -> list[str]:
         found.append(f"losses {run.losses} instead of {reference.losses}")
     if run.norms != pytest.approx(reference.norms, rel=0.04):
         found.append(f"norms {run.norms} instead of {reference.norms}")
+    if not (run.gradients[0] and run.gradients[-1]):
+        found.append("the first or the last gradients are missing")
     for step, expected in enumerate(reference.gradients):
+        if not run.gradients[step]:
+            continue
         error, name = worst_difference(run.gradients[step], expected)
         if not error <= (HALF_GRADIENT_ERROR if step == 0 else LATER_GRADIENT_ERROR):
             found.append(f"gradients[{step}] of {name}: off by {error:.2e} of the largest")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
@@ -75,6 +75,8 @@ def prepare() -> Meshes:
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     deepspeed.utils.logger.setLevel("ERROR")
+    # Ranges for a profiler of CUDA, in each of DeepSpeed's functions.
+    deepspeed.utils.nvtx.enable_nvtx = False
     # On a CPU it starts a process, each time that ZeRO-3 reduces gradients.
     accelerator = get_accelerator()
     accelerator.device_count = functools.cache(accelerator.device_count)
@@ -158,8 +160,20 @@ def train(
     meshes: Meshes,
     *,
     records_masks: bool = False,
+    tensors_of: Collection[int] | None = None,
 ) -> Run:
-    """Trains the plans' steps. Collective; every rank gets the same full tensors."""
+    """Trains the plans' steps. Collective; every rank gets the same full tensors.
+
+    Args:
+        config: The configuration.
+        plans: The steps.
+        samples: The data.
+        probe: Sees the engine before the first step.
+        meshes: Those of this rank.
+        records_masks: Record the masks of dropout.
+        tensors_of: Steps, from 1, of which gradients and weights are recorded, and after which a
+            pipeline evaluates. None: all. A run spends about a third of its time on recording.
+    """
     mesh = meshes.of(config.parallel)
     with watch_construction() as construction:
         engine = build(config, mesh)
@@ -177,7 +191,8 @@ def train(
     # A counter in compiled code would recompile it for every value.
     counted = nullcontext([0]) if config.runtime.compile else count_attention_calls()
     compiled, breaks = counters["frames"]["ok"], sum(counters["graph_break"].values())
-    _record_gradients(engine, mesh, run)
+    recorded_steps = range(1, len(plans) + 1) if tensors_of is None else tensors_of
+    _record_gradients(engine, mesh, run, recorded_steps)
     recorder = Recorder(engine._engine.module, mesh, masks=records_masks)
     run.recorded = recorder.recorded
     batches = batches_of(config, mesh, samples)
@@ -189,6 +204,9 @@ def train(
             reported = {n: v for n, v in result.extras.items() if n != "decoupled_learning_rate"}
             run.routing.append({name: _mean(value, mesh) for name, value in reported.items()})
             run.norms.append(None if result.grad_norm is None else float(result.grad_norm))
+            if number not in recorded_steps:
+                run.weights.append({})
+                continue
             run.weights.append(full_weights(engine, mesh))
             if mesh.pp.size > 1 and number < len(plans):  # the last pass is one of training
                 run.evaluations.append(evaluate(engine, config, mesh, samples))
@@ -232,7 +250,9 @@ def batches_of(config: Config, mesh: Mesh, samples: Samples, consumed: int = 0) 
     return DeviceBatches(batches, torch.device("cpu"), mesh.sp_tp)
 
 
-def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
+def _record_gradients(
+    engine: ZeroEngine, mesh: Mesh, run: Run, recorded_steps: Collection[int]
+) -> None:
     """Records the learning rate and the gradients right before each optimizer step uses them."""
     ds_engine = engine._engine
 
@@ -240,6 +260,9 @@ def _record_gradients(engine: ZeroEngine, mesh: Mesh, run: Run) -> None:
         # A decoupled learning rate is larger.
         rate = min(group["lr"] for group in ds_engine.optimizer.param_groups)
         run.rates.append(rate)
+        if len(run.rates) not in recorded_steps:
+            run.gradients.append({})
+            return
         scale = getattr(ds_engine.optimizer, "loss_scale", 1.0)
         own = {
             name: full_tensor(safe_get_full_grad(p), p, mesh.tp, mesh.ep) / scale

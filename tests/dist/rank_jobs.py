@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,18 @@ def training(
     probe: EngineProbe | None = None,
     *,
     records_masks: bool = False,
+    tensors_of: Collection[int] | None = None,
 ) -> Job:
-    """A job whose results are the `Run`s of the ranks."""
-    return partial(train, config, plans, samples, probe, records_masks=records_masks)
+    """A job whose results are the `Run`s of the ranks. Arguments as for `train`."""
+    return partial(
+        train,
+        config,
+        plans,
+        samples,
+        probe,
+        records_masks=records_masks,
+        tensors_of=tensors_of,
+    )
 
 
 def case_training(case: Case, probe: EngineProbe | None = None, **changes: dict[str, Any]) -> Job:

@@ -40,9 +40,9 @@ class Run:
     norms: list[float | None] = field(default_factory=list)
     """Global norm before clipping."""
     gradients: list[Tensors] = field(default_factory=list)
-    """Before clipping, mean over the global batch."""
+    """Before clipping, mean over the global batch. Empty for a step of which none are recorded."""
     weights: list[Tensors] = field(default_factory=list)
-    """Before the first step and after each."""
+    """Before the first step and after each. Empty after a step of which none are recorded."""
     rates: list[float] = field(default_factory=list)
     """Learning rate of each optimizer step."""
     evaluations: list[float] = field(default_factory=list)

@@ -63,8 +63,17 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
                 config, problems = layouts.configure(run)
                 assert problems == [], name
                 plans = layouts.plans_of(run, config)[: steps_of(name)]
-                samples, masks = layouts.samples_of(run), run["dropout"] == "all"
-                jobs[name] = swapping(training(config, plans, samples, records_masks=masks))
+                # Signs that rounding decides are searched in the weights after every step of Lion.
+                tensors_of = None if run["optimizer"] == "lion" else {1, len(plans)}
+                jobs[name] = swapping(
+                    training(
+                        config,
+                        plans,
+                        layouts.samples_of(run),
+                        records_masks=run["dropout"] == "all",
+                        tensors_of=tensors_of,
+                    )
+                )
         results |= run_jobs(int(world), jobs).results
     return JobResults(results)
 

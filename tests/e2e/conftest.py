@@ -57,10 +57,8 @@ def base(corpus: Path) -> Settings:
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    launcher = Launcher(tmp_path_factory.mktemp("output"))
-    yield launcher
-    launcher.close()
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
+    return Launcher(tmp_path_factory.mktemp("output"))
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 The ranks of a run get the environment that a launcher sets and form one process group, so that one
 signal reaches them all. They are forked from a process that has done the imports (fork_server.py)
-or started as commands. Every process carries a mark in its environment, which identifies those that
+or started as commands. Every process has a variable in its environment that identifies those that
 outlive their test, however they were started.
 """
 
@@ -26,11 +26,13 @@ import torch
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from tests.fork_server import (
     DEADLINE,
+    MARK,
     REPOSITORY,
     ForkedProcess,
     ForkServer,
     clean_environment,
     rank_environments,
+    shared_fork_server,
 )
 
 PROGRAMS = Path(sys.executable).parent
@@ -46,7 +48,6 @@ LAUNCHERS: dict[str, tuple[object, ...]] = {
 ENDLESS = 100_000
 """Iterations of a run that something else must end."""
 FAULTS = REPOSITORY / "tests" / "faults.py"
-MARK = "MEGATRON_DS_E2E"
 TIMING_KEYS = ("seconds", "tokens_per_second", "tflops", "warm_up")
 """Keys of a step's record that differ between equal runs: timings, and whether it was a warm-up."""
 
@@ -142,12 +143,11 @@ class Launcher:
 
     Args:
         folder: For the output of the runs.
+        server: Forks the ranks. None: the server of the test session.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._mark = uuid.uuid4().hex
-        self._fork_server: ForkServer | None = None
+    def __init__(self, folder: Path, server: ForkServer | None = None) -> None:
+        self._folder, self._server = folder, server
         self._runs: list[Run] = []
 
     def start(
@@ -174,7 +174,7 @@ class Launcher:
             fault_rank: Rank on which the fault occurs. If None, it occurs on all ranks.
             folder: Working directory.
         """
-        environment = {MARK: self._mark, **(environment or {})}
+        environment = dict(environment or {})
         if fault is not None:
             script, environment["FAULT"] = FAULTS, fault
         if fault_rank is not None:
@@ -183,10 +183,10 @@ class Launcher:
         environments = rank_environments(ranks, **address, **environment)
         if per_rank is not None:
             environments = [{**clean_environment(), **environment, **own} for own in per_rank]
-        if self._fork_server is None:
-            self._fork_server = ForkServer(self._environment({}))
+        environments = [{MARK[0]: MARK[1], **each} for each in environments]
         logs = [self._log() for _ in environments]
-        processes = self._fork_server.start(script, to_flags(settings), environments, logs, folder)
+        server = self._server or shared_fork_server()
+        processes = server.start(script, to_flags(settings), environments, logs, folder)
         return self._register(Run(processes, logs))
 
     def launch(self, name: str, settings: Settings, script: Path = PRETRAIN) -> tuple[Run, int]:
@@ -251,10 +251,6 @@ class Launcher:
         """The pid of a rank of the only active run; its data loaders have higher pids."""
         return min(pid for pid in self._marked() if f"RANK={rank}" in _environment_of(pid))
 
-    def close(self) -> None:
-        if self._fork_server is not None:
-            self._fork_server.close()
-
     def _register(self, run: Run) -> Run:
         self._runs.append(run)
         return run
@@ -265,17 +261,17 @@ class Launcher:
         return path
 
     def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
-        return {**clean_environment(), MARK: self._mark, **extra}
+        return {**clean_environment(), MARK[0]: MARK[1], **extra}
 
     def _marked(self) -> dict[int, str]:
-        """Running processes of this launcher except the fork server: pid -> command line.
+        """Running processes of the tests except fork servers: pid -> command line.
 
         Empty on a system without /proc.
         """
-        mark = f"{MARK}={self._mark}".encode()
+        mark = "=".join(MARK).encode()
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
-            if self._fork_server is not None and folder.name == str(self._fork_server.pid):
+            if int(folder.name) in ForkServer.running:
                 continue
             try:
                 if mark in (folder / "environ").read_bytes():

@@ -22,6 +22,7 @@ from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import ENDLESS, Launcher, Run, Settings, checkpoint_differences, steps
 from tests.e2e.test_checkpoint_faults import checkpoints_in
 from tests.faults import FAILURE, build_faulty_disk
+from tests.fork_server import ForkServer
 
 RANKS = 2
 SAVED = "successfully saved checkpoint"
@@ -37,9 +38,9 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     folder = tmp_path_factory.mktemp("faulty")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(build_faulty_disk(folder)))
-        launcher = Launcher(folder)
-        yield launcher
-        launcher.close()
+        server = ForkServer()
+        yield Launcher(folder, server)
+        server.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from megatron_ds.checkpoint.metadata import find_damage
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import Launcher, Result, Settings, checkpoint_differences, steps
 from tests.faults import build_faulty_disk
+from tests.fork_server import ForkServer
 
 RANKS = 2
 FAILS_AT = 4
@@ -29,9 +30,9 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     folder = tmp_path_factory.mktemp("faulty")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LD_PRELOAD", str(build_faulty_disk(folder)))
-        launcher = Launcher(folder)
-        yield launcher
-        launcher.close()
+        server = ForkServer()
+        yield Launcher(folder, server)
+        server.close()
 
 
 def run_with_fault(
