@@ -30,7 +30,7 @@ class RankError(AssertionError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 600.0
 ) -> list[Any]:
     """Calls fn(rank, *args) on `world_size` ranks inside an initialized process group (gloo).
 
@@ -93,6 +93,9 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_ds.launch.environment import prepare_environment
+
+    prepare_environment()  # DeepSpeed's ops are those of the installation
     folder = Path(sys.argv[1])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:

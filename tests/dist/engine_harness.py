@@ -31,7 +31,6 @@ from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed_patches import require_precision
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.zero import ZeroEngine
-from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec, unshard
@@ -70,7 +69,6 @@ class Meshes(dict[int, Mesh]):
 
 def prepare() -> Meshes:
     """Prepares a rank of `run_ranks` for engines."""
-    prepare_environment()
     # DeepSpeed asks for it whenever it builds an optimizer on the host, which takes a second.
     cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)

@@ -76,7 +76,7 @@ def run_jobs(world: int, jobs: Mapping[str, Job]) -> JobResults:
     with tempfile.TemporaryDirectory() as name:
         folder, crash = Path(name), Failure("")
         try:
-            run_ranks(_run_jobs, world, dict(jobs), folder, timeout=300.0 + 15.0 * len(jobs))
+            run_ranks(_run_jobs, world, dict(jobs), folder, timeout=600.0 + 30.0 * len(jobs))
         except Exception:
             crash = Failure(traceback.format_exc())
 

@@ -9,7 +9,6 @@ import torch
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
 from megatron_ds.engine.build import configure_checkpointing
-from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -72,7 +71,6 @@ def losses_and_gradients(
 
 
 def compare_variants(rank: int, tp_size: int) -> None:
-    prepare_environment()
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
     mesh = Mesh.build(tp_size)
     for position, documents in (
