@@ -79,8 +79,12 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
 
 
 def steps_of(name: str) -> int:
-    """Ten steps of the covering runs, three of the others."""
-    return layouts.STEPS if name in COVERING else 3
+    """Ten steps of the covering runs, but four of those on four ranks that accumulate, and two of
+    the others."""
+    if name not in COVERING:
+        return 2
+    run = COVERING[name]
+    return 4 if (run["world"], run["accumulation"]) == ("4", "4") else layouts.STEPS
 
 
 def check(name: str, run: RunLayout, outcomes: JobResults) -> list[str]:

@@ -67,7 +67,7 @@ def test_generation_is_measured_for_every_batch_size(tmp_path: Path) -> None:
 
 def test_tests_of_the_device_run(tmp_path: Path) -> None:
     selected = "zero1-tp2 or moves or core"
-    found = measure(tmp_path, "tests", "--flags", "--on-cpu", "-k", selected)
+    found = measure(tmp_path, "tests", "--flags", "tests/gpu", "--on-cpu", "-k", selected)
     assert found["tests"]["tests"] == 8
     assert found["tests"]["failures"] == found["tests"]["skipped"] == 0
 
