@@ -36,7 +36,7 @@ quick: lint $(S3)/.installed ## lint, unit tests and one case of each proof, in 
 
 test: lint $(S3)/.installed ## lint, then all tests: unit, fuzz, multi-process and end-to-end
 	$(PARALLEL) tests/unit tests/fuzz
-	$(PARALLEL) tests/e2e tests/dist
+	$(PARALLEL) tests/dist tests/e2e
 
 test-gpu: install ## the tests that need an accelerator, on the one that DeepSpeed finds
 	$(RUN)/python -m pytest -m gpu tests
