@@ -79,8 +79,7 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
 
 
 def steps_of(name: str) -> int:
-    """Ten steps of the covering runs, but four of those on four ranks that accumulate, and two of
-    the others."""
+    """Ten steps of a covering run, four if it accumulates on four ranks; two of a random run."""
     if name not in COVERING:
         return 2
     run = COVERING[name]
