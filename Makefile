@@ -44,7 +44,7 @@ test-gpu: install ## the tests that need an accelerator, on the one that DeepSpe
 test-interop: $(INTEROP)/.installed ## compare token files, samples and checkpoints with megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
-test-deepspeed: install ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/deepspeed_versions.md
+test-deepspeed: install ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/development/deepspeed_versions.md
 	$(RUN)/python tests/versions/run.py $(VERSIONS)
 
 mutants: install $(S3)/.installed ## score the tests by small mistakes in the code; ONLY="model/*" selects, JOBS=2 workers

@@ -1,6 +1,6 @@
 """Import graph of the package, read from the source without importing it.
 
-Owns the reader of import statements and the diagram of docs/architecture.md.
+Owns the reader of import statements and the diagram of docs/development/architecture.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "megatron_ds"
-PAGE = REPOSITORY / "docs" / "architecture.md"
+PAGE = REPOSITORY / "docs" / "development" / "architecture.md"
 BEGIN, END = "<!-- begin: generated import diagram -->\n", "<!-- end -->\n"
 
 
@@ -79,7 +79,7 @@ def diagram() -> str:
 
 
 def page() -> str:
-    """docs/architecture.md with the current diagram."""
+    """docs/development/architecture.md with the current diagram."""
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return f"{head}{BEGIN}{diagram()}{END}{rest.partition(END)[2]}"
 

@@ -1,5 +1,5 @@
-"""Write docs/flags.md from the declared flags, docs/support_matrix.md from the rules of layouts,
-and the import diagram of docs/architecture.md."""
+"""Write the generated pages: flags.md and support_matrix.md of docs/reference, from the declared
+flags and the rules of layouts, and the import diagram of docs/development/architecture.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_ds.cli.flags import Flag, FlagTable, training_flags
 from megatron_ds.cli.help import default_of, explanation, other_names
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-OUTPUT = REPOSITORY / "docs" / "flags.md"
+OUTPUT = REPOSITORY / "docs" / "reference" / "flags.md"
 
 HEAD = """\
 # Flags
@@ -59,7 +59,7 @@ All other flags that the peers share have their defaults.
 
 @dataclass(frozen=True)
 class Options:
-    """Writes docs/flags.md, docs/support_matrix.md and the diagram of docs/architecture.md."""
+    """Writes flags.md and support_matrix.md of docs/reference, and the import diagram."""
 
 
 def tool_tables() -> dict[str, FlagTable]:
@@ -86,7 +86,7 @@ def load(path: Path) -> ModuleType:
 
 
 def page() -> str:
-    """The text of docs/flags.md."""
+    """The text of docs/reference/flags.md."""
     training = training_flags()
     parts = [HEAD, *_groups(training, "##")]
     parts += [DEFAULT_TABLE, _defaults()]

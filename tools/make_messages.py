@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write docs/errors.md: the code, the option fields and the message of every problem."""
+"""Write docs/reference/errors.md: the code, the option fields and the message of every problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_ds.config.problems import catalogue, default_flag, plural
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-OUTPUT = REPOSITORY / "docs" / "errors.md"
+OUTPUT = REPOSITORY / "docs" / "reference" / "errors.md"
 HEADER = """# Errors and warnings
 
 Every message of `pretrain_gpt.py` and of the tools ends with a code in brackets. This page lists

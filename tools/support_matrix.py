@@ -1,4 +1,4 @@
-"""The page docs/support_matrix.md, from the tables of megatron_ds/config/support.py."""
+"""The page docs/reference/support_matrix.md, from the tables of megatron_ds/config/support.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_ds.config.problems import catalogue
 from tools.make_messages import readable
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-OUTPUT = REPOSITORY / "docs" / "support_matrix.md"
+OUTPUT = REPOSITORY / "docs" / "reference" / "support_matrix.md"
 HEAD = """\
 # Support matrix
 
@@ -34,8 +34,8 @@ TESTS = """\
 
 A test covers every pair of its values, and each of them with the defaults of all other axes. The
 versions of DeepSpeed are those with which all of its cases passed in the last recorded run of
-`make test-deepspeed` ([failures](deepspeed_versions.md)). Whole layouts, drawn at random in each
-run of the tests, are compared by
+`make test-deepspeed` ([failures](../development/deepspeed_versions.md)).
+Whole layouts, drawn at random in each run of the tests, are compared by
 `tests/dist/test_layouts.py::test_random_layouts_equal_one_process`.
 """
 UNRECORDED = """\
@@ -63,7 +63,7 @@ The program ends with the code of the second column, and names the closest layou
 
 
 def page(record: Record | None = None) -> str:
-    """The text of docs/support_matrix.md.
+    """The text of docs/reference/support_matrix.md.
 
     Args:
         record: What `make test-deepspeed` recorded. None: the file.

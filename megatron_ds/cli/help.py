@@ -1,7 +1,7 @@
 """The text of --help and --version, for terminals of 80 columns.
 
-Owns the layout and how a flag is explained; docs/flags.md uses the same explanations. Knows no
-torch: versions are read from the packages' metadata.
+Owns the layout and how a flag is explained; docs/reference/flags.md uses the same explanations.
+Knows no torch: versions are read from the packages' metadata.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ and numbers may be written 1_000 or 1e3.
 PRETRAIN_TAIL = """\
 Flags of Megatron-LM and of the Megatron-DeepSpeed forks that are not listed
 here have no effect, with a warning, or are refused with an alternative:
-docs/flags.md lists them all.
+docs/reference/flags.md lists them all.
 """
 
 

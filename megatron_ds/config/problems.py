@@ -1,8 +1,8 @@
 """Problems that a user can fix: a code, the option fields concerned, and a message.
 
 Messages are data: `messages.toml` has the text of each code, so that code and tests identify a
-problem by its code and fields, and improving a message changes nothing else. docs/errors.md lists
-all of them; `python tools/make_messages.py` rewrites it.
+problem by its code and fields, and improving a message changes nothing else.
+docs/reference/errors.md lists all of them; `python tools/make_messages.py` rewrites it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The support matrix: which layouts work together, why the others do not, and which test proves it.
 
 A *layout* is one value for each axis of `AXES`. The validator rejects a layout that a rule of
-`RULES` forbids; docs/support_matrix.md is generated from the same tables by `python
+`RULES` forbids; docs/reference/support_matrix.md is generated from the same tables by `python
 tools/make_docs.py`; the tests draw their layouts from them. So nothing is accepted that the
 page does not list, and no layout is rejected in one place and run in another.
 

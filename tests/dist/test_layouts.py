@@ -1,4 +1,4 @@
-"""Layouts of docs/support_matrix.md train like one process, and the others are rejected.
+"""Layouts of docs/reference/support_matrix.md train like one process, and the others are rejected.
 
 Every pair of values that the matrix accepts is in one of the runs, whose configurations are those
 of its flags. Further whole layouts are drawn at random: those that the matrix accepts equal one

@@ -1,4 +1,4 @@
-"""Rules of docs/architecture.md: who imports what, read from the source without running it."""
+"""Rules of docs/development/architecture.md: who imports what, read without running the source."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(
     page
-    for folder in (".", "docs", "examples", "benchmarks/results")
-    for page in (REPOSITORY / folder).glob("*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/results/*.md")
+    for page in REPOSITORY.glob(pattern)
 )
 MIGRATION = DOCS / "migration.md"
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
@@ -54,7 +54,7 @@ def names_of_tests(path: Path) -> set[str]:
 
 CLAIMS = re.findall(
     r"^\| (?!claim \|).* \| `?([^|`]*)`? \|$",
-    (DOCS / "verified.md").read_text(encoding="utf-8"),
+    (DOCS / "development" / "verified.md").read_text(encoding="utf-8"),
     flags=re.MULTILINE,
 )
 """Second column of the tables of verified claims."""

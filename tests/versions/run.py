@@ -5,8 +5,8 @@
 
 Each version is installed alone into build/deepspeed/VERSION, from the package index and without its
 requirements: everything else, torch included, is that of the environment. Its C++ ops are built
-there, too. The results are kept in results.json, from which docs/deepspeed_versions.md and the
-versions in docs/support_matrix.md are written.
+there, too. The results are kept in results.json, from which docs/development/deepspeed_versions.md
+and the versions in docs/reference/support_matrix.md are written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_ds.config.support import PROOFS  # noqa: E402 (the repository is o
 
 INSTALLED = REPOSITORY / "build" / "deepspeed"
 RESULTS = Path(__file__).with_name("results.json")
-OUTPUT = REPOSITORY / "docs" / "deepspeed_versions.md"
+OUTPUT = REPOSITORY / "docs" / "development" / "deepspeed_versions.md"
 SUITE = {
     "every pair of values of the support matrix equals one process": (
         "tests/dist/test_layouts.py::test_layout_equals_one_process"
@@ -120,7 +120,7 @@ def _first_error(failure: ElementTree.Element) -> str:
 
 
 def page(results: dict[str, dict[str, Result]]) -> str:
-    """The text of docs/deepspeed_versions.md."""
+    """The text of docs/development/deepspeed_versions.md."""
     versions = sorted(results, key=_numbers, reverse=True)
     rows = [["", *versions], ["---"] * (1 + len(versions))]
     claims = {test: f"{claim} (`{test}`)" for claim, test in SUITE.items()}
@@ -171,7 +171,7 @@ def main() -> None:
         stored[version] = {**stored.get(version, {}), **results}
         RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
         OUTPUT.write_text(page(stored), encoding="utf-8")
-    print(f"wrote {OUTPUT}; python tools/make_docs.py writes docs/support_matrix.md")
+    print(f"wrote {OUTPUT}; python tools/make_docs.py writes docs/reference/support_matrix.md")
 
 
 if __name__ == "__main__":

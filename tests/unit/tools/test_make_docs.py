@@ -1,4 +1,4 @@
-"""docs/flags.md documents what the code declares."""
+"""docs/reference/flags.md documents what the code declares."""
 
 from __future__ import annotations
 
