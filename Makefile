@@ -2,6 +2,8 @@
 
 VENV ?= .venv
 RUN := $(VENV)/bin
+# Python compiles what is imported; compiling all that is installed would take a minute more.
+PIP = "$(RUN)/python" -m pip install --disable-pip-version-check --no-compile
 # Interpreters for the environment; the first one that runs and is new enough is used.
 PYTHONS ?= python3.11 python3.12 python3.13 python3 python
 # The demo's text: a jsonl file with the key "text". If empty, the standard library of Python.
@@ -11,6 +13,8 @@ INTEROP := build/interop
 # An S3 server and fsspec's client for it, which only tests use. They need older versions of some
 # packages than requirements.txt has, so they have a folder of their own.
 S3 := build/s3
+# What the tests need besides the product.
+TESTED = $(VENV)/.dev-installed $(VENV)/.ops-built $(S3)/.installed
 # One thread per process: two processes with two threads each would compete for two cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest
 # Files run in two workers, each with its own fork server; fixtures of a file are built once.
@@ -22,7 +26,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-deepspeed test-gpu test-interop mutants lint unit install clean
+.PHONY: help demo quick test test-libaio test-deepspeed test-gpu test-interop mutants lint unit \
+  install ops clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,35 +35,42 @@ help: ## show this list
 demo: install ## make a corpus, train, resume, evaluate and generate; DATA=my.jsonl uses your text
 	@$(RUN)/python tools/demo.py $(if $(DATA),--data "$(DATA)")
 
-quick: lint $(S3)/.installed ## lint, unit tests and one case of each proof, in about three minutes
+quick: lint $(TESTED) ## lint, unit tests and one case of each proof, in about three minutes
 	$(PARALLEL) tests/unit
 	$(PARALLEL) -m smoke tests/dist tests/e2e
 
-test: lint $(S3)/.installed ## lint, then all tests: unit, fuzz, multi-process and end-to-end
+test: lint $(TESTED) ## lint, then all tests: unit, fuzz, multi-process and end-to-end
 	$(PARALLEL) tests/unit tests/fuzz
 	$(PARALLEL) tests/dist tests/e2e
 
-test-gpu: install ## the tests that need an accelerator, on the one that DeepSpeed finds
+test-libaio: $(TESTED) ## the tests that offload to NVMe, which need libaio and its headers
+	@$(RUN)/python tools/build_ops.py aio
+	$(PARALLEL) -m libaio tests
+
+test-gpu: $(VENV)/.dev-installed ## the tests that need an accelerator, on the one that DeepSpeed finds
 	$(RUN)/python -m pytest -m gpu tests
 
 test-interop: $(INTEROP)/.installed ## compare token files, samples and checkpoints with megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
 
-test-deepspeed: install ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/development/deepspeed_versions.md
+test-deepspeed: $(VENV)/.dev-installed ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/development/deepspeed_versions.md
 	$(RUN)/python tests/versions/run.py $(VERSIONS)
 
-mutants: install $(S3)/.installed ## score the tests by small mistakes in the code; ONLY="model/*" selects, JOBS=2 workers
+mutants: $(TESTED) ## score the tests by small mistakes in the code; ONLY="model/*" selects, JOBS=2 workers
 	$(RUN)/python tests/mutants/run.py --jobs $(or $(JOBS),2) $(foreach pattern,$(ONLY),'$(pattern)')
 
-lint: install ## ruff and mypy
+lint: $(VENV)/.dev-installed ## ruff and mypy
 	$(RUN)/ruff check $(CODE)
 	$(RUN)/ruff format --check $(CODE)
 	$(RUN)/mypy
 
-unit: install $(S3)/.installed ## only the unit tests
+unit: $(TESTED) ## only the unit tests
 	$(PARALLEL) tests/unit
 
-install: $(VENV)/.ops-built ## create the environment and build DeepSpeed's C++ ops, if missing
+install: $(VENV)/.installed ## create the environment, if missing
+
+ops: install ## build DeepSpeed's C++ ops, which runs with offload otherwise build when they start
+	@$(RUN)/python tools/build_ops.py
 
 $(VENV)/.installed: requirements.txt setup.py
 	@"$(RUN)/python" -m pip --version >/dev/null 2>&1 || { \
@@ -69,10 +81,14 @@ $(VENV)/.installed: requirements.txt setup.py
 	    echo "$$python could not create an environment; on Debian: apt install python3-venv"; exit 1; \
 	  done; \
 	  echo "No Python 3.11 or newer among: $(PYTHONS). Name one: make PYTHONS=/path/to/python"; exit 1; }
-	@echo "== Installing requirements.txt (once; minutes)"
-	@"$(RUN)/python" -m pip install --disable-pip-version-check -r requirements.txt
-	@"$(RUN)/python" -m pip install --disable-pip-version-check --quiet \
-	  --no-deps --no-build-isolation --editable .
+	@echo "== Installing requirements.txt (once, about a minute)"
+	@$(PIP) -r requirements.txt
+	@$(PIP) --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev-installed: requirements-dev.txt $(VENV)/.installed
+	@echo "== Installing requirements-dev.txt (once)"
+	@$(PIP) -r requirements-dev.txt
 	@touch $@
 
 $(VENV)/.ops-built: $(VENV)/.installed
@@ -81,14 +97,12 @@ $(VENV)/.ops-built: $(VENV)/.installed
 
 $(INTEROP)/.installed: tests/interop/requirements.txt $(VENV)/.installed
 	rm -rf $(INTEROP)
-	"$(RUN)/python" -m pip install --disable-pip-version-check --quiet --no-deps \
-	  --target $(INTEROP) -r tests/interop/requirements.txt
+	$(PIP) --quiet --no-deps --target $(INTEROP) -r tests/interop/requirements.txt
 	@touch $@
 
 $(S3)/.installed: tests/s3/requirements.txt $(VENV)/.installed
 	rm -rf $(S3)
-	"$(RUN)/python" -m pip install --disable-pip-version-check --quiet --no-deps \
-	  --target $(S3) -r tests/s3/requirements.txt
+	$(PIP) --quiet --no-deps --target $(S3) -r tests/s3/requirements.txt
 	@touch $@
 
 clean: ## remove caches and the demo's results; keep the environment

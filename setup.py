@@ -1,4 +1,4 @@
-"""What the package is and what it needs, in ranges; requirements.txt pins what the tests run."""
+"""What the package is and what it needs, in ranges; requirements.txt pins what tests run with."""
 
 from setuptools import find_namespace_packages, setup
 
@@ -25,7 +25,6 @@ setup(
         "safetensors>=0.5",
         "tensorboard>=2.16",
         "tokenizers>=0.21",
-        "transformers>=4.56",
         "xxhash>=3.0",
     ],
     extras_require={
@@ -37,7 +36,7 @@ setup(
             "orjson>=3.10",
             "pyarrow>=15",
         ],
-        "tokenizers": ["sentencepiece>=0.2", "tiktoken>=0.8"],
+        "tokenizers": ["sentencepiece>=0.2", "tiktoken>=0.8", "transformers>=4.56"],
         "cleaning": ["ftfy>=6.3", "py3langid>=0.4", "rensa>=0.5"],
         "s3": ["fsspec>=2024.2", "obstore>=0.6"],
         "plot": ["matplotlib>=3.9"],

@@ -40,6 +40,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_without_accelerator(config, items)
+    if on_disk := [item for item in items if item.get_closest_marker("libaio")]:
+        from megatron_ds.launch import libaio
+
+        if (problem := libaio.find_problem()) is not None:
+            for item in on_disk:
+                item.add_marker(pytest.mark.skip(reason=problem.render()))
+
+
+def _skip_without_accelerator(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not marked or config.option.on_cpu or _has_accelerator():
         return
@@ -60,6 +70,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A process group of this process alone."""
     import torch.distributed as dist
 
+    from megatron_ds.launch.cpp_ops import leave_out_shared_memory_op
+
+    leave_out_shared_memory_op()
     store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield

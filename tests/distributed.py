@@ -93,9 +93,11 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_ds.launch.cpp_ops import leave_out_shared_memory_op
     from megatron_ds.launch.environment import prepare_environment
 
     prepare_environment()  # DeepSpeed's ops are those of the installation
+    leave_out_shared_memory_op()
     folder = Path(sys.argv[1])
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:

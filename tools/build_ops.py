@@ -1,13 +1,11 @@
-"""Build DeepSpeed's C++ ops before the first run, with a message, and remove stale locks.
+"""Build DeepSpeed's C++ ops before the first run, and remove stale locks of killed builds.
 
-DeepSpeed compiles an op at its first use: half a minute of silence in the first step, and a run
-that hangs indefinitely if that compilation is killed. `make` calls this once after installation;
-calling it again is harmless.
+Only runs with offload use these ops, and build them when they first need them, which takes a minute
+each; on a cluster they are better built once, before the job. Calling it again is harmless.
 """
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -16,27 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem
 from megatron_ds.launch import libaio
+from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, CppOp, problems
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 
-NO_COMPILER = """\
-There is no C++ compiler: {name} was not found. DeepSpeed builds its CPU ops with it.
-Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++), or name one in CXX,
-and run the same command again."""
-
-
-OFFLOAD_ADAM = "CPUAdamBuilder"
-FILE_OPERATIONS = "AsyncIOBuilder"
-CPU_OPS = {
-    "ShareMemCommBuilder": "all-reduce through shared memory",
-    "FusedAdamBuilder": "Adam",
-    OFFLOAD_ADAM: "Adam for an optimizer offloaded to the CPU",
-    FILE_OPERATIONS: "offloading to NVMe",
-}
-"""Builders in deepspeed.ops.op_builder, and purposes of the ops, on a machine without an
-accelerator. With one, only OFFLOAD_ADAM and FILE_OPERATIONS run on the CPU."""
-
+OPS = {"adam": (CPU_ADAM,), "aio": (ASYNC_IO,), "all": (CPU_ADAM, ASYNC_IO)}
 BUILD = """
 import sys
 from deepspeed.accelerator import get_accelerator
@@ -48,32 +33,29 @@ get_accelerator().create_op_builder(sys.argv[1]).load(verbose=True)
 class Options:
     """Builds DeepSpeed's C++ ops before the first run, and removes the locks of killed builds."""
 
+    ops: str = option_field(
+        "all",
+        "adam for --cpu-optimizer, aio for offloading to NVMe, or all that can be built here",
+        choices=tuple(OPS),
+        positional=True,
+    )
+
 
 def work(options: Options) -> int:
-    """The exit status: 0 if the ops that every run needs are built."""
+    """The exit status: 0 if what can be built here is, and something can."""
     folder = prepare_environment()
+    folder.mkdir(parents=True, exist_ok=True)
     clear_stale_locks(folder)
-    from deepspeed.accelerator import get_accelerator
-    from torch.utils.cpp_extension import get_cxx_compiler
+    reasons = {op: find_problem(op) for op in OPS[options.ops]}
+    for problem in filter(None, reasons.values()):
+        print(problem.render(), file=sys.stderr)
+    possible = [op for op, problem in reasons.items() if problem is None]
+    return 0 if possible and build(possible, folder) else 1
 
-    compiler = str(get_cxx_compiler())
-    if shutil.which(compiler) is None:
-        print(NO_COMPILER.format(name=compiler), file=sys.stderr)
-        return 1
-    if get_accelerator().device_name() == "cpu":
-        needed = [builder for builder in CPU_OPS if builder != FILE_OPERATIONS]
-        built = [build(builder, folder) for builder in needed]
-        status = 0 if all(built) else 1
-    else:
-        status = 0
-        if not build(OFFLOAD_ADAM, folder):
-            print("Only runs with --cpu-optimizer need this op: continuing without it")
-    problem = libaio.find_problem()
-    if problem is not None:
-        print(f"Not built, as only runs that offload to nvme need it: {problem.render()}")
-    elif not build(FILE_OPERATIONS, folder):
-        print("Only runs that offload to nvme need this op: continuing without it")
-    return status
+
+def find_problem(op: CppOp) -> Problem | None:
+    """Why an op cannot be built here."""
+    return libaio.find_problem() if op is ASYNC_IO else next(iter(problems([op])), None)
 
 
 def clear_stale_locks(folder: Path) -> None:
@@ -83,26 +65,27 @@ def clear_stale_locks(folder: Path) -> None:
         lock.unlink(missing_ok=True)
 
 
-def build(builder: str, folder: Path) -> bool:
-    """Build an op, unless it is built; False, after printing the reason, if that fails.
+def build(ops: Sequence[CppOp], folder: Path) -> bool:
+    """Build ops at the same time, unless they are built; False if one fails, which is printed.
 
-    In a process of its own, so that the compiler's output goes to a file.
+    In processes of their own, so that the compiler's output goes to files.
     """
-    log = folder / f"{builder}.log"
-    folder.mkdir(parents=True, exist_ok=True)
-    what = f"DeepSpeed's C++ op for {CPU_OPS[builder]}"
-    expected = "minutes" if builder == FILE_OPERATIONS else "about half a minute"
-    print(f"Building {what} (once, {expected}) ...", end=" ", flush=True)
     start = time.monotonic()
-    with log.open("w") as output:
-        command = [sys.executable, "-c", BUILD, builder]
-        code = subprocess.call(command, stdout=output, stderr=subprocess.STDOUT)
-    print(f"{'done' if code == 0 else 'FAILED'} after {time.monotonic() - start:.0f} s", flush=True)
-    if code:
-        tail = log.read_text(errors="replace").splitlines()[-15:]
-        print("\n".join(f"  {line}" for line in tail), file=sys.stderr)
-        print(f"The complete output is in {log}", file=sys.stderr)
-    return code == 0
+    builds = []
+    for op in ops:
+        print(f"Building {op} (once, about a minute) ...", flush=True)
+        with (folder / f"{op.name}.log").open("w") as log:
+            command = [sys.executable, "-c", BUILD, op.builder]
+            builds.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
+    for op, process in zip(ops, builds, strict=True):
+        outcome = "FAILED" if process.wait() else "done"
+        print(f"{op.name}: {outcome} after {time.monotonic() - start:.0f} s", flush=True)
+        if process.returncode:
+            log = folder / f"{op.name}.log"
+            tail = log.read_text(errors="replace").splitlines()[-15:]
+            print("\n".join(f"  {line}" for line in tail), file=sys.stderr)
+            print(f"The complete output is in {log}", file=sys.stderr)
+    return all(process.returncode == 0 for process in builds)
 
 
 def main(argv: Sequence[str]) -> int:

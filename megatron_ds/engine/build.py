@@ -24,13 +24,14 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import deepspeed_patches, readback, swapped_states
 from megatron_ds.engine.adam_kernels import available_on
 from megatron_ds.engine.deferred_compiler import defer_compiler
-from megatron_ds.engine.ds_config import build_ds_config
+from megatron_ds.engine.ds_config import build_ds_config, cpp_ops
 from megatron_ds.engine.optimizers import attach_matrices, client_optimizer
 from megatron_ds.engine.param_groups import multiplier_rule, parameter_groups
 from megatron_ds.engine.pipeline import PipelineEngine
 from megatron_ds.engine.pipeline_module import PipelineStage, build_stage
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
+from megatron_ds.launch.cpp_ops import build as build_cpp_ops
 from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
@@ -62,9 +63,9 @@ def build_engine(
             loaded.
 
     Raises:
-        UserError: If DeepSpeed rejects values of the user's file, if the tokenizer lacks an
-            end-of-document token that is needed, or if the engine does not have the configured
-            settings.
+        UserError: If DeepSpeed rejects values of the user's file, if a C++ op cannot be built, if
+            the tokenizer lacks an end-of-document token that is needed, or if the engine does not
+            have the configured settings.
     """
     deepspeed_patches.import_muon_without_compile()
     if config.parallel.sequence_parallel:
@@ -78,6 +79,7 @@ def build_engine(
     _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing, warning = _packing_options(config, mesh, device, eod)
+    build_cpp_ops(cpp_ops(ds_config))
     swap_folder = None
     if config.deepspeed.uses_nvme:
         swap_folder = SwapFolder(Path(str(config.deepspeed.nvme_path)))

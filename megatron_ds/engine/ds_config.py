@@ -24,6 +24,7 @@ from megatron_ds.engine.ds_fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_keys import PASSED_KEYS
 from megatron_ds.engine.ds_values import Json, as_dtype, leaves
 from megatron_ds.engine.miscompilation import compiles_efficient_linear
+from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, FUSED_ADAM, CppOp
 from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
 
 STEPS_PER_PRINT_OFF = 1 << 30
@@ -201,6 +202,19 @@ def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
         return {**in_order, "sub_group_size": 0}
     largest = parameters_per_rank(*_sharded_model(config))
     return {**in_order, "sub_group_size": min(int(zero["sub_group_size"]), largest)}
+
+
+def cpp_ops(ds_config: Json) -> list[CppOp]:
+    """DeepSpeed's C++ ops that an engine of a generated configuration uses."""
+    zero, optimizer = ds_config["zero_optimization"], ds_config["optimizer"]
+    ops = []
+    if optimizer["type"] == "AdamW" and not optimizer["params"]["torch_adam"]:
+        ops.append(CPU_ADAM if "offload_optimizer" in zero else FUSED_ADAM)
+    if any(
+        zero.get(f"offload_{what}", {}).get("device") == "nvme" for what in ("optimizer", "param")
+    ):
+        ops.append(ASYNC_IO)
+    return ops
 
 
 def adam_kernel(

@@ -38,7 +38,7 @@ class WaitPolicy:
     """
 
     report: Callable[[str], None] = warnings.warn
-    report_after: float = 10.0
+    report_after: float = 5.0
     report_every: float = 60.0
     timeout: float = 7200.0
 

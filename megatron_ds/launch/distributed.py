@@ -7,12 +7,11 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ds.config import RuntimeConfig
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.launch import environment
+from megatron_ds.launch import cpp_ops, environment
 from megatron_ds.launch.device import device_index
 from megatron_ds.launch.environment import rank, world_size
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
@@ -22,9 +21,6 @@ from megatron_ds.launch.threads import choose_threads
 if TYPE_CHECKING:
     import torch
     import torch.distributed
-
-COMM_OP = "deepspeed_shm_comm"
-"""DeepSpeed's op for collectives between the processes of a CPU, the first that a run loads."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,7 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if accelerator.device_name() == "cpu":
-        if not environment.is_op_compiled(COMM_OP):
-            print_on_rank(" > compiling DeepSpeed's C++ ops, half a minute each, once ...")
+        cpp_ops.leave_out_shared_memory_op()
         # torch maps fresh memory for every large tensor. Transparent huge pages (2 MiB instead of
         # 4 KiB) make that ten times cheaper, which saves a sixth of a training step.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -88,7 +83,6 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
         timeout=timedelta(minutes=config.distributed_timeout_minutes),
         verbose=False,
     )
-    _unlink_shared_memory()
     locations = _gather_locations()
     choose_threads(locations[rank()], locations)
     device = torch.device(accelerator.device_name(environment.local_rank()))
@@ -163,23 +157,6 @@ def _gather_locations() -> tuple[HostLocation, ...]:
     if world_size() > 1:
         dist.all_gather_object(locations, here)
     return tuple(locations)
-
-
-def _unlink_shared_memory() -> None:
-    """Unlinks the shared memory that DeepSpeed creates for CPU ranks of one host (66 MB per rank).
-
-    Its memory stays usable while a process maps it, and a killed run leaves no file behind.
-    """
-    if "LOCAL_SIZE" not in os.environ:
-        return
-    parts = (os.getuid(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], rank())
-    name = "_".join(["deepspeed_allreduce_buffer", *map(str, parts)])
-    file = Path("/dev/shm") / name
-    if file.exists():
-        import torch.distributed as dist
-
-        dist.barrier()  # the other ranks open it by its name
-        file.unlink(missing_ok=True)
 
 
 def _set_single_process_env() -> None:

@@ -112,11 +112,6 @@ def prepare_environment() -> Path:
     return Path(os.environ["TORCH_EXTENSIONS_DIR"])
 
 
-def is_op_compiled(name: str) -> bool:
-    """Whether a C++ op of DeepSpeed is there, so that its first use does not compile it."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""), name, f"{name}.so").is_file()
-
-
 def available_cores() -> int:
     """How many cores this process may use."""
     return len(core_numbers())

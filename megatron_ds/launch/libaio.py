@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from megatron_ds.config.problems import Problem
+from megatron_ds.launch.cpp_ops import compiler_command, find_compiler
 
 PROBE = """
 #include <libaio.h>
@@ -22,9 +22,9 @@ def find_problem() -> Problem | None:
 
     DeepSpeed tests the same before it loads its operations, even if they are built.
     """
-    compiler = os.environ.get("CXX") or "c++"
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        return Problem("nvme-without-compiler", compiler=compiler)
+    compiler = find_compiler()
+    if compiler is None:
+        return Problem("nvme-without-compiler", compiler=compiler_command())
     names = ("CFLAGS", "LDFLAGS")
     flags = [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
     with tempfile.TemporaryDirectory() as folder:

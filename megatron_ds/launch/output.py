@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import sysconfig
+import threading
 import time
 import traceback
 import warnings
@@ -21,6 +22,8 @@ from megatron_ds.launch.environment import local_rank, rank, world_size
 from megatron_ds.launch.exit_codes import ExitCode
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+SILENT_WAIT_S = 5.0
+"""How long a process waits for another one before it says so."""
 
 
 @contextmanager
@@ -76,6 +79,19 @@ def print_on_rank(text: str, *, rank_to_print: int = 0) -> None:
 def print_error(text: str) -> None:
     """Prints to stderr on this rank."""
     _print(text, sys.stderr)
+
+
+@contextmanager
+def waiting_for(what: str) -> Iterator[None]:
+    """Prints on this rank what the body waits for, if it takes more than SILENT_WAIT_S."""
+    text = with_rank_prefix(f"waiting for {what}")
+    timer = threading.Timer(SILENT_WAIT_S, print_error, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def with_rank_prefix(text: str) -> str:

@@ -148,11 +148,10 @@ class PretrainedTokenizer:
         Raises:
             UserError: If the folder has no tokenizer, or no token ends documents.
         """
-        from transformers import AutoTokenizer
-
+        transformers = import_library("transformers", f"{option('tokenizer_model')} {folder}")
         try:
             with library_errors("pretrained-tokenizer-unreadable", folder=folder):
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=trust_remote_code
                 )
                 vocab: dict[str, int] = self._tokenizer.get_vocab()

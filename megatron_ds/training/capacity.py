@@ -9,11 +9,14 @@ from pathlib import Path
 from megatron_ds.config import Config, passed_keys
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine import device_support
-from megatron_ds.engine.ds_config import swap_buffer_problems
+from megatron_ds.engine.adam_kernels import available_on
+from megatron_ds.engine.ds_config import build_ds_config, cpp_ops, swap_buffer_problems
 from megatron_ds.engine.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.fileio import disk_rate
 from megatron_ds.fileio.disk_rate import DiskRate
 from megatron_ds.launch import device, host_memory
+from megatron_ds.launch.cpp_ops import ASYNC_IO
+from megatron_ds.launch.cpp_ops import problems as op_problems
 
 SLOW_SECONDS = 1.0
 """Seconds of reading and writing per step from which a warning reports them."""
@@ -37,6 +40,8 @@ def problems(
     """
     kind = device.kind()
     yield from _passed_key_problems(config, kind, warn)
+    ops = cpp_ops(build_ds_config(config, dp_size, kind, available_on(kind)))
+    yield from op_problems([op for op in ops if op is not ASYNC_IO])  # libaio.py checks that one
     estimate = planned_memory(config, dp_size, kind)
     folder = Path(str(config.deepspeed.nvme_path))
     is_in_memory = rate is not None and disk_rate.is_in_memory(folder)

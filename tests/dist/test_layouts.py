@@ -29,7 +29,7 @@ from tests.dist.compare import (
     differences_in_half_precision,
 )
 from tests.dist.layouts import RunLayout, name_of
-from tests.dist.offload_harness import swapping
+from tests.dist.offload_harness import WITHOUT_LIBAIO, swapping
 from tests.dist.rank_jobs import JobResults, run_jobs, training
 from tests.dist.recorded import Replay
 from tests.problems import codes
@@ -40,6 +40,7 @@ SEED = int(os.environ.get("MEGATRON_DS_LAYOUT_SEED", random.SystemRandom().randr
 EXACT_GAP, HALF_GAP = 1e-5, 0.07
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
+ON_DISK = [name for name, run in COVERING.items() if run["offload"] in support.ON_DISK]
 
 
 @functools.cache
@@ -52,7 +53,7 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     """The selected runs, by one set of ranks of each size."""
     items = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
-    runs: dict[str, RunLayout] = {name: COVERING[name] for name in names}
+    runs = {name: COVERING[name] for name in names if name not in ON_DISK or not WITHOUT_LIBAIO}
     if any(item.name == test_random_layouts_equal_one_process.__name__ for item in items):
         runs |= random_runs()
     results: dict[str, list[Any]] = {}
@@ -111,7 +112,14 @@ def check(name: str, run: RunLayout, outcomes: JobResults) -> list[str]:
     return found + [f"{name}: {problem}" for problem in decisions]
 
 
-@pytest.mark.parametrize("name", COVERING, ids=lambda name: name)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.libaio) if name in ON_DISK else name
+        for name in COVERING
+    ],
+    ids=lambda name: name,
+)
 def test_layout_equals_one_process(
     name: str, outcomes: JobResults, record_property: Callable[[str, str], None]
 ) -> None:

@@ -38,9 +38,7 @@ SPIKES = [
     *(Layout("fp32", 2, 1, ep=2), Layout("bf16", 1, 1, ep=2, rank=0)),
     *(Layout("fp16", 1, 1, offload=True), Layout("bf16", 3, 1, offload=True)),
 ]
-ON_DISK = pytest.param(
-    "disk", marks=pytest.mark.skipif(WITHOUT_LIBAIO is not None, reason=str(WITHOUT_LIBAIO))
-)
+ON_DISK = pytest.param("disk", marks=pytest.mark.libaio)
 SIGMA, WINDOW = 50.0, 4
 
 

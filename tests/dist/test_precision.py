@@ -90,9 +90,6 @@ RESUMED = Offload(
     zero={"sub_group_size": 200},  # the flat tensors of matrices are swapped, the others are not
     changes={"precision": {"bf16": True}},
 )
-needs_libaio = pytest.mark.skipif(
-    WITHOUT_LIBAIO is not None, reason=WITHOUT_LIBAIO.render() if WITHOUT_LIBAIO else ""
-)
 
 MICRO_BATCHES = 96
 # All micro-batches are equal, so each adds the same gradient to a sum up to 95 times as large. bf16
@@ -239,14 +236,14 @@ def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=needs_libaio) if n in NEEDS_LIBAIO else n for n in OFFLOADS],
+    [pytest.param(n, marks=pytest.mark.libaio) if n in NEEDS_LIBAIO else n for n in OFFLOADS],
 )
 def test_states_on_a_disk_change_nothing(name: str, outcomes: JobResults) -> None:
     for run in outcomes.of(name):
         assert differences(run, reference_of("learned", "adamw")) == []
 
 
-@needs_libaio
+@pytest.mark.libaio
 @pytest.mark.parametrize("loaded", ["nvme", "cpu"])
 def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults) -> None:
     """Bit for bit, wherever the run that loads the checkpoint keeps its states."""

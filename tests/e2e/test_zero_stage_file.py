@@ -10,10 +10,8 @@ import pytest
 
 from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.engine.ds_values import get, leaves
-from megatron_ds.launch import libaio
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses, steps
 
-NEEDS_LIBAIO = pytest.mark.skipif(libaio.find_problem() is not None, reason="needs libaio")
 FILES = REPOSITORY / "ds_configs"
 SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 4}
 
@@ -58,7 +56,7 @@ def test_stage_of_a_copied_file_switches_zero(
         "zero2_offload.json",
         "zero3_hpz.json",
         "zero3_offload.json",
-        pytest.param("zero3_nvme.json", marks=NEEDS_LIBAIO),
+        pytest.param("zero3_nvme.json", marks=pytest.mark.libaio),
     ],
 )
 def test_provided_files_run_and_are_saved_with_the_checkpoints(

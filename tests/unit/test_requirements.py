@@ -15,8 +15,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def pins() -> dict[str, str]:
-    lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
-    requirements = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    files = ("requirements.txt", "requirements-dev.txt")
+    lines = [line for file in files for line in (REPOSITORY / file).read_text().splitlines()]
+    requirements = [Requirement(line) for line in lines if line and line[0] not in "#-"]
     return {
         canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==")
         for requirement in requirements

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.engine import miscompilation
-from megatron_ds.engine.ds_config import build_ds_config
+from megatron_ds.engine.ds_config import build_ds_config, cpp_ops
 from tests.problems import codes
 from tests.unit.engine.ds_files import FLAGS_OF, ROOT, SHIPPED, Merge, merged
 
@@ -36,6 +36,14 @@ def test_file_of_every_stage_and_offload_is_shipped() -> None:
     stages = ["zero0", "zero1", "zero2", "zero2_offload", "zero3"]
     at_stage_3 = ["zero3_hpz", "zero3_nvme", "zero3_offload"]
     assert [path.stem for path in SHIPPED] == [*stages, *at_stage_3]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_only_offload_needs_cpp_ops(path: Path) -> None:
+    generated = json.loads((GOLDEN / path.name).read_text())
+    offload = {"cpu_adam"} if path.stem.endswith(("_offload", "_nvme")) else set()
+    disk = {"async_io"} if path.stem.endswith("_nvme") else set()
+    assert {op.name for op in cpp_ops(generated)} == offload | disk
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

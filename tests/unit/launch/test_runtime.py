@@ -12,7 +12,6 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from megatron_ds.config import RuntimeConfig
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.gpt_dataset import GPTDataset
@@ -50,31 +49,6 @@ def test_stale_lock_is_an_error(tmp_path: Path) -> None:
         environment.require_no_stale_locks(find_stale_locks(tmp_path))
     lock.unlink()
     environment.require_no_stale_locks(find_stale_locks(tmp_path))
-
-
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_a_run_says_that_its_first_op_is_compiled(
-    is_compiled: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def reach(**_: object) -> None:
-        raise InterruptedError
-
-    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"}
-    paths = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "THP_MEM_ALLOC_ENABLE": "1"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (variables | paths | address).items():
-        monkeypatch.setenv(name, value)
-    if is_compiled:
-        library = tmp_path / distributed.COMM_OP / f"{distributed.COMM_OP}.so"
-        library.parent.mkdir()
-        library.touch()
-    monkeypatch.setattr("deepspeed.init_distributed", reach)
-    with pytest.raises(InterruptedError):
-        distributed.init_distributed(RuntimeConfig())
-    assert ("compiling" in capsys.readouterr().out) != is_compiled
 
 
 def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

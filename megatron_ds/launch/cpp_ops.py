@@ -1,0 +1,112 @@
+"""DeepSpeed's C++ ops: which ones there are, and building those that a run needs.
+
+DeepSpeed compiles an op when it is first used, without a message, and the other processes that need
+it wait for the lock of that build. This file builds before the first use and says who does what.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.launch.environment import local_rank, world_size
+from megatron_ds.launch.output import print_error, waiting_for, with_rank_prefix
+
+SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+@dataclass(frozen=True)
+class CppOp:
+    """An op of DeepSpeed.
+
+    Attributes:
+        name: Its folder and file below TORCH_EXTENSIONS_DIR.
+        builder: Its class in deepspeed.ops.op_builder.
+        purpose: What it is needed for.
+    """
+
+    name: str
+    builder: str
+    purpose: str
+
+    def is_built(self) -> bool:
+        """Whether its library exists; DeepSpeed rebuilds it if a compiler flag has changed."""
+        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""), self.name)
+        return (folder / f"{self.name}.so").is_file()
+
+    def __str__(self) -> str:
+        return f"DeepSpeed's C++ op {self.name} ({self.purpose})"
+
+
+CPU_ADAM = CppOp("cpu_adam", "CPUAdamBuilder", "Adam for an optimizer offloaded to the CPU")
+ASYNC_IO = CppOp("async_io", "AsyncIOBuilder", "offloading to NVMe")
+FUSED_ADAM = CppOp("fused_adam", "FusedAdamBuilder", 'FusedAdam, by "torch_adam": false')
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that builds ops; None if the program does not exist."""
+    compiler = compiler_command()
+    return compiler if shutil.which(shlex.split(compiler)[0]) else None
+
+
+def compiler_command() -> str:
+    """The name of the C++ compiler, as torch selects it."""
+    return os.environ.get("CXX") or "c++"
+
+
+def problems(ops: Sequence[CppOp]) -> list[Problem]:
+    """Why ops that are not built yet cannot be built."""
+    if find_compiler() is not None:
+        return []
+    return [
+        Problem("op-without-compiler", op=op, compiler=compiler_command())
+        for op in ops
+        if not op.is_built()
+    ]
+
+
+def build(ops: Sequence[CppOp]) -> None:
+    """Builds and loads ops, on the first process of each host. Collective.
+
+    Raises:
+        UserError: If an op cannot be built.
+    """
+    if not ops:
+        return
+    if local_rank() == 0:
+        for op in ops:
+            _load(op)
+    if world_size() > 1:
+        import torch.distributed as dist
+
+        names = " and ".join(op.name for op in ops)
+        with waiting_for(f"the first process of each host to build DeepSpeed's C++ ops: {names}"):
+            dist.barrier()
+
+
+def _load(op: CppOp) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if not op.is_built():
+        print_error(with_rank_prefix(f"building {op}, once, in about a minute ..."))
+    lock = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""), op.name, "lock")
+    try:
+        with waiting_for(f"the build of {op}, by this process or by the one that holds {lock}"):
+            get_accelerator().create_op_builder(op.builder).load(verbose=False)
+    except Exception as error:  # of torch, ninja or the compiler
+        raise user_error("op-build-failed", op=op, error=str(error)[-2000:]) from error
+
+
+def leave_out_shared_memory_op() -> None:
+    """Keeps DeepSpeed from compiling an op at start that only its inference kernels call.
+
+    It joins the processes of a CPU by shared memory; this package communicates by gloo.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
