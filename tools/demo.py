@@ -34,7 +34,7 @@ OUTPUTS = (
 MARK = ".demo"
 """A file that marks a folder of results."""
 VOCAB_SIZE = 4096
-ITERATIONS = 600
+ITERATIONS = 300
 MODEL = (
     *("--num-layers", "4", "--hidden-size", "192", "--num-attention-heads", "6"),
     *("--seq-length", "256", "--attention-dropout", "0", "--hidden-dropout", "0"),
@@ -42,7 +42,7 @@ MODEL = (
 TRAINING = (
     *("--micro-batch-size", "4", "--global-batch-size", "8", "--train-iters", str(ITERATIONS)),
     *("--lr", "1.5e-3", "--min-lr", "1.5e-4", "--lr-decay-style", "cosine"),
-    *("--lr-warmup-iters", "60", "--weight-decay", "0.1", "--adam-beta2", "0.95"),
+    *("--lr-warmup-iters", "30", "--weight-decay", "0.1", "--adam-beta2", "0.95"),
     *("--zero-stage", "1", "--log-interval", "10", "--save-interval", str(ITERATIONS // 2)),
     *("--eval-interval", "100", "--eval-iters", "10"),
 )
