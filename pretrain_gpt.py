@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING

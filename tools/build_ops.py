@@ -6,8 +6,16 @@ each; on a cluster they are better built once, before the job. Calling it again 
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,13 +5,20 @@ Prints and runs the commands that a user would type; all results go to one folde
 
 from __future__ import annotations
 
-import json
 import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import json
 import shlex
 import shutil
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

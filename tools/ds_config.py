@@ -3,8 +3,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 

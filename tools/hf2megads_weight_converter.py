@@ -5,8 +5,16 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +25,6 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import no_effect_problem, option_field, option_group, when
 from megatron_ds.config.problems import Problem, problems_about
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 TO_HF = when(to_hf_ckpt=True)
 
 
@@ -78,7 +85,6 @@ class Options:
 
 
 def work(options: Options) -> None:
-    sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
     # By its name, for there is a folder of this name, too.
     tool = importlib.import_module("tools.convert_checkpoint")
     target = "hf" if options.converter.to_hf_ckpt else "native"

@@ -5,11 +5,19 @@ The command line of `megatron_ds.checkpoint.inspection`, `verification` and `com
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
 import contextlib
 import dataclasses
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

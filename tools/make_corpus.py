@@ -6,10 +6,18 @@ of the language reference that `help()` shows. The same Python gives the same fi
 
 from __future__ import annotations
 
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
 import itertools
 import json
 import random
-import sys
 import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence

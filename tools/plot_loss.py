@@ -5,9 +5,16 @@ Reads the metrics.jsonl that a run writes next to its checkpoints.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -8,8 +8,16 @@ wait for its work.
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import importlib.util
 import threading
 import time
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,16 @@ The command line of `megatron_ds.tokenizer.train`.
 
 from __future__ import annotations
 
-import functools
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

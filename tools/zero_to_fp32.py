@@ -6,8 +6,16 @@ script.
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +23,6 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, problems_about
-
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,6 @@ class Options:
 
 @problems_about(load="checkpoint_dir", save="output_dir")
 def work(options: Options) -> None:
-    sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
     # By its name, for there is a folder of this name, too.
     tool = importlib.import_module("tools.convert_checkpoint")
     load, save = str(options.source), options.output_dir

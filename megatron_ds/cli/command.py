@@ -19,7 +19,7 @@ from megatron_ds.cli.help import tool_help
 from megatron_ds.cli.scan import scan
 from megatron_ds.config.fields import field_problems, ineffective, option_fields
 from megatron_ds.config.problems import Problem, UserError, counted
-from megatron_ds.launch import output
+from megatron_ds.launch import output, program_start
 from megatron_ds.launch.exit_codes import ExitCode
 
 HELP = ("--help", "-h")
@@ -94,6 +94,7 @@ def run(options: type[T], work: Callable[[T], int | None], argv: Sequence[str]) 
             OSError; their notes are printed, too, and so are those of a KeyboardInterrupt.
         argv: The arguments without the program's name.
     """
+    program_start.finish()
     table = table_of(options)
     with output.plain_warnings(lambda text: render(text, table)):
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_ds.config.problems import UserError
+from megatron_ds.launch import program_start
 from megatron_ds.launch.environment import local_rank, rank, world_size
 from megatron_ds.launch.exit_codes import ExitCode
 
@@ -161,6 +162,7 @@ def exit_without_traceback() -> Iterator[None]:
     exited, as `head` does, it is 141. Other errors keep their traceback. If several ranks have the
     same error, one of them prints it.
     """
+    program_start.finish()
     try:
         yield
         sys.stdout.flush()

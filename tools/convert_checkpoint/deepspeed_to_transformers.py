@@ -6,8 +6,16 @@ Megatron-DeepSpeed projects.
 
 from __future__ import annotations
 
-import importlib
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +24,6 @@ from megatron_ds import cli
 from megatron_ds.config.fields import no_effect_problem, option_field
 from megatron_ds.config.problems import Problem, problems_about
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 WITHOUT_EFFECT = {"target_tp": 1, "target_pp": 1, "for_release": False}
 
 
@@ -46,7 +53,6 @@ class Options:
 
 @problems_about(load="input_folder", save="output_folder")
 def work(options: Options) -> None:
-    sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
     # By its name, for there is a folder of this name, too.
     tool = importlib.import_module("tools.convert_checkpoint")
     tool.work(

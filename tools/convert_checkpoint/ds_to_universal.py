@@ -5,8 +5,16 @@ By the name and the flags of the script of DeepSpeed and of the Megatron-DeepSpe
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,16 @@ The stages fix, language and length of clean.py, whose other flags may follow.
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -6,8 +6,16 @@ not downloaded.
 
 from __future__ import annotations
 
-import dataclasses
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar

@@ -5,7 +5,15 @@ The command line of `megatron_ds.cleaning.find_duplicates`.
 
 from __future__ import annotations
 
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
 from collections.abc import Sequence
 
 from megatron_ds import cli

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
 
 from megatron_ds import cli
 from megatron_ds.cleaning.merge_files import MergeOptions, merge_files
