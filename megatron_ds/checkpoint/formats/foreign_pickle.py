@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -112,7 +113,7 @@ def read_foreign(file: Path | bytes, name: str = "", *, mmap: bool = True) -> An
     """
     source: Any = io.BytesIO(file) if isinstance(file, bytes) else file
     name = name or str(file)
-    mapped = mmap and isinstance(file, Path) and _is_zip(file)
+    mapped = mmap and isinstance(file, Path) and is_mappable(file)
     try:
         return read_tensors(source, mmap=mapped, classes=STAND_INS, name=name)
     except UserError as error:
@@ -165,7 +166,11 @@ class _MetadataUnpickler(pickle.Unpickler):
         return kind
 
 
-def _is_zip(path: Path) -> bool:
-    """Whether torch can map the file; files of torch before 1.6 have another layout."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+def is_mappable(path: Path) -> bool:
+    """Whether torch can map the file: an archive that another program has compressed is mapped to
+    the compressed bytes, and files of torch before 1.6 are no archives."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return False

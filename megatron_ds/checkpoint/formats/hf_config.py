@@ -6,6 +6,7 @@ asks for a part that the model does not have is noted in `ConfigValues.lacking`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,7 @@ class ConfigValues:
         """
         value = self.get(keys, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is None or (is_number and kind(value) == value):
+        if value is None or (is_number and math.isfinite(value) and kind(value) == value):
             return value if value is None else kind(value)
         key, wanted = keys.split()[0], "an integer" if kind is int else "a number"
         raise user_error("hf-config-value", path=self.path, key=key, value=value, wanted=wanted)
@@ -148,17 +149,17 @@ def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:
     """Rotary position embeddings.
 
     Versions before 5 of transformers have a key for each value and `rope_scaling`, later ones have
-    all of them in `rope_parameters`. The former are written, which both read.
+    all of them in `rope_parameters`. The former are written, which both read. The values are those
+    that transformers takes from a file with both.
 
     Args:
         theta_key: Key of the base.
-        fraction_key: Key of the fraction that is rotated, whose default is then 1 / 4.
+        fraction_key: Key of the fraction that is rotated, whose default is then 1 / 4. None: the
+            family rotates everything, whatever a file has as `partial_rotary_factor`.
     """
-    fraction_default = 1.0 if fraction_key is None else 0.25
 
     def read(config: ConfigValues) -> Fields:
-        # In files of both versions `rope_parameters` is the newer one.
-        scaling = config.get("rope_parameters rope_scaling", None) or {}
+        scaling = config.get("rope_scaling", None) or config.get("rope_parameters", None) or {}
         if not isinstance(scaling, dict):
             raise user_error(
                 "hf-config-value",
@@ -170,15 +171,16 @@ def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind != "default" or any(isinstance(value, dict) for value in scaling.values()):
             config.lack("scaling of rotary positions", "rope_type", kind)
-        inner = ConfigValues(config.path, {**config.values, **scaling})
-        theta = inner.number(f"rope_theta {theta_key}", float, 10000.0)
-        keys = f"partial_rotary_factor {fraction_key or ''}"
-        fraction = inner.number(keys, float, fraction_default)
-        return {
+        inner = ConfigValues(config.path, scaling)
+        fields = {
             "position_embedding_type": "rope",
-            "rotary_base": theta,
-            "rotary_percent": 1.0 if fraction is None else fraction,
+            "rotary_base": inner.number("rope_theta", float, config.get(theta_key, 10000.0)),
+            "rotary_percent": 1.0,
         }
+        if fraction_key is not None:
+            default = config.get(fraction_key, 0.25)
+            fields["rotary_percent"] = inner.number("partial_rotary_factor", float, default)
+        return fields
 
     def write(model: ModelConfig) -> dict[str, Any]:
         written = {theta_key: model.rotary_base, "rope_scaling": None}

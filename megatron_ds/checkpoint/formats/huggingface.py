@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.formats import hf_tokenizer
+from megatron_ds.checkpoint.formats.foreign_pickle import is_mappable
 from megatron_ds.checkpoint.formats.hf_config import ConfigValues
 from megatron_ds.checkpoint.formats.hf_families import FAMILIES, LACKING, Family
 from megatron_ds.checkpoint.formats.output_folder import output_folder
@@ -52,6 +53,11 @@ TRANSPOSED_ROWS = 64
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_MODEL_CONFIG = "_from_model_config"
 """Entry of a generation_config.json that has only the special ids of config.json."""
+OF_OTHER_FILES = {
+    "quantization_config": "quantized weights",
+    "transformers_weights": "weights in a file of another name",
+}
+"""Keys of config.json that say how the weights are stored, with what they ask for."""
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -65,6 +71,8 @@ def open_hf(path: Path) -> WeightsSource:
         raise user_error("hf-folder-without-config", path=path)
     family, settings = read_settings(path)
     theirs = _without_prefix(_open_tensors(path), family)
+    if not settings.fixed["untie_embeddings_and_output_weights"]:
+        _remove_copy(theirs, family, path)
     check_sizes(settings, theirs, path / HF_CONFIG)
     tensors: dict[str, LazyTensor] = {}
     used: set[str] = set()
@@ -74,9 +82,10 @@ def open_hf(path: Path) -> WeightsSource:
             raise user_error("hf-tensors-missing", path=path, names=", ".join(missing))
         used.update(each.name for each in parts)
         tensors[name] = _joined(parts, [theirs[each.name] for each in parts])
-    if unknown := sorted(name for name in theirs.keys() - used if not _is_extra(name, family)):
+    left = theirs.keys() - used
+    if unknown := sorted(name for name in left if not name.endswith(family.buffers)):
         raise user_error("hf-tensors-unknown", path=path, names=", ".join(unknown))
-    return WeightsSource(path, "hf", settings, tensors).checked()
+    return WeightsSource(path, "hf", settings, tensors).checked(may_be_padded=False)
 
 
 def read_settings(path: Path) -> tuple[Family, ModelSettings]:
@@ -95,8 +104,9 @@ def read_settings(path: Path) -> tuple[Family, ModelSettings]:
         raise user_error("hf-model-type", path=path / HF_CONFIG, kind=kind, known=known)
     config = ConfigValues(path / HF_CONFIG, values)
     settings = _settings_of(family, config)
-    if "quantization_config" in values:
-        config.lack("quantized weights", "quantization_config", "...")
+    for key in values.keys() & OF_OTHER_FILES.keys():
+        if values[key] is not None:
+            config.lack(OF_OTHER_FILES[key], key, "...")
     if config.lacking:
         raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
     file = path / GENERATION
@@ -257,12 +267,14 @@ def _joined(parts: Sequence[_Part], tensors: Sequence[LazyTensor]) -> LazyTensor
         for part, each in zip(parts, tensors, strict=True)
     ]
     shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+    # The smallest type that has the values of all.
+    dtype = functools.reduce(torch.promote_types, [each.dtype for each in tensors])
 
     def read() -> Tensor:
         own = [part.to_ours(each.read()) for part, each in zip(parts, tensors, strict=True)]
-        return own[0] if len(own) == 1 else torch.cat(own)
+        return own[0] if len(own) == 1 else torch.cat([each.to(dtype) for each in own])
 
-    return LazyTensor(shape, tensors[0].dtype, read)
+    return LazyTensor(shape, dtype, read)
 
 
 def _their_tensors(family: Family, source: WeightsSource) -> LazyTensors:
@@ -290,16 +302,16 @@ def _their_tensors(family: Family, source: WeightsSource) -> LazyTensors:
 
 
 def _open_tensors(path: Path) -> dict[str, LazyTensor]:
-    """All tensors of a folder, under their names.
+    """All tensors of a folder, under their names: of the files that transformers reads.
 
     Raises:
         UserError: If files are missing or damaged, or hold anything but tensors.
     """
     for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
-        if (path / index).is_file():
-            files = files_of_index(path / index)
-        elif (path / single).is_file():
+        if (path / single).is_file():
             files = [path / single]
+        elif (path / index).is_file():
+            files = files_of_index(path / index)
         else:
             continue
         found: dict[str, LazyTensor] = {}
@@ -312,10 +324,7 @@ def _open_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _open_pickled(path: Path) -> dict[str, LazyTensor]:
-    try:
-        values = read_tensors(path, mmap=True)
-    except UserError:
-        values = read_tensors(path)  # files of torch before version 1.6 cannot be mapped
+    values = read_tensors(path, mmap=is_mappable(path))
     if not isinstance(values, dict) or not all(isinstance(v, Tensor) for v in values.values()):
         raise user_error("foreign-file-unreadable", path=path, error="it has other than tensors")
     return {str(name): LazyTensor.of(value) for name, value in values.items()}
@@ -325,9 +334,19 @@ def _without_prefix(tensors: LazyTensors, family: Family) -> dict[str, LazyTenso
     return {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
 
 
-def _is_extra(name: str, family: Family) -> bool:
-    """Whether a tensor holds no weight: a buffer, or the copy of a tied embedding."""
-    return name.endswith(family.buffers) or name in ("lm_head.weight", "embed_out.weight")
+def _remove_copy(tensors: dict[str, LazyTensor], family: Family, path: Path) -> None:
+    """Leaves a tied embedding under its own name, whichever of both names the files have.
+
+    Raises:
+        UserError: If both are there and differ: version 5 of transformers unties them, others not.
+    """
+    head, table = (f"{family.names[name]}.weight" for name in ("head", "embedding.word"))
+    if (copy := tensors.pop(head, None)) is None:
+        return
+    own = tensors.setdefault(table, copy)
+    is_same = (own.shape, own.dtype) == (copy.shape, copy.dtype)
+    if not is_same or not torch.equal(own.read(), copy.read()):
+        raise user_error("hf-tied-weights-differ", path=path, head=head, table=table)
 
 
 def _settings_of(family: Family, config: ConfigValues) -> ModelSettings:

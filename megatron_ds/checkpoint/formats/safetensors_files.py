@@ -73,7 +73,7 @@ def files_of_index(path: Path) -> list[Path]:
     """
     places = read_json_object(path).get("weight_map")
     names = [*places.values()] if isinstance(places, dict) else [None]
-    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+    if any(not isinstance(name, str) or not name or Path(name).name != name for name in names):
         error = "its weight_map is not a map of tensors to files beside it"
         raise user_error("foreign-file-unreadable", path=path, error=error)
     return [path.with_name(name) for name in sorted({*map(str, names)})]

@@ -36,6 +36,8 @@ SIZES = (
     *("vocab_size", "max_position_embeddings"),
 )
 """Options of the model that are at most the size of a tensor."""
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of weights."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +160,14 @@ class WeightsSource:
             sizes[tensor.dtype] += math.prod(tensor.shape)
         return self.precision or sizes.most_common(1)[0][0]
 
-    def checked(self) -> WeightsSource:
+    def checked(self, *, may_be_padded: bool = True) -> WeightsSource:
         """This source, without padding of the vocabulary that has no part in the loss.
 
+        Args:
+            may_be_padded: Whether the format has such padding.
+
         Raises:
-            UserError: If names, shapes or parts are not those of the model.
+            UserError: If names, types, shapes or parts are not those of the model.
         """
         model, training = self.settings.model, self.training
         if training is not None:
@@ -175,7 +180,8 @@ class WeightsSource:
             states = training.optimizer.items()
             optimizer = {kind: _fitted(each, expected) for kind, each in states}
             training = dataclasses.replace(training, optimizer=optimizer)
-        return dataclasses.replace(self, tensors=_fitted(self.tensors, expected), training=training)
+        tensors = _fitted(self.tensors, expected, may_be_padded)
+        return dataclasses.replace(self, tensors=tensors, training=training)
 
     def with_vocab(self, vocab_size: int) -> WeightsSource:
         """The source with another number of ids: the first rows of its vocabulary tables."""
@@ -202,11 +208,13 @@ class WeightsSource:
         return dataclasses.replace(self, tensors=tensors, precision=dtype, training=training)
 
 
-def _fitted(tensors: LazyTensors, expected: Mapping[str, tuple[int, ...]]) -> LazyTensors:
+def _fitted(
+    tensors: LazyTensors, expected: Mapping[str, tuple[int, ...]], may_be_padded: bool = True
+) -> LazyTensors:
     """Tensors in the model's order, without padding of the vocabulary.
 
     Raises:
-        UserError: If names or shapes are not those of the model.
+        UserError: If names, types or shapes are not those of the model.
     """
     missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected
     if missing or unknown:
@@ -216,8 +224,10 @@ def _fitted(tensors: LazyTensors, expected: Mapping[str, tuple[int, ...]]) -> La
     fitted = {}
     for name, shape in expected.items():
         tensor = tensors[name]
-        if name in VOCABULARY_TABLES:
+        if name in VOCABULARY_TABLES and may_be_padded:
             tensor = tensor.first_rows(shape[0])
+        if tensor.dtype not in TYPES:
+            raise user_error("weights-type-unsupported", name=name, dtype=tensor.dtype)
         if tensor.shape != shape:
             raise user_error(
                 "weights-shape-mismatch",

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -141,6 +142,16 @@ def test_tensors_are_mapped_if_the_file_allows_it(tmp_path: Path, is_zip: bool) 
         file.seek(end)
         file.write(b"\x01" * 4096)
     assert bool(read.any()) == is_zip
+
+
+def test_a_compressed_file_is_read(tmp_path: Path) -> None:
+    """torch maps the compressed bytes of such a file as if they were values."""
+    path, values = tmp_path / "state.pt", torch.arange(1000.0)
+    torch.save({"weight": values}, tmp_path / "plain")
+    with zipfile.ZipFile(tmp_path / "plain") as plain, zipfile.ZipFile(path, "w") as archive:
+        for name in plain.namelist():
+            archive.writestr(name, plain.read(name), zipfile.ZIP_DEFLATED)
+    assert torch.equal(read_foreign(path)["weight"], values)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"\x80\x02garbage"])

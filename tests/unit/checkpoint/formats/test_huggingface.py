@@ -28,6 +28,7 @@ from tests.problems import raises_problem
 from tests.unit.checkpoint.formats.hf_models import (
     MODELS,
     TOKENS,
+    VOCAB,
     load_strictly,
     logits_of,
     random_model,
@@ -141,6 +142,79 @@ def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
     assert open_hf(tmp_path / "old").settings == open_hf(tmp_path / "new").settings
 
 
+ROTATIONS: tuple[dict[str, Any], ...] = (
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1}},
+    {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    {"partial_rotary_factor": 0.5},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 300.0},
+    {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"rope_theta": 300.0}},
+    {"rope_theta": 300.0, "rotary_emb_base": 200, "rotary_pct": 0.5},
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "falcon", "gpt-neox"])
+def test_rotations_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Of keys in several places, and of a fraction that most families ignore."""
+    saved(tmp_path, name)
+    absent = {key: ... for keys in ROTATIONS for key in keys}
+    for keys in ROTATIONS:
+        change_config(tmp_path, **{**absent, **keys})
+        expected = logits_of(load_strictly(tmp_path))
+        found = logits(open_hf(tmp_path), TOKENS)
+        assert (found - expected).abs().max() / expected.abs().max() < 1e-5, keys
+
+
+def test_the_files_that_transformers_reads_are_read(tmp_path: Path) -> None:
+    """One file, although the index and the files of an older save are there, too."""
+    saved(tmp_path, max_shard_size="10KB")
+    save_file({name: 2 * value for name, value in tensors_in(tmp_path).items()}, tmp_path / SINGLE)
+    assert (tmp_path / INDEX).is_file()
+    expected = logits_of(load_strictly(tmp_path))
+    found = logits(open_hf(tmp_path), TOKENS)
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+def test_a_tied_table_has_either_name_or_both(tmp_path: Path) -> None:
+    expected, table = open_hf(saved(tmp_path / "original", "qwen2")), "model.embed_tokens.weight"
+    folder = saved(tmp_path / "changed", "qwen2")
+    tensors = tensors_in(folder)
+    embedding = tensors[table]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, folder / SINGLE)
+    assert_same_tensors(open_hf(folder), expected)
+    for other in (2 * embedding, embedding.double(), embedding[:-1].clone()):
+        save_file({**tensors, "lm_head.weight": other}, folder / SINGLE)
+        with raises_problem("hf-tied-weights-differ", contains="lm_head"):
+            open_hf(folder)
+    del tensors[table]
+    save_file({**tensors, "lm_head.weight": embedding}, folder / SINGLE)
+    assert_same_tensors(open_hf(folder), expected)
+    logits_of(load_strictly(folder))
+
+
+def test_tensors_that_become_one_may_have_several_types(tmp_path: Path) -> None:
+    """The type of the result has the values of all."""
+    saved(tmp_path / "theirs")
+    tensors = tensors_in(tmp_path / "theirs")
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    tensors[names[0]] = tensors[names[0]].bfloat16()
+    tensors[names[1]] = tensors[names[1]].half()
+    save_file(tensors, tmp_path / "theirs" / SINGLE)
+    write_hf(open_hf(tmp_path / "theirs"), tmp_path / "again")
+    found = tensors_in(tmp_path / "again")
+    for name, value in tensors.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], value.float()), name
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    change_config(saved(tmp_path), quantization_config=None)
+    open_hf(tmp_path)
+    tensors = {name: value.to(torch.int8) for name, value in tensors_in(tmp_path).items()}
+    save_file(tensors, tmp_path / SINGLE)
+    with raises_problem("weights-type-unsupported", contains="int8"):
+        open_hf(tmp_path)
+
+
 def test_absent_keys_have_the_defaults_of_transformers() -> None:
     """Those of every class with which a file of the Hub may be incomplete."""
     from megatron_ds.checkpoint.formats.hf_config import ConfigValues
@@ -174,6 +248,8 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
         ("gpt-neox", {"attention_bias": False}, "attention_bias"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
         ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear"}}, "linear"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "linear"),
+        ("llama", {"transformers_weights": "other.safetensors"}, "transformers_weights"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "mish"}, "mish"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -203,6 +279,8 @@ def test_parts_that_the_model_lacks_are_named(
         ({"num_hidden_layers": ...}, "hf-config-key-missing"),
         ({"num_hidden_layers": "many"}, "hf-config-value"),
         ({"num_hidden_layers": 2.5}, "hf-config-value"),
+        ({"num_hidden_layers": float("inf")}, "hf-config-value"),
+        ({"vocab_size": VOCAB - 1}, "weights-shape-mismatch"),
         ({"rope_parameters": 5}, "hf-config-value"),
         ({"num_attention_heads": 5}, "foreign-file-unreadable"),
         ({"num_hidden_layers": 3}, "hf-tensors-missing"),
@@ -231,7 +309,7 @@ def test_missing_and_foreign_files_are_rejected(tmp_path: Path) -> None:
     with raises_problem("tensor-file-unreadable"):
         open_hf(tmp_path)
     assert not (tmp_path / "sprung").exists()
-    for places in ({"a": "../x.safetensors"}, {"a": 1}, None):
+    for places in ({"a": "../x.safetensors"}, {"a": ""}, {"a": 1}, None):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
         with raises_problem("foreign-file-unreadable"):
             open_hf(tmp_path)
