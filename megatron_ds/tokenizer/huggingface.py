@@ -28,7 +28,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")
 """Files of which a folder with a tokenizer has at least one."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Such as `gpt2` or `bigscience/bloom`."""
-HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken")
+HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 
 def build_hf_tokenizer(path: str, trust_remote_code: bool) -> Tokenizer:

@@ -36,9 +36,12 @@ def settings_of_folder(path: Path) -> dict[str, Any]:
     return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(path)}
 
 
-def special_ids(settings: ModelSettings, names: Iterable[str]) -> dict[str, Any]:
-    """Token ids by name; None for the unknown ones, which would have defaults of their class."""
-    return {name: settings.special_ids.get(name) for name in names}
+def special_ids(settings: ModelSettings, names: Iterable[str], model_type: str) -> dict[str, Any]:
+    """Token ids by name. Unknown ones are None, because their class has defaults, which only a
+    model of the same family had before."""
+    known = settings.special_ids
+    is_same = settings.model_type == model_type
+    return {name: known.get(name) for name in names if name in known or not is_same}
 
 
 def can_be_exported(tokenizer: TokenizerConfig | None) -> bool:

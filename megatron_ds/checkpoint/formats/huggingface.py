@@ -111,12 +111,11 @@ def read_settings(path: Path) -> tuple[Family, ModelSettings]:
         raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
     file = path / GENERATION
     generation = read_json_object(file) if file.is_file() else {}
-    known_ids = {**values, **generation}
-    written = {*SPECIAL_IDS, FROM_MODEL_CONFIG, "transformers_version"}
+    written = {FROM_MODEL_CONFIG, "transformers_version"}
     return family, dataclasses.replace(
         settings,
         tokenizer=hf_tokenizer.settings_of_folder(path),
-        special_ids={name: known_ids[name] for name in SPECIAL_IDS if name in known_ids},
+        special_ids={name: values[name] for name in SPECIAL_IDS if name in values},
         generation={name: value for name, value in generation.items() if name not in written},
     )
 
@@ -144,15 +143,17 @@ def write_hf(
     """
     kind, values = config_of(source, model_type)
     family = FAMILIES[kind]
-    special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS)
+    special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS, kind)
     values |= special
+    known_ids = {name: value for name, value in special.items() if value is not None}
+    generation = source.settings.generation
+    if generation.items() <= known_ids.items():
+        generation = {**known_ids, FROM_MODEL_CONFIG: True}
     with output_folder(folder) as temporary:
         tensors = _their_tensors(family, source)
         write_sharded(temporary, tensors, shard_bytes=shard_bytes, on_tensor=on_tensor)
         _write_json(temporary / HF_CONFIG, values)
-        generation = source.settings.generation or {FROM_MODEL_CONFIG: True}
-        known_ids = {name: value for name, value in special.items() if value is not None}
-        _write_json(temporary / GENERATION, {**generation, **known_ids})
+        _write_json(temporary / GENERATION, generation)
         for name, content in hf_tokenizer.files_of(source.settings).items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             (temporary / name).write_bytes(content)
@@ -174,6 +175,8 @@ def config_of(source: WeightsSource, model_type: str | None) -> tuple[str, dict[
             values |= row.write(settings.model)
         if family.default_window is not None:
             values["sliding_window"] = settings.longest_sequence
+            if settings.max_positions is not None:
+                values["max_position_embeddings"] = settings.max_positions
         differences = _differences(family, values, settings)
         if not differences:
             dtypes = {tensor.dtype for tensor in source.tensors.values()}
@@ -353,18 +356,21 @@ def _settings_of(family: Family, config: ConfigValues) -> ModelSettings:
     fields: dict[str, Any] = {}
     for row in family.rows:
         fields |= row.read(config)
-    window = family.default_window
+    window, positions = family.default_window, None
     if window is not None:
         window = config.number("sliding_window", int, window)
     if window is not None:
-        fields["seq_length"] = min(fields["seq_length"], window)
+        positions = fields["seq_length"]
+        fields["seq_length"] = min(positions, window)
     model = ModelConfig(**fields)
     if not config.lacking and (problems := [*field_problems(model), *model.problems(1)]):
         shown = "; ".join(problem.render() for problem in problems)
         raise user_error("foreign-file-unreadable", path=config.path, error=shown)
     settings = ModelSettings.of(model, MoEConfig(), None, None)
     kind = config.get("model_type")
-    return dataclasses.replace(settings, longest_sequence=window, model_type=kind)
+    return dataclasses.replace(
+        settings, longest_sequence=window, max_positions=positions, model_type=kind
+    )
 
 
 def _canonical(settings: ModelSettings) -> ModelSettings:

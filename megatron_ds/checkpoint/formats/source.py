@@ -55,10 +55,12 @@ class ModelSettings:
     """Token ids by name, such as `eos_token_id`, as far as they are known."""
     longest_sequence: int | None = None
     """Tokens up to which the model computes what the original does. None: any number."""
+    max_positions: int | None = None
+    """Tokens that the original accepts, if it computes them with a window. None: `seq_length`."""
     model_type: str | None = None
     """Name of the family in Hugging Face's library; None for a model of another origin."""
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """Further entries of its generation_config.json, such as a temperature."""
+    """Entries of its generation_config.json, such as a temperature."""
     may_have_padding: bool = False
     """Whether `vocab_size` may count padding, because the format does not tell its rows."""
 

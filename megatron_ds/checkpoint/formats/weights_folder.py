@@ -124,7 +124,7 @@ def _parts_of(values: Mapping[str, Any], path: Path) -> dict[str, tuple[str, ...
 def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
     try:
         # Absent from folders of older versions.
-        values = {"generation": {}, **values}
+        values = {"generation": {}, "max_positions": None, **values}
         names = [item.name for item in dataclasses.fields(ModelSettings)]
         settings = ModelSettings(**{name: values[name] for name in names})
         if not isinstance(settings.generation, dict):
@@ -158,9 +158,10 @@ def _check_types(settings: ModelSettings) -> None:
         for kind in (ModelConfig, MoEConfig, TokenizerConfig)
         for name, hint in typing.get_type_hints(kind).items()
     }
-    hints |= {"longest_sequence": int | None, "model_type": str | None}
+    own = {"longest_sequence": int | None, "max_positions": int | None, "model_type": str | None}
+    hints |= own
     values = {**settings.fixed, **settings.defaults, **settings.tokenizer}
-    values |= {"longest_sequence": settings.longest_sequence, "model_type": settings.model_type}
+    values |= {name: getattr(settings, name) for name in own}
     for name, value in values.items():
         hint = hints[name]
         choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.formats.huggingface import (
+    GENERATION,
     PICKLED,
     PICKLED_INDEX,
     open_hf,
@@ -106,6 +107,36 @@ def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
     found, expected = generation.to_dict(), model.generation_config.to_dict()
     assert found.pop("_from_model_config") != expected.pop("_from_model_config")
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "generation"),
+    [
+        ({"eos_token_id": 1, "pad_token_id": None}, {"eos_token_id": [1, 2], "pad_token_id": 3}),
+        ({"bos_token_id": 0, "eos_token_id": [1, 2]}, {"eos_token_id": [1, 2], "top_k": 5}),
+        ({}, {"eos_token_id": 7}),
+        ({}, {}),
+    ],
+)
+def test_special_ids_stay_in_their_file(
+    tmp_path: Path, ids: dict[str, Any], generation: dict[str, Any]
+) -> None:
+    """An id that is absent is not written: its class has a default."""
+    theirs = saved(tmp_path / "theirs")
+    absent = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ...)
+    change_config(theirs, **{**absent, **ids})
+    (theirs / GENERATION).write_text(json.dumps(generation))
+    write_weights_folder(open_hf(theirs), tmp_path / "ours")
+    source = open_weights_folder(tmp_path / "ours")
+    write_hf(source, tmp_path / "again")
+    config = json.loads((tmp_path / "again" / HF_CONFIG).read_text())
+    assert {key: config[key] for key in absent if key in config} == ids
+    loaded = [load_strictly(tmp_path / each) for each in ("theirs", "again")]
+    expected, found = (model.generation_config.to_dict() for model in loaded)
+    assert {**found, "_from_model_config": None} == {**expected, "_from_model_config": None}
+    write_hf(source, tmp_path / "other", model_type="mistral")
+    other = load_strictly(tmp_path / "other").config
+    assert other.eos_token_id == ids.get("eos_token_id")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -323,8 +354,13 @@ def test_missing_and_foreign_files_are_rejected(tmp_path: Path) -> None:
 
 
 def test_a_window_limits_the_sequence_length(tmp_path: Path) -> None:
-    settings = open_hf(saved(tmp_path / "a", "mistral-window")).settings
+    source = open_hf(saved(tmp_path / "a", "mistral-window"))
+    settings = source.settings
     assert settings.longest_sequence == settings.model.seq_length == 12
+    write_weights_folder(source, tmp_path / "ours")
+    write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
+    config = load_strictly(tmp_path / "again").config
+    assert (config.sliding_window, config.max_position_embeddings) == (12, 64)
     settings = open_hf(saved(tmp_path / "b", "mistral")).settings
     assert settings.longest_sequence is None
     assert settings.model.seq_length == 64
@@ -395,10 +431,11 @@ def test_a_hugging_face_tokenizer_is_kept(tmp_path: Path) -> None:
     theirs = saved(tmp_path / "theirs")
     tokenizer = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
     tokenizer.save_pretrained(theirs)
+    (theirs / "chat_template.jinja").write_text("{{ messages }}")
     write_weights_folder(open_hf(theirs), tmp_path / "ours")
     write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
 
     names = {path.name for path in theirs.iterdir()}
     assert {path.name for path in (tmp_path / "again").iterdir()} == names
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "again" / name).read_bytes() == (theirs / name).read_bytes()
