@@ -6,9 +6,11 @@ model at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,17 +134,32 @@ def own_logits(source: WeightsSource, prompt: Tensor) -> Tensor:
     return logits
 
 
-def _transformers_logits(path: Path, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
-    from transformers import AutoModelForCausalLM
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Lets every request to the Hub fail, as HF_HUB_OFFLINE does."""
+    from huggingface_hub import constants
 
-    # config.json must name neither code of its own nor kernels of the hub.
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        attn_implementation="eager",
-    )
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _transformers_logits(path: Path, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    with _offline():
+        config = AutoConfig.from_pretrained(path, **options)
+        # Neither code nor kernels of the Hub that config.json may name; a kernel would be loaded in
+        # spite of the argument `attn_implementation`.
+        config.auto_map = {}
+        config._attn_implementation = "eager"
+        model = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=torch.float32, **options
+        )
     with torch.no_grad():
         if len(dtypes) == 1:  # rounded as the target, unlike buffers
             for parameter in model.parameters():

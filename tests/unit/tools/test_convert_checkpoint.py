@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.checkpoint.formats import convert
@@ -17,6 +21,7 @@ from megatron_ds.checkpoint.formats.open_source import format_of, open_source
 from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
 from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
+from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG
 from megatron_ds.config import ModelConfig
 from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.formats.hf_models import load_strictly, random_model
@@ -92,6 +97,36 @@ def test_a_wrong_tensor_is_found_by_the_verification(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "new" / SINGLE, {"format": "pt"})
     with raises_problem("conversion-differs"):
         convert.verify(source, target)
+
+
+def test_the_verification_loads_no_code_and_uses_no_network(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def connect(*arguments: object) -> None:
+        raise AssertionError(f"a connection to {arguments[1:]}")
+
+    def record(*arguments: Any, **options: Any) -> Any:
+        offline.append(huggingface_hub.is_offline_mode())
+        return original(*arguments, **options)
+
+    offline: list[bool] = []
+    original = transformers.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", record)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    theirs = tmp_path / "theirs"
+    random_model("llama").save_pretrained(theirs)
+    code = {
+        name: f"other/repository--evil.{name}" for name in ("AutoConfig", "AutoModelForCausalLM")
+    }
+    values = json.loads((theirs / HF_CONFIG).read_text())
+    values |= {"_attn_implementation": "kernels-community/evil", "auto_map": code}
+    (theirs / HF_CONFIG).write_text(json.dumps(values))
+    before = huggingface_hub.is_offline_mode()
+    run("--load", theirs, "--save", tmp_path / "new", "--to", "native", "--verify")
+    assert offline == [True]
+    assert huggingface_hub.is_offline_mode() == before
 
 
 def test_wrong_folders_are_rejected(tmp_path: Path, run: Run) -> None:
