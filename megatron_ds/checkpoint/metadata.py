@@ -23,6 +23,7 @@ from megatron_ds.engine.ds_config import partition_keys, zero_stage
 from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import SharedLock
+from megatron_ds.fileio.safe_names import is_safe_name
 from megatron_ds.fileio.visibility import retry_stale
 from megatron_ds.model.stages import layers_per_stage
 from megatron_ds.tokenizer import TokenizerFingerprint
@@ -396,7 +397,7 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
     """The files of a checkpoint by name.
 
     Raises:
-        UserError: If the manifest was changed after it was written.
+        UserError: If the manifest was changed after it was written, or names a file elsewhere.
         OSError: If it cannot be read.
     """
     content = retry_stale((path / MANIFEST).read_bytes)
@@ -408,6 +409,9 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
         raise UserError(_metadata_damage(MANIFEST, repr(error))) from error
     if _digest(text) != digest:
         raise UserError(_metadata_damage(MANIFEST, "its contents do not match its SHA-256"))
+    if unsafe := [name for name in files if not is_safe_name(name)]:
+        reason = f"{unsafe[0]!r} is not the name of a file in its folder"
+        raise UserError(_metadata_damage(MANIFEST, reason))
     try:
         return {name: _file_record(entry) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, OverflowError) as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.fileio.safe_names import is_safe_name
 
 T = TypeVar("T")
 OBJECT_SCHEMES = ("s3", "gs", "az")
@@ -54,6 +55,8 @@ class ObjectStore:
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Bytes of every file below a folder, which need not exist, by name.
 
+        Objects whose names are no paths inside the folder, such as `a//b` or `../c`, are left out.
+
         Raises:
             OSError: If the store does not answer, or has no such bucket.
         """
@@ -62,9 +65,9 @@ class ObjectStore:
             self._fs.invalidate_cache()
             found = self._fs.find(self._path(folder).rstrip("/"), detail=True)
             return {
-                self._name(path): int(info["size"])
+                name: int(info["size"])
                 for path, info in found.items()
-                if info["type"] == "file" and not path.endswith("/")
+                if info["type"] == "file" and is_safe_name(name := self._name(path))
             }
 
         with suppress(FileNotFoundError):
@@ -152,7 +155,7 @@ class ObjectStore:
         return f"{self._root}/{name}" if name else self._root
 
     def _name(self, path: str) -> str:
-        return path.removeprefix(self._root).lstrip("/")
+        return path[len(self._root) + 1 :]
 
     def _attempt(self, name: str, work: Callable[[], T]) -> T:
         """Calls a function until it succeeds, `ATTEMPTS` times at most."""

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from megatron_ds.checkpoint import run_lock, store_lock
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.metadata import list_checkpoints
+from megatron_ds.checkpoint.metadata import list_checkpoints, manifest_text, read_manifest
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.run_lock import LOCK, acquire_lock
 from megatron_ds.checkpoint.run_stores import claimed_stores
@@ -31,6 +31,7 @@ from megatron_ds.checkpoint.staging import fetch, stage, staged_location
 from megatron_ds.checkpoint.store_lock import StoreLockFile
 from megatron_ds.config import Config
 from megatron_ds.fileio import object_store
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.object_store import ObjectStore
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
@@ -344,6 +345,37 @@ def test_tools_load_a_run_one_checkpoint_or_any_folder(run: Runs, tmp_path: Path
     assert (Path(other.removeprefix("hf:")) / "below/config.json").read_text() == "{}"
     assert staged_location("hf:folder", staging, warnings.append) == "hf:folder"
     assert not warnings
+
+
+@pytest.mark.parametrize(
+    "name", ["{victim}", "../../../victim.pt", "tokenizer/../../../../escaped"]
+)
+def test_names_of_a_store_neither_write_nor_delete_outside_the_staging_folder(
+    name: str, run: Runs, tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim.pt"
+    victim.write_text("mine")
+    name = name.format(victim=victim)
+    with run() as manager:
+        save(manager, 4, 8)
+        # What anyone who can write to the bucket does to the older checkpoint.
+        (*_, older) = list_checkpoints(Path(manager._config.checkpoint.save or ""))
+        files = {**read_manifest(older), name: FileRecord.of(b"theirs")}
+        manifest = manifest_text(files).encode()
+        ObjectStore(URL).write("global_step4/manifest.json", manifest)
+        Flaky.store[f"{URL}/global_step4/{name}"] = MemoryFile(None, "", b"theirs")
+    staged_location(f"{URL}/global_step4", str(tmp_path / "one"), print)
+    for path in tmp_path.rglob("model_states.pt"):
+        path.unlink()
+    with run(ckpt_step=4) as manager, raises_problem("checkpoint-damaged"):
+        load(manager)
+    with run() as manager:
+        assert load(manager)[0] == state_at(8)
+        save(manager, 12)
+    Flaky.store["flaky://bucket/weights/../escaped"] = MemoryFile(None, "", b"theirs")
+    staged_location("hf:flaky://bucket/weights", str(tmp_path / "tool"), print)
+    assert victim.read_text() == "mine"
+    assert not list(tmp_path.rglob("escaped"))
 
 
 def test_a_url_is_owned_by_one_run(run: Runs, logged: list[str]) -> None:
