@@ -142,14 +142,20 @@ class LocalCheckpoints:
             The checkpoint, whose folder has on each node the files that its ranks load; None if no
             local checkpoint is of use.
         """
-        listed = self._ranks.on_all(lambda: _names_after(self._folder, after))
-        for name in sorted({name for names in listed for name in names}, key=_number, reverse=True):
+        for name in self._all_after(after):
             parts = self._ranks.on_all(functools.partial(self._check, name))
             if any(part is not None for part in parts):
                 restored = self._restore(name, parts, is_own, readers)
                 if restored is not None:
                     return restored
         return None
+
+    def warn_of_unused(self, after: int) -> None:
+        """Warns of checkpoints after an iteration from which the run does not continue."""
+        if names := self._all_after(after):
+            self._warn(
+                Problem("local-checkpoints-unused", names=", ".join(names), folder=self._folder)
+            )
 
     def discard_after(self, iteration: int) -> None:
         """Removes checkpoints of later iterations, which the run from this one replaces."""
@@ -178,6 +184,11 @@ class LocalCheckpoints:
         if nodes.count == 1:
             warn(Problem("local-copies-on-one-node", folder=folder))
         return cls(folder, ranks, nodes, warn)
+
+    def _all_after(self, iteration: int) -> list[str]:
+        """Names of the checkpoints on any node after an iteration, newest first."""
+        listed = self._ranks.on_all(lambda: _names_after(self._folder, iteration))
+        return sorted({name for names in listed for name in names}, key=_number, reverse=True)
 
     def _on_first_ranks(self, work: Callable[[], object]) -> None:
         self._ranks.on_all(lambda: work() if self._nodes.is_first else None)

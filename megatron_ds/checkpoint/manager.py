@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -334,18 +335,25 @@ class CheckpointManager:
     def _newer_local(self, found: CheckpointMetadata | None) -> CheckpointMetadata | None:
         """The local checkpoint with which this run continues after that of --load, if any."""
         options = self._config.checkpoint
-        is_resume = options.load == options.save and not options.is_new_run
-        if self._local is None or not is_resume or options.no_load_optim or options.step:
+        if self._local is None:
             return None
-        place = options.save_url or options.save
+        assert options.load is not None
+        assert options.save is not None
+        place = os.path.realpath(options.save_url or options.save)
+        is_resume = os.path.realpath(options.load) == os.path.realpath(options.save)
 
         def is_own(run: RunRecord) -> bool:
             saved = run.config.get("checkpoint", {})
-            if (saved.get("save_url") or saved.get("save")) != place:
+            if os.path.realpath(saved.get("save_url") or saved.get("save") or "") != place:
                 return False
             return found is None or run.branch.at(found.iteration) == found.run.branch
 
-        return self._local.restore(0 if found is None else found.iteration, is_own, self._readers)
+        start, restored = 0 if found is None else found.iteration, None
+        if is_resume and not (options.is_new_run or options.no_load_optim or options.step):
+            restored = self._local.restore(start, is_own, self._readers)
+        if restored is None:
+            self._local.warn_of_unused(start)
+        return restored
 
     def load(self, engine: Engine, found: CheckpointMetadata) -> TrainState:
         """Restores a selected checkpoint into an engine and returns its state.
@@ -361,7 +369,7 @@ class CheckpointManager:
         saved = {name: shard.parts for name, shard in found.run.shards.items()}
         own = {name: spec.parts for name, spec in engine.shard_specs().items()}
         raise_if_any(part_conflicts(saved, own, found.path))
-        is_local = str(folder) != self._config.checkpoint.load
+        is_local = folder != Path(self._config.checkpoint.load or "")
         shown = folder if is_local else self._config.checkpoint.load_url or folder
         self._log(f" loading checkpoint from {shown} at iteration {iteration}")
         layout = ParallelLayout.of(self._config, self._mesh.dp.size)

@@ -18,27 +18,37 @@ from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint
-from tests.unit.checkpoint.fakes import FakeEngine, load, state_at
+from tests.problems import printed_codes
+from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
+
+Start = Callable[..., CheckpointManager]
 
 
 @pytest.fixture
-def manager(
-    one_process: None, config: Config, logged: list[str], tmp_path: Path
-) -> CheckpointManager:
-    places = {name: str(tmp_path / "run") for name in ("save", "load")}
-    options = dataclasses.replace(
-        config.checkpoint, **places, local_checkpoint_dir=str(tmp_path / "node")
-    )
-    ranks = RankAgreement()
-    local = LocalCheckpoints.open(options, ranks, lambda problem: logged.append(problem.render()))
-    return CheckpointManager(
-        dataclasses.replace(config, checkpoint=options),
-        Mesh.build(1),
-        logged.append,
-        ranks,
-        tokenizer=StoredTokenizer(TokenizerFingerprint("Null", {}, 8, 7), {"vocab.txt": b"a"}),
-        local=local,
-    )
+def start(one_process: None, config: Config, logged: list[str], tmp_path: Path) -> Start:
+    """start(**options): a run in RUN with local checkpoints."""
+
+    def build(**changed: Any) -> CheckpointManager:
+        places = {name: str(tmp_path / "run") for name in ("save", "load")}
+        places["local_checkpoint_dir"] = str(tmp_path / "node")
+        options = dataclasses.replace(config.checkpoint, **{**places, **changed})
+        ranks = RankAgreement()
+        local = LocalCheckpoints.open(options, ranks, lambda found: logged.append(found.render()))
+        return CheckpointManager(
+            dataclasses.replace(config, checkpoint=options),
+            Mesh.build(1),
+            logged.append,
+            ranks,
+            tokenizer=StoredTokenizer(TokenizerFingerprint("Null", {}, 8, 7), {"vocab.txt": b"a"}),
+            local=local,
+        )
+
+    return build
+
+
+@pytest.fixture
+def manager(start: Start) -> CheckpointManager:
+    return start()
 
 
 @pytest.mark.parametrize("name", ["run.json", "model_states.pt", "tokenizer/vocab.txt"])
@@ -57,6 +67,49 @@ def test_a_checkpoint_without_a_file_leaves_the_one_before_it(
         file.write_bytes(content[:-1])
     state, engine = load(manager)
     assert (state, engine.content) == (state_at(2), "of iteration 2")
+
+
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        ("{}/run", {"load": "{}/run/"}),
+        ("{}/run", {"save": "./run", "load": "run"}),
+        ("run", {"save": "{}/run"}),
+        ("{}/link", {"load": "{}/below/../run"}),
+    ],
+)
+def test_a_folder_spelled_differently_is_the_same_run(
+    first: str,
+    options: dict[str, str],
+    start: Start,
+    logged: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "below").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    place = first.format(tmp_path)
+    manager = start(save=place, load=place)
+    save(manager, 2)
+    manager.save_local(FakeEngine(), state_at(4))  # type: ignore[arg-type]
+    again = {name: value.format(tmp_path) for name, value in options.items()}
+    assert load(start(**again))[0] == state_at(4)
+    assert "local-checkpoints-unused" not in printed_codes("\n".join(logged))
+
+
+@pytest.mark.parametrize("options", [{"save": "other"}, {"finetune": True}, {"ckpt_step": 2}])
+def test_newer_local_checkpoints_that_are_not_used_are_a_warning(
+    options: dict[str, Any], start: Start, logged: list[str], tmp_path: Path
+) -> None:
+    manager = start()
+    save(manager, 2)
+    manager.save_local(FakeEngine(), state_at(4))  # type: ignore[arg-type]
+    if "save" in options:
+        options = {"save": str(tmp_path / "other")}
+    assert load(start(**options))[1].content != "of iteration 4"
+    assert any("[local-checkpoints-unused]" in line and "global_step4" in line for line in logged)
 
 
 def test_runs_that_start_at_once_find_their_nodes(one_process: None, tmp_path: Path) -> None:
