@@ -18,9 +18,11 @@ def output_folder(folder: Path) -> Iterator[Path]:
     """Creates a folder under a temporary name beside its own, and renames it once it is written.
 
     Files inside are flushed to the disk first. What an error or an interruption leaves is removed.
+    A mount point cannot be replaced: there, the temporary folder is inside, and its contents are
+    moved up at the end.
 
     Args:
-        folder: Must not exist, or be empty.
+        folder: Must not exist, or be empty. A link is followed.
 
     Yields:
         The folder to write to.
@@ -29,11 +31,12 @@ def output_folder(folder: Path) -> Iterator[Path]:
         UserError: If the folder has files already.
         OSError: If the disk fails.
     """
-    folder = folder.absolute()
+    folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise user_error("output-folder-not-empty", folder=folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f"{INCOMPLETE}{folder.name}")
+    is_mount = folder.is_mount()
+    temporary = (folder if is_mount else folder.parent) / f"{INCOMPLETE}{folder.name}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -41,8 +44,14 @@ def output_folder(folder: Path) -> Iterator[Path]:
         for path in temporary.rglob("*"):
             fsync_path(path)
         fsync_path(temporary)
-        os.rename(temporary, folder)
-        fsync_path(folder.parent)
+        if is_mount:
+            for path in temporary.iterdir():
+                os.rename(path, folder / path.name)
+            temporary.rmdir()
+            fsync_path(folder)
+        else:
+            os.rename(temporary, folder)
+            fsync_path(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -159,6 +161,38 @@ def test_an_output_with_files_is_not_replaced(tmp_path: Path, run: Run, name: st
     ).err
     assert printed_codes(error) == ["output-folder-not-empty"]
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["mine.txt"]
+
+
+def test_an_output_may_be_a_link_to_an_empty_folder(tmp_path: Path, run: Run) -> None:
+    source = random_source(ModelConfig(**SMALL))
+    write_weights_folder(source, tmp_path / "ours")
+    (tmp_path / "disk" / "empty").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("disk/empty")
+    run("--load", tmp_path / "ours", "--save", tmp_path / "link", "--to", "native")
+    assert_same_tensors(open_source(tmp_path / "disk" / "empty"), source)
+    assert (tmp_path / "link").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"ours", "disk", "link"}
+
+
+def test_an_output_may_be_an_empty_mount_point(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel does, renames of the mount point and to another disk are refused."""
+    disk, rename = tmp_path / "disk", os.rename
+    source = random_source(ModelConfig(**SMALL))
+    write_weights_folder(source, tmp_path / "ours")
+    disk.mkdir()
+
+    def refuse(one: Path, other: Path) -> None:
+        if one == disk or other == disk or one.is_relative_to(disk) != other.is_relative_to(disk):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(other))
+        rename(one, other)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == disk)
+    run("--load", tmp_path / "ours", "--save", disk, "--to", "native")
+    assert_same_tensors(open_source(disk), source)
+    assert not list(disk.glob(".*"))
 
 
 def script(name: str) -> ModuleType:
