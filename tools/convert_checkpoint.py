@@ -131,7 +131,7 @@ def work(options: Options) -> None:
         from megatron_ds.checkpoint.formats import convert, hf_tokenizer
         from megatron_ds.checkpoint.formats.native import DTYPES
         from megatron_ds.checkpoint.formats.open_source import open_source
-        from megatron_ds.checkpoint.formats.training_states import with_training
+        from megatron_ds.checkpoint.formats.training_states import with_masters, with_training
         from megatron_ds.checkpoint.staging import staged_location
 
     def warn(text: str) -> None:
@@ -143,6 +143,8 @@ def work(options: Options) -> None:
     source = open_source(folder, name, warn)
     if options.optimizer_states and options.target_format in MEGATRON_FORMATS:
         source = with_training(source)
+    elif options.dtype == "fp32":
+        source = with_masters(source)
     source = source.to(None if options.dtype is None else DTYPES[options.dtype])
     target = convert.Target(
         Path(options.save),

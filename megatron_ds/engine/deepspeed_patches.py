@@ -92,20 +92,19 @@ def without_construction_remarks() -> Iterator[None]:
 
 
 def replace_checkpoint_engine(
-    engine: Any, checkpoint_engine: object, on_script: Callable[[Callable[[str], None]], None]
+    engine: Any, checkpoint_engine: object, on_script: Callable[[], None]
 ) -> None:
     """Make a DeepSpeed engine read and write its checkpoint files through our own object.
 
     Args:
         engine: Engine of `deepspeed.initialize`.
         checkpoint_engine: Replacement of `engine.checkpoint_engine`.
-        on_script: Called with a function that copies DeepSpeed's zero_to_fp32.py into a folder.
-            DeepSpeed does so in the middle of a collective save, where an exception on one rank
-            would leave the others waiting, and all would wait for the disk.
+        on_script: Called when DeepSpeed would copy its zero_to_fp32.py into the folder of the
+            checkpoints, in the middle of a collective save, where an exception on one rank would
+            leave the others waiting, and all would wait for the disk.
     """
     engine.checkpoint_engine = checkpoint_engine
-    copy_script = engine._copy_recovery_script
-    engine._copy_recovery_script = lambda folder: on_script(copy_script)
+    engine._copy_recovery_script = lambda folder: on_script()
 
 
 @contextmanager

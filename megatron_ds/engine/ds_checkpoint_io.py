@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
@@ -26,6 +27,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils.serialization import config as serialization_config
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.engine import zero_to_fp32
 from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
 from megatron_ds.engine.expert_files import ExpertFiles
 from megatron_ds.engine.host_copies import HostCopies
@@ -61,8 +63,9 @@ class SafeCheckpointEngine(CheckpointEngine):
         self._experts = experts
         self.name = "CheckpointFiles"
         self._pending: dict[str, Any] = {}
-        self._scripts: list[Callable[[str], None]] = []
-        replace_checkpoint_engine(engine, self, lambda copy: self._scripts.append(copy))
+        self._scripts: list[Path] = []
+        script = Path(zero_to_fp32.__file__)
+        replace_checkpoint_engine(engine, self, lambda: self._scripts.append(script))
 
     def collect(self, save: Callable[[], object], copies: HostCopies | None) -> Snapshot:
         """Collect the states of this rank's files in a collective save.
@@ -118,7 +121,7 @@ class Snapshot:
 
     Args:
         states: Content of each file by name.
-        scripts: Functions that copy a script into the folder of all checkpoints.
+        scripts: Files that are copied to the folder of all checkpoints.
         copied_bytes: Bytes of the states if they are a copy.
 
     Attributes:
@@ -128,7 +131,7 @@ class Snapshot:
     def __init__(
         self,
         states: Mapping[str, Any],
-        scripts: Sequence[Callable[[str], None]] = (),
+        scripts: Sequence[Path] = (),
         copied_bytes: int = 0,
     ) -> None:
         self.states, self._scripts = states, scripts
@@ -148,8 +151,8 @@ class Snapshot:
             OSError: If the disk failed, or the write was cancelled.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        for copy_script in self._scripts:
-            copy_script(str(folder.parent))
+        for script in self._scripts:
+            shutil.copy(script, folder.parent)
         return {
             name: write_tensors(state, folder / name, self._is_cancelled)
             for name, state in self.states.items()

@@ -8,7 +8,9 @@ and this program loads what DeepSpeed's converter writes.
 from __future__ import annotations
 
 import dataclasses
+import runpy
 import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,17 +22,20 @@ import torch
 import torch.distributed as dist
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from megatron_ds.checkpoint.formats.open_source import format_of, open_source
 from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint, open_verified
 from megatron_ds.checkpoint.metadata import list_checkpoints
 from megatron_ds.checkpoint.universal_folders import SUFFIX, is_universal
+from megatron_ds.engine import zero_to_fp32
 from megatron_ds.engine.full_states import VOCABULARY_TABLES
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from tests.dist.engine_harness import Meshes, prepare
 from tests.dist.test_resharding import (
+    BF16,
     DENSE,
     STEPS,
     Continued,
@@ -50,6 +55,13 @@ LAYOUTS = {
     "zero1": Layout(1, changes={"model": DENSE}),
     "zero3": Layout(3, changes={"model": DENSE}),
 }
+HALF = {"model": DENSE, **BF16}
+HALVES = {
+    "zero2": Layout(2, changes=HALF),
+    "tp2": Layout(1, tp=2, changes=HALF),
+    "pp2": Layout(1, pp=2, changes=HALF),
+}
+"""Runs in bf16."""
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -82,6 +94,15 @@ def save_and_convert(rank: int, folder: Path) -> list[str]:
         found += [f"{name}: {training.steps()} steps"] if training.steps() != {STEPS} else []
         training.close()
     found += [each for name in LAYOUTS for each in load_by_deepspeed(meshes, folder, name)]
+    for name, layout in HALVES.items():
+        training = Continued(name, folder, meshes, layout)
+        for _ in range(STEPS):
+            training.step()
+        training.manager(folder / f"bf16 {name}", []).save(training.engine, training.state)
+        states = training.states()
+        if rank == 0:
+            torch.save(states, folder / f"bf16 {name}.pt")
+        training.close()
     return found
 
 
@@ -179,6 +200,37 @@ def test_both_converters_write_the_same_tensors(
         values = (other if name == "zero3" else other["param"]).flatten()  # not stored by shape
         is_table = path.parent.name in VOCABULARY_TABLES  # with padding in DeepSpeed's
         assert torch.equal(own_values, values[: len(own_values) if is_table else None]), path
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_the_script_beside_a_checkpoint_writes_the_master_weights(
+    name: str,
+    checkpoints: tuple[Path, list[list[str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = checkpoints[0] / f"bf16 {name}"
+    monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", str(folder), str(tmp_path / "own")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(folder / "zero_to_fp32.py"), run_name="__main__")
+    assert ended.value.code == 0
+    own = {key: each.read() for key, each in open_source(tmp_path / "own").tensors.items()}
+    masters = torch.load(checkpoints[0] / f"bf16 {name}.pt")["master"]
+    assert own.keys() == masters.keys()
+    assert all(torch.equal(own[key], masters[key]) for key in masters)
+    assert not all(torch.equal(each, each.bfloat16().float()) for each in own.values())
+    if name == "zero2":  # which DeepSpeed's script reads, too
+        theirs = without_padding(get_fp32_state_dict_from_zero_checkpoint(str(folder)))
+        assert all(torch.equal(own[key], theirs[key]) for key in own)
+
+
+def test_the_script_beside_a_checkpoint_explains_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(zero_to_fp32, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        zero_to_fp32.main()
+    assert ended.value.code == zero_to_fp32.MISSING
 
 
 def test_the_tool_converts(

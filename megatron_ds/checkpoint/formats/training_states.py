@@ -32,7 +32,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.storage import files_damaged, find_damaged_files
 from megatron_ds.checkpoint.universal_states import open_states
 from megatron_ds.config.problems import UserError, user_error
-from megatron_ds.engine.full_states import MASTER
+from megatron_ds.engine.full_states import MASTER, FullStates
 
 TABLE = "embedding.word.weight"
 ADAM_SETTINGS = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
@@ -57,32 +57,53 @@ def with_training(source: WeightsSource) -> WeightsSource:
     return found.to(source.dtype)
 
 
+def with_masters(source: WeightsSource) -> WeightsSource:
+    """A source with the fp32 master weights, if it is a checkpoint of a training, which has them.
+
+    Raises:
+        UserError: If files are damaged.
+    """
+    if source.format != "native" or not (source.path / RUN).is_file():
+        return source
+    tensors = _full_tensors(_open_verified(read_run(source.path)), MASTER)
+    return dataclasses.replace(source, tensors=tensors, precision=torch.float32).checked()
+
+
+def _open_verified(found: CheckpointMetadata) -> FullStates:
+    """The states of a checkpoint whose files with weights are verified already."""
+    checked = weights_files(found) if found.is_universal else files_with_weights(found)
+    has_manifest = (found.path / MANIFEST).is_file()  # DeepSpeed writes none
+    files = read_manifest(found.path) if has_manifest else {}
+    others = {name: each for name, each in files.items() if name not in checked}
+    if (damage := files_damaged(find_damaged_files(found.path, others))) is not None:
+        raise UserError(damage)
+    return open_states(found, has_optimizer=found.run.has_optimizer)
+
+
+def _full_tensors(saved: FullStates, kind: str) -> LazyTensors:
+    """All tensors of a kind in fp32, by canonical name."""
+
+    def read(name: str) -> Tensor:
+        return saved.read(name, kind, range(saved.shapes[name][0])).float()
+
+    return {
+        name: LazyTensor(shape, torch.float32, partial(read, name))
+        for name, shape in saved.shapes.items()
+    }
+
+
 def _of_native(found: CheckpointMetadata, rows: int) -> TrainingStates:
     run, path = found.run, found.path
     if run.layout.optimizer != "adam":
         raise _unconvertible(path, f"the optimizer is {run.layout.optimizer}")
     if not run.has_optimizer:
         raise _unconvertible(path, "it was saved without them")
-    checked = weights_files(found) if found.is_universal else files_with_weights(found)
-    files = read_manifest(path) if (path / MANIFEST).is_file() else {}  # DeepSpeed writes none
-    others = {name: each for name, each in files.items() if name not in checked}
-    if (damage := files_damaged(find_damaged_files(path, others))) is not None:
-        raise UserError(damage)
-    saved = open_states(found)
+    saved = _open_verified(found)
     steps = saved.steps(next(iter(saved.shapes)))
     if steps is None:
         raise _unconvertible(path, "the optimizer has not taken a step")
 
-    def read(name: str, kind: str) -> Tensor:
-        return saved.read(name, kind, range(saved.shapes[name][0])).float()
-
-    optimizer = {
-        kind: {
-            name: LazyTensor(shape, torch.float32, partial(read, name, kind))
-            for name, shape in saved.shapes.items()
-        }
-        for kind in (*MOMENTS, MASTER)
-    }
+    optimizer = {kind: _full_tensors(saved, kind) for kind in (*MOMENTS, MASTER)}
     settings = {**run.config["optimizer"], **run.config["schedule"]}
     length = run.config["model"]["seq_length"]
     scheduler = _scheduler(settings, run.data_order.global_batch_size, length)
