@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from megatron_ds import schedule_validation
 from megatron_ds.cli.command import HELP, build, fail, print_warning
 from megatron_ds.cli.flags import PROGRAM, training_flags
-from megatron_ds.cli.help import training_help, version_text
+from megatron_ds.cli.help import training_help
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
+from megatron_ds.launch.environment import version_text
 from megatron_ds.launch.liveness import find_launchers
 
 VERSION = "--version"

@@ -7,7 +7,6 @@ Knows no torch: versions are read from the packages' metadata.
 from __future__ import annotations
 
 import inspect
-import platform
 import re
 import textwrap
 
@@ -56,12 +55,6 @@ def tool_help(table: FlagTable, options: type) -> str:
     usage = f"usage: {table.program} {values}{'FLAGS' if table.groups else ''}"
     head = [usage.rstrip(), *described]
     return "\n\n".join([*head, "\n".join(_groups(table)).rstrip("\n")])
-
-
-def version_text() -> str:
-    """The versions that decide what a run computes."""
-    packages = [f"{name} {_version_of(name)}" for name in ("megatron_ds", "torch", "deepspeed")]
-    return ", ".join([*packages, f"Python {platform.python_version()}"])
 
 
 def explanation(flag: Flag, table: FlagTable, *, in_table: bool = False) -> str:
@@ -122,12 +115,3 @@ def _entry(flag: Flag, table: FlagTable) -> str:
         lines[0] = f"{left:<{INDENT}}{lines[0]}"
         return f"\n{' ' * INDENT}".join(lines)
     return f"\n{' ' * INDENT}".join([left, *lines])
-
-
-def _version_of(package: str) -> str:
-    from importlib import metadata  # slow to import, and only --version needs it
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -64,6 +64,16 @@ class DataFiles:
             self._opened[prefix] = IndexedDataset(prefix)
         return self._opened[prefix]
 
+    def identities(self) -> Iterator[tuple[str, str]]:
+        """Each source of the data, and what identifies its files, which may be in any folder."""
+        for group in self.groups:
+            for number, source in enumerate(group.sources, 1):
+                sizes = [os.path.getsize(f"{source.prefix}{end}") for end in (".bin", ".idx")]
+                name, weight = os.path.basename(source.prefix), source.given_weight
+                files = f"{name}.bin ({sizes[0]} bytes) and {name}.idx ({sizes[1]} bytes)"
+                value = f"{files}, weight {weight}, documents {source.documents.text}"
+                yield f"source {number} of {group.flag} ({group.split} {group.name})", value
+
 
 def data_problems(
     files: DataFiles,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ds.config import RuntimeConfig
 from megatron_ds.config.problems import Problem, user_error
@@ -21,6 +23,8 @@ from megatron_ds.launch.threads import choose_threads
 if TYPE_CHECKING:
     import torch
     import torch.distributed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
         timeout=timedelta(minutes=config.distributed_timeout_minutes),
         verbose=False,
     )
-    locations = _gather_locations()
+    locations = tuple(_gather(HostLocation.here()))
     choose_threads(locations[rank()], locations)
     device = torch.device(accelerator.device_name(environment.local_rank()))
     return ProcessContext(rank(), world_size(), device, backend, locations)
@@ -148,15 +152,41 @@ def watched_peers(context: ProcessContext) -> tuple[ExitBoard | None, dict[int, 
     }
 
 
-def _gather_locations() -> tuple[HostLocation, ...]:
-    """The locations of all ranks, by rank. Collective."""
+@dataclass(frozen=True)
+class Difference:
+    """An entry that the first rank and another one have with different values."""
+
+    name: str
+    rank: int
+    """The other rank."""
+    first: str | None
+    """Value of rank 0; None if it has no such entry."""
+    other: str | None
+
+
+def find_difference(entries: Mapping[str, str]) -> Difference | None:
+    """The first entry that is not the same on all ranks. Collective.
+
+    The entries themselves are only exchanged if their digests differ.
+    """
+    digests = _gather(hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).digest())
+    rank = next((number for number, each in enumerate(digests) if each != digests[0]), None)
+    if rank is None:
+        return None
+    entries_of_ranks = _gather(dict(entries))
+    first, other = entries_of_ranks[0], entries_of_ranks[rank]
+    name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
+    return Difference(name, rank, first.get(name), other.get(name))
+
+
+def _gather(value: T) -> list[T]:
+    """The values of all ranks, by rank. Collective."""
     import torch.distributed as dist
 
-    here = HostLocation.here()
-    locations: list[HostLocation] = [here] * world_size()
+    values = [value] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(locations, here)
-    return tuple(locations)
+        dist.all_gather_object(values, value)
+    return values
 
 
 def _set_single_process_env() -> None:

@@ -124,6 +124,19 @@ def core_numbers() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
+def version_text() -> str:
+    """The versions that decide what a run computes."""
+    from importlib import metadata  # slow to import, and most programs do not need it
+
+    versions = []
+    for package in ("megatron_ds", "torch", "deepspeed"):
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            versions.append(f"{package} (not installed)")
+    return ", ".join([*versions, f"Python {platform.python_version()}"])
+
+
 def limit_tokenizer_threads() -> None:
     """Keeps tokenizer libraries from starting a thread per core in every process that encodes.
 

@@ -39,6 +39,7 @@ from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
+from megatron_ds.training import rank_settings
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.loggers import open_loggers
 from megatron_ds.training.metrics import Metrics, ThroughputModel
@@ -71,6 +72,7 @@ def pretrain(
     require_precision(config.precision)
     context = distributed.init_distributed(config.runtime)
     life.on_group_joined(*distributed.watched_peers(context))
+    rank_settings.require_equal(config, inputs)
     startup.mark("process group")
     ranks = RankAgreement()
     with (

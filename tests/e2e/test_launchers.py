@@ -55,6 +55,27 @@ def test_processes_that_a_scheduler_started(
     assert losses(tmp_path) == two_ranks
 
 
+def test_ranks_of_two_runs_that_meet_do_not_train(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """Two `mpirun -n 2` of one host and port: the first rank of one, the second rank of another."""
+    task = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(free_port())}
+    runs = [
+        launcher.start(
+            {**base, **SCHEDULE, "lr": rate, "local_checkpoint_dir": tmp_path / number},
+            per_rank=[{**task, "PMI_RANK": number, "MPI_LOCALRANKID": number}],
+        )
+        for number, rate in (("0", 1e-3), ("1", 5e-3))
+    ]
+    results = [run.wait() for run in runs]
+    assert [result.codes for result in results] == [(1,), (1,)]
+    output = "".join(result.output for result in results)
+    assert output.count("[settings-differ-between-ranks]") == 1, output
+    for part in ("--lr", "0.001", "0.005", "rank 0", "rank 1"):
+        assert part in output
+    assert "Traceback" not in output
+
+
 def test_one_process_without_a_launcher(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:

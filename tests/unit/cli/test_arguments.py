@@ -12,9 +12,10 @@ import pytest
 from megatron_ds.cli import arguments
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.cli.flags import training_flags
-from megatron_ds.cli.help import training_help, version_text
+from megatron_ds.cli.help import training_help
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.launch.environment import version_text
 from tests.problems import codes, printed_codes
 
 REPOSITORY = Path(__file__).parents[3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import device, libaio
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
-from megatron_ds.training import preflight
+from megatron_ds.training import preflight, rank_settings
 from tests.problems import codes, fields
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -290,6 +291,31 @@ def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatc
         files=inputs.data,
     )
     assert opened == ["tokenizer", "ended"]
+
+
+def test_ranks_may_have_their_files_in_other_folders_and_nothing_else(
+    folder: Path, tmp_path: Path
+) -> None:
+    def described(line: str) -> dict[str, str]:
+        config = check(line)[0]
+        inputs = preflight.check(config, 1, True, lambda _: None)[1]
+        assert inputs is not None
+        return dict(rank_settings.described(config, inputs))
+
+    for end in (".bin", ".idx"):
+        shutil.copy(folder / f"small{end}", tmp_path)
+    local = "--save x --local-save-interval 2 --local-checkpoint-dir"
+    first = described(f"{local} a")
+    assert described(f"{local.replace('x', 'y')} b --data-path {tmp_path / 'small'}") == first
+    for line, name in (
+        ("--lr 2e-3", "--lr"),
+        ("--bf16", "--bf16"),
+        ("--data-path ended", "source 1 of --data-path (train )"),
+        ("--deepspeed_config batch.json", "--deepspeed_config: train_batch_size"),
+    ):
+        other = described(f"{local} a {line}")
+        differing = {key for key in {*first, *other} if first.get(key) != other.get(key)}
+        assert name in differing, differing
 
 
 def saved(config: Config, folder: Path, iteration: int) -> None:
