@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,6 +86,7 @@ def train_with_skipped_step(
         "skipped": [result.skipped for result in (*good, skipped, last)],
         "spikes": [result.is_spike for result in (*good, skipped, last)],
         "compared": [result.compared for result in (*good, skipped, last)],
+        "losses": [float(result.loss) for result in (*good, skipped, last)],
         "norm": skipped.grad_norm,
         "loss scales": [result.loss_scale for result in (*good, skipped, last)],
         "has moments": has_moments,
@@ -153,10 +155,13 @@ def test_step_with_nonfinite_gradient_changes_nothing(
 @pytest.mark.parametrize("layout", [*SPIKES, ON_DISK], ids=str)
 def test_spike_on_one_rank_changes_nothing(layout: Layout | str, outcomes: JobResults) -> None:
     results = outcomes.of(f"spike {layout}")
+    mean_losses = np.mean([seen["losses"] for seen in results], axis=0)
     for seen in results:
         check_skip(seen, 3)
         assert seen["spikes"] == [False, False, False, True, False]
         assert seen["compared"] == results[0]["compared"]
+        compared = [loss for loss, _ in seen["compared"]]
+        assert compared == pytest.approx(mean_losses, rel=1e-6)
         assert seen["compared"][3][1] == seen["norm"] > 10
         assert all(norm < 10 for _, norm in seen["compared"][:3])  # without the loss scale
         assert seen["state"].recent_norms == tuple(norm for _, norm in seen["compared"][-WINDOW:])

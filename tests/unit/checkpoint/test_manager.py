@@ -19,6 +19,7 @@ import xxhash
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text, read_manifest
+from megatron_ds.checkpoint.saved_states import SavedStates
 from megatron_ds.config import (
     Config,
     DataConfig,
@@ -264,6 +265,25 @@ def test_states_of_another_order_are_resharded(
     assert "  resharding its weights and optimizer states: order of the optimizer's flat" in (
         "\n".join(logged)
     )
+
+
+def test_steps_are_those_of_a_state_or_of_its_group(
+    checkpoints: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optimizers of apex count the steps of a group, those of torch those of a parameter."""
+    save(checkpoints, 2)
+    found = checkpoints.select()
+    assert found is not None
+    group = {"params": [0], "step": 7}
+    for state, groups, steps in (
+        ({}, group, 7),
+        ({"step": 5}, group, 5),
+        ({}, {"params": []}, None),
+    ):
+        optimizer = {"state": {0: state}, "param_groups": [groups]}
+        file = {"optimizer_state_dict": {"base_optimizer_state": optimizer}}
+        monkeypatch.setattr(SavedStates, "_open", lambda *_, file=file: file)
+        assert SavedStates(found).steps("weight") == steps
 
 
 def test_a_new_run_starts_from_weights_alone(

@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron_ds.engine import resharding
 from megatron_ds.engine.full_states import MASTER
+from megatron_ds.engine.partitions import ParameterPlace
 from megatron_ds.engine.resharding import Resharding
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import ShardSpec, mark_sharded
@@ -96,6 +97,20 @@ def test_every_element_is_read_once_in_blocks_of_rows(
     assert sum(source.reads) == 3 * sum(map(math.prod, SHAPES.values()))
     widest_row = max(math.prod(shape[1:]) for shape in SHAPES.values())
     assert max(source.reads) <= max(block, widest_row)
+
+
+@pytest.mark.parametrize("block", [1, 13, 10**6])
+@pytest.mark.parametrize("elements", [range(9, 40), range(31), range(13, 17), range(12, 42)])
+def test_a_part_that_begins_inside_a_row_has_all_its_elements(
+    elements: range, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resharding, "BLOCK", block)
+    model, source = Model(), States(SHAPES)
+    filling = Resharding(engine_of(model), 0, Mesh.single(), source)  # type: ignore[arg-type]
+    place = ParameterPlace("fc.weight", SHAPES["fc.weight"], 0)
+    part = resharding._Part(place, model.fc.weight, 0, elements)
+    expected = source.values["fc.weight", MASTER].flatten()[elements.start : elements.stop]
+    assert torch.equal(torch.cat(list(filling._blocks(part, MASTER))), expected)
 
 
 def test_states_before_the_first_step_are_empty() -> None:

@@ -44,6 +44,26 @@ def test_data_that_ends_within_a_step_is_an_error() -> None:
         list(_read_step(batches(2), PLAN))
 
 
+@pytest.mark.parametrize("norm", [0.0, 0.5, 4.0])
+def test_clipping_never_enlarges_gradients(norm: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([norm, 0.0])
+    engine = object.__new__(ZeroEngine)
+    engine._engine = SimpleNamespace(gradient_clipping=lambda: 1.0)
+    engine._named_parameters = (("weight", parameter),)
+    engine._norm = torch.tensor(norm, dtype=torch.float64)
+    engine._clip_gradients()
+    assert parameter.grad.tolist() == pytest.approx([min(norm, 1.0), 0.0], abs=1e-6)
+
+
+def test_per_token_loss_of_a_step_without_counted_tokens_is_zero() -> None:
+    engine = object.__new__(ZeroEngine)
+    engine._per_token_loss, engine._mesh, engine._device = True, Mesh.single(), CPU
+    masked = (batch._replace(loss_mask_BS=torch.zeros(1, 4)) for batch in batches(3))
+    factors = [factor for _, factor in engine._weighted(masked, PLAN)]
+    assert [float(0.0 * factor) for factor in factors if factor is not None] == [0.0] * 3
+
+
 def test_sum_of_squares_is_exact_enough_over_types_and_sizes() -> None:
     generator = torch.Generator().manual_seed(1)
     sizes = (0, 1, 7, 100_003, 3_000_001)

@@ -173,6 +173,16 @@ def test_each_dropout_has_an_effect(dropouts: tuple[float, float]) -> None:
     assert not torch.equal(model(tokens, tokens).loss_sum, model(tokens, tokens).loss_sum)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+def test_embeddings_are_dropped_after_positions_and_norm(norm: bool) -> None:
+    embedding = build(hidden_dropout=0.3, embed_layernorm=norm).embedding
+    tokens = some_tokens(40)
+    complete, dropped = embedding.eval()(tokens, 0), embedding.train()(tokens, 0)
+    kept = dropped != 0
+    assert kept.double().mean().item() == pytest.approx(0.7, abs=0.02)
+    torch.testing.assert_close(dropped[kept], complete[kept] / 0.7)
+
+
 @pytest.mark.parametrize("position", POSITIONS)
 def test_bf16_is_close_to_fp32(position: str) -> None:
     model, tokens = build(position_embedding_type=position), some_tokens()
