@@ -22,7 +22,7 @@ OUTPUT = REPOSITORY / "docs" / "reference" / "flags.md"
 HEAD = """\
 # Flags
 
-Written by `python tools/make_docs.py` from the code; `--help` of a program shows its part.
+Written by `python tools/make_docs.py` from the code; `--help-all` of a program shows its part.
 
 The flags of `pretrain_gpt.py`, group by group; those of Megatron-LM (core 0.8) and of the two
 Megatron-DeepSpeed forks, bigscience's and microsoft's, that are not options here: what they request

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_ds import schedule_validation
-from megatron_ds.cli.command import HELP, build, fail, print_warning
+from megatron_ds.cli.command import HELP, HELP_ALL, build, fail, print_warning
 from megatron_ds.cli.flags import PROGRAM, training_flags
 from megatron_ds.cli.help import training_help
 from megatron_ds.cli.scan import scan
@@ -96,7 +96,8 @@ def parse(
     requested = next((word for word in argv if word in (*HELP, VERSION)), None)
     if requested is not None:
         if rank == 0:
-            print(version_text() if requested == VERSION else training_help(table))
+            described = training_help(table, every_flag=HELP_ALL in argv)
+            print(version_text() if requested == VERSION else described)
         raise SystemExit(0)
 
     def warn(warning: str) -> None:

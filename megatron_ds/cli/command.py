@@ -22,7 +22,8 @@ from megatron_ds.config.problems import Problem, UserError, counted
 from megatron_ds.launch import output, program_start
 from megatron_ds.launch.exit_codes import ExitCode
 
-HELP = ("--help", "-h")
+HELP_ALL = "--help-all"
+HELP = ("--help", "-h", HELP_ALL)
 
 
 T = TypeVar("T")

@@ -6,11 +6,13 @@ Knows no torch: versions are read from the packages' metadata.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import textwrap
+from collections.abc import Iterable
 
-from megatron_ds.cli.flags import Flag, FlagTable, dashed
+from megatron_ds.cli.flags import Flag, FlagGroup, FlagTable, dashed
 
 WIDTH = 80
 INDENT = 26
@@ -25,20 +27,52 @@ Pretrains a GPT with DeepSpeed. Required are the model's shape (--num-layers,
 other flags have defaults. Dashes and underscores in a flag's name are the same,
 and numbers may be written 1_000 or 1e3.
 
-  -h, --help              show this and exit
+  -h, --help              show this text with the most used flags, and exit
+  --help-all              show the same with all flags, and exit
   --version               show the versions of this package, torch and
                           deepspeed, and exit
+"""
+PRETRAIN_EXAMPLE = """\
+For example, with token files of tools/preprocess_data.py:
+
+  python pretrain_gpt.py --num-layers 4 --hidden-size 256 \\
+      --num-attention-heads 8 --seq-length 256 --micro-batch-size 8 --lr 1e-3 \\
+      --train-iters 1000 --data-path data/my_text_document \\
+      --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt \\
+      --save checkpoints --load checkpoints
+
+The same command resumes the run. To use N devices, replace "python" by
+"deepspeed --num_gpus N" or "torchrun --nproc-per-node N".
 """
 PRETRAIN_TAIL = """\
 Flags of Megatron-LM and of the Megatron-DeepSpeed forks that are not listed
 here have no effect, with a warning, or are refused with an alternative:
 docs/reference/flags.md lists them all.
 """
+ESSENTIAL = {
+    *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "position-embedding-type"),
+    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "recompute-granularity"),
+    *("data-path", "split", "tokenizer-type", "vocab-file", "merge-file", "tokenizer-model"),
+    *("micro-batch-size", "global-batch-size", "train-iters"),
+    *("lr", "lr-decay-style", "lr-warmup-iters", "fp16", "bf16", "deepspeed_config", "zero-stage"),
+    *("save", "load", "save-interval", "log-interval", "eval-interval", "tensorboard-dir"),
+}
+"""The flags in --help."""
 
 
-def training_help(table: FlagTable) -> str:
-    """The help of pretrain_gpt.py."""
-    return "\n".join([PRETRAIN_HEAD, *_groups(table), PRETRAIN_TAIL])
+def training_help(table: FlagTable, *, every_flag: bool = False) -> str:
+    """The help of pretrain_gpt.py: the most used flags, or all."""
+    if every_flag:
+        return "\n".join([PRETRAIN_HEAD, *_groups(table.shown, table), PRETRAIN_TAIL])
+    used = [
+        tuple(flag for flag in group.flags if flag.names[0] in ESSENTIAL) for group in table.shown
+    ]
+    groups = [
+        dataclasses.replace(group, flags=flags)
+        for group, flags in zip(table.shown, used, strict=True)
+        if flags
+    ]
+    return "\n".join([PRETRAIN_HEAD, *_groups(groups, table), PRETRAIN_EXAMPLE])
 
 
 def tool_help(table: FlagTable, options: type) -> str:
@@ -54,7 +88,7 @@ def tool_help(table: FlagTable, options: type) -> str:
     ]
     usage = f"usage: {table.program} {values}{'FLAGS' if table.groups else ''}"
     head = [usage.rstrip(), *described]
-    return "\n\n".join([*head, "\n".join(_groups(table)).rstrip("\n")])
+    return "\n\n".join([*head, "\n".join(_groups(table.shown, table)).rstrip("\n")])
 
 
 def explanation(flag: Flag, table: FlagTable, *, in_table: bool = False) -> str:
@@ -95,10 +129,10 @@ def other_names(flag: Flag) -> list[str]:
     return [name for name in flag.names[1:] if dashed(name) != dashed(flag.names[0])]
 
 
-def _groups(table: FlagTable) -> list[str]:
+def _groups(groups: Iterable[FlagGroup], table: FlagTable) -> list[str]:
     return [
         f"{_filled(group.title)}\n" + "\n".join(_entry(flag, table) for flag in group.flags) + "\n"
-        for group in table.shown
+        for group in groups
     ]
 
 

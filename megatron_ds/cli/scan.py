@@ -107,7 +107,7 @@ class _Scanner:
     def _report_unknown(self, option: str) -> None:
         names = self._table.by_name
         near = difflib.get_close_matches(dashed(option).lstrip("-"), names, n=1, cutoff=0.6)
-        hint = f"; did you mean --{near[0]}?" if near else " (--help lists the flags)"
+        hint = f"; did you mean --{near[0]}?" if near else " (--help-all lists the flags)"
         self._line.problems.append(Problem("unknown-flag", flag=option, hint=hint))
         self._misspelt += [names[name].field for name in near if names[name].field]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from megatron_ds.cli import arguments
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.cli.flags import training_flags
-from megatron_ds.cli.help import training_help
+from megatron_ds.cli.help import ESSENTIAL, training_help
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch.environment import version_text
@@ -175,6 +176,8 @@ def test_help_and_version_exit_with_success(capsys: pytest.CaptureFixture[str]) 
     table = training_flags()
     for words, text in (
         (["--lr", "x", "--help"], training_help(table)),
+        (["--help-all"], training_help(table, every_flag=True)),
+        (["-h", "--help-all"], training_help(table, every_flag=True)),
         (["--version"], version_text()),
     ):
         with pytest.raises(SystemExit) as ended:
@@ -186,12 +189,30 @@ def test_help_and_version_exit_with_success(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_help_names_each_flag_once_with_its_default_in_80_columns() -> None:
-    shown = training_help(training_flags())
+    shown = training_help(training_flags(), every_flag=True)
     for flag in training_flags().own:
         assert len(re.findall(rf"^  --{flag.names[0]}\b(?!-)", shown, re.MULTILINE)) == 1, flag
     assert max(map(len, shown.splitlines())) <= 80
     assert "default: 0.02" in " ".join(shown.split())
     assert "--micro_batch_size" not in shown
+
+
+def test_the_short_help_has_the_required_flags_and_a_command_that_parses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = training_help(training_flags())
+    listed = set(re.findall(r"^  --([\w-]+)", shown, re.MULTILINE))
+    assert listed - {"help-all", "version"} == ESSENTIAL
+    assert {flag.names[0] for flag in training_flags().own if flag.required} <= listed
+    assert max(map(len, shown.splitlines())) <= 80
+    _, _, command = shown.partition("  python pretrain_gpt.py ")
+    words = shlex.split(command.partition("\n\n")[0].replace("\\\n", " "))
+    for name in ("data/my_text_document.bin", "data/my_text_document.idx", "tokenizer/vocab.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "tokenizer" / "merges.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    assert parse(words).model.num_layers == 4
 
 
 IMPORTS = """
@@ -206,13 +227,13 @@ except SystemExit as ended:
 
 
 def test_help_names_the_flags_that_another_one_needs() -> None:
-    shown = " ".join(training_help(training_flags()).split())
+    shown = " ".join(training_help(training_flags(), every_flag=True).split())
     assert "at least 1; no effect without --save)" in shown
     assert "no effect without --fp16 or with --loss-scale)" in shown
 
 
 @pytest.mark.parametrize(
-    ("line", "code"), [("--help", 0), ("--version", 0), ("--num-layers two --fp17", 2)]
+    ("line", "code"), [("--help-all", 0), ("--version", 0), ("--num-layers two --fp17", 2)]
 )
 def test_help_and_argument_errors_import_neither_torch_nor_deepspeed(line: str, code: int) -> None:
     ended = subprocess.run(

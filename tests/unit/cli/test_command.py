@@ -150,6 +150,8 @@ def test_help_describes_the_tool_and_its_flags(capsys: pytest.CaptureFixture[str
     assert "default: 5; at least 1" in shown
     assert "--unused" not in shown
     assert max(map(len, shown.splitlines())) <= 80
+    assert status("--help-all") == 0
+    assert capsys.readouterr().out == shown
 
 
 @pytest.mark.parametrize("tool", tool_tables())
