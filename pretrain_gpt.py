@@ -54,6 +54,7 @@ def main() -> None:
 
     with process_lifecycle() as life:
         environment.adopt_ranks()
+        ops = environment.prepare_environment()  # before the checks import libraries
         config = arguments.parse(
             sys.argv[1:],
             world_size=environment.world_size(),
@@ -62,7 +63,7 @@ def main() -> None:
             check=check,
         )
         startup.mark("settings")
-        environment.require_no_stale_locks(find_stale_locks(environment.prepare_environment()))
+        environment.require_no_stale_locks(find_stale_locks(ops))
         from megatron_ds.training.setup import pretrain  # torch takes seconds to import
 
         startup.mark("libraries")

@@ -227,6 +227,18 @@ def run_totals(config: Config, dp_size: int, state: TrainState = INITIAL_STATE) 
     return total
 
 
+def tokens_left(config: Config, dp_size: int, state: TrainState) -> int:
+    """Tokens from `state`, after a step, to the end of the run or the next --exit-interval."""
+    left = total_iterations(config, dp_size, state) - state.iteration
+    if config.logging.exit_interval is not None:
+        left = min(left, -state.iteration % config.logging.exit_interval)
+    tokens = 0
+    for steps, batch_size, length in constant_segments(config, dp_size, state):
+        tokens += min(steps, left) * batch_size * length
+        left -= min(steps, left)
+    return tokens
+
+
 def _ceil_div(value: int, unit: int) -> int:
     return -(-value // unit)
 

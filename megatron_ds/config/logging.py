@@ -18,6 +18,13 @@ class LoggingConfig:
     """Logging, evaluation and exit conditions."""
 
     log_interval: int = option_field(100, "number of iterations between log lines", minimum=1)
+    log_format: str = option_field(
+        "auto",
+        "log lines: all fields of Megatron's (megatron), or those that a person follows (short); "
+        "auto: short on a terminal",
+        choices=("auto", "megatron", "short"),
+    )
+    print_arguments: bool = option_field(False, "print all arguments at the start")
     eval_interval: int | None = option_field(
         1000, "number of iterations between validations", minimum=1
     )

@@ -279,7 +279,7 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
         phases={
             "loss": forward + logits + (sizes.bucket if inputs.zero_stage == 3 else 0),
             "start of the backward pass": forward + scaled + inputs.num_buckets * sizes.bucket,
-            "gradient reduction": states + gathered + reduction + retained,
+            "averaging of the gradients": states + gathered + reduction + retained,
         },
     )
 

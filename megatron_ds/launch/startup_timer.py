@@ -21,10 +21,12 @@ class StartupTimer:
         self.phases.append((phase, now - self._last))
         self._last = now
 
-    def summary_line(self) -> str:
-        """One line for the log."""
+    def summary_line(self, is_short: bool = False) -> str:
+        """One line for the log; the short one has the sum only."""
         fields = [f" {name}: {seconds:.2f} |" for name, seconds in self.phases]
         total = sum(seconds for _, seconds in self.phases)
+        if is_short:
+            return f" start-up with the first iteration took {total:.1f} s"
         return f"start-up (s) |{''.join(fields)} all: {total:.2f} |"
 
 

@@ -109,13 +109,18 @@ def _layout(facts: BannerData) -> Lines:
     )
     if mesh.world_size == 1:
         return [("processes", processes)]
-    groups = f"tensor parallel {_ranks(mesh.tp.ranks)}; data parallel {_ranks(mesh.dp.ranks)}"
-    if mesh.sp.size > 1:
-        groups += f"; sequence parallel {_ranks(mesh.sp.ranks)}"
-    if mesh.ep.size > 1:
-        groups += f"; expert parallel {_ranks(mesh.ep.ranks)}"
-    if mesh.pp.size > 1:
-        groups += f"; pipeline parallel {_ranks(mesh.pp.ranks)}"
+    members = {
+        "tensor": mesh.tp,
+        "pipeline": mesh.pp,
+        "sequence": mesh.sp,
+        "data": mesh.dp,
+        "expert": mesh.ep,
+    }
+    groups = "; ".join(
+        f"{_ranks(group.ranks)} ({axis} parallel)"
+        for axis, group in members.items()
+        if group.size > 1
+    )
     stages = [("" if number else "stages", line) for number, line in enumerate(_stages(facts))]
     return [("processes", processes), ("groups", f"of rank 0: {groups}"), *stages]
 
@@ -145,10 +150,11 @@ def _model(facts: BannerData) -> Lines:
     model, moe, mesh = facts.config.model, facts.config.moe, facts.mesh
     tp = mesh.tp.size
     parameters = f"{parameters_per_rank(model, tp, moe, mesh.ep.size):,} parameters"
+    grouped = model.kv_heads != model.num_attention_heads
     shape = (
         f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, "
-        f"{counted(model.num_attention_heads, 'head')} of {model.head_dim} "
-        f"({model.kv_heads} of keys, values), feed-forward "
+        f"{counted(model.num_attention_heads, 'head')} of {model.head_dim}"
+        f"{f' in {model.kv_heads} groups' if grouped else ''}, feed-forward "
         f"{model.mlp_hidden_size} ({model.activation}), "
         f"{model.normalization}, positions {model.position_embedding_type}"
     )
@@ -212,18 +218,20 @@ def _schedule(facts: BannerData) -> Lines:
     length = f"{steps}; the run uses {counted(samples, 'sample', ',')}, {tokens:,} tokens in total"
     warmup, decay = schedules.warmup_length(config, dp), schedules.decay_length(config, dp)
     schedule, options, unit = config.schedule, config.optimizer, schedules.lr_unit(config)
-    course = f"{schedule.lr_decay_style} from {options.lr:g}"
+    course = f"from {options.lr:g}, "
+    if warmup:
+        start = f"{schedule.lr_warmup_init:g} to {options.lr:g}"
+        course = f"warmup from {start} in {warmup:,.0f} {unit}, then "
+    course += schedule.lr_decay_style
     if schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"
-    if warmup:
-        course = f"{schedule.lr_warmup_init:g} to {options.lr:g} in {warmup:,.0f} {unit}, {course}"
     saves, logging = config.checkpoint, config.logging
     saving = " iterations; no checkpoints (no --save)"
     if saves.save is not None:
         saving = f", checkpoint {saves.save_interval} iterations, to {saves.save}"
         if saves.save_interval is None:
             saving = f" iterations, checkpoint at the end, to {saves.save}"
-    intervals = f"log {logging.log_interval}, evaluation {logging.eval_interval}{saving}"
+    intervals = f"log {logging.log_interval}, validation {logging.eval_interval}{saving}"
     return [("length", length), ("rate", course), ("intervals", intervals)]
 
 
@@ -249,15 +257,16 @@ def _engine_settings(facts: BannerData) -> Lines:
             f"({_elements(matrices)}); AdamW on {(tensors - matrices).total()} other parameters "
             f"({_elements(tensors - matrices)}), {coefficients}"
         )
-    decay = " ".join(f"{value:g}" for value in settings.weight_decay)
+    decay = " or ".join(f"{value:g}" for value in settings.weight_decay)
     decoupled = "" if options.decoupled_lr is None else f" (decoupled {options.decoupled_lr:g})"
     optimizer = (
         f"{settings.optimizer}, {coefficients}, learning rate "
-        f"{options.lr:g}{decoupled}, weight decay by group {decay}, clipping {settings.clip_grad:g}"
+        f"{options.lr:g}{decoupled}, weight decay {decay}, "
+        f"gradient clipping {settings.clip_grad:g}"
     )
     types = (
         f"parameters {settings.param_dtype}; gradients summed in {settings.accumulation_dtype}, "
-        f"reduced in {settings.reduction_dtype}; master weights {settings.master_dtype}"
+        f"averaged over ranks in {settings.reduction_dtype}; master weights {settings.master_dtype}"
     )
     return [
         ("ZeRO", zero),
@@ -302,7 +311,7 @@ def _kernels(facts: BannerData) -> Lines:
         ("attention", facts.attention),
         ("norm", f"{normalization}, {select_norm_kernel(normalization)}"),
         ("documents", f"{positions}, attention {crosses} document boundaries"),
-        ("head, loss", "one fused function without fp32 logits"),
+        ("loss", "fused with the output layer: no tensor of all logits"),
         ("compiled", facts.compiled),
         ("C++ ops", ", ".join(facts.ops) or "none"),
     ]
@@ -311,14 +320,14 @@ def _kernels(facts: BannerData) -> Lines:
 def _memory(estimate: MemoryEstimate) -> Lines:
     working = {
         "activations": estimate.activations,
-        "head and loss": estimate.head,
-        "reduction and step": estimate.reduction,
+        "output layer and loss": estimate.head,
+        "averaging and step": estimate.reduction,
         "gathered parameters": estimate.gathered,
     }
-    peak = f"{_mib(estimate.peak)} MiB per process, estimated; {estimate.peak_phase}"
+    peak = f"{_mib(estimate.peak)} MiB per process, estimated for the {estimate.peak_phase}"
     return [
         ("states", _sum(estimate.device)),
-        ("temporary", f"{', '.join(_sizes(working))} (not all at the same time)"),
+        ("temporary", f"{', '.join(_sizes(working))} (at different times)"),
         *([("on host", _sum(estimate.host))] if estimate.host else []),
         *([("on disk", _sum(estimate.disk))] if estimate.disk else []),
         ("peak", peak),

@@ -64,6 +64,14 @@ class ExitConditions:
             ]
         return self._any_rank(conditions)
 
+    def seconds_left(self, seconds: float) -> float:
+        """Seconds until the run ends if its steps take this long: --exit-duration-in-mins may end
+        it earlier."""
+        limit = self.config.exit_duration_in_mins
+        if limit is None:
+            return seconds
+        return max(0.0, min(seconds, self.started_at + limit * 60 - time.monotonic()))
+
     def _external_conditions(self, iteration: int) -> list[tuple[bool, StopDecision]]:
         switch = self.config.kill_switch_path
         # One rank looks: a stat of every rank in every step is a load for a shared file system.

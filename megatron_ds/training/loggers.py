@@ -1,12 +1,14 @@
-"""Opens the loggers that the flags of a run select: console, JSONL file, TensorBoard.
+"""The loggers that the flags of a run select: console, JSONL file, TensorBoard.
 
-The console's lines have the fields, order and number formats of Megatron-LM and its forks. Called
-on the reporting rank only.
+The console's lines have the fields, order and number formats of Megatron-LM and its forks, or a
+short form for people.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from megatron_ds.config import Config
@@ -58,7 +60,7 @@ def open_loggers(
     write: Callable[[str], object],
     memory: Callable[[], dict[str, int]] = dict,
 ) -> list[Logger]:
-    """Opens the loggers of a run.
+    """Opens the loggers of a run that write files.
 
     Args:
         config: Configuration of the run.
@@ -71,7 +73,7 @@ def open_loggers(
     Raises:
         UserError: If the JSONL file contains anything but records.
     """
-    loggers: list[Logger] = [Console(write)]
+    loggers: list[Logger] = []
     path = jsonl_path(config)
     if path is not None:
         loggers.append(JsonLines(path, state.iteration, warn=write))
@@ -116,8 +118,31 @@ def interval_line(record: IntervalRecord) -> str:
         record.tokens_per_second_per_device is not None
         and f"tokens per gpu per second (tgs): {record.tokens_per_second_per_device:.3f}",
         record.tflops is not None and f"TFLOPs: {record.tflops:.2f}",
+        record.seconds_left is not None and f"time left: {_duration(record.seconds_left)}",
     ]
     return "".join(f" {field} |" for field in fields if field)
+
+
+def short_interval_line(record: IntervalRecord) -> str:
+    """The training line in the short form. Fields of rare events are shown if there are any."""
+    last = record.last
+    fields = [
+        f"loss {'-' if record.lm_loss is None else format(record.lm_loss, '.4f'):>7}",
+        f"rate {last.learning_rate:.2e}",
+        last.grad_norm is not None and f"grad norm {last.grad_norm:.3f}",
+        record.params_norm is not None and f"params norm {record.params_norm:.3f}",
+        record.skipped and f"{record.skipped} skipped",
+        record.nan and f"{record.nan} nan",
+        record.tokens_per_second is not None and f"{record.tokens_per_second:,.0f} tokens/s",
+        record.seconds_left is not None and f"{_duration(record.seconds_left)} left",
+    ]
+    place = f"{last.iteration:{len(str(record.total_iterations))}}/{record.total_iterations}"
+    return " | ".join([f" {'iteration':10} {place}", *(field for field in fields if field)])
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes and seconds, with days before them if there are any."""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def evaluation_block(record: EvalRecord) -> str:
@@ -134,6 +159,13 @@ def evaluation_block(record: EvalRecord) -> str:
     return f"{dashes}\n{text}\n{dashes}"
 
 
+def short_evaluation_line(record: EvalRecord, total_iterations: int) -> str:
+    """An evaluation in the short form; its loss is below those of the training lines."""
+    place = f"{record.iteration:{len(str(total_iterations))}}/{total_iterations}"
+    fields = [f" {record.split:10} {place}", f"loss {record.loss:7.4f}"]
+    return " | ".join([*fields, f"perplexity {record.ppl:,.2f}", *filter(None, [record.group])])
+
+
 class Console(Logger):
     """Passes lines to a function that prints and flushes them."""
 
@@ -145,3 +177,31 @@ class Console(Logger):
 
     def log_eval(self, record: EvalRecord) -> None:
         self._write(evaluation_block(record))
+
+
+class ShortConsole(Logger):
+    """As `Console`, with the short form of the lines.
+
+    Args:
+        write: Prints a line and flushes it.
+        total_iterations: Iterations of the run.
+    """
+
+    def __init__(self, write: Callable[[str], object], total_iterations: int) -> None:
+        self._write, self._total = write, total_iterations
+        self._evaluated: set[tuple[str, str, int]] = set()
+
+    def log_interval(self, record: IntervalRecord) -> None:
+        self._write(short_interval_line(record))
+
+    def log_eval(self, record: EvalRecord) -> None:
+        key = record.split, record.group, record.iteration
+        if key not in self._evaluated:  # the end of a run repeats the last validation
+            self._evaluated.add(key)
+            self._write(short_evaluation_line(record, self._total))
+
+
+def is_short(config: Config) -> bool:
+    """Whether this process prints the short form of the log, see --log-format."""
+    form = config.logging.log_format
+    return form == "short" or (form == "auto" and sys.stdout.isatty())

@@ -64,8 +64,10 @@ class Metrics:
     mean_over_dp: MeanOverDp
     params_norm: Callable[[], float] | None = None
     """Norm of all parameters; collective. Called once per log interval if given."""
+    seconds_left: Callable[[TrainState, float], float] | None = None
+    """Seconds until the run ends, given the state and tokens per second."""
     loggers: Sequence[Logger] = ()
-    """Where records go; empty except on the reporting rank."""
+    """Where records go; empty except on the reporting ranks."""
     _pending: list[_Step] = field(default_factory=list, init=False)
     _interval: list[StepRecord] = field(default_factory=list, init=False)
 
@@ -170,9 +172,14 @@ class Metrics:
         steps = self._interval
         applied = [step for step in steps if not step.skipped]
         timed = [step for step in steps if not step.warm_up]
-        workload, seconds = self.workload, _seconds(timed)
+        workload, seconds, last = self.workload, _seconds(timed), steps[-1]
+        rate = sum(map(workload.tokens, timed)) / seconds if timed else None
+        left = None
+        if rate is not None and self.seconds_left is not None:
+            state = TrainState(last.iteration, last.consumed_samples, last.consumed_tokens)
+            left = self.seconds_left(state, rate)
         return IntervalRecord(
-            last=steps[-1],
+            last=last,
             total_iterations=self.total_iterations,
             lm_loss=_mean(step.lm_loss for step in applied),
             params_norm=None if self.params_norm is None else self.params_norm(),
@@ -182,10 +189,10 @@ class Metrics:
             samples_per_second=(
                 sum(step.global_batch_size for step in timed) / seconds if timed else None
             ),
-            tokens_per_second_per_device=(
-                sum(map(workload.tokens, timed)) / seconds / workload.world_size if timed else None
-            ),
+            tokens_per_second_per_device=None if rate is None else rate / workload.world_size,
             tflops=math.fsum(map(workload.tflops, timed)) / seconds if timed else None,
+            tokens_per_second=rate,
+            seconds_left=left,
             extras=_mean_extras(applied),
         )
 

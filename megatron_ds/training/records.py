@@ -67,6 +67,10 @@ class IntervalRecord:
     """Over the steps that are not warm-up, as the next two; None if there are no others."""
     tokens_per_second_per_device: float | None
     tflops: float | None
+    tokens_per_second: float | None = None
+    """Sum over all devices."""
+    seconds_left: float | None = None
+    """Until the run ends; None if the speed is unknown."""
     extras: Mapping[str, float] = field(default_factory=dict)
     """Means of further metrics over the steps that were not skipped."""
 

@@ -41,14 +41,16 @@ from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import rank_settings
 from megatron_ds.training.exit_conditions import ExitConditions
-from megatron_ds.training.loggers import open_loggers
+from megatron_ds.training.loggers import Console, ShortConsole, is_short, open_loggers
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.preflight import RunInputs
+from megatron_ds.training.records import Logger
 from megatron_ds.training.startup_report import (
     FirstStepsReport,
     log_timestamp,
     print_arguments,
     print_banner,
+    print_detail,
     warn_of_hosts,
     write_run_files,
 )
@@ -151,9 +153,10 @@ def build_trainer(
     is_new = found is None and foreign is None
     engine = build_engine(config, mesh, context.device, eod, init_weights=is_new)
     startup.mark("model and engine")
-    output.print_on_rank(
+    print_detail(
+        config,
         f" > number of parameters on (tensor, pipeline) model parallel rank "
-        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}"
+        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}",
     )
     if found is not None:
         state = checkpoints.load(engine, found)
@@ -164,7 +167,7 @@ def build_trainer(
             output.print_on_rank(f"WARNING: {note.render()}")
         output.print_on_rank(f"  loaded the {foreign.summary}")
         startup.mark("checkpoint")
-    log_timestamp("after model, optimizer, and learning rate scheduler are built")
+    log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = _estimate_memory(config, mesh, engine, context)
     print_banner(config, context, mesh, engine, state, estimate)
     if config.checkpoint.save is not None and context.rank == 0:
@@ -180,15 +183,13 @@ def build_trainer(
         mesh=mesh,
         engine=engine,
         data=data,
-        metrics=_build_metrics(config, mesh, engine, state, context),
+        metrics=_build_metrics(config, mesh, engine, state, context, exits),
         checkpoints=checkpoints,
         exits=exits,
         state=state,
         total_iterations=last,
         eod=eod if config.data.eod_mask_loss else None,
-        report=FirstStepsReport(
-            startup, engine, estimate, peak, state.iteration + 1, config.logging.log_interval
-        ),
+        report=FirstStepsReport(startup, engine, estimate, peak, state.iteration + 1, config),
     )
 
 
@@ -220,10 +221,10 @@ def _build_data(
     state: TrainState,
 ) -> Datasets:
     """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
-    output.print_on_rank(" > building train, validation, and test datasets for GPT ...")
+    print_detail(config, " > building train, validation, and test datasets for GPT ...")
     num_samples = schedules.planned_samples(config, mesh.dp.size, state)
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
-        output.print_on_rank(f"    {name + ':':<12}{samples}")
+        print_detail(config, f"    {name + ':':<12}{samples}")
     save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
     data = build_datasets(
         config.data,
@@ -244,7 +245,7 @@ def _build_data(
         output.print_on_rank(f"    {line}")
     for line in data.changes:
         output.print_on_rank(line)
-    log_timestamp("after dataloaders are built")
+    log_timestamp(config, "after dataloaders are built")
     return data
 
 
@@ -254,12 +255,20 @@ def _build_metrics(
     engine: Engine,
     state: TrainState,
     context: distributed.ProcessContext,
+    exits: ExitConditions,
 ) -> Metrics:
-    """Metrics of this rank; the last rank, which reports as in Megatron, has loggers."""
+    """Metrics of this rank. The first rank, which prints the other lines of the log, prints them,
+    so that lines keep their order; the last one writes files, as in Megatron."""
     padded = config.model.padded_vocab(mesh.tp.size)
-    loggers = []
+    total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
+    loggers: list[Logger] = []
+    if context.rank == 0:
+        write = output.print_on_rank
+        loggers.append(
+            ShortConsole(write, total_iterations) if is_short(config) else Console(write)
+        )
     if context.rank == context.world_size - 1:
-        loggers = open_loggers(
+        loggers += open_loggers(
             config,
             state,
             world_size=context.world_size,
@@ -277,7 +286,10 @@ def _build_metrics(
             curriculum=config.schedule.curriculum_seqlen is not None,
         ),
         log_interval=config.logging.log_interval,
-        total_iterations=schedules.total_iterations(config, mesh.dp.size, state),
+        total_iterations=total_iterations,
+        seconds_left=lambda state, rate: exits.seconds_left(
+            schedules.tokens_left(config, mesh.dp.size, state) / rate
+        ),
         mean_over_dp=functools.partial(mean_over_group, group=mesh.dp_sp, device=context.device),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         loggers=loggers,

@@ -32,12 +32,19 @@ from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import MIB, WIDTH, BannerData, banner
+from megatron_ds.training.loggers import is_short
 
 DOTS = 48
 
 
+def print_detail(config: Config, text: str) -> None:
+    """Prints a line of Megatron's that the short form leaves out: the banner has its values."""
+    if not is_short(config):
+        output.print_on_rank(text)
+
+
 def print_arguments(config: Config, context: distributed.ProcessContext, mesh: Mesh) -> None:
-    """Prints the settings, in the format of Megatron-LM and its forks."""
+    """Prints the layout and, with --print-arguments, the settings, as Megatron-LM's forks do."""
     pipeline = f"pipeline parallel {mesh.pp.size} x " if mesh.pp.size > 1 else ""
     sequence = f"sequence parallel {mesh.sp.size} x " if mesh.sp.size > 1 else ""
     output.print_on_rank(
@@ -46,25 +53,28 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
         f"({context.backend}), torch {torch.__version__}, tensor parallel "
         f"{mesh.tp.size} x {pipeline}{sequence}data parallel {mesh.dp.size}"
     )
-    output.print_on_rank("------------------------ arguments ------------------------")
-    for group in config.to_dict().values():
-        for name, value in group.items():
-            output.print_on_rank(f"  {name} {'.' * (DOTS - len(name))} {value}")
-    output.print_on_rank("-------------------- end of arguments ---------------------")
+    if config.logging.print_arguments:
+        output.print_on_rank("------------------------ arguments ------------------------")
+        for group in config.to_dict().values():
+            for name, value in group.items():
+                output.print_on_rank(f"  {name} {'.' * (DOTS - len(name))} {value}")
+        output.print_on_rank("-------------------- end of arguments ---------------------")
     padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab_size
-    output.print_on_rank(
-        f" > padded vocab (size: {vocab}) with {padded - vocab} dummy tokens (new size: {padded})"
+    print_detail(
+        config,
+        f" > padded vocab (size: {vocab}) with {padded - vocab} dummy tokens (new size: {padded})",
     )
     schedule = config.schedule
     if schedule.rampup_batch_size is not None:
         start, increment, samples = schedule.rampup_batch_size
-        output.print_on_rank(
+        print_detail(
+            config,
             f"will use batch size rampup starting from global batch size {start} to global batch "
             f"size {schedule.global_batch_size} with batch size increments {increment} over "
-            f"{samples} samples."
+            f"{samples} samples.",
         )
     for label, text in schedules.describe_schedules(config):
-        output.print_on_rank(f"will use {label} {text}.")
+        print_detail(config, f"will use {label} {text}.")
 
 
 def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
@@ -133,9 +143,9 @@ def write_run_files(folder: Path, engine: Engine, data: Datasets) -> None:
     write_json(folder / USAGE_FILE, [asdict(file) for file in data.usage])
 
 
-def log_timestamp(label: str) -> None:
+def log_timestamp(config: Config, label: str) -> None:
     """Prints a point of the run with the time, as Megatron does."""
-    output.print_on_rank(f"[{label}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+    print_detail(config, f"[{label}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
 
 
 @dataclass(frozen=True)
@@ -150,14 +160,15 @@ class FirstStepsReport:
     estimate: MemoryEstimate
     peak: device.PeakMemory
     first_iteration: int
-    log_interval: int
+    config: Config
 
     def after_step(self, iteration: int) -> None:
         if iteration == self.first_iteration:
             self.startup.mark("first iteration")
-            output.print_on_rank(self.startup.summary_line())
-        is_first_interval = iteration - self.first_iteration < self.log_interval
-        if iteration % self.log_interval == 0 and is_first_interval:
+            output.print_on_rank(self.startup.summary_line(is_short(self.config)))
+        log_interval = self.config.logging.log_interval
+        is_first_interval = iteration - self.first_iteration < log_interval
+        if iteration % log_interval == 0 and is_first_interval:
             self.print_memory(iteration)
 
     def print_memory(self, iteration: int) -> None:
@@ -171,6 +182,12 @@ class FirstStepsReport:
                 sizes[kind if self.peak.on_host else f"{kind} ({place})"] += size
         measured = "unknown" if peak is None else f"{peak / MIB:.1f}"
         parts = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in sizes.items())
+        if is_short(self.config):
+            output.print_on_rank(
+                f" memory of rank 0 in MiB: {measured} at its peak (estimated "
+                f"{expected / MIB:.1f}), {sum(sizes.values()) / MIB:.1f} between steps"
+            )
+            return
         output.print_on_rank(
             f"[Rank {environment.rank()}] (after {iteration} iterations) memory (MB) | "
             f"max allocated: {measured} | estimated peak: {expected / MIB:.1f} | "

@@ -76,7 +76,7 @@ class Trainer:
                 "run-complete", iteration=self.state.iteration, last=self.total_iterations
             )
             output.print_on_rank(f"WARNING: {finished.render()}")
-        log_timestamp("before the start of training step")
+        log_timestamp(self.config, "before the start of training step")
         while self.state.iteration < self.total_iterations and stop is None:
             if schedules.skipped_range(self.config, self.state.iteration + 1) is None:
                 self._step(batches)
@@ -97,7 +97,7 @@ class Trainer:
         self.metrics.flush()
         self.report.print_memory(self.state.iteration)
         if stop is None:
-            log_timestamp("after training is done")
+            log_timestamp(self.config, "after training is done")
             stop = self._evaluate("validation", "the end of training for val data")
             stop = stop or self._evaluate("test", "the end of training for test data")
         if stop is not None:

@@ -45,6 +45,8 @@ LAUNCHERS: dict[str, tuple[object, ...]] = {
     ),
 }
 """Name -> command up to the number of processes."""
+TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
+"""Runs a command in a terminal, whose lines are copied to the output."""
 ENDLESS = 100_000
 """Iterations of a run that something else must end."""
 FAULTS = REPOSITORY / "tests" / "faults.py"
@@ -189,10 +191,21 @@ class Launcher:
         processes = server.start(script, to_flags(settings), environments, logs, folder)
         return self._register(Run(processes, logs))
 
-    def launch(self, name: str, settings: Settings, script: Path = PRETRAIN) -> tuple[Run, int]:
-        """Starts a script on two ranks with one of LAUNCHERS; returns the run and its port."""
+    def launch(
+        self, name: str, settings: Settings, script: Path = PRETRAIN, *, terminal: bool = False
+    ) -> tuple[Run, int]:
+        """Starts a script on two ranks with one of LAUNCHERS; returns the run and its port.
+
+        Args:
+            name: Of the launcher.
+            settings: Of the run.
+            script: What the ranks run.
+            terminal: The launcher's output is a terminal.
+        """
         port = free_port()
         command = [*LAUNCHERS[name], 2, "--master_port", port, script, *to_flags(settings)]
+        if terminal:
+            command = [sys.executable, "-c", TERMINAL, *command]
         return self.command(command), port
 
     def command(

@@ -37,9 +37,13 @@ def two_ranks(
 def test_two_processes(
     name: str, two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    output = launcher.launch(name, {**base, **SCHEDULE, "save": tmp_path})[0].succeed()
+    settings = {**base, **SCHEDULE, "log_interval": 2, "save": tmp_path}
+    output = launcher.launch(name, settings, terminal=name != "deepspeed")[0].succeed()
     assert "2 processes on cpu" in output
     assert "data parallel 2" in output
+    assert "built successfully" not in output  # every rank's line of a loaded op
+    form = r"^ iteration +2/ +3 \| con" if name == "deepspeed" else r"^ iteration  2/3 \| loss"
+    assert len(re.findall(form, output, flags=re.MULTILINE)) == 1
     assert losses(tmp_path) == two_ranks
 
 

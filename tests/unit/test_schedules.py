@@ -196,6 +196,19 @@ def test_long_rampup_is_computed_by_segments() -> None:
     assert schedules.total_iterations(config, 1) == 10**14 // 16 + (10**15 - 10**14) // 32
 
 
+def test_tokens_left_follow_the_batch_size_and_end_at_the_exit_interval() -> None:
+    """Batches of 4, 4, 8, 12, then 16 samples of 10 tokens."""
+    rampup = {"global_batch_size": 16, "rampup_batch_size": (4, 4, 24), "train_samples": 60}
+    config, state = config_with(rampup), TrainState(1, 4, 40)
+    assert schedules.tokens_left(config, 1, state) == 10 * (4 + 8 + 12 + 16 + 16)
+    assert schedules.tokens_left(config, 1, TrainState(6, 60, 600)) == 0
+    logging = dataclasses.replace(config.logging, exit_interval=3)
+    config = dataclasses.replace(config, logging=logging)
+    assert schedules.tokens_left(config, 1, state) == 10 * (4 + 8)
+    assert schedules.tokens_left(config, 1, TrainState(3, 16, 160)) == 0  # the run exits here
+    assert schedules.tokens_left(config, 1, TrainState(4, 28, 280)) == 10 * (16 + 16)
+
+
 def test_total_iterations_equal_train_iters() -> None:
     assert schedules.total_iterations(config_with({"train_iters": 7}), 1) == 7
 

@@ -471,12 +471,12 @@ def test_gradients_exist_during_loss_only_with_accumulation() -> None:
     first, second = (estimate(run, SINGLE) for run in (single, accumulated))
     gradients = first.device["gradients"]
     assert second.phases["loss"] - first.phases["loss"] == gradients
-    assert first.phases["gradient reduction"] == second.phases["gradient reduction"]
+    assert first.phases["averaging of the gradients"] == second.phases["averaging of the gradients"]
 
 
 def test_accelerator_saves_softmax_and_frees_activations() -> None:
     on_cpu = estimate(config(), SINGLE)
     elsewhere = estimate(config(), dataclasses.replace(SINGLE, on_cpu=False))
     assert elsewhere.head > on_cpu.head
-    reduced = "gradient reduction"
+    reduced = "averaging of the gradients"
     assert on_cpu.phases[reduced] - elsewhere.phases[reduced] == on_cpu.activations

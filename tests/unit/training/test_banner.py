@@ -130,7 +130,7 @@ def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
     config = dataclasses.replace(CONFIG, parallel=parallel)
     text = " ".join(banner(dataclasses.replace(FACTS, config=config, mesh=mesh)).split())
     assert "tensor parallel 2 x pipeline parallel 2 x data parallel 2" in text
-    assert "pipeline parallel 0 4" in text
+    assert "0 4 (pipeline parallel)" in text
     first, last = (
         sum(size * count for size, count in sizes.items())
         for sizes in stage_parameters(config.model, 2, (10, 14))
@@ -164,7 +164,7 @@ def test_banner_shows_every_engine_setting() -> None:
                 continue
             shown = f"{one:g}" if isinstance(one, float) else str(one)
             assert re.search(rf"(?<![\w.]){re.escape(shown)}(?![\w.])", text), field
-    for shown in ("0.1 0", "betas 0.9 0.999", "24 layers, loss by torch.compile"):
+    for shown in ("0.1 or 0", "betas 0.9 0.999", "24 layers, loss by torch.compile"):
         assert shown in text
     assert "full, every 2 layers, by DeepSpeed, partition activations" in text
 
@@ -190,7 +190,7 @@ def test_banner_shows_layout_and_memory() -> None:
     text = " ".join(banner(FACTS).split())
     assert "8 on cpu (gloo) = tensor parallel 2 x data parallel 4" in text
     assert "256 samples = micro-batch 8 x data parallel 4 x accumulation 8" in text
-    assert "of rank 0: tensor parallel 0 1; data parallel 0 2 4 6" in text
+    assert "of rank 0: 0 1 (tensor parallel); 0 2 4 6 (data parallel)" in text
     assert f"iterations 4,001 to {total_iterations(CONFIG, 4, FACTS.state):,}; " in text
     assert "scaled_dot_product_attention per document: flash" in text
     assert "cpu_adam, deepspeed_shm_comm" in text

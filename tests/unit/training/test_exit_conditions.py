@@ -57,6 +57,15 @@ def test_exit_interval_stops_the_run(make: Make) -> None:
     assert conditions.after_step(11) is None
 
 
+def test_the_time_left_ends_with_the_allowed_minutes(make: Make, clock: list[float]) -> None:
+    clock[0] = 1090.0
+    assert [make().seconds_left(50.0), make().seconds_left(500.0)] == [50.0, 500.0]
+    limited = make(exit_duration_in_mins=2.0)
+    assert [limited.seconds_left(20.0), limited.seconds_left(500.0)] == [20.0, 30.0]
+    clock[0] = 2000.0
+    assert limited.seconds_left(20.0) == 0.0
+
+
 def test_the_last_iteration_ends_regularly(make: Make, stop: StopRequest) -> None:
     conditions = make(exit_interval=5, exit_duration_in_mins=0.0)
     assert conditions.after_step(2000) is None

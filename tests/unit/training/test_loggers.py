@@ -14,10 +14,13 @@ from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.loggers import (
     Console,
+    ShortConsole,
     evaluation_block,
     interval_line,
+    is_short,
     jsonl_path,
     open_loggers,
+    short_interval_line,
 )
 from megatron_ds.training.records import IntervalRecord
 from tests.unit.training.logger_records import documented, evaluation, interval, step
@@ -59,7 +62,7 @@ def kinds(config: Config) -> list[str]:
 def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path) -> None:
     logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path / "board"))
-    _, board = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
+    (board,) = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
     board.log_steps([step(1)])
     assert logged == []
     shutil.rmtree(tmp_path / "board")
@@ -72,10 +75,10 @@ def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path) -> N
 
 
 def test_flags_select_loggers(tmp_path: Path) -> None:
-    assert kinds(config_with()) == ["Console"]
-    assert kinds(config_with(tmp_path)) == ["Console", "JsonLines"]
+    assert kinds(config_with()) == []
+    assert kinds(config_with(tmp_path)) == ["JsonLines"]
     board = config_with(tmp_path, tensorboard_dir=str(tmp_path / "board"))
-    assert kinds(board) == ["Console", "JsonLines", "BestEffortLogger"]
+    assert kinds(board) == ["JsonLines", "BestEffortLogger"]
 
 
 def test_tensorboard_is_imported_only_if_used() -> None:
@@ -94,7 +97,8 @@ def test_tensorboard_is_imported_only_if_used() -> None:
 def full() -> IntervalRecord:
     """An interval with every field."""
     last = step(12, loss_scale=65536.0, curriculum_seqlen=64)
-    return interval(12, last=last, params_norm=77.5, skipped=1, nan=2)
+    rates = {"tokens_per_second": 64.0, "seconds_left": 100_000.4}
+    return interval(12, last=last, params_norm=77.5, skipped=1, nan=2, **rates)
 
 
 def test_interval_line_has_the_format_of_megatron(full: IntervalRecord) -> None:
@@ -105,6 +109,7 @@ def test_interval_line_has_the_format_of_megatron(full: IntervalRecord) -> None:
         " loss scale: 65536.0 | grad norm: 1.500 | params norm: 77.500 | curriculum seqlen:    64 |"
         " number of skipped iterations:   1 | number of nan iterations:   2 |"
         " samples per second: 8.000 | tokens per gpu per second (tgs): 32.000 | TFLOPs: 0.25 |"
+        " time left: 1 day, 3:46:40 |"
     )
 
 
@@ -116,6 +121,49 @@ def test_unknown_fields_are_left_out() -> None:
     known = ("lm loss", "loss scale", "grad norm", "params norm", "per second", "(tgs)", "TFLOPs")
     for field in (*known, "seqlen"):
         assert field not in line
+
+
+def test_the_short_form_shows_what_a_person_follows(full: IntervalRecord) -> None:
+    assert short_interval_line(interval(5, seconds_left=47.0, tokens_per_second=64_000.0)) == (
+        " iteration    5/100 | loss  5.2500 | rate 1.00e-03 | grad norm 1.500 | 64,000 tokens/s"
+        " | 0:00:47 left"
+    )
+    assert "| params norm 77.500 | 1 skipped | 2 nan | 64 tokens/s |" in short_interval_line(full)
+    unknown = interval(1, last=step(1, grad_norm=None), lm_loss=None, skipped=1)
+    assert short_interval_line(unknown) == (
+        " iteration    1/100 | loss       - | rate 1.00e-03 | 1 skipped"
+    )
+
+
+def test_the_short_form_has_each_evaluation_once_below_the_losses() -> None:
+    lines: list[str] = []
+    console = ShortConsole(lines.append, total_iterations=100)
+    console.log_interval(interval(7))
+    for group in ("", "", "GROUP"):
+        console.log_eval(evaluation(7, group=group))
+    console.log_eval(evaluation(7, "test"))
+    assert lines[1:] == [
+        " validation   7/100 | loss  2.0000 | perplexity 7.39",
+        " validation   7/100 | loss  2.0000 | perplexity 7.39 | GROUP",
+        " test         7/100 | loss  2.0000 | perplexity 7.39",
+    ]
+    assert len({line.index("| loss") for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("form", "terminal", "short"),
+    [
+        ("auto", True, True),
+        ("auto", False, False),
+        ("megatron", True, False),
+        ("short", False, True),
+    ],
+)
+def test_the_short_form_is_the_default_on_a_terminal(
+    form: str, terminal: bool, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert is_short(config_with(log_format=form)) is short
 
 
 def test_zeros_and_a_nonfinite_loss_are_shown() -> None:

@@ -136,6 +136,21 @@ def test_the_interval_averages_steps_that_were_not_skipped() -> None:
     assert [(each.lm_loss, each.skipped) for each in run.intervals()][1:] == [(None, 4)]
 
 
+def test_the_time_left_is_that_of_the_state_at_the_current_rate() -> None:
+    asked: list[tuple[TrainState, float]] = []
+    run = Run(log_interval=2, seconds_left=lambda *at: asked.append(at) or 7.0)
+    run.step(1.0, warm_up=True)
+    run.step(1.0, warm_up=True)
+    run.step(1.0, seconds=1.0)
+    run.step(1.0, seconds=3.0)
+    assert [(each.seconds_left, each.tokens_per_second) for each in run.intervals()] == [
+        (None, None),
+        (7.0, 16.0),
+    ]
+    ((state, rate),) = asked
+    assert (state, rate) == (TrainState(4, 16, 128), 16.0)
+
+
 def test_throughput_is_computed_from_step_durations() -> None:
     run = Run(log_interval=2)
     run.step(1.0, batch=4, seconds=1.0)
