@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 
 from megatron_ds.config.problems import Problem
+
+
+def json_remedy(error: Exception) -> str:
+    """What to change in a JSON file with a comment or a trailing comma; otherwise "".
+
+    Args:
+        error: Error of the parser.
+    """
+    if not isinstance(error, json.JSONDecodeError):
+        return ""
+    doc, start = error.doc, len(error.doc[: error.pos].rstrip(" \t\r\n,"))
+    if re.match(r"\s*(#|//|/\*)", doc[error.pos :]):
+        return f": JSON has no comments, remove the one in line {error.lineno}"
+    if comma := re.match(r"\s*,(?=\s*[}\]])", doc[start:]):
+        line = doc.count("\n", 0, start + comma.end()) + 1
+        return f": remove the comma at the end of line {line}"
+    return ""
 
 
 def file_problems(field: str, path: str) -> Iterator[Problem]:

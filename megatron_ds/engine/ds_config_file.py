@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.checks import json_remedy
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_keys import (
     BLOCKS,
@@ -75,7 +76,8 @@ def read_file(path: str) -> DeepSpeedFile:
         text = Path(path).read_text(encoding="utf-8")
         values = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
-        raise _unreadable(f"{path}:{error.lineno}:{error.colno}", error.msg) from error
+        place = f"{path}:{error.lineno}:{error.colno}"
+        raise _unreadable(place, error.msg + json_remedy(error)) from error
     except RecursionError:
         raise _unreadable(path, "nested too deeply") from None
     except (OSError, ValueError) as error:  # includes numbers of thousands of digits

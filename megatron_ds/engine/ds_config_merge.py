@@ -63,7 +63,8 @@ def merge_file(
     merger.merge_scheduler(world_size)
     merger.merge_curriculum()
     config = dataclasses.replace(merger.merged(), deepspeed_file=file)
-    for warning in (*file.warnings, *_ineffective_keys(config, file)):
+    is_contradicted = any("zero_stage" in problem.fields for problem in merger.problems)
+    for warning in (*file.warnings, *([] if is_contradicted else _ineffective_keys(config, file))):
         warn(warning)
     return config, [
         *file.problems,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.config.checks import json_remedy
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
@@ -142,7 +143,8 @@ def read_json(path: str | Path, field: str) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise user_error("tokenizer-file-not-json", field, path=path, error=error) from None
+        text = f"{error}{json_remedy(error)}"
+        raise user_error("tokenizer-file-not-json", field, path=path, error=text) from None
     if not isinstance(parsed, dict):
         kind = type(parsed).__name__
         raise user_error("tokenizer-file-not-json-object", field, path=path, kind=kind)

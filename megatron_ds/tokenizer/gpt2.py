@@ -10,7 +10,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.tokenizer.base import count_ids, library_errors, read_json, read_lines
+from megatron_ds.tokenizer.base import (
+    count_ids,
+    library_errors,
+    read_bytes,
+    read_json,
+    read_lines,
+)
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 END_OF_TEXT = "<|endoftext|>"
@@ -35,6 +41,9 @@ class GPT2BPETokenizer:
         Raises:
             UserError: If the files are not such a vocabulary and its merges.
         """
+        files = (vocab_file, "vocab_file"), (merge_file, "merge_file")
+        if [read_bytes(*file).lstrip()[:1] == b"{" for file in files] == [False, True]:
+            raise user_error("vocabulary-and-merges-swapped", merges=merge_file)
         vocab = _read_vocab(vocab_file)
         _check_merges(merge_file, vocab_file, vocab)
         with library_errors("merges-of-another-vocabulary", vocab=vocab_file, merges=merge_file):

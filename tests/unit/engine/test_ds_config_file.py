@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 
+from megatron_ds.config.checks import json_remedy
 from megatron_ds.engine import ds_values
 from megatron_ds.engine.ds_config import (
     ZERO3_DEFAULTS,
@@ -92,6 +94,25 @@ def test_file_that_is_no_json_object_is_rejected(merge: Merge, text: str) -> Non
     problems = merge(text).problems
     assert codes(problems) == ["ds-config-unreadable"]
     assert "ds.json" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{\n  "bf16": {\n    "enabled": true,\n  }\n}', 3),
+        ('{\n  "betas": [1, 2, ]\n}', 2),
+        ('{\n  # stage\n  "bf16": {}\n}', 2),
+        ('{\n  "bf16": {} // half\n}', 2),
+        ('{\n  "bf16": {},\n\n  /* half */ "a": 1\n}', 4),
+        ('{\n  "bf16" {}\n}', None),
+        ('{"bf16": {},, "a": 1}', None),
+    ],
+)
+def test_comment_or_trailing_comma_is_located(text: str, line: int | None) -> None:
+    with pytest.raises(json.JSONDecodeError) as raised:
+        json.loads(text)
+    remedy = json_remedy(raised.value)
+    assert re.findall(r"line (\d+)", remedy) == ([] if line is None else [str(line)])
 
 
 PARAM_DEVICE = "zero_optimization.offload_param.device"

@@ -189,6 +189,12 @@ def test_ineffective_key_is_reported(merge: Merge, file: object, warning: str) -
     assert build_ds_config(config, 2)["optimizer"]["params"]["torch_adam"] != uses_fused_adam
 
 
+def test_keys_of_a_contradicted_stage_are_not_called_ineffective(merge: Merge) -> None:
+    file = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 5}}
+    _, problems, warnings = merge(file, "--zero-stage 1")
+    assert (codes(problems), codes(warnings)) == (["ds-key-contradicts-flag"], [])
+
+
 @pytest.mark.parametrize(
     ("flags", "code"),
     [

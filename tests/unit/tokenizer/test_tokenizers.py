@@ -96,6 +96,13 @@ def test_gpt2_fingerprint_depends_on_both_files(tmp_path: Path) -> None:
     assert (len({*digests[:3]}), digests[3]) == (3, digests[0])
 
 
+def test_swapped_gpt2_files_are_recognized(tmp_path: Path) -> None:
+    files = gpt2_files(tmp_path)
+    swapped = TokenizerConfig(vocab_file=files.merge_file, merge_file=files.vocab_file)
+    with raises_problem("vocabulary-and-merges-swapped", "vocab_file", "merge_file"):
+        build_tokenizer(swapped)
+
+
 def test_all_missing_options_are_reported_at_once() -> None:
     with pytest.raises(UserError) as raised:
         build_tokenizer(TokenizerConfig())
