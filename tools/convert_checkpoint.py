@@ -36,11 +36,11 @@ MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "gpt_neox", "bloom", "falcon
 class Options:
     """Converts the weights of a checkpoint to another format, on the CPU, one tensor at a time.
 
-    Formats: native, a checkpoint of a training or a folder of weights alone; hf, a model of Hugging
+    Formats: native, a checkpoint of a run or a folder of weights alone; hf, a model of Hugging
     Face's transformers; megatron, a checkpoint of Megatron-LM, as input also of Megatron-DeepSpeed;
-    torch_dist, a checkpoint of Megatron Core; universal, weights and optimizer states of a training
+    torch_dist, a checkpoint of Megatron Core; universal, weights and optimizer states of a run
     as DeepSpeed's full tensors, as output of checkpoints of this program. The output folder appears
-    complete or not at all. A native output is a folder of weights: --load of a training starts from
+    complete or not at all. A native output is a folder of weights: --load of a run starts from
     it, and the server loads it, on every layout.
     """
 
@@ -93,7 +93,7 @@ class Options:
     optimizer_states: bool = option_field(
         False,
         "convert Adam's states, iteration and consumed samples, too, so that Megatron continues "
-        "the training; by default its output has the weights alone",
+        "the run; by default its output has the weights alone",
         only_with=MEGATRON,
     )
     target_adam: str = option_field(

@@ -120,7 +120,7 @@ class Options(GenerationOptions):
     )
     out_seq_length: int | None = option_field(
         None,
-        f"new tokens per prompt (default: up to {DEFAULT_NEW_TOKENS}, within the training's "
+        f"new tokens per prompt (default: up to {DEFAULT_NEW_TOKENS}, within the training run's "
         "sequence length; with rope, alibi or no positions N may exceed it)",
         aliases=("tokens-to-generate",),
         minimum=1,
@@ -136,7 +136,7 @@ class Options(GenerationOptions):
     sampling: SamplingParams = option_group(SamplingParams())
 
     def generation_config(self, model: ModelConfig, eod: int) -> GenerationConfig:
-        """How prompts are continued: up to the training's length without --out-seq-length."""
+        """How prompts are continued: up to the training run's length without --out-seq-length."""
         from megatron_ds.inference.generate import GenerationConfig
 
         max_length = model.seq_length if self.out_seq_length is None else None

@@ -44,11 +44,11 @@ class ConverterOptions:
     to_hf_ckpt: bool = option_field(False, "convert --load to a Hugging Face model")
     load_mode: str = option_field(
         "auto",
-        "files of the Hugging Face model; they are recognized in any case",
+        "ignored; the format of the Hugging Face model is detected automatically",
         choices=("torchbin", "safetensor", "auto"),
     )
     hf_ckpt_num_shards: int | None = option_field(
-        None, "number of these files; they are counted in any case", minimum=1
+        None, "ignored; the files are counted automatically", minimum=1
     )
 
 

@@ -53,7 +53,7 @@ starts, with the message of the second column.
 DEFAULT_TABLE = """\
 ## Defaults that differ
 
-All other flags that the peers share have their defaults.
+All other flags have the same defaults as in Megatron-LM and its forks.
 """
 
 

@@ -67,7 +67,7 @@ class Options(GenerationOptions):
     )
     inference_max_seq_length: int | None = option_field(
         None,
-        "maximum length of prompt and new tokens (default: the training's sequence "
+        "maximum length of prompt and new tokens (default: the training run's sequence "
         "length, or the number of learned positions)",
     )
     micro_batch_size: int = option_field(

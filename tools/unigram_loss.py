@@ -1,4 +1,4 @@
-"""Loss of a unigram model, which knows only token frequencies: a baseline for every training.
+"""Loss of a unigram model, which knows only token frequencies: a baseline for every training run.
 
 Counts the tokens of the training documents, with add-one smoothing, and scores the validation
 documents with these frequencies.

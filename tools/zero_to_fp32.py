@@ -44,7 +44,7 @@ class Options:
     tag: str | None = option_field(
         None, "checkpoint of the folder, such as global_step10 (default: the last one)"
     )
-    safe_serialization: bool = option_field(False, "write safetensors, as in any case")
+    safe_serialization: bool = option_field(False, "always on; accepted for compatibility")
 
     @property
     def source(self) -> Path:

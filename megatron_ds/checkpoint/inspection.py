@@ -63,9 +63,9 @@ class OpenedCheckpoint:
     tensors: Mapping[str, LazyTensors]
     """By kind: full tensors by canonical name, without padding of the vocabulary."""
     settings: Mapping[str, Mapping[str, Any]]
-    """Values by group; of a training those that are not the default."""
+    """Values by group; of a training run those that are not the default."""
     progress: Mapping[str, Any] = field(default_factory=dict)
-    """Counters of the training; empty for weights alone."""
+    """Counters of the run; empty for weights alone."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """States of the optimizer that are no tensors: steps, loss scale."""
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class OpenedCheckpoint:
     shards: Mapping[str, str] = field(default_factory=dict)
     """How a weight is sharded, by name; absent for one that is stored as a full tensor."""
     metrics: Path | None = None
-    """File with the loss curve of the training, which may not exist."""
+    """File with the loss curve of the run, which may not exist."""
 
     @property
     def files(self) -> dict[str, int]:
@@ -150,7 +150,7 @@ def select_universal(path: Path) -> CheckpointMetadata:
 
 
 def _open_training(found: CheckpointMetadata, warn: Warn) -> OpenedCheckpoint:
-    """A checkpoint of a training, of any layout or universal."""
+    """A checkpoint of a training run, of any layout or universal."""
     run = found.run
     has_optimizer = run.has_optimizer and run.layout.optimizer != EIGHT_BIT
     if run.has_optimizer and not has_optimizer:

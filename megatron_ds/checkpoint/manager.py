@@ -206,7 +206,7 @@ class CheckpointManager:
             self._on_saved(current, time.monotonic() - start if wait else 0.0)
 
     def _on_saved(self, done: SaveInProgress, waited: float) -> None:
-        """Logs the end of a save, for which the training has waited so many seconds."""
+        """Logs the end of a save, for which training has waited so many seconds."""
         save = done.save
         self.newest = save.target
         self._log(
@@ -215,7 +215,7 @@ class CheckpointManager:
         )
         if done.in_background:
             seconds = time.monotonic() - done.started
-            stall = f"; the training waited {waited:.1f} s for it" if waited else ""
+            stall = f"; training waited {waited:.1f} s for it" if waited else ""
             self._log(f"  it was written in the background within {seconds:.1f} s{stall}")
 
     def abandon(self) -> None:

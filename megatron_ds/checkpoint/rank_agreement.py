@@ -1,7 +1,7 @@
 """Runs work on one rank or on all, so that every rank learns each result and each error.
 
 The messages have a process group of their own: while a slow disk holds up one rank, its peers wait
-in this group, and no collective of the training can time out. Knows nothing of checkpoints.
+in this group, and no collective of the run can time out. Knows nothing of checkpoints.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     write     all      their files, each flushed to the disk
     complete  rank 0   run.json, tokenizer, manifest; the rename; the pointers; retention
 
-`SaveSteps` owns what each step does, and `SaveInProgress` when: while the training waits, or in a
+`SaveSteps` owns what each step does, and `SaveInProgress` when: while training waits, or in a
 thread of each rank while it continues. These threads do not communicate: between two steps, the
 main threads agree that all ranks have finished, and exchange the results.
 """

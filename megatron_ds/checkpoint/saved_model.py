@@ -72,7 +72,7 @@ def moe_config(found: CheckpointMetadata) -> MoEConfig:
 
 
 def tokenizer_config(found: CheckpointMetadata) -> TokenizerConfig:
-    """The training's tokenizer configuration, with the files in the checkpoint.
+    """The run's tokenizer configuration, with the files in the checkpoint.
 
     Raises:
         UserError: If the checkpoint has a field unknown to this version.

@@ -143,7 +143,7 @@ def select_checkpoint(
 
     Args:
         listing: The --load folder.
-        options: Options of a training. None for a tool, which needs an undamaged checkpoint, and
+        options: Options of a run. None for a tool, which needs an undamaged checkpoint, and
             whose messages neither advise to start a new run nor name its flags.
         find_damage: Checks a checkpoint. If it is collective, so is this function.
         warn: Called for each damaged checkpoint that is skipped and for stale pointers.

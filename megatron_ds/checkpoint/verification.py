@@ -77,7 +77,7 @@ def verify(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> list
 
 
 def _verify_manifest(path: Path) -> Verification:
-    """A checkpoint of a training, or a folder of weights."""
+    """A checkpoint of a training run, or a folder of weights."""
     try:
         files = read_manifest(path)
     except UserError as error:

@@ -80,7 +80,7 @@ class CheckpointConfig:
     )
     async_save: bool = option_field(
         False,
-        "write checkpoints while the training continues, which stops only for a copy of the states "
+        "write checkpoints while training continues, which stops only for a copy of the states "
         "to host memory; the last checkpoint of a run is written as without this flag",
         only_with=SAVE,
     )

@@ -54,6 +54,8 @@ class Condition:
     """Values of other fields of the same dataclass, of which at least one must match."""
 
     admitted: Mapping[str, tuple[Any, ...]]
+    without_flags: bool = False
+    """Whether the condition holds while the flags of these fields are not given."""
 
     def holds(self, options: Any) -> bool:
         return any(getattr(options, name) in values for name, values in self.admitted.items())
@@ -68,8 +70,7 @@ class Condition:
 
     def describe_unmet(self) -> str:
         """What prevents the condition: `without --fp16`, or `with --loss-scale`."""
-        is_absence = all(values == (None,) for values in self.admitted.values())
-        return f"{'with' if is_absence else 'without'} {self.describe()}"
+        return f"{'with' if self.without_flags else 'without'} {self.describe()}"
 
 
 def when(**admitted: Any) -> Condition:
@@ -83,6 +84,11 @@ def when(**admitted: Any) -> Condition:
     return Condition(
         {name: value if isinstance(value, tuple) else (value,) for name, value in admitted.items()}
     )
+
+
+def unless_given(**defaults: Any) -> Condition:
+    """The condition that flags are not given: their fields have these defaults."""
+    return Condition({name: (value,) for name, value in defaults.items()}, without_flags=True)
 
 
 @dataclasses.dataclass(frozen=True)

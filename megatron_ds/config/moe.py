@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import divisors, list_numbers
-from megatron_ds.config.fields import ABOVE_ONE, option_field, when
+from megatron_ds.config.fields import ABOVE_ONE, option_field, unless_given, when
 from megatron_ds.config.problems import Problem
 
 EXPERTS = when(num_experts=ABOVE_ONE)
-DROPPING = (EXPERTS, when(moe_token_dropping=True))
+DROPPING = (EXPERTS, unless_given(moe_token_dropping=True))
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MoEConfig:
         only_with=DROPPING,
     )
     moe_min_capacity: int = option_field(
-        0, "smallest number of tokens that an expert accepts", minimum=0, only_with=DROPPING
+        0, "least capacity of an expert, in tokens", minimum=0, only_with=DROPPING
     )
     moe_token_drop_policy: str = option_field(
         "probs",

@@ -117,7 +117,7 @@ class SafeCheckpointEngine(CheckpointEngine):
 
 
 class Snapshot:
-    """What one rank writes of a checkpoint: the states of one moment of the training.
+    """What one rank writes of a checkpoint: the states of one moment of the run.
 
     Args:
         states: Content of each file by name.

@@ -1,4 +1,4 @@
-"""Copies of state dicts in host memory, which are written while the training changes the states.
+"""Copies of state dicts in host memory, which are written while training changes the states.
 
 A file that is written from a copy equals that of the original, byte by byte: tensors of one storage
 share one in the copy, and objects that occur twice are copied once. Knows nothing of checkpoints.

@@ -95,7 +95,7 @@ class LossSum(NamedTuple):
 
 
 class Snapshot(Protocol):
-    """What one rank writes of a checkpoint: the states of one moment of the training."""
+    """What one rank writes of a checkpoint: the states of one moment of the run."""
 
     @property
     def copied_bytes(self) -> int:
@@ -186,7 +186,7 @@ class Engine(Protocol):
 
         Args:
             copy: Copy the states to host memory. They are then those of this moment, and may be
-                written while the training continues, but before the next copy. Otherwise they must
+                written while training continues, but before the next copy. Otherwise they must
                 be written before the next step.
         """
 

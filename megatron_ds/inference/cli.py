@@ -1,4 +1,4 @@
-"""Options of the tools that load a training's checkpoint, and how pretrain_gpt.py's flags apply.
+"""Options of the tools that load a run's checkpoint, and how pretrain_gpt.py's flags apply.
 
 The tokenizer's flags override the checkpoint's, the model's must agree with it, and the other ones
 have no effect. Also reports and errors of these tools. Loads no torch before a checkpoint's
@@ -54,13 +54,13 @@ class CheckpointOptions:
         "degree of tensor parallelism; may differ from training (default: number of processes)",
         aliases=("model-parallel-size",),
     )
-    fp32: bool = option_field(False, "compute in fp32 instead of the training's type")
-    bf16: bool = option_field(False, "compute in bf16 instead of the training's type")
-    fp16: bool = option_field(False, "compute in fp16 instead of the training's type")
+    fp32: bool = option_field(False, "compute in fp32 instead of the type used in training")
+    bf16: bool = option_field(False, "compute in bf16 instead of the type used in training")
+    fp16: bool = option_field(False, "compute in fp16 instead of the type used in training")
 
     @property
     def precision(self) -> str | None:
-        """Data type of the computation; None for the training's."""
+        """Data type of the computation; None for the one used in training."""
         return next((name for name in PRECISIONS if getattr(self, name)), None)
 
     def problems(self) -> Iterator[Problem]:
@@ -93,13 +93,13 @@ class GenerationOptions:
         return self.given - {flag.field for group in own for flag in group.flags}
 
     def given_in(self, group: str) -> dict[str, Any]:
-        """The given values of a group of the training's configuration."""
+        """The given values of a group of the run's configuration."""
         values = vars(getattr(self.training, group))
         return {name: values[name] for name in sorted(self.training_fields & values.keys())}
 
     @property
     def ineffective_flags(self) -> list[str]:
-        """The given flags of the training that have no effect on generation."""
+        """The given flags of the run that have no effect on generation."""
         used = {*self.given_in("model"), *self.given_in("tokenizer"), *RUNTIME_FIELDS}
         used.add("checkpoint_staging_dir")
         return sorted(flag_of(name) for name in self.training_fields - used)
@@ -186,7 +186,7 @@ def loaded_model(
         here = distributed.init_distributed(config)
     try:
         mesh = Mesh.build(here.world_size)
-        # A training may save meanwhile: all ranks use the checkpoint of the first one.
+        # A run may save meanwhile: all ranks use the checkpoint of the first one.
         path = broadcast_from_rank0(source.path)
         if path != source.path:
             source = open_source(path, source.format)

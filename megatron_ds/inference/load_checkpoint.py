@@ -65,7 +65,7 @@ def load_model(
 
     Args:
         source: The weights.
-        mesh: Its tensor-parallel group may differ from the training's.
+        mesh: Its tensor-parallel group may differ from the training run's.
         device: Device of the parameters.
         precision: "fp32", "bf16" or "fp16" (default: the source's).
 

@@ -237,7 +237,7 @@ def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
 
     Args:
         model: The model.
-        requested: Length from the command line (default: that of the training).
+        requested: Length from the command line (default: that of the run).
 
     Raises:
         UserError: If there are fewer learned positions.

@@ -63,7 +63,7 @@ by the terminal to all processes and passed on by the launcher."""
 REQUESTED_EXITS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 """Statuses of requested exits, for which no rank is blamed."""
 STORE_LOST = RankExit(
-    0, "or its launcher is gone: the store of the run does not answer", ExitCode.PEER_LOST
+    0, "or its launcher has exited: the store of the run does not answer", ExitCode.PEER_LOST
 )
 
 
@@ -73,6 +73,11 @@ class StopReason(Enum):
     SIGINT = "after receiving SIGINT."
     SIGTERM = "after receiving SIGTERM."
     LAUNCHER = "since its launcher is gone."
+
+    @property
+    def signal(self) -> str:
+        """The signal as users know it."""
+        return "Ctrl-C" if self is StopReason.SIGINT else self.name
 
     @property
     def exit_code(self) -> ExitCode:
@@ -106,7 +111,7 @@ class _StartupInterrupted(SystemExit):
 
 
 def _startup_report(reason: StopReason) -> ErrorReport:
-    summary = f"was stopped by {reason.name} before the training began"
+    summary = f"was stopped by {reason.signal} before training started"
     text = Problem("stopped-before-training", summary=summary).render()
     return ErrorReport(summary, reason.exit_code, text, is_common=True)
 
@@ -122,6 +127,7 @@ class ProcessLifecycle:
         self.started_at = time.monotonic()
         # While starting there is no state to lose: a signal ends the process.
         self._starting = True
+        self._saves = False
         self._launchers = find_launchers()
         self._peers: Mapping[int, ProcessHandle] = {}
         self._board: ExitBoard | None = None
@@ -165,9 +171,13 @@ class ProcessLifecycle:
             )
             self._board_thread.start()
 
-    def on_training_started(self) -> None:
-        """From now on a signal is a request to stop after the current step."""
-        self._starting = False
+    def on_training_started(self, *, saves: bool) -> None:
+        """From now on a signal is a request to stop after the current step.
+
+        Args:
+            saves: Whether the run saves a checkpoint then.
+        """
+        self._starting, self._saves = False, saves
 
     def on_finished(self) -> None:
         """All ranks are done: from now on the exit of another rank is not an error."""
@@ -255,13 +265,14 @@ class ProcessLifecycle:
             self._signalled_at = now
             self.stop_request.request(reason)
             if not self._starting and self._check_peers() is None:
-                output.print_on_rank(
-                    f"received {reason.name}: saving the state and exiting after this step "
-                    "(a second SIGINT exits immediately)"
-                )
+                plan = "saving a checkpoint after this step, then exiting"
+                if not self._saves:
+                    plan = "exiting after this step; nothing is saved without --save"
+                again = " (press again to exit at once)" if reason is StopReason.SIGINT else ""
+                output.print_on_rank(f"received {reason.signal}: {plan}{again}")
         elif reason is StopReason.SIGINT and now - self._signalled_at > SECOND_SIGINT_S:
             self._exit_lock.acquire(blocking=False)  # even if another thread is ending the process
-            summary = "was ended by a second SIGINT"
+            summary = "was ended by a second Ctrl-C"
             text = Problem("ended-without-saving", summary=summary).render()
             self._exit_as_cause(ErrorReport(summary, reason.exit_code, text))
 

@@ -24,7 +24,7 @@ LOCAL_RANK_VARIABLES = (
 AGENT_VARIABLES = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 """Set by the agents of `torchrun` and `deepspeed`, which start the ranks of a host."""
 AGENT_COUNT_VARIABLES = ("GROUP_WORLD_SIZE", "CROSS_SIZE")
-"""Number of agents in one training, as of `torchrun` and `deepspeed`."""
+"""Number of agents in one training run, as of `torchrun` and `deepspeed`."""
 SUFFIXES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 MPI_VARIABLES = {
     "Open MPI": [f"OMPI_COMM_WORLD_{suffix}" for suffix in SUFFIXES],
@@ -103,10 +103,10 @@ def find_ranks(env: Environment) -> dict[str, str]:
 
 
 def _is_started_by_tasks(env: Environment, task: Task, size: int) -> bool:
-    """Whether launchers in the tasks, rather than MPI or Slurm, started the ranks of a training.
+    """Whether launchers in the tasks, rather than MPI or Slurm, started the ranks of a run.
 
     Raises:
-        UserError: If each task has started a training of its own.
+        UserError: If each task has started a training run of its own.
     """
     if task.program == "Slurm" and "SLURM_PTY_PORT" in env:
         return True  # an interactive shell, whatever it starts

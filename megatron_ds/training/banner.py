@@ -208,14 +208,14 @@ def _batch(facts: BannerData) -> Lines:
 
 def _schedule(facts: BannerData) -> Lines:
     config, dp = facts.config, facts.mesh.dp.size
-    samples = schedules.planned_samples(config, dp, facts.state)[0]
-    tokens = schedules.run_totals(config, dp, facts.state).tokens
+    run = schedules.run_totals(config, dp, facts.state)
     last = schedules.total_iterations(config, dp, facts.state)
     steps = f"iterations {facts.state.iteration + 1:,} to {last:,}"
     if facts.state.iteration >= last:
         planned = counted(last, "iteration", ",")
         steps = f"complete: the checkpoint has {facts.state.iteration:,} of {planned}"
-    length = f"{steps}; the run uses {counted(samples, 'sample', ',')}, {tokens:,} tokens in total"
+    used = f"{counted(run.samples, 'sample', ',')}, {run.tokens:,} tokens in total"
+    length = f"{steps}; the run uses {used}"
     warmup, decay = schedules.warmup_length(config, dp), schedules.decay_length(config, dp)
     schedule, options, unit = config.schedule, config.optimizer, schedules.lr_unit(config)
     course = f"from {options.lr:g}, "
@@ -307,10 +307,13 @@ def _kernels(facts: BannerData) -> Lines:
     config, normalization = facts.config, facts.config.model.normalization
     positions = "positions restart" if config.data.reset_position_ids else "positions continue"
     crosses = "stays within" if config.data.reset_attention_mask else "crosses"
+    documents = f"{positions}, attention {crosses} document boundaries"
+    if not (config.data.reset_position_ids or config.data.reset_attention_mask):
+        documents = "samples are packed without document masks"
     return [
         ("attention", facts.attention),
         ("norm", f"{normalization}, {select_norm_kernel(normalization)}"),
-        ("documents", f"{positions}, attention {crosses} document boundaries"),
+        ("documents", documents),
         ("loss", "fused with the output layer: no tensor of all logits"),
         ("compiled", facts.compiled),
         ("C++ ops", ", ".join(facts.ops) or "none"),

@@ -94,7 +94,7 @@ def pretrain(
             local=local,
         )
         trainer = build_trainer(config, inputs, context, life, startup, checkpoints)
-        life.on_training_started()
+        life.on_training_started(saves=config.checkpoint.save is not None)
         try:
             code = trainer.run()
         except BaseException:

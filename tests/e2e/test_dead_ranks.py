@@ -32,7 +32,7 @@ def test_killed_rank_of_a_launcher(
     launcher.wait_until_all_ended()
     assert result.codes[0] in statuses
     reports = [
-        line for line in result.output.splitlines() if "rank 0: ends, because rank 1" in line
+        line for line in result.output.splitlines() if "rank 0: stopping because rank 1" in line
     ]
     assert len(reports) == 1, result.output
     assert f"(process {victim})" in reports[0]
@@ -56,7 +56,7 @@ def test_killed_rank_without_a_launcher(
     result = run.wait()
     assert result.codes == ((-9, 4) if victim == 0 else (4, -9))
     pid = run.pids[victim]
-    assert f"rank {1 - victim}: ends, because rank {victim} (process {pid})" in result.output
+    assert f"rank {1 - victim}: stopping because rank {victim} (process {pid})" in result.output
     assert "Traceback" not in result.output
 
 
@@ -71,7 +71,7 @@ def test_exception_in_one_rank_is_reported_once_and_ends_all(
     assert result.output.count("Traceback") == 1
     cause = f"failed: ZeroDivisionError: {FAILURE}"
     assert f"faults.py: rank {culprit}: {cause}\n" in result.output
-    other = f"faults.py: rank {1 - culprit}: ends, because rank {culprit} {cause} [peer-lost]\n"
+    other = f"faults.py: rank {1 - culprit}: stopping because rank {culprit} {cause} [peer-lost]\n"
     assert result.output.count(other) == 1
 
 
@@ -98,7 +98,7 @@ def test_peer_ends_a_rank_that_hangs_in_python(
     os.kill(run.pids[1], signal.SIGKILL)
     result = run.wait()
     assert result.codes == (4, -9)
-    assert "rank 0: ends, because rank 1 " in result.output
+    assert "rank 0: stopping because rank 1 " in result.output
 
 
 def test_timeout_of_a_collective_names_the_flag(

@@ -37,7 +37,7 @@ class Options:
     )
     target_tp: int = option_field(1, "tensor-parallel size of the output", minimum=1)
     target_pp: int = option_field(1, "pipeline stages of the output", minimum=1)
-    for_release: bool = option_field(False, "what every output is")
+    for_release: bool = option_field(False, "accepted for compatibility; every output is a release")
 
     def problems(self) -> Iterator[Problem]:
         if self.input_folder and not Path(self.input_folder).is_dir():

@@ -48,7 +48,7 @@ class Target:
     pp_size: int = 1
     """Pipeline stages of such a target."""
     adam: str = FUSED
-    """Implementation of Adam that loads the states of a training."""
+    """Implementation of Adam that loads the states of a training run."""
 
 
 Writer = Callable[[WeightsSource, Target, OnTensor], None]

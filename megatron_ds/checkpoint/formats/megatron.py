@@ -54,7 +54,7 @@ class MegatronModel:
     """Number of tokens without padding; None if the checkpoint does not tell."""
     iteration: int
     consumed_samples: int | None
-    """Samples of the training so far; None if the checkpoint does not tell."""
+    """Samples of the run so far; None if the checkpoint does not tell."""
     applied_samples: int | None
     """Those in steps that were not skipped, by which the learning rate is scheduled."""
     optimizer: Mapping[str, LazyTensors]

@@ -56,14 +56,14 @@ def write_megatron(
 ) -> None:
     """Writes a folder for Megatron's --load, complete, or not at all.
 
-    With the states of a training, it is a checkpoint of its iteration, otherwise a `release`.
+    With the states of a training run, it is a checkpoint of its iteration, otherwise a `release`.
 
     Args:
         source: The weights, without padding.
         folder: Must not exist, or be empty.
         tp_size: Tensor-parallel size.
         pp_size: Pipeline stages.
-        adam: Implementation of Adam that will load the states of a training, FUSED or TORCH.
+        adam: Implementation of Adam that will load the states of a training run, FUSED or TORCH.
         on_tensor: Reports progress.
 
     Raises:

@@ -88,7 +88,7 @@ def adam_groups(training: TrainingStates, adam: str) -> list[dict[str, Any]]:
     """The parameter groups of Megatron's optimizer: with weight decay, and without.
 
     Args:
-        training: States of the training.
+        training: States of the run.
         adam: FUSED or TORCH. Fused implementations count steps by group, torch's by parameter.
     """
     args = training.arguments

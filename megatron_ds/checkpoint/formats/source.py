@@ -106,7 +106,7 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class TrainingStates:
-    """What continues a training with Adam, besides its weights."""
+    """What continues a training run with Adam, besides its weights."""
 
     optimizer: Mapping[str, LazyTensors]
     """Full states by kind and canonical name, in fp32: the moments and, for weights in half
@@ -156,7 +156,7 @@ class WeightsSource:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the model: that of the training, otherwise that of most elements."""
+        """Type of the model: that of the run, otherwise that of most elements."""
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             sizes[tensor.dtype] += math.prod(tensor.shape)
@@ -194,7 +194,7 @@ class WeightsSource:
     def to(self, dtype: torch.dtype | None) -> WeightsSource:
         """The source with all weights in a type. None: as they are.
 
-        With the states of a training, they are rounded from the master weights, and only weights in
+        With the states of a run, they are rounded from the master weights, and only weights in
         half precision keep these.
         """
         if dtype is None:

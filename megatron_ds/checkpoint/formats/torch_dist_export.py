@@ -98,7 +98,7 @@ def write_torch_dist(
 ) -> None:
     """Writes a folder for the --load of Megatron Core's training, complete, or not at all.
 
-    With the states of a training, it is a checkpoint of its iteration, otherwise a `release`.
+    With the states of a training run, it is a checkpoint of its iteration, otherwise a `release`.
 
     Args:
         source: The weights, without padding.

@@ -1,4 +1,4 @@
-"""The states that continue a training with Adam, of checkpoints of this program and of Megatron.
+"""The states that continue a run with Adam, of checkpoints of this program and of Megatron.
 
 Owns the names that Megatron gives the settings of the optimizer and of its schedule.
 """
@@ -39,7 +39,7 @@ ADAM_SETTINGS = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
 
 
 def with_training(source: WeightsSource) -> WeightsSource:
-    """A source with the states of the training that saved it.
+    """A source with the states of the run that saved it.
 
     Args:
         source: Weights of a checkpoint of this program or of Megatron.

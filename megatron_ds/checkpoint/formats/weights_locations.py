@@ -37,7 +37,7 @@ def is_hf(path: Path) -> bool:
 
 
 def find_weights(path: Path) -> WeightsFolder | None:
-    """The weights of a folder; None if it has none, or checkpoints of a training that used it."""
+    """The weights of a folder; None if it has none, or checkpoints of a run that used it."""
     if list_checkpoints(path):
         return None
     if is_weights_folder(path):

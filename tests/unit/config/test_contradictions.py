@@ -567,6 +567,15 @@ def test_flag_without_effect_is_a_warning_and_no_error(
     assert codes(found) == ["no-effect"]
 
 
+def test_a_condition_names_the_flags_that_are_missing_or_in_the_way() -> None:
+    groups = [(group, each) for group in GROUPS.values() for each in option_fields(group)]
+    for group, (_, spec) in groups:
+        for condition in spec.conditions:
+            values = [value for each in condition.admitted.values() for value in each]
+            if all(value is None or isinstance(value, bool) for value in values):
+                assert condition.without_flags == condition.holds(group), condition
+
+
 def test_every_conditional_flag_has_a_case_without_effect() -> None:
     groups = [option_fields(group) for group in GROUPS.values()]
     conditional = {item.name for group in groups for item, spec in group if spec.only_with}

@@ -121,6 +121,13 @@ def test_banner_of_a_complete_run_names_no_iterations_to_come() -> None:
     assert "checkpoint at the end, to folder" in text
 
 
+def test_banner_counts_the_samples_of_full_batches_only() -> None:
+    schedule = ScheduleConfig(micro_batch_size=8, global_batch_size=256, train_samples=10_000)
+    config = dataclasses.replace(CONFIG, schedule=schedule)
+    facts = dataclasses.replace(FACTS, config=config, state=TrainState())
+    assert "9,984 samples" in " ".join(banner(facts).split())
+
+
 def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
     parallel = ParallelConfig(
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, pp_partition_method="10,14"
