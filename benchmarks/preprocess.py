@@ -170,7 +170,7 @@ def all_commands(folder: Path, vocab: str, merges: str, workers: int) -> dict[st
     for name in reversed(COPIES):
         commands[f"tool {name}"] = [
             *("env", f"PYTHONPATH={REPOSITORY}", sys.executable),
-            *(str(REPOSITORY / "tools" / "preprocess_data.py"), "--append-eod"),
+            *(str(REPOSITORY / "tools" / "preprocess_data.py"), "--append-eod", "--overwrite"),
             *("--input", str(folder / f"{name}.jsonl"), "--output-prefix", str(folder / name)),
             *("--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab),
             *("--merge-file", merges, "--workers", str(workers)),

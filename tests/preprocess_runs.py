@@ -49,7 +49,8 @@ def options(folder: Path, name: str = "in.jsonl", **values: Any) -> PreprocessOp
     path = folder / name
     if not path.exists():
         KINDS[name](path)
-    given = {"json_keys": ("a", "b"), "append_eod": True, "chunk_size": 4, "workers": 1, **values}
+    given = {"json_keys": ("a", "b"), "append_eod": True, "chunk_size": 4, "workers": 1}
+    given |= {"overwrite": True, **values}
     return PreprocessOptions(InputSpec((str(path),)), str(folder / "out"), **given)
 
 
@@ -85,7 +86,7 @@ def run_uninterrupted(options: PreprocessOptions) -> tuple[Progress, dict[str, b
 def resume(options: PreprocessOptions, **values: Any) -> tuple[Progress, list[str]]:
     """Resumes with other values. Returns the counts and the log."""
     logged: list[str] = []
-    changed = dataclasses.replace(options, resume=True, **values)
+    changed = dataclasses.replace(options, **{"resume": True, "overwrite": False, **values})
     return preprocess(changed, TOKENIZER, log=logged.append), logged
 
 

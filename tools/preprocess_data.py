@@ -16,16 +16,18 @@ if __name__ == "__main__":
     program_start.begin()
 
 import dataclasses
+import errno
 import io
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_ds import cli
+from megatron_ds.cli.command import table_of
 from megatron_ds.cli.progress import progress
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.problems import Problem, collect, counted
+from megatron_ds.config.problems import Problem, UserError, collect, counted
 from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
@@ -93,17 +95,13 @@ class Options:
     tokenizer: TokenizerConfig = option_group(
         TokenizerConfig(), flags={"vocab_file": ("vocab-file", "vocab")}
     )
-    given: frozenset[str] = frozenset()
 
     def problems(self) -> Iterator[Problem]:
         splitter, problems = None, list[Problem]()
         with collect(problems):
             splitter = self.sentences.splitter()
         yield from (*problems, *self.preprocess_options(splitter).problems())
-        if "tokenizer_type" in self.given:
-            yield from self.tokenizer.problems(self.vocab_size)
-        else:
-            yield Problem("required", "tokenizer_type")
+        yield from self.tokenizer.problems(self.vocab_size)
 
     def preprocess_options(self, splitter: Splitter | None) -> PreprocessOptions:
         return dataclasses.replace(self.run, splitter=splitter)
@@ -181,7 +179,16 @@ def work(options: Options) -> None:
             line = summary(counts, time.perf_counter() - start)
             update(counts.documents, counts.input_bytes, line)
 
-        done = preprocess(settings, backend.tokenizer, report, log)
+        try:
+            done = preprocess(settings, backend.tokenizer, report, log)
+        except UserError as error:
+            if error.problems[-1].code == "output-exists":
+                cli.fail(error.problems, table_of(Options))
+            raise
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                error.add_note("free some space for --output-prefix, and run this command again")
+            raise
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be text
     with output.ignore_broken_pipe():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from megatron_ds.config.checks import prefix_problems
 from megatron_ds.config.fields import field_problems, option_field, option_group
 from megatron_ds.config.problems import Problem
+from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX
 from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
 from megatron_ds.preprocess.parsing import TextFields
 from megatron_ds.preprocess.sentence_splitter import Splitter
@@ -42,8 +44,13 @@ class PreprocessOptions:
     """Splits texts into sentences, each of which becomes a sequence."""
     resume: bool = option_field(
         False,
-        "continue an interrupted run with the same --output-prefix, inputs and settings; "
-        "the output equals that of an uninterrupted run (default: start over)",
+        "continue an interrupted run with the same --output-prefix, inputs and settings, and warn "
+        "if there is none; the output equals that of an uninterrupted run (default: no warning)",
+    )
+    overwrite: bool = option_field(
+        False,
+        "start over and replace existing output (default: a run with the same inputs and settings "
+        "is continued, or is complete; other output is an error)",
     )
 
     def stem(self, key: str) -> str:
@@ -53,6 +60,12 @@ class PreprocessOptions:
     def prefix(self, key: str) -> str:
         """Path of the pair of a key, without .bin and .idx."""
         return f"{self.output_prefix}_{self.stem(key)}"
+
+    def existing_output(self) -> list[str]:
+        """The files that a new run would replace: complete output and interrupted work."""
+        files = [self.prefix(key) + suffix for key in self.json_keys for suffix in (".bin", ".idx")]
+        work = os.path.join(self.output_prefix + WORK_SUFFIX, RECORD)
+        return [path for path in (*files, work) if os.path.exists(path)]
 
     @property
     def quarantine(self) -> str:

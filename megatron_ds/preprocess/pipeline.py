@@ -23,6 +23,7 @@ from megatron_ds.config.problems import (
     Problem,
     UserError,
     counted,
+    option,
     raise_if_any,
     user_error,
 )
@@ -35,7 +36,7 @@ from megatron_ds.preprocess.encoder import Chunk, EncodedChunk, Encoder
 from megatron_ds.preprocess.formats import content_size
 from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.options import PreprocessOptions
-from megatron_ds.preprocess.parsing import RejectedDocument, texts_of
+from megatron_ds.preprocess.parsing import BROKEN_JSON, RejectedDocument, texts_of
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer import Tokenizer
@@ -106,13 +107,19 @@ def preprocess(
 
     Raises:
         UserError: For wrong options, unreadable inputs, inputs without any document, rejected
-            documents with `strict`, and an interrupted run that cannot be continued.
+            documents with `strict`, an interrupted run that cannot be continued, and output of
+            another run without `overwrite`.
         OSError: If a file cannot be read or written.
     """
     raise_if_any(options.problems())
     sentences = None if options.splitter is None else options.splitter.description
     metadata = metadata_json(tokenizer.fingerprint, sentences)
     names = [options.stem(key) + suffix for key in options.json_keys for suffix in WORK_SUFFIXES]
+    existing = [] if options.overwrite else options.existing_output()
+    refusal = [Problem("output-exists", existing=", ".join(existing))] if existing else []
+    resume = options.resume or bool(existing and not any(options.inputs.resume_problems()))
+    if not resume:
+        raise_if_any(refusal)
     with ExitStack() as stack:
         encoder = Encoder(tokenizer, options.text_fields, options.append_eod, options.splitter)
         # Before any file is opened: forked workers inherit what is open, also the lock.
@@ -121,12 +128,17 @@ def preprocess(
             options.output_prefix,
             options.resume_settings(metadata),
             dict.fromkeys([REJECTED, *names], ""),
-            options.resume,
+            resume,
             restart=True,
             completed=options.output_prefix + PROGRESS_SUFFIX,
             warn=log,
         )
-        stack.enter_context(work)
+        try:
+            stack.enter_context(work)
+        except UserError as error:
+            if options.resume or error.problems[0].code != "resumed-run-differs":
+                raise
+            raise UserError(*error.problems, *refusal) from None
         before = None if work.progress is None else Progress.from_json(work.progress["counts"])
         if before is not None and before.dropped and options.fail_on_bad_document:
             rejects = describe_rejects(before)
@@ -140,6 +152,8 @@ def preprocess(
             log(f"resuming after {counted(before.documents, 'document')}")
         elif options.resume:
             log(Problem("nothing-to-resume", folder=work.folder))
+        if before is None:
+            raise_if_any(refusal)
         run = _Run(options, tokenizer, work, before or Progress())
         progress = run.encode(workers, metadata, report)
         _publish(options, work)
@@ -214,6 +228,8 @@ class _Run:
                 self.work.discard()
                 rejected = describe_rejects(self.progress)
                 first = f"; rejected: {rejected}, first {self._first_reject}" if rejected else ""
+                if {*self.progress.dropped} == {BROKEN_JSON}:
+                    first += f"; plain text needs {option('format')} text"
                 raise user_error("no-documents", name=options.inputs.name, first=first)
             with timer.stage("writing"):
                 self._is_writing = True

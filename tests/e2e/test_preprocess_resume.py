@@ -208,8 +208,9 @@ def test_inputs_in_another_order_are_refused(tmp_path: Path) -> None:
 
 def test_input_without_documents_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("[\n" * 50)
-    with raises_problem("no-documents", contains="50 broken JSON"):
+    with raises_problem("no-documents", contains="50 broken JSON") as raised:
         preprocess(options(tmp_path), TOKENIZER)
+    assert "format" in raised.problem.mentioned, "plain text may be called .jsonl"
     assert list(tmp_path.glob("out*")) == []
 
 

@@ -36,7 +36,7 @@ def write(path: Path, lines: list[Any]) -> str:
 
 def options(folder: Path, lines: list[Any], **values: Any) -> PreprocessOptions:
     inputs = InputSpec((write(folder / "in.jsonl", lines),))
-    return PreprocessOptions(inputs, str(folder / "out"), **values)
+    return PreprocessOptions(inputs, str(folder / "out"), overwrite=True, **values)
 
 
 def gpt2_tokenizer(vocab: Path, merges: Path) -> Tokenizer:
@@ -220,7 +220,9 @@ def test_rejected_documents_are_listed_in_input_order(tmp_path: Path) -> None:
     seen = set()
     for workers, chunk_size in ((1, 64), (3, 1), (2, 3)):
         prefix = str(tmp_path / "out")
-        given = PreprocessOptions(inputs, prefix, workers=workers, chunk_size=chunk_size)
+        given = PreprocessOptions(
+            inputs, prefix, workers=workers, chunk_size=chunk_size, overwrite=True
+        )
         done = preprocess(given, TOKENIZER)
         assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == [1, 9, 10, 11]
         found = quarantined(tmp_path)
@@ -234,7 +236,8 @@ def test_rejected_documents_are_listed_in_input_order(tmp_path: Path) -> None:
         seen.add(tuple(path.read_bytes() for path in sorted(tmp_path.glob("out*"))))
     assert len(seen) == 1
     second.write_text("text\n1\n")
-    preprocess(PreprocessOptions(InputSpec((str(second),)), prefix), TOKENIZER)
+    given = PreprocessOptions(InputSpec((str(second),)), prefix, overwrite=True)
+    preprocess(given, TOKENIZER)
     assert not (tmp_path / "out.quarantine").exists(), "the list of an earlier run"
 
 
@@ -272,7 +275,7 @@ def test_kinds_of_input_mixed_give_the_same_bytes_for_any_workers(tmp_path: Path
     preprocess(options(tmp_path, rows, append_eod=True), TOKENIZER)
     expected = pair(tmp_path / "out_text_document")
     inputs = InputSpec((str(tmp_path / "in"),), text_document_unit="paragraph")
-    base = PreprocessOptions(inputs, str(tmp_path / "mixed"), append_eod=True)
+    base = PreprocessOptions(inputs, str(tmp_path / "mixed"), append_eod=True, overwrite=True)
     for workers, chunk_size in ((1, 1000), (2, 7), (3, 1)):
         given = dataclasses.replace(base, workers=workers, chunk_size=chunk_size)
         assert preprocess(given, TOKENIZER).documents == 60

@@ -258,6 +258,7 @@ def as_megatron(
 def options(folder: Path, rows: list[dict[str, str]], **values: Any) -> PreprocessOptions:
     path = folder / f"{values.pop('name', 'in')}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    values = {"overwrite": True, **values}
     return PreprocessOptions(InputSpec((str(path),)), str(path.with_suffix("")), **values)
 
 

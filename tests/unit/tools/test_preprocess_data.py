@@ -98,7 +98,7 @@ def test_several_inputs_and_a_dataset_with_columns(tmp_path: Path, run: Run) -> 
     data = IndexedDataset(tmp_path / "out_body_document")
     assert data.tokens.tolist() == [1, 2, 100, 3, 100, 4, 100]
     Dataset.from_dict({"body": ["5", "6"], "n": [1, 2]}).save_to_disk(tmp_path / "set")
-    run("--hf-dataset", tmp_path / "set", "--columns", "body", *out)
+    run("--hf-dataset", tmp_path / "set", "--columns", "body", *out, "--overwrite")
     assert IndexedDataset(tmp_path / "out_body_document").tokens.tolist() == [5, 100, 6, 100]
 
 
@@ -115,6 +115,29 @@ def test_errors_name_all_flags_and_leave_no_files(tmp_path: Path, run: Run) -> N
     assert f"{path}:2: " in error
     assert "[rejected-document]" in error
     assert os.listdir(tmp_path) == ["bad.jsonl"]
+
+
+def test_output_of_another_run_is_kept_without_overwrite(tmp_path: Path, run: Run) -> None:
+    flags = (*corpus(tmp_path, 5), *NULL, "--append-eod", "--workers", 1)
+    run(*flags)
+    pair, other = tmp_path / "out_text_document.bin", ("--max-document-bytes", 50)
+    before = pair.stat()
+    assert run(*flags).out.startswith("5 documents, 15 tokens")
+    refused = ["resumed-run-differs", "output-exists"]
+    assert printed_codes(run(*flags, *other, status=2).err) == refused
+    assert pair.stat() == before
+    pair.write_bytes(b"other tokens")  # the record no longer describes it
+    assert printed_codes(run(*flags, status=2).err) == ["output-exists"]
+    (tmp_path / "out.progress.json").unlink()
+    assert printed_codes(run(*flags, status=2).err) == ["output-exists"]
+    assert pair.read_bytes() == b"other tokens"
+    run(*flags, *other, "--overwrite")
+    assert len(IndexedDataset(tmp_path / "out_text_document").tokens) == 15
+
+
+def test_default_tokenizer_type_is_that_of_training(tmp_path: Path, run: Run) -> None:
+    error = run(*corpus(tmp_path), status=2).err
+    assert printed_codes(error) == ["tokenizer-option-required"] * 2
 
 
 def test_legacy_formats_are_rejected(tmp_path: Path, run: Run) -> None:
@@ -161,7 +184,7 @@ def test_summary_names_the_encoding_library(
     tmp_path: Path, run: Run, gpt2: tuple[object, ...]
 ) -> None:
     for backend in ("auto", "fastokens", "tokenizers"):
-        printed = run(*gpt2, "--tokenizer-backend", backend)
+        printed = run(*gpt2, "--tokenizer-backend", backend, "--overwrite")
         assert f"encoding by {backend.replace('auto', 'fastokens')} " in printed.out
         assert printed.err == ""
         for end in ("bin", "idx"):
@@ -250,6 +273,6 @@ def test_interrupted_run_is_reported_and_resumed(
     shown, log = run(*flags, "--resume")
     assert str(tmp_path / "out") in log
     assert shown == f"50 documents, 150 tokens\nin {tmp_path}/out_text_document.bin and .idx\n"
-    error = run(*flags, "--resume", "--json-keys", "a", status=1).err
-    assert "--json-keys" in error
+    error = run(*flags, "--resume", "--max-document-bytes", 50, status=1).err
+    assert "--max-document-bytes" in error
     assert "[resumed-run-differs]" in error
