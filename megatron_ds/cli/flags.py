@@ -41,6 +41,7 @@ class Flag(OptionSpec):
         const: Value that a flag without values sets.
         yields_to: Values of the field that take precedence if another flag gives them.
         needs: Name of a field that must be given with the flag.
+        at_least: Name of a field whose value is the smallest one of an ignored flag.
     """
 
     names: tuple[str, ...]
@@ -52,6 +53,7 @@ class Flag(OptionSpec):
     accepted_values: tuple[str, ...] = ()
     yields_to: tuple[str, ...] = ()
     needs: str = ""
+    at_least: str = ""
 
     @property
     def label(self) -> str:
@@ -91,6 +93,10 @@ class FlagTable:
     foreign: tuple[Flag, ...]
     references: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Flags for messages about fields that are not options of the program."""
+    same: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names in other trainers, with the flag of this program."""
+    advice: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names in other trainers of what this program has no flag for, with what to do instead."""
 
     @property
     def shown(self) -> tuple[FlagGroup, ...]:
@@ -150,7 +156,14 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
         hidden = any(group.hidden for group in groups)
         groups += (FlagGroup(FIXED_TITLE, tuple(_fixed_values(section["sets"])), hidden),)
     references = getattr(options, "FIELD_FLAGS", {})
-    return FlagTable(program, groups, tuple(_foreign(section)), references)
+    advised = {entry["text"]: entry["flags"] for entry in section.get("advice", ())}
+    same, advice = _by_name(section.get("same", {})), _by_name(advised)
+    return FlagTable(program, groups, tuple(_foreign(section)), references, same, advice)
+
+
+def _by_name(names: Mapping[str, str]) -> Mapping[str, str]:
+    """The inverse of a table with several names, separated by spaces, in each entry."""
+    return {name: key for key, listed in names.items() for name in listed.split()}
 
 
 def training_flags() -> FlagTable:
@@ -269,5 +282,7 @@ def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
                         nargs=nargs,
                         accepted_values=accepted,
                         needs=entry.get("requires", ""),
+                        kind=int if "at_least" in entry else str,
+                        at_least=entry.get("at_least", ""),
                         metavar="X",
                     )

@@ -8,6 +8,7 @@ line are reported at once. Knows no torch.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +19,9 @@ from megatron_ds.cli.flags import Flag, FlagTable, dashed, refused_values
 from megatron_ds.config.fields import choice_problem
 from megatron_ds.config.problems import Problem, UserError, user_error
 
+NEGATIONS = ("no-", "disable-")
+SIMILAR = 0.75
+"""Ratio of equal characters from which a name is taken for a misspelt one."""
 LARGEST_EXACT = 2**53
 """Larger numbers with a point or an exponent may not be the integer that was written."""
 
@@ -76,6 +80,7 @@ class _Scanner:
         self._ignored: dict[str, list[str]] = {}
         self._misspelt: list[str] = []
         self._requirements: list[tuple[str, str]] = []
+        self._bounded: list[GivenFlag] = []
 
     def scan(self, argv: Sequence[str]) -> ParsedLine:
         line = self._line
@@ -101,15 +106,25 @@ class _Scanner:
             for option, needed in self._requirements
             if needed not in line.values and needed not in line.unreadable
         ]
+        line.problems += [
+            Problem("value-below-option", each.flag.at_least, given=each, reason=each.flag.help)
+            for each in self._bounded
+            if each.value < line.values.get(each.flag.at_least, math.inf)
+            and each.flag.at_least not in line.unreadable
+        ]
         line.problems += contradictions
         return line
 
     def _report_unknown(self, option: str) -> None:
-        names = self._table.by_name
-        near = difflib.get_close_matches(dashed(option).lstrip("-"), names, n=1, cutoff=0.6)
-        hint = f"; did you mean --{near[0]}?" if near else " (--help-all lists the flags)"
+        table = self._table
+        name = dashed(option).lstrip("-").rpartition(".")[2]  # torchtitan's have sections
+        meant = table.same.get(name) or _closest(name, table)
+        hint = f"; did you mean --{meant}?" if meant else " (--help-all lists the flags)"
+        if name in table.advice:
+            meant, hint = "", f": {table.advice[name]}"
         self._line.problems.append(Problem("unknown-flag", flag=option, hint=hint))
-        self._misspelt += [names[name].field for name in near if names[name].field]
+        if meant:
+            self._misspelt.append(table.by_name[dashed(meant)].field)
 
     def _read_flag(self, flag: Flag, option: str, arguments: list[str]) -> None:
         count = len(arguments) if flag.nargs == "*" else flag.count
@@ -122,6 +137,8 @@ class _Scanner:
             return
         if flag.needs:
             self._requirements.append((option, flag.needs))
+        if flag.at_least:
+            self._bounded.append(GivenFlag(flag, option, tuple(arguments[:count]), value))
         if flag.outcome == "ignored":
             self._ignored.setdefault(flag.help, []).append(option)
         elif flag.outcome == "set":
@@ -152,6 +169,17 @@ class _Scanner:
             self._line.problems.append(
                 Problem("unexpected-argument", argument=argument, expected=expected)
             )
+
+
+def _closest(name: str, table: FlagTable) -> str:
+    """The option with the most similar name, never one that negates it; "" if none is similar."""
+    is_negation = name.startswith(NEGATIONS)
+    options = [
+        each
+        for each, flag in table.by_name.items()
+        if flag.outcome == "set" and each.startswith(NEGATIONS) == is_negation
+    ]
+    return next(iter(difflib.get_close_matches(name, options, n=1, cutoff=SIMILAR)), "")
 
 
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -193,7 +221,7 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
         raise user_error(
             "flag-needs-a-value", *fields, flag=option, needed=needed, usage=flag.usage
         )
-    if is_ignored:
+    if is_ignored and not flag.at_least:
         return None
     values = tuple(_converted(flag, option, argument) for argument in arguments)
     return values[0] if flag.nargs == 1 else values

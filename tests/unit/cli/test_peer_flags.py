@@ -10,6 +10,7 @@ tried with values of its peer's type. `python tests/unit/cli/test_peer_flags.py`
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -40,6 +41,7 @@ TABLES: dict[str, FlagTable] = {
 }
 COUNTS = {"set": 218, "no_op": 24, "ignored": 195, "refused": 57}
 """Flags of all programs by outcome. A flag that becomes an option, or ceases to be one, counts."""
+FLAG = re.compile(r"--[a-z][a-z0-9-]+(?!_)\b")
 SAMPLES = {"int": ["3"], "float": ["0.5"], "bool": ["True"]}
 EXPRESSIONS = {
     "megatron.model.glu_activations.GLU_ACTIVATIONS.keys()": ["geglu", "liglu", "reglu", "swiglu"],
@@ -219,6 +221,64 @@ def test_numeric_flags_of_the_peers_are_numeric() -> None:
             assert flag.kind in (int, float), name
             one = (flag.kind(1),) if flag.nargs == "*" else flag.kind(1)
             assert "1" in spec["type"] or scan([name, "1"], table).values == {flag.field: one}
+
+
+def test_names_in_other_trainers_lead_to_existing_flags() -> None:
+    table = training_flags()
+    options = {dashed(name) for flag in table.own for name in flag.names}
+    names = [*table.same, *table.advice]
+    assert len(names) == len({*names}) > 200
+    assert options.isdisjoint(names)
+    assert {dashed(name) for name in table.same.values()} <= options
+    mentioned = {dashed(flag) for text in table.advice.values() for flag in FLAG.findall(text)}
+    assert mentioned <= options
+
+
+HINTS = [
+    ("--tp 2", "--tensor-model-parallel-size"),
+    ("--per_device_train_batch_size 2", "--micro-batch-size"),
+    ("--max_steps 5 --lr 1", "--train-iters"),
+    ("--training.seq_len 8", "--seq-length"),
+    ("--gradient_accumulation_steps 2", "--global-batch-size"),
+    ("--config x.yml", "shell script"),
+]
+
+
+@pytest.mark.parametrize(("line", "expected"), HINTS)
+def test_names_in_other_trainers_are_explained(line: str, expected: str) -> None:
+    found = scan(line.split(), training_flags())
+    assert codes(found.problems) == ["unknown-flag"]
+    assert expected in found.problems[0]
+    assert expected.startswith("--global") or bool(found.unreadable) == expected.startswith("--")
+
+
+@pytest.mark.parametrize("flag", ["--sample-rat", "--add-bias-linear", "--sync-tp-duplicated"])
+def test_neither_ignored_flags_nor_opposites_are_suggested(flag: str) -> None:
+    (problem,) = scan([flag], training_flags()).problems
+    assert problem.code == "unknown-flag"
+    assert "--help" in problem
+
+
+ASCEND = "--next-tockens 0 --shape-order SBH --sparse-mode 0 --use-contiguous-buffers-in-local-ddp"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--pre_tockens 65536 --seq-length 2048", []),
+        ("--seq-length 2048 --pre-tockens 2048", []),
+        ("--pre-tockens 2047 --seq-length 2048", ["value-below-option"]),
+        ("--pre-tockens 2048", ["value-below-option"]),
+        ("--pre-tockens x --seq-length 2048", ["not-an-integer"]),
+        ("--pre-tockens 4 --seq-length x", ["not-an-integer"]),
+    ],
+)
+def test_only_attention_windows_of_whole_sequences_are_accepted(
+    line: str, expected: list[str]
+) -> None:
+    found = scan(f"{line} {ASCEND}".split(), training_flags())
+    assert codes(found.problems) == expected
+    assert {*codes(found.warnings)} == {"ignored-flag"}
 
 
 def test_refused_values_of_supported_flags_name_the_reason() -> None:

@@ -105,7 +105,7 @@ INVALID = [
         "position_embedding_type",
         f"learned_absolute and {NO_POSITION}",
     ),
-    # Of an unknown flag, the nearest of this package or of the peers is shown.
+    # Of an unknown flag, the nearest option is shown.
     ("--num-layerz 3", "unknown-flag", "", "--num-layers"),
     ("--num_layerz 3", "unknown-flag", "", "--num-layers"),
     ("--tensor-parallel-size 3", "unknown-flag", "", "--tensor-model-parallel-size"),
