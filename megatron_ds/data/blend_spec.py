@@ -68,7 +68,7 @@ class SplitSelection(DocumentSelection):
     def empty_message(self, split: str, size: int) -> str:
         return (
             f"but --split {self.text} gives {split} none of its {size} documents: choose another "
-            f"--split (0 for no {split} data), or "
+            "--split, or "
         )
 
 
@@ -125,6 +125,15 @@ class DatasetGroup:
     flag: str
     sources: tuple[BlendSource, ...]
     zero_weight_files: tuple[str, ...] = ()
+
+    def without(self, sources: Sequence[BlendSource]) -> DatasetGroup:
+        """The group without some of its files; the weights of the others keep their ratios."""
+        if not sources:
+            return self
+        rest = [source for source in self.sources if source not in sources]
+        total = math.fsum(source.weight or 0 for source in rest) or 1
+        kept = (replace(one, weight=one.weight and one.weight / total) for one in rest)
+        return replace(self, sources=tuple(kept))
 
 
 def read_groups(config: DataConfig) -> tuple[list[DatasetGroup], list[Problem]]:

@@ -79,7 +79,7 @@ class BlendProgress:
 class Datasets:
     """The datasets of a run.
 
-    A split is None or empty if no samples are needed or the user gave it no data.
+    A split is None or empty if no samples are needed, or it has no data.
 
     Attributes:
         train: The training data.
@@ -139,12 +139,13 @@ def build_datasets(
     progress: BlendProgress | None = None
     others: dict[str, dict[str, TokenDataset]] = {"valid": {}, "test": {}}
     needed = dict(zip(SPLITS, num_samples, strict=True))
-    for group in files.groups:
-        if not needed[group.split]:
+    for each in files.groups:
+        if not needed[each.split]:
             continue
+        group = each.without(files.left_out(each))
         if group.split == "train":
             train, progress = builder.blend(group, needed["train"], history, consumed)
-        else:
+        elif group.sources:
             others[group.split][group.name] = builder.blend(group, needed[group.split])[0]
     if needed["train"] and train is None:
         raise user_error("no-training-data")

@@ -13,7 +13,14 @@ import numpy as np
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.blend_spec import SPLITS, DocumentSelection, read_groups
+from megatron_ds.data.blend_spec import (
+    SPLITS,
+    BlendSource,
+    DatasetGroup,
+    DocumentSelection,
+    SplitSelection,
+    read_groups,
+)
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
 from megatron_ds.data.usage_report import join_limited
@@ -73,6 +80,21 @@ class DataFiles:
                 files = f"{name}.bin ({sizes[0]} bytes) and {name}.idx ({sizes[1]} bytes)"
                 value = f"{files}, weight {weight}, documents {source.documents.text}"
                 yield f"source {number} of {group.flag} ({group.split} {group.name})", value
+
+    def left_out(self, group: DatasetGroup) -> list[BlendSource]:
+        """The files of which --split gives no text to validation or test.
+
+        Raises:
+            UserError: If a file is damaged.
+        """
+        if group.split == "train":
+            return []
+        return [
+            source
+            for source in group.sources
+            if isinstance(source.documents, SplitSelection)
+            and not _has_tokens(self.open(source.prefix), source.documents)
+        ]
 
 
 def data_problems(
@@ -134,6 +156,8 @@ def _file_problems(
     if vocab_size is not None and not mismatch:
         yield from out_of_vocabulary(file, vocab_size, files.probed_blocks)
     for split, samples, documents in needed:
+        if split != "train" and isinstance(documents, SplitSelection):
+            continue  # then it is not evaluated
         for problem in empty_selection(split, file, samples, documents):
             yield problem.with_prefix(f"{prefix}: ")
 
@@ -172,8 +196,7 @@ def empty_selection(
     split: str, file: IndexedDataset, samples: int, documents: DocumentSelection
 ) -> Iterator[Problem]:
     """Checks that the documents of a split, which needs samples, have tokens."""
-    first, end = documents.range_of(len(file))
-    if file.lengths[first:end].any():
+    if _has_tokens(file, documents):
         return
     remedy = "add text" if split == "train" else "add text, or disable it with --eval-iters 0"
     yield Problem(
@@ -184,6 +207,11 @@ def empty_selection(
         empty_message=documents.empty_message(split, len(file)),
         remedy=remedy,
     )
+
+
+def _has_tokens(file: IndexedDataset, documents: DocumentSelection) -> bool:
+    first, end = documents.range_of(len(file))
+    return bool(file.lengths[first:end].any())
 
 
 def _missing_files(prefix: str) -> Iterator[Problem]:
@@ -215,15 +243,22 @@ def _probe(file: IndexedDataset, blocks: int) -> Tokens:
     return np.frombuffer(b"".join(parts), dtype=file.dtype)
 
 
-def data_warnings(files: DataFiles, eod: int | None) -> Iterator[Problem]:
-    """Warns about flags that need end-of-document tokens which the data lacks.
-
-    Unreadable files are skipped; `data_problems` reports them.
+def data_warnings(
+    files: DataFiles, num_samples: tuple[int, int, int] | None, eod: int | None
+) -> Iterator[Problem]:
+    """Warns about splits without text, and flags that need end-of-document tokens.
 
     Args:
-        files: The data flags and their files.
+        files: The data flags and their files, for which `data_problems` has found no problems.
+        num_samples: As for `data_problems`.
         eod: End-of-document token of the tokenizer; None if unknown.
     """
+    samples = dict(zip(SPLITS, num_samples or (0, 0, 0), strict=True))
+    for group in files.groups:
+        if samples[group.split] and (sources := files.left_out(group)):
+            named = join_limited([source.prefix for source in sources], MAX_NAMED_FILES)
+            text = sources[0].documents.text
+            yield Problem("split-not-evaluated", text=text, split=group.split, named=named)
     eod_fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     fields = [name for name in eod_fields if getattr(files.config, name)]
     if not fields or eod is None:

@@ -21,7 +21,8 @@ from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
 from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read_samples
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from tests.problems import raises_problem
+from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
+from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 
 
@@ -79,8 +80,6 @@ def test_splits_without_samples_or_data_are_empty(tmp_path: Path) -> None:
     ("split", "samples", "code"),
     [
         ("0,1,1", (1, 0, 0), "split-without-train"),
-        (None, (1, 0, 3), "split-without-tokens"),
-        ("900,1,99", (1, 3, 0), "split-without-tokens"),
         ("1,999,0", (1, 3, 0), "split-without-tokens"),
     ],
 )
@@ -90,6 +89,39 @@ def test_split_without_documents_is_rejected(
     config = DataConfig(data_path=(write(tmp_path / "p"),), split=split)
     with raises_problem(code):
         datasets(config, samples)
+
+
+@pytest.mark.parametrize("rounding", ["megatron-deepspeed", "megatron-core"])
+@pytest.mark.parametrize(
+    ("split", "evaluated"), [(None, "valid"), ("949,1,50", "test"), ("999,0,1", "")]
+)
+def test_splits_that_get_no_documents_by_rounding_are_not_evaluated(
+    tmp_path: Path, split: str | None, rounding: str, evaluated: str
+) -> None:
+    path = write(tmp_path / "p")
+    config = DataConfig(data_path=(path,), split=split, split_rounding=rounding)
+    files = DataFiles(config)
+    assert list(data_problems(files, (9, 3, 3), None)) == []
+    warnings = list(data_warnings(files, (9, 3, 3), None))
+    assert codes(warnings) == ["split-not-evaluated"]
+    assert list(data_warnings(files, (9, 0, 0), None)) == []
+    built = datasets(config, (9, 3, 3))
+    assert [name for name in ("valid", "test") if getattr(built, name)] == evaluated.split()
+
+
+@pytest.mark.parametrize("blend_order", ["fair", "megatron"])
+@pytest.mark.parametrize("weights", [("2", "3", "1"), ()])
+def test_files_without_documents_are_left_out_of_the_evaluation(
+    tmp_path: Path, weights: tuple[str, ...], blend_order: str
+) -> None:
+    a, b, c = (write(tmp_path / name, size) for name, size in (("a", 40), ("b", 3), ("c", 40)))
+    paths = (a, b, c) if not weights else ("2", a, "3", b, "1", c)
+    built = datasets(DataConfig(paths, split="9,1,0", blend_order=blend_order), (12, 12, 3))
+    valid = {each.prefix: each for each in built.usage if each.split == "valid"}
+    assert valid.keys() == {a, c}
+    expected = 8 if weights else 6
+    assert (valid[a].samples, valid[c].samples) == (expected, 12 - expected)
+    assert {each.prefix for each in built.usage if each.split == "train"} == {a, b, c}
 
 
 def test_file_without_tokens_is_rejected(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ WRONG = [
     ("--data-path nothing", "data-file-missing", "nothing.idx"),
     ("--data-path small.bin", "data-file-missing", ": small)"),
     ("--data-path corpus", "data-file-missing", "corpus_text_document?"),
-    ("--data-path single --eval-iters 2", "split-without-tokens", "single"),
+    ("--data-path single --split 1,999,0", "split-without-tokens", "single"),
     ("--data-path junk", "not-a-token-index", "junk.idx"),
     ("--data-path directory", "token-file-is-a-folder", "directory."),
     ("--data-path short", "token-file-size-mismatch", "232 bytes"),
