@@ -29,6 +29,8 @@ class TokenizerFingerprint:
     """End-of-document id."""
     settings: Mapping[str, str | int] = field(default_factory=dict)
     """Options that change the ids, by flag."""
+    content: str = ""
+    """`hash_content` of the tokenizer; "" if unknown."""
 
     @property
     def digest(self) -> str:
@@ -38,8 +40,11 @@ class TokenizerFingerprint:
         return f"{self.kind}-{hashlib.sha256(content).hexdigest()[:32]}"
 
     def same_as(self, other: TokenizerFingerprint) -> bool:
-        """Whether both tokenizers give the same ids."""
-        return self.digest == other.digest
+        """Whether both tokenizers give the same ids, whatever they are called."""
+        own, others = (
+            (each.content, each.vocab_size, each.eod, dict(each.settings)) for each in (self, other)
+        )
+        return self.digest == other.digest or (self.content != "" and own == others)
 
     def __str__(self) -> str:
         files = [f"{name} {digest[:DISPLAYED_HASH_CHARS]}" for name, digest in self.files.items()]
@@ -75,12 +80,14 @@ class TokenizerFingerprint:
         try:
             kind, files, settings = found["kind"], found["files"], found["settings"]
             numbers = found["vocab_size"], found["eod"]
-        except (TypeError, KeyError) as error:
+            content = found.get("content", "")  # added later
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(
                 f"no tokenizer fingerprint ({type(error).__name__}: {error})"
             ) from None
         is_valid = (
             isinstance(kind, str)
+            and isinstance(content, str)
             and isinstance(files, dict)
             and all(isinstance(digest, str) for digest in files.values())
             and isinstance(settings, dict)
@@ -88,7 +95,36 @@ class TokenizerFingerprint:
         )
         if not is_valid:
             raise ValueError("no tokenizer fingerprint (a value has the wrong type)")
-        return TokenizerFingerprint(kind, files, *numbers, settings)
+        return TokenizerFingerprint(kind, files, *numbers, settings, content)
+
+
+def hash_content(tokenizer_json: str, added: Mapping[str, int] | None = None) -> str:
+    """Hash of what determines the ids in a tokenizer.json, whatever library wrote it.
+
+    These are vocabulary, merges, special tokens, normalizer and pre-tokenizer.
+
+    Args:
+        tokenizer_json: Content of the file.
+        added: Ids of special tokens that it does not declare.
+    """
+    found = json.loads(tokenizer_json)
+    normalizer, model = found["normalizer"], found["model"]
+    settings = {
+        name: value
+        for name, value in model.items()
+        if value not in (None, "") and value is not False
+    }
+    if "merges" in model:  # pairs, or strings in older versions
+        merges = (each if isinstance(each, str) else " ".join(each) for each in model["merges"])
+        settings["merges"] = list(merges)
+    flags = ("single_word", "lstrip", "rstrip", *(("normalized",) if normalizer else ()))
+    tokens = {
+        each["content"]: [each["id"], *(name for name in flags if each[name])]
+        for each in found["added_tokens"]
+    }
+    tokens |= {token: [number] for token, number in (added or {}).items()}
+    parts = [normalizer, found["pre_tokenizer"], settings, tokens]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def hash_files(files: Iterable[str | Path]) -> dict[str, str]:

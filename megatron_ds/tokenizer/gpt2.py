@@ -17,7 +17,7 @@ from megatron_ds.tokenizer.base import (
     read_json,
     read_lines,
 )
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_content, hash_files
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_UNMERGED_TOKENS = 1000
@@ -50,12 +50,16 @@ class GPT2BPETokenizer:
             model = models.BPE.from_file(vocab_file, merge_file)
         self.eod = vocab[END_OF_TEXT]
         self.vocab_size = len(vocab)
-        self.fingerprint = TokenizerFingerprint(
-            "GPT2BPETokenizer", hash_files([vocab_file, merge_file]), self.vocab_size, self.eod
-        )
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
+        self.fingerprint = TokenizerFingerprint(
+            "GPT2BPETokenizer",
+            hash_files([vocab_file, merge_file]),
+            self.vocab_size,
+            self.eod,
+            content=hash_content(self.tokenizer_json(), {END_OF_TEXT: self.eod}),
+        )
 
     def tokenizer_json(self) -> str:
         return self._tokenizer.to_str()

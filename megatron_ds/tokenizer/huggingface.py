@@ -17,7 +17,7 @@ from megatron_ds.tokenizer.base import (
     library_errors,
     read_json,
 )
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_content, hash_files
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 REQUIRED_FILES = ("vocab_file", "merges_file")
@@ -116,7 +116,11 @@ class FileTokenizer:
         self.vocab_size = count_ids(vocab, "tokenizer_model", file)
         self.eod = vocab[_end_token(file, vocab)]
         self.fingerprint = TokenizerFingerprint(
-            "HFTokenizer", hash_files([file]), self.vocab_size, self.eod
+            "HFTokenizer",
+            hash_files([file]),
+            self.vocab_size,
+            self.eod,
+            content=hash_content(self.tokenizer_json()),
         )
 
     def tokenizer_json(self) -> str:
@@ -166,7 +170,11 @@ class PretrainedTokenizer:
         self.eod = int(self._tokenizer.eos_token_id)
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
         hashes = hash_files(file for file in files if file.is_file())
-        self.fingerprint = TokenizerFingerprint("HFTokenizer", hashes, self.vocab_size, self.eod)
+        backend = None if trust_remote_code else getattr(self._tokenizer, "backend_tokenizer", None)
+        content = "" if backend is None else hash_content(backend.to_str())
+        self.fingerprint = TokenizerFingerprint(
+            "HFTokenizer", hashes, self.vocab_size, self.eod, content=content
+        )
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]

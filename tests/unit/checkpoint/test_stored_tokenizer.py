@@ -97,10 +97,12 @@ def test_a_resume_with_another_tokenizer_is_rejected(
 ) -> None:
     save(with_tokenizer(), 4)
     same = build_tokenizer(tokenizer).fingerprint
-    other = dataclasses.replace(same, files={"vocab.json": "1", "merges.txt": "2"})
+    files = {"vocab.json": "1", "merges.txt": "2"}
+    other = dataclasses.replace(same, files=files, content="3")
+    exported = dataclasses.replace(same, kind="HFTokenizer", files=files)
     with raises_problem("resume-tokenizer-changed", "tokenizer_type"):
         with_tokenizer(other).select()
     renamed = dataclasses.replace(same, files=dict(zip("ab", same.files.values(), strict=True)))
     without_text = TokenizerFingerprint("NullTokenizer", {}, same.vocab_size, same.eod)
-    for fingerprint in (same, renamed, without_text):
+    for fingerprint in (same, renamed, exported, without_text):
         assert with_tokenizer(fingerprint).select() is not None
