@@ -1,9 +1,10 @@
 """Lock file by which one run at a time owns a --save folder.
 
-The file names its owner: host, process and start time. An owner on the same host is dead if its
-process is. Any other owner is dead if it has not touched the file for `FOREIGN_SILENCE_S`; clocks
-of different hosts are not compared. Needs no locks of the file system, only exclusive creation and
-atomic renames, which network file systems have.
+The file names its owner: host, process and start time, and its folder, so that the lock in a copy
+of the folder has no effect. An owner on the same host is dead if its process is. Any other owner is
+dead if it has not touched the file for `FOREIGN_SILENCE_S`; clocks of different hosts are not
+compared. Needs no locks of the file system, only exclusive creation and atomic renames, which
+network file systems have.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Owner:
     """When it took the lock, for messages."""
     nonce: str
     """Distinguishes two locks of one process."""
+    folder: str = ""
+    """Resolved path of the folder."""
+    inode: int = 0
+    """The folder's own; 0 in a store. A renamed folder keeps it, a copy has neither."""
 
     @classmethod
     def here(cls) -> Owner:
@@ -138,30 +143,37 @@ class RunLock:
 
 def acquire(folder: Path, log: Callable[[str], None]) -> RunLock:
     """Takes the lock of a folder; see `acquire_lock`."""
-    return acquire_lock(FolderLockFile(folder / LOCK), log)
+    folder.mkdir(parents=True, exist_ok=True)
+    file, inode = FolderLockFile(folder / LOCK), folder.stat().st_ino
+    return acquire_lock(file, log, os.path.realpath(folder), inode)
 
 
-def acquire_lock(file: LockFile, log: Callable[[str], None]) -> RunLock:
-    """Takes a lock, at once if there is no owner or a dead one of this host.
+def acquire_lock(
+    file: LockFile, log: Callable[[str], None], folder: str = "", inode: int = 0
+) -> RunLock:
+    """Takes a lock, at once if there is no owner, a dead one of this host, or that of a copy.
 
     Args:
         file: Where it is kept.
         log: Prints a line before a wait.
+        folder: See `Owner`.
+        inode: See `Owner`.
 
     Raises:
         UserError: If its owner is alive.
         OSError: If the file cannot be written.
     """
-    content = json.dumps(asdict(Owner.here())).encode()
+    content = json.dumps({**asdict(Owner.here()), "folder": folder, "inode": inode}).encode()
     while not file.create(content):
         found = file.read()
         if found is None:
             continue  # released meanwhile
-        is_alive = _is_alive(file, found, log)
+        owner = Owner.parse(found)
+        is_copy = owner is not None and owner.inode not in (0, inode) and owner.folder != folder
+        is_alive = not is_copy and _is_alive(file, found, log)
         if file.read() != found:
             continue  # released, or taken by another run, meanwhile
         if is_alive:
-            owner = Owner.parse(found)
             raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=file.place)
         file.remove(found)
     return RunLock(file, content)

@@ -67,6 +67,27 @@ def test_a_live_owner_is_named(tmp_path: Path, logged: list[str]) -> None:
     assert len(logged) == 1
 
 
+def test_a_copy_of_the_folder_of_a_live_run_is_free(tmp_path: Path, logged: list[str]) -> None:
+    with another_run(tmp_path / "run"):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        lock = acquire(tmp_path / "copy", logged.append)
+        assert lock.is_held()
+        assert not logged
+        lock.release()
+
+
+def test_a_renamed_a_linked_and_a_recreated_folder_are_those_of_the_live_run(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    with another_run(tmp_path / "run"):
+        (tmp_path / "run").rename(tmp_path / "renamed")
+        (tmp_path / "link").symlink_to("renamed")
+        shutil.copytree(tmp_path / "renamed", tmp_path / "run")  # to which the run will save
+        for name in ("renamed", "link", "run"):
+            with raises_problem("save-folder-in-use"):
+                acquire(tmp_path / name, logged.append)
+
+
 def test_a_killed_owners_lock_is_taken_at_once(tmp_path: Path, logged: list[str]) -> None:
     with another_run(tmp_path) as pid:
         os.kill(pid, signal.SIGKILL)
