@@ -7,8 +7,10 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ds.config import RuntimeConfig
@@ -39,10 +41,16 @@ class ProcessContext:
     """By rank."""
 
 
-def init_distributed(config: RuntimeConfig) -> ProcessContext:
+def init_distributed(
+    config: RuntimeConfig, rendezvous: AbstractContextManager[None] | None = None
+) -> ProcessContext:
     """Initializes the process group and selects the device.
 
     Without a launcher, the world consists of this process.
+
+    Args:
+        config: Backend and timeout.
+        rendezvous: Entered while this process waits for the other ones.
 
     Raises:
         UserError: If the launcher set an incomplete environment.
@@ -50,13 +58,13 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
     _set_single_process_env()
     import deepspeed
     import torch
+    import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
-    from torch.distributed import is_backend_available
 
     accelerator = get_accelerator()
     backend = accelerator.communication_backend_name()
     if config.distributed_backend == "gloo" or (
-        backend in ("ccl", "mpi") and not is_backend_available(backend)
+        backend in ("ccl", "mpi") and not dist.is_backend_available(backend)
     ):
         backend = "gloo"
     if config.distributed_backend not in (None, backend):
@@ -67,6 +75,7 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
         # cuBLAS reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    index = 0
     if accelerator.device_name() == "cpu":
         cpp_ops.leave_out_shared_memory_op()
         # torch maps fresh memory for every large tensor. Transparent huge pages (2 MiB instead of
@@ -82,14 +91,17 @@ def init_distributed(config: RuntimeConfig) -> ProcessContext:
         )
         environment.use_device(index)
         accelerator.set_device(index)
-    deepspeed.init_distributed(
-        dist_backend=backend,
-        timeout=timedelta(minutes=config.distributed_timeout_minutes),
-        verbose=False,
-    )
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    join = partial(deepspeed.init_distributed, backend, timeout=timeout, verbose=False)
+    with rendezvous or nullcontext():
+        if backend == "gloo":
+            # DeepSpeed would bind the group to the device. torch then splits further groups from
+            # it, which gloo cannot.
+            dist.init_process_group(backend, timeout=timeout)
+        join()
     locations = tuple(_gather(HostLocation.here()))
     choose_threads(locations[rank()], locations)
-    device = torch.device(accelerator.device_name(environment.local_rank()))
+    device = torch.device(accelerator.device_name(index))
     return ProcessContext(rank(), world_size(), device, backend, locations)
 
 

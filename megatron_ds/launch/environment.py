@@ -22,6 +22,9 @@ from megatron_ds.launch.rank_variables import (
     find_ranks,
 )
 
+GIVEN_LOCAL_RANK = "MEGATRON_DS_LOCAL_RANK"
+"""The local rank of the launcher, whose variable `use_device` changes."""
+
 
 def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher."""
@@ -43,7 +46,8 @@ def local_rank() -> int:
 
     Also known before `adopt_ranks`, so that one process per host reports its error.
     """
-    known = (os.environ[name] for name in LOCAL_RANK_VARIABLES if name in os.environ)
+    variables = (GIVEN_LOCAL_RANK, *LOCAL_RANK_VARIABLES)
+    known = (os.environ[name] for name in variables if name in os.environ)
     return int(next(known, "0"))
 
 
@@ -72,6 +76,7 @@ def expand_variables(path: str) -> str:
 
 def use_device(index: int) -> None:
     """Makes DeepSpeed use a device, whose index it reads from the variables of the local rank."""
+    os.environ[GIVEN_LOCAL_RANK] = str(local_rank())
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):  # which it requires to be equal
         if name in os.environ:
             os.environ[name] = str(index)

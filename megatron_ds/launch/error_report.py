@@ -60,8 +60,7 @@ def make_report(error: BaseException) -> ErrorReport:
     if isinstance(error, SystemExit):
         return ErrorReport(f"ended: {error}", ExitCode.ERROR, message, is_common=True)
     if is_collective_error(error) and _mentions(error, RENDEZVOUS_ERROR_TEXTS):
-        problem = _rendezvous_problem(error)
-        return ErrorReport(f"failed: {problem}", ExitCode.ERROR, problem.render())
+        return rendezvous_report(str(error).splitlines()[0].rstrip("."))
     if is_collective_error(error) and _mentions(error, ("timed out", "timeout")):
         problem = Problem("collective-timed-out")
         text = f"{problem.render()}\n{_waiting_location(error)}"
@@ -84,13 +83,11 @@ def is_collective_error(error: BaseException) -> bool:
     )
 
 
-def _rendezvous_problem(error: BaseException) -> Problem:
-    return Problem(
-        "rendezvous-failed",
-        size=environment.world_size(),
-        address=environment.rendezvous(),
-        error=str(error).splitlines()[0].rstrip("."),
-    )
+def rendezvous_report(error: str) -> ErrorReport:
+    """The report of processes that do not meet."""
+    size, address = environment.world_size(), environment.rendezvous()
+    problem = Problem("rendezvous-failed", size=size, address=address, error=error)
+    return ErrorReport(f"failed: {problem}", ExitCode.ERROR, problem.render())
 
 
 def _hint(error: BaseException) -> Problem | None:

@@ -35,13 +35,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from enum import Enum
 from typing import NoReturn, TypeVar
 
 from megatron_ds.config.problems import Problem, catalogue
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.distributed import ExitBoard
-from megatron_ds.launch.error_report import ErrorReport, is_collective_error, make_report
+from megatron_ds.launch.error_report import (
+    ErrorReport,
+    is_collective_error,
+    make_report,
+    rendezvous_report,
+)
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.liveness import ProcessHandle, RankExit, find_dead_peer, find_launchers
 
@@ -52,6 +58,9 @@ POLL_S = 0.5
 GRACE_S = 3.0
 """Time for the main thread to leave a collective after a peer was lost, or start-up after a signal,
 before the monitor thread ends the process."""
+WAITING_NOTICE_S = 5.0
+"""Wait for the other ranks at the start after which a rank reports it, later on higher local ranks:
+on a slow start all ranks wait."""
 PEER_EXIT_TIMEOUT_S = 10.0
 """Longest wait for a failed rank of the same host to exit before this rank does: most launchers
 report the rank that exits first."""
@@ -157,6 +166,30 @@ class ProcessLifecycle:
                 signal.signal(number, self._on_signal)
         threading.Thread(target=self._monitor_loop, name="monitor", daemon=True).start()
 
+    @contextmanager
+    def rendezvous(self, timeout: timedelta) -> Iterator[None]:
+        """Around the wait for the other ranks: ends the process if the wait does not end.
+
+        torch's client of the store waits indefinitely for a server that does not answer.
+
+        Args:
+            timeout: After which torch reports ranks that do not come.
+        """
+        notice = WAITING_NOTICE_S * (1 + environment.local_rank())
+        end = min(timeout.total_seconds() + GRACE_S, threading.TIMEOUT_MAX)
+        timers = [
+            threading.Timer(notice, self._report_waiting),
+            threading.Timer(end, self._end_rendezvous, [timeout]),
+        ]
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
+
     def on_group_joined(self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle]) -> None:
         """Starts watching the other ranks.
 
@@ -205,6 +238,16 @@ class ProcessLifecycle:
         if isinstance(error, _StartupInterrupted):
             self._exit_as_cause(_startup_report(error.reason))
         self._exit_as_cause(make_report(error))
+
+    def _report_waiting(self) -> None:
+        size, address = environment.world_size(), environment.rendezvous()
+        waiting = Problem("rendezvous-waits", size=size, address=address)
+        output.print_error(output.with_rank_prefix(waiting.render()))
+
+    def _end_rendezvous(self, timeout: timedelta) -> None:
+        if self._exit_lock.acquire(blocking=False):
+            error = f"nothing there answered as a run of this program within {timeout}"
+            self._exit_as_cause(rendezvous_report(error))
 
     def _exit_as_cause(self, report: ErrorReport) -> NoReturn:
         """Ends a rank that failed by itself."""

@@ -72,7 +72,8 @@ def pretrain(
     """
     config = config.with_vocab(inputs.tokenizer.vocab_size)
     require_precision(config.precision)
-    context = distributed.init_distributed(config.runtime)
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+    context = distributed.init_distributed(config.runtime, life.rendezvous(timeout))
     life.on_group_joined(*distributed.watched_peers(context))
     rank_settings.require_equal(config, inputs)
     startup.mark("process group")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.e2e.runs import ENDLESS, Launcher, Settings, has_trained, shared_memory_of
 from tests.e2e.test_signals import linux
 from tests.faults import FAILURE, HANG_MESSAGE
+from tests.problems import printed_codes
 
 
 @linux
@@ -99,6 +101,22 @@ def test_peer_ends_a_rank_that_hangs_in_python(
     result = run.wait()
     assert result.codes == (4, -9)
     assert "rank 0: stopping because rank 1 " in result.output
+
+
+def test_rank_whose_port_belongs_to_another_program_ends(
+    launcher: Launcher, base: Settings
+) -> None:
+    """The other program accepts connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        rank = {f"OMPI_COMM_WORLD_{name}": n for name, n in zip(names, "1202", strict=True)}
+        rank["MASTER_PORT"] = str(server.getsockname()[1])
+        settings = {**base, "train_iters": 1, "distributed_timeout_minutes": 0.05}
+        result = launcher.start(settings, per_rank=[rank]).wait()
+    assert result.codes == (1,)
+    assert printed_codes(result.output) == ["rendezvous-waits", "rendezvous-failed"]
+    assert result.output.count(f"127.0.0.1:{rank['MASTER_PORT']}") == 2
+    assert "Traceback" not in result.output
 
 
 def test_timeout_of_a_collective_names_the_flag(

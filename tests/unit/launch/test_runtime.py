@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import io
 import os
 import sys
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, create_autospec
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.blend_schedule import blend_order
@@ -233,8 +235,39 @@ def test_deepspeed_uses_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None
     """It takes the local rank for the index, and compares it with Open MPI's."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
+    monkeypatch.setenv(environment.GIVEN_LOCAL_RANK, "3")  # to be removed after the test
     environment.use_device(0)
     assert os.environ["LOCAL_RANK"] == os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "0"
+    assert environment.local_rank() == 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "devices", "bound"), [(None, 4, "cuda:3"), ("gloo", 4, None), ("gloo", 2, None)]
+)
+def test_only_nccl_is_bound_to_the_device(
+    backend: str | None, devices: int, bound: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch splits the groups of a bound backend, which gloo cannot."""
+    accelerator = MagicMock()
+    accelerator.communication_backend_name.return_value = "nccl"
+    accelerator.device_name = lambda index=None: "cuda" if index is None else f"cuda:{index}"
+    accelerator.device = lambda index: torch.device("cuda", index)
+    accelerator.device_count = lambda: devices
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    backends = importlib.import_module("deepspeed.comm.torch")
+    monkeypatch.setattr(backends, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(backends, "build_shm_op", lambda: None)
+    init = create_autospec(torch.distributed.init_process_group, side_effect=InterruptedError)
+    monkeypatch.setattr("torch.distributed.init_process_group", init)
+    for name in ("RANK", "LOCAL_RANK", environment.GIVEN_LOCAL_RANK):
+        monkeypatch.setenv(name, "3")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "4")
+    with pytest.raises(InterruptedError):
+        distributed.init_distributed(RuntimeConfig(distributed_backend=backend))
+    device = init.call_args.kwargs.get("device_id")
+    assert (None if device is None else str(device)) == bound
+    assert (os.environ["LOCAL_RANK"], environment.local_rank()) == (str(3 % devices), 3)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
