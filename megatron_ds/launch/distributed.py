@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ds.config import RuntimeConfig
@@ -92,13 +91,12 @@ def init_distributed(
         environment.use_device(index)
         accelerator.set_device(index)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    join = partial(deepspeed.init_distributed, backend, timeout=timeout, verbose=False)
     with rendezvous or nullcontext():
         if backend == "gloo":
             # DeepSpeed would bind the group to the device. torch then splits further groups from
             # it, which gloo cannot.
             dist.init_process_group(backend, timeout=timeout)
-        join()
+        deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
     locations = tuple(_gather(HostLocation.here()))
     choose_threads(locations[rank()], locations)
     device = torch.device(accelerator.device_name(index))

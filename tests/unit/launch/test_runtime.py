@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_ds.config import RuntimeConfig
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.gpt_dataset import GPTDataset
