@@ -7,15 +7,44 @@ short form for people.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, option
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.jsonl_logger import JsonLines
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
+
+TENSORBOARD_WAIT = WaitPolicy(timeout=10.0)
+"""For a run that is ending."""
+
+
+@contextmanager
+def owned_tensorboard_folder(config: LoggingConfig, ranks: RankAgreement) -> Iterator[None]:
+    """Owns --tensorboard-dir inside: a run moves or shortens files of earlier ones. Collective.
+
+    Raises:
+        UserError: If another run owns it.
+        OSError: If it cannot be written.
+    """
+    with ExitStack() as lock:
+
+        def own(folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.enter_context(locked(folder / "tensorboard.lock", TENSORBOARD_WAIT))
+            except UserError as error:
+                raise user_error("tensorboard-dir-in-use", folder=folder, error=error) from None
+
+        if config.tensorboard_dir is not None:
+            folder = Path(config.tensorboard_dir)
+            ranks.on_rank0(lambda: own(folder))
+        yield
 
 
 class BestEffortLogger(Logger):

@@ -41,7 +41,13 @@ from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import rank_settings
 from megatron_ds.training.exit_conditions import ExitConditions
-from megatron_ds.training.loggers import Console, ShortConsole, is_short, open_loggers
+from megatron_ds.training.loggers import (
+    Console,
+    ShortConsole,
+    is_short,
+    open_loggers,
+    owned_tensorboard_folder,
+)
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.preflight import RunInputs
 from megatron_ds.training.records import Logger
@@ -81,6 +87,7 @@ def pretrain(
     with (
         claimed_folders(config.checkpoint, ranks, output.print_on_rank) as lock,
         claimed_stores(config.checkpoint, ranks, output.print_on_rank) as stores,
+        owned_tensorboard_folder(config.logging, ranks),
     ):
         writes = context.rank == 0 and config.checkpoint.save is not None
         files = read_files(config.tokenizer) if writes else {}

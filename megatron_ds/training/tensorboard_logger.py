@@ -8,14 +8,21 @@ axes and hide their entire past. Imported only if TensorBoard is used.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
-from collections.abc import Callable, Sequence
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # type: ignore[import-untyped]
 from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import custom_scalars, hparams
 
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.fileio.atomic import atomic_write
@@ -24,7 +31,9 @@ from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, Ste
 
 SAMPLES, TOKENS = " vs samples", " vs tokens"
 EVENT_FILES = "events.out.tfevents.*"
+SETTINGS_FILE = "events.out.tfevents.0000000000.settings"
 EVALUATIONS = "lm-loss-validation/"
+LOSSES = "lm-loss-training/lm loss", f"{EVALUATIONS}lm loss validation"
 
 
 class TensorBoard(Logger):
@@ -56,16 +65,15 @@ class TensorBoard(Logger):
             self._evaluated = truncate_events(Path(folder), state)
         else:
             archive_old_events(Path(folder))
-        self._writer = SummaryWriter(folder, max_queue=config.logging.tensorboard_queue_size)
-        for group in config.to_dict().values():
-            for name, value in group.items():
-                self._writer.add_text(name, str(value), state.iteration)
+        write_settings(Path(folder), config)
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = EventFile(Path(folder, name), config.logging.tensorboard_queue_size)
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
         for record in records:
             if record.iteration % self._logging.tensorboard_log_interval == 0:
                 self._step(record)
-        self._writer.flush()
+        self._file.flush()
 
     def log_interval(self, record: IntervalRecord) -> None:
         if record.params_norm is not None:
@@ -73,7 +81,7 @@ class TensorBoard(Logger):
         if self._logging.log_memory_to_tensorboard:
             for tag, value in self._memory().items():
                 self._add(tag, value, record.last)
-        self._writer.flush()
+        self._file.flush()
 
     def log_eval(self, record: EvalRecord) -> None:
         group = f"{record.group}/" if record.group else ""
@@ -85,10 +93,10 @@ class TensorBoard(Logger):
         self._add(tag, record.loss, record, SAMPLES, TOKENS)
         if self._logging.log_validation_ppl_to_tensorboard:
             self._add(f"{tag} ppl", record.ppl, record, SAMPLES, TOKENS)
-        self._writer.flush()
+        self._file.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
     def _step(self, record: StepRecord) -> None:
         logging = self._logging
@@ -117,8 +125,8 @@ class TensorBoard(Logger):
         """Iterations over samples and tokens, and the reverse."""
         steps, counts = record.iteration, (record.consumed_samples, record.consumed_tokens)
         for name, count in zip(("samples", "tokens"), counts, strict=True):
-            self._writer.add_scalar(f"steps-vs-{name}/y=steps,x={name}", steps, count)
-            self._writer.add_scalar(f"steps-vs-{name}/y={name},x=steps", count, steps)
+            self._file.add_scalar(f"steps-vs-{name}/y=steps,x={name}", steps, count)
+            self._file.add_scalar(f"steps-vs-{name}/y={name},x=steps", count, steps)
 
     def _speed(self, record: StepRecord) -> None:
         samples = record.global_batch_size / record.seconds
@@ -135,9 +143,69 @@ class TensorBoard(Logger):
     def _add(self, tag: str, value: float, record: StepRecord | EvalRecord, *axes: str) -> None:
         """Adds a point over iterations and over each further axis."""
         counts = {SAMPLES: record.consumed_samples, TOKENS: record.consumed_tokens}
-        self._writer.add_scalar(tag, value, record.iteration)
+        self._file.add_scalar(tag, value, record.iteration)
         for axis in axes:
-            self._writer.add_scalar(f"{tag}{axis}", value, counts[axis])
+            self._file.add_scalar(f"{tag}{axis}", value, counts[axis])
+
+
+class EventFile:
+    """A new event file. Errors of the disk are raised here; the thread of TensorBoard's own writer
+    prints them with a traceback.
+
+    Args:
+        path: Its path.
+        queue_size: Maximum number of events that are not written yet.
+    """
+
+    def __init__(self, path: Path, queue_size: int = 1000) -> None:
+        self._path, self._queue_size, self._queued = path, queue_size, 0
+        self._unwritten = io.BytesIO()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb", buffering=0)
+        self.add(file_version="brain.Event:2")
+        self.flush()
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.add(summary=Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step=step)
+
+    def add(self, **fields: Any) -> None:
+        """Adds an event with these fields."""
+        event = Event(wall_time=time.time(), **fields)
+        RecordWriter(self._unwritten).write(event.SerializeToString())
+        self._queued += 1
+        if self._queued >= self._queue_size:
+            self.flush()
+
+    def flush(self) -> None:
+        """
+        Raises:
+            OSError: If the disk is full, or the file was deleted.
+        """
+        data, self._unwritten, self._queued = self._unwritten.getvalue(), io.BytesIO(), 0
+        while data:
+            data = data[self._file.write(data) :]
+        self._path.stat()
+
+    def close(self) -> None:
+        self.flush()
+        self._file.close()
+
+
+def write_settings(folder: Path, config: Config) -> None:
+    """Writes the settings for the tab HPARAMS, and the charts of the tab CUSTOM SCALARS.
+
+    They replace those of the run that is continued.
+    """
+    values: Mapping[str, Any] = {
+        name: value if type(value) in (int, float) else str(value)
+        for group in config.to_dict().values()
+        for name, value in group.items()
+    }
+    charts = {"loss": ["Multiline", [f"^{tag}$" for tag in LOSSES]]}
+    experiment, start, _ = hparams(values, dict.fromkeys(LOSSES))
+    with contextlib.closing(EventFile(folder / SETTINGS_FILE)) as file:
+        for summary in (experiment, start, custom_scalars({"loss": charts})):
+            file.add(summary=summary)
 
 
 def archive_old_events(folder: Path) -> None:
@@ -172,7 +240,7 @@ def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
             (value.tag, event.step)
             for event, _ in kept
             for value in event.summary.value
-            if value.metadata.plugin_data.plugin_name != "text"
+            if value.metadata.plugin_data.plugin_name in ("", "scalars")
         ]
         of_evaluations = {scalar for scalar in scalars if scalar[0].startswith(EVALUATIONS)}
         evaluated |= of_evaluations

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import Config
+from megatron_ds.fileio.file_lock import WaitPolicy
 from megatron_ds.train_state import TrainState
+from megatron_ds.training import loggers
 from megatron_ds.training.loggers import (
     Console,
     ShortConsole,
@@ -20,9 +25,11 @@ from megatron_ds.training.loggers import (
     is_short,
     jsonl_path,
     open_loggers,
+    owned_tensorboard_folder,
     short_interval_line,
 )
 from megatron_ds.training.records import IntervalRecord
+from tests.problems import raises_problem
 from tests.unit.training.logger_records import documented, evaluation, interval, step
 
 
@@ -51,14 +58,50 @@ def test_the_jsonl_file_is_given_or_in_the_save_folder(
 
 
 def kinds(config: Config) -> list[str]:
-    loggers = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=print)
-    for logger in loggers:
+    opened = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=print)
+    for logger in opened:
         logger.close()
-    return [type(logger).__name__ for logger in loggers]
+    return [type(logger).__name__ for logger in opened]
 
 
-# TensorBoard's own thread prints the error as well.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_of_tensorboard_is_one_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logged: list[str] = []
+    config = config_with(tensorboard_dir=str(tmp_path))
+    (board,) = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        for number in range(1, 50):
+            board.log_steps([step(number)])
+        board.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert len(logged) == 1
+    assert "[logger-disabled]" in logged[0]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_tensorboard_folder_belongs_to_one_run(
+    tmp_path: Path, one_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loggers, "TENSORBOARD_WAIT", WaitPolicy(timeout=0.0))
+    config = config_with(tensorboard_dir=str(tmp_path / "board")).logging
+    ranks = RankAgreement()
+    for _ in range(2):
+        with owned_tensorboard_folder(config, ranks):
+            with (
+                raises_problem("tensorboard-dir-in-use", "tensorboard_dir"),
+                owned_tensorboard_folder(config, ranks),
+            ):
+                pass
+            with owned_tensorboard_folder(config_with().logging, ranks):
+                pass
+
+
 def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path) -> None:
     logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path / "board"))

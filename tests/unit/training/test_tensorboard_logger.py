@@ -9,11 +9,14 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
+from tensorboard.plugins.hparams.metadata import (  # type: ignore[import-untyped]
+    parse_session_start_info_plugin_data,
+)
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, StepRecord
-from megatron_ds.training.tensorboard_logger import TensorBoard
+from megatron_ds.training.tensorboard_logger import SETTINGS_FILE, TensorBoard
 from tests.unit.training.logger_records import documented, evaluation, interval, step
 
 MEMORY = {"mem-reserved-bytes": 5, "mem-allocated-bytes": 4, "mem-allocated-count": 3}
@@ -111,15 +114,15 @@ def test_tensorboard_log_interval_selects_iterations(tmp_path: Path) -> None:
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [2, 4]
 
 
-def test_every_setting_is_written_as_text(tmp_path: Path) -> None:
-    write(tmp_path, log_interval=7)
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    tags = set(events.Tags()["tensors"])
-    settings = {name for group in Config().to_dict().values() for name in group}
-    assert tags == {f"{name}/text_summary" for name in settings}
-    (event,) = events.Tensors("log_interval/text_summary")
-    assert event.tensor_proto.string_val == [b"7"]
+def test_the_settings_are_a_table_of_the_last_start(tmp_path: Path) -> None:
+    write(tmp_path, step(1), log_interval=7)
+    write(tmp_path, step(2), start=1, log_interval=8)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    values = parse_session_start_info_plugin_data(content).hparams
+    assert set(values) == {name for group in Config().to_dict().values() for name in group}
+    assert (values["log_interval"].number_value, values["save"].string_value) == (8, "None")
+    assert events.Tags()["tensors"] == ["custom_scalars__config__"]
 
 
 def test_a_resumed_run_removes_points_after_its_checkpoint(tmp_path: Path) -> None:
@@ -137,7 +140,7 @@ def test_a_resumed_run_removes_points_after_its_checkpoint(tmp_path: Path) -> No
 
 def test_older_files_are_truncated_if_the_newest_has_no_remaining_steps(tmp_path: Path) -> None:
     write(tmp_path, step(1), step(2))
-    (path,) = tmp_path.iterdir()
+    (path,) = set(tmp_path.iterdir()) - {tmp_path / SETTINGS_FILE}
     # An older name: names contain seconds, and tests are faster.
     path.rename(tmp_path / "events.out.tfevents.1000000001")
     write(tmp_path, step(3), start=2)
@@ -147,7 +150,7 @@ def test_older_files_are_truncated_if_the_newest_has_no_remaining_steps(tmp_path
 
 def test_a_truncated_event_file_is_read_up_to_its_end(tmp_path: Path) -> None:
     write(tmp_path, *map(step, range(1, 4)))
-    (path,) = tmp_path.iterdir()
+    (path,) = set(tmp_path.iterdir()) - {tmp_path / SETTINGS_FILE}
     path.write_bytes(path.read_bytes()[:-5])
     write(tmp_path, start=2)
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1, 2]
