@@ -147,9 +147,15 @@ def discard(path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Renames a folder that is to be deleted; returns its new path."""
+    """Renames a folder that is to be deleted; returns its new path.
+
+    Of a link to a folder elsewhere, only the link is removed.
+    """
     removed = path.with_name(f"{REMOVED}{path.name.lstrip('.')}-{secrets.token_hex(4)}")
-    rename(path, removed)
+    if path.is_symlink():
+        path.unlink()
+    else:
+        rename(path, removed)
     return removed
 
 

@@ -45,7 +45,8 @@ def list_universal(folder: Path) -> list[Path]:
         return [folder]
     named = ""
     with suppress(OSError):
-        named = (folder / POINTER).read_text(encoding="utf-8", errors="replace").strip()
+        if (folder / POINTER).is_file():
+            named = (folder / POINTER).read_text(encoding="utf-8", errors="replace").strip()
     found = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())

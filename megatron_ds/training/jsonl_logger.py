@@ -11,11 +11,12 @@ import itertools
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.training.records import EvalRecord, Logger, StepRecord
 
@@ -39,20 +40,20 @@ class JsonLines(Logger):
         path: File to append to.
         iteration: Iteration from which the run starts. Later records are removed. A run that starts
             from 0 renames an existing file to `<path>.1`, or to the next free number. A device or a
-            named pipe only receives the new records.
+            named pipe only receives the new records. If a line is not a record, the file is kept
+            under such a name, too, and its records are copied.
         warn: Prints a line.
     """
 
     def __init__(self, path: Path, iteration: int, warn: Callable[[str], object] = print) -> None:
         self._evaluations: set[str] = set()
+        self._warn = warn
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file() and iteration == 0:
-            numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-            os.replace(path, next(new for new in numbered if not new.exists()))
+            os.replace(path, _free_name(path))
         elif path.is_file():
             self._truncate_after(path, iteration)
         self._file = path.open("ab", buffering=0)
-        self._warn = warn
         self._unwritten = b""
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
@@ -88,9 +89,9 @@ class JsonLines(Logger):
     def _truncate_after(self, path: Path, iteration: int) -> None:
         """Rewrites the file atomically without the records of later iterations.
 
-        Raises:
-            UserError: For a line that is not a record. An incomplete last line is left out.
+        An incomplete last line is left out; after any other damage the original is kept.
         """
+        damaged = 0
         with (
             path.open(encoding="utf-8", errors="replace") as lines,
             atomic_write(path) as file,
@@ -99,12 +100,22 @@ class JsonLines(Logger):
                 try:
                     record = json.loads(line)
                     done = int(record["iteration"])
-                except (ValueError, TypeError, KeyError):
-                    if not line.endswith("\n"):
-                        break
-                    raise user_error("metrics-jsonl-foreign", path=path, number=number) from None
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                    if line.endswith("\n"):
+                        damaged = damaged or number
+                    continue
                 if done <= iteration:
                     whole = line.rstrip("\n") + "\n"
                     file.write(whole.encode())
                     if "lm_loss" not in record:
                         self._evaluations.add(whole)
+            if damaged:
+                kept = shutil.copyfile(path, _free_name(path))
+                warning = Problem("metrics-jsonl-damaged", path=path, number=damaged, kept=kept)
+                self._warn(f"WARNING: {warning.render()}")
+
+
+def _free_name(path: Path) -> Path:
+    """The first of PATH.1, PATH.2, ... that does not exist."""
+    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    return next(new for new in numbered if not new.exists())

@@ -18,14 +18,16 @@ from typing import Any, NoReturn
 import pytest
 
 from megatron_ds.checkpoint import storage
+from megatron_ds.checkpoint.formats import megatron_folders
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.saved_model import find_checkpoint
+from megatron_ds.checkpoint.universal_folders import POINTER
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_checkpoint_io import Snapshot, flush_and_hash, write_tensors
 from megatron_ds.launch.exit_codes import ExitCode
-from tests.problems import raises_problem
+from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.fakes import (
     Crash,
     FakeEngine,
@@ -367,6 +369,31 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
     del of_tool
     save(keeping, 12)
     assert names_in(folder) == {"global_step12", *storage.POINTERS}
+
+
+def test_of_a_linked_checkpoint_the_link_is_removed(
+    manager: Managers, folder: Path, tmp_path: Path, logged: list[str]
+) -> None:
+    keeping = manager(keep_last=1)
+    save(keeping, 2)
+    (folder / "global_step2").rename(tmp_path / "elsewhere")
+    (folder / "global_step2").symlink_to(tmp_path / "elsewhere")
+    save(keeping, 4)
+    assert names_in(folder) == {"global_step4", *storage.POINTERS}
+    assert (tmp_path / "elsewhere" / "model_states.pt").is_file()
+    assert "save-pointers-failed" not in printed_codes("\n".join(logged))
+
+
+@pytest.mark.timeout(60)
+def test_pointers_that_are_no_files_are_ignored(manager: Managers, folder: Path) -> None:
+    save(manager(), 2)
+    for name in (*storage.POINTERS, POINTER):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    assert megatron_folders.find_checkpoint(folder) is None
+    assert load(manager())[0] == state_at(2)
+    save(manager(), 4)
+    assert (folder / "latest").read_text() == "global_step4"
 
 
 def test_a_folder_without_locks_is_read_and_cleaned_up(

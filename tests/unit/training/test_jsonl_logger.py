@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.training.jsonl_logger import JsonLines
-from tests.problems import raises_problem
+from tests.problems import printed_codes
 from tests.unit.training.logger_records import documented, evaluation, step
 
 
@@ -123,12 +123,16 @@ def test_a_last_line_without_newline_is_kept(path: Path) -> None:
     assert iterations(path) == [1, 2]
 
 
-def test_a_foreign_file_is_rejected_and_not_changed(path: Path) -> None:
-    path.write_text('{"iteration": 1}\nmy notes\n{"iteration": 2}\n', encoding="utf-8")
-    with raises_problem("metrics-jsonl-foreign", "metrics_jsonl", contains=f"{path}, line 2"):
-        JsonLines(path, 2)
-    assert "my notes" in path.read_text(encoding="utf-8")
-    assert [item.name for item in path.parent.iterdir()] == ["metrics.jsonl"]
+@pytest.mark.parametrize("line", ["my notes", '{"iteration": 1e400}', "[" * 100_000, "{}"])
+def test_a_damaged_file_is_set_aside_and_its_records_are_kept(path: Path, line: str) -> None:
+    content = f'{{"iteration": 1}}\n{line}\n{{"iteration": 2}}\n{{"iteration": 3}}\n'
+    path.write_text(content, encoding="utf-8")
+    logged: list[str] = []
+    JsonLines(path, 2, warn=logged.append).log_steps([step(3)])
+    assert iterations(path) == [1, 2, 3]
+    assert (path.parent / "metrics.jsonl.1").read_text(encoding="utf-8") == content
+    assert printed_codes("\n".join(logged)) == ["metrics-jsonl-damaged"]
+    assert f"{path}, line 2" in logged[0]
 
 
 def test_new_runs_keep_older_files_under_numbers(path: Path) -> None:
