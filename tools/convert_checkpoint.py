@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
-from megatron_ds.config.checkpoint import is_url, split_location
+from megatron_ds.config.checkpoint import missing_folder, split_location
 from megatron_ds.config.fields import option_field, when
 from megatron_ds.config.problems import Problem
 
@@ -46,7 +46,8 @@ class Options:
 
     load: str = option_field(
         "",
-        "folder to convert, or a URL such as s3://BUCKET/FOLDER",
+        "folder to convert, a URL such as s3://BUCKET/FOLDER, or hf:OWNER/NAME, a model of the "
+        "Hugging Face Hub",
         metavar="FOLDER",
         required=True,
     )
@@ -119,8 +120,7 @@ class Options:
         return name if name != "auto" else self.source_format, Path(folder)
 
     def problems(self) -> Iterator[Problem]:
-        if self.load and not is_url(self.load) and not self.source[1].is_dir():
-            yield Problem("load-folder-missing", load=self.load)
+        yield from missing_folder(self.load)
         if self.target_format == "universal" and self.dtype is not None:
             yield Problem("universal-dtype")
 

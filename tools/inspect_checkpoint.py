@@ -22,7 +22,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
@@ -50,6 +50,8 @@ class Options:
     checkpoint that a run would load is shown. Tensors are read one at a time. The exit status is 1
     if files are damaged or the checkpoints differ.
     """
+
+    FIELD_FLAGS: ClassVar[Mapping[str, str]] = {"load": "PATH"}
 
     path: str = option_field(
         "", "folder of the checkpoint", metavar="PATH", positional=True, required=True

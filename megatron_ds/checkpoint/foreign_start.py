@@ -22,14 +22,17 @@ from megatron_ds.checkpoint.formats.weights_locations import (
     is_hf,
 )
 from megatron_ds.checkpoint.saved_options import (
+    SIZES,
     UNCHECKED,
     Warn,
+    has_checkpoint,
     replace_given,
     with_pretrained,
     with_saved_options,
 )
+from megatron_ds.checkpoint.staging import is_remote
 from megatron_ds.config import GROUP_OF_FIELD, Config
-from megatron_ds.config.checkpoint import split_location
+from megatron_ds.config.checkpoint import FORMATS, missing_folder, split_location
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_fields import as_flag
 from megatron_ds.train_state import TrainState
@@ -85,6 +88,13 @@ def merge_settings(
     """
     config, problems = _split_location(with_pretrained(config))
     found = find_foreign(config)
+    options = config.checkpoint
+    if isinstance(found, WeightsFolder) and options.step is not None:
+        field = "ckpt_step" if options.load_tag is None else "load_tag"
+        names = "weights alone, without iterations"
+        problems.append(
+            Problem("ckpt-step-missing", field, step=options.step, folder=found.path, names=names)
+        )
     if found is None:
         return with_saved_options(config, warn), problems
     try:
@@ -140,14 +150,21 @@ def _length_problems(
 
 
 def _split_location(config: Config) -> tuple[Config, list[Problem]]:
-    """Removes the name of a format from --load, after checking it."""
-    load = config.checkpoint.load
-    if load is None:
+    """Removes the name of a format from --load, after checking that expected weights are there."""
+    options = config.checkpoint
+    if options.load is None:
         return config, []
-    name, folder = split_location(load)
-    options = dataclasses.replace(config.checkpoint, load=folder)
-    is_other = name == HF and Path(folder).is_dir() and not is_hf(Path(folder))
-    problems = [Problem("hf-folder-without-config", path=folder)] if is_other else []
+    name, folder = split_location(options.load)
+    problems = list[Problem]()
+    is_expected = name != "auto" or options.is_new_run or config.given.isdisjoint(SIZES)
+    is_there = is_hf(Path(folder)) if name == HF else has_checkpoint(folder)
+    if is_expected and not is_there and not is_remote(options.load):
+        shown, known = options.load_url or folder, ", ".join(FORMATS) if name == "auto" else name
+        unknown = Problem("weights-format-unknown", path=shown, known=known)
+        problems = [*missing_folder(options.load)] or [unknown]
+        if options.load == options.pretrained_checkpoint:
+            problems = [each.about(load="pretrained_checkpoint") for each in problems]
+    options = dataclasses.replace(options, load=folder)
     return dataclasses.replace(config, checkpoint=options), problems
 
 

@@ -35,12 +35,14 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.saved_options import has_checkpoint
 from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
 from megatron_ds.config import CheckpointConfig, Config
-from megatron_ds.config.checkpoint import is_url, split_location
-from megatron_ds.config.problems import Problem, UserError, collect, user_error
+from megatron_ds.config.checkpoint import hub_model, is_url, split_location
+from megatron_ds.config.problems import Problem, UserError, collect, problems_about, user_error
 from megatron_ds.fileio.atomic import FileRecord, write_atomically
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.fileio.object_store import PARALLEL, ObjectStore
 from megatron_ds.launch import environment
+from megatron_ds.tokenizer.base import library_errors
+from megatron_ds.tokenizer.huggingface import HUB_FILES
 
 METRICS = "metrics.jsonl"
 STAGING_LOCK = ".staging.lock"
@@ -64,7 +66,7 @@ def stage(config: Config) -> tuple[Config, list[Problem]]:
             folder = staging_folder(url, staging_dir)
             mirror(_reachable("save", url), folder, everything=False)
             changes |= {"save": str(folder), "save_url": url}
-    if options.load is not None and is_url(options.load):
+    if options.load is not None and is_remote(options.load):
         with collect(problems):
             staged, url = _stage_weights("load", options.load, staging_dir, changes.get("save_url"))
             changes |= {"load": staged, "load_url": url}
@@ -72,7 +74,7 @@ def stage(config: Config) -> tuple[Config, list[Problem]]:
     weights = options.pretrained_checkpoint
     if (
         weights is not None
-        and is_url(weights)
+        and is_remote(weights)
         and not problems
         and not has_checkpoint(options.load)
     ):
@@ -84,8 +86,8 @@ def stage(config: Config) -> tuple[Config, list[Problem]]:
 
 def _stage_weights(
     field: str, location: str, staging_dir: str | None, staged_url: str | None = None
-) -> tuple[str, str]:
-    """Stages the URL of a field that names checkpoints or weights.
+) -> tuple[str, str | None]:
+    """Stages the URL, or the model of the Hub, of a field that names checkpoints or weights.
 
     Args:
         field: The option.
@@ -96,6 +98,8 @@ def _stage_weights(
     Returns:
         The value without the URL, and the URL.
     """
+    if (model := hub_model(location)) is not None:
+        return _download_model(field, model, staging_dir), None
     name, url = split_location(location)
     url = url.rstrip("/")
     if url.rpartition("/")[2].startswith("global_step"):
@@ -104,6 +108,34 @@ def _stage_weights(
     if url != staged_url:
         mirror(_reachable(field, url), folder, everything=None if name == "auto" else True)
     return f"{folder}" if name == "auto" else f"{name}:{folder}", url
+
+
+def is_remote(location: str) -> bool:
+    """Whether a value of --load names a store, or a model of the Hugging Face Hub."""
+    return is_url(location) or hub_model(location) is not None
+
+
+def _download_model(field: str, model: str, staging_dir: str | None) -> str:
+    """Downloads a model of the Hub to Hugging Face's cache; processes of a host take turns.
+
+    Raises:
+        UserError: If this fails.
+    """
+    import huggingface_hub
+
+    folder = staging_folder(f"hf://{model}", staging_dir)
+    with (
+        problems_about(load=field),
+        library_errors("model-download-failed", name=model),
+        locked(folder / STAGING_LOCK, WaitPolicy()),
+    ):
+        for weights in ("*.safetensors", "*.bin"):
+            path = huggingface_hub.snapshot_download(
+                model, allow_patterns=[*HUB_FILES, weights], ignore_patterns=["*/*"]
+            )
+            if any(Path(path).glob(weights)):
+                break
+    return f"hf:{path}"
 
 
 def _is_one_checkpoint(url: str) -> Problem:
@@ -295,21 +327,23 @@ def restore_metrics(store: ObjectStore, folder: Path) -> None:
 
 
 def staged_location(location: str, staging_dir: str | None, warn: Callable[[str], None]) -> str:
-    """Downloads what a tool's --load names if it is a URL; returns its value with a local folder.
+    """Downloads what a tool's --load names unless it is local; returns it with a local folder.
 
     Of a --save URL, these are the files of the last undamaged checkpoint. Several processes may
     call it.
 
     Args:
-        location: Value of --load. One that is no URL is returned as it is.
+        location: Value of --load. A local folder is returned as it is.
         staging_dir: Value of --checkpoint-staging-dir.
         warn: Called with a line for each newer checkpoint that is damaged.
 
     Raises:
         UserError: If the store cannot be used, or has no undamaged checkpoint.
     """
-    if not is_url(location):
+    if not is_remote(location):
         return location
+    if (model := hub_model(location)) is not None:
+        return _download_model("load", model, staging_dir)
     name, url = split_location(location)
     url = url.rstrip("/")
     parent, _, last = url.rpartition("/")

@@ -16,6 +16,7 @@ TAG = re.compile("global_step0*([0-9]+)")
 SAVE = when(save=ANY_VALUE)
 LOAD = when(load=ANY_VALUE)
 
+HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 FORMATS = ("native", "universal", "hf", "megatron", "torch_dist")
 """Formats that --load can name before the folder, as in hf:FOLDER."""
 
@@ -31,6 +32,20 @@ def is_url(location: str) -> bool:
     return "://" in split_location(location)[1]
 
 
+def hub_model(location: str) -> str | None:
+    """The model of the Hugging Face Hub that hf:OWNER/NAME names, unless it is a local folder."""
+    name, model = split_location(location)
+    is_name = name == "hf" and HUB_NAME.fullmatch(model) and not os.path.exists(model)
+    return model if is_name else None
+
+
+def missing_folder(location: str) -> Iterator[Problem]:
+    """Checks that the folder of a value of --load exists, if it is to be a local one."""
+    is_local = not is_url(location) and hub_model(location) is None
+    if location and is_local and not os.path.isdir(split_location(location)[1]):
+        yield Problem("load-folder-missing", load=location)
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Saving and loading of checkpoints."""
@@ -42,8 +57,8 @@ class CheckpointConfig:
         None,
         "folder of checkpoints to resume from; if it has none, training starts from scratch. Or "
         "weights to start from, in any format of tools/convert_checkpoint.py: hf:FOLDER is a model "
-        "of Hugging Face. Options of the model that are not given are then its own. The folder may "
-        "be a URL such as s3://BUCKET/FOLDER",
+        "of Hugging Face, hf:OWNER/NAME one on the Hub. Options of the model that are not given "
+        "are then its own. The folder may be a URL such as s3://BUCKET/FOLDER",
         metavar="FOLDER",
     )
     checkpoint_staging_dir: str | None = option_field(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_ds.cli.command import fail, table_of
 from megatron_ds.config import Config, ModelConfig, flag_of
-from megatron_ds.config.checkpoint import is_url, split_location
+from megatron_ds.config.checkpoint import missing_folder, split_location
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, option
 from megatron_ds.launch import distributed, environment
@@ -45,7 +45,8 @@ class CheckpointOptions:
         "",
         "folder of a training run's checkpoints (--save), of which the last one is loaded, "
         "a single checkpoint, or weights in any format that tools/convert_checkpoint.py reads; "
-        "hf:FOLDER names the format. FOLDER may be a URL such as s3://BUCKET/FOLDER",
+        "hf:FOLDER names the format, and hf:OWNER/NAME a model of the Hugging Face Hub. FOLDER may "
+        "be a URL such as s3://BUCKET/FOLDER",
         metavar="FOLDER",
         required=True,
     )
@@ -65,9 +66,7 @@ class CheckpointOptions:
 
     def problems(self) -> Iterator[Problem]:
         tp_size, processes = self.tensor_model_parallel_size, environment.world_size()
-        is_here = is_url(self.load) or Path(split_location(self.load)[1]).is_dir()
-        if self.load and not is_here:
-            yield Problem("load-folder-missing", load=self.load)
+        yield from missing_folder(self.load)
         if tp_size not in (None, processes):
             yield Problem("generation-needs-all-processes", tp_size=tp_size, processes=processes)
         if sum(getattr(self, name) for name in PRECISIONS) > 1:

@@ -178,6 +178,8 @@ def build_trainer(
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = _estimate_memory(config, mesh, engine, context)
     print_banner(config, context, mesh, engine, state, estimate)
+    if is_new and config.checkpoint.load is not None:
+        _warn(Problem("no-checkpoint-to-load", folder=config.checkpoint.load))
     if config.checkpoint.save is not None and context.rank == 0:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         write_run_files(Path(config.checkpoint.save), engine, data)

@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megatron_ds.checkpoint import saved_options
 from megatron_ds.checkpoint.foreign_start import (
@@ -25,8 +27,11 @@ from megatron_ds.checkpoint.formats.huggingface import open_hf
 from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
 from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
 from megatron_ds.checkpoint.metadata import MANIFEST, manifest_text, read_manifest
+from megatron_ds.checkpoint.staging import STAGING_LOCK, stage, staged_location
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, TokenizerConfig
+from megatron_ds.config.checkpoint import FORMATS
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.unit.checkpoint.formats.hf_models import VOCAB, random_model
@@ -128,7 +133,7 @@ def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
     assert complete.notes == ()
 
 
-def test_damaged_and_foreign_folders_are_problems(tmp_path: Path, folder: Path) -> None:
+def test_damaged_folders_are_problems(folder: Path) -> None:
     config, _ = merge_settings(run_of(folder))
     assert codes(find_damage(config)) == []
     content = bytearray((folder / SINGLE).read_bytes())
@@ -140,9 +145,107 @@ def test_damaged_and_foreign_folders_are_problems(tmp_path: Path, folder: Path) 
     found = ["checkpoint-file-size" if damage else "foreign-file-unreadable"]
     assert codes(merge_settings(run_of(folder))[1]) == found
 
-    (tmp_path / "empty").mkdir()
-    _, problems = merge_settings(run_of(f"hf:{tmp_path / 'empty'}"))
-    assert codes(problems) == ["hf-folder-without-config"]
+
+SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "options", "expected"),
+    [
+        *((f"{name}:gone", SIZES, {}, "load-folder-missing") for name in FORMATS),
+        ("gone", {}, {}, "load-folder-missing"),
+        ("gone", SIZES, {"finetune": True}, "load-folder-missing"),
+        ("gone", SIZES, {"reset_iteration": True}, "load-folder-missing"),
+        ("hf:empty", SIZES, {}, "weights-format-unknown"),
+        ("native:empty", SIZES, {}, "weights-format-unknown"),
+        ("empty", {}, {}, "weights-format-unknown"),
+        ("empty", SIZES, {"load_url": "s3://a/b", "finetune": True}, "weights-format-unknown"),
+        ("gone", SIZES, {}, None),
+        ("empty", SIZES, {}, None),
+    ],
+)
+def test_a_run_without_its_expected_weights_is_rejected(
+    load: str,
+    given: dict[str, int],
+    options: dict[str, Any],
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a plain --load next to flags of the model may have no checkpoint yet."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    run = run_of(load, **given)
+    run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, **options))
+    problems = merge_settings(run)[1]
+    assert codes(problems) == ([] if expected is None else [expected])
+    assert all(str(options.get("load_url", load.partition(":")[2])) in each for each in problems)
+    # The same of --pretrained-checkpoint, which is always expected.
+    weights = CheckpointConfig(load="new", pretrained_checkpoint=load)
+    problems = merge_settings(dataclasses.replace(run, checkpoint=weights))[1]
+    assert fields(problems) == [("pretrained_checkpoint",)]
+
+
+def test_weights_have_no_iteration_to_choose(folder: Path) -> None:
+    for name, value in (("ckpt_step", 3), ("load_tag", "global_step3")):
+        run = run_of(f"{folder.name}:{folder}")
+        options = dataclasses.replace(run.checkpoint, **{name: value})
+        problems = merge_settings(dataclasses.replace(run, checkpoint=options))[1]
+        assert (codes(problems), fields(problems)) == (["ckpt-step-missing"], [(name,)])
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_a_model_of_the_hub_is_downloaded_by_one_process_at_a_time(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without code, and in one of the formats of weights."""
+    random_model("llama").save_pretrained(tmp_path / "cache")
+    (tmp_path / "cache" / "model.safetensors").rename(tmp_path / "cache" / weights)
+    wanted: list[str] = []
+
+    def download(name: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert (name, ignore_patterns) == ("owner/model", ["*/*"])
+        wanted.append(" ".join(allow_patterns))
+        (lock,) = tmp_path.rglob(STAGING_LOCK)
+        with lock.open() as file:
+            assert not lock_now(file)
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    staging = str(tmp_path / "staging")
+    cached = f"hf:{tmp_path / 'cache'}"
+    assert staged_location("hf:owner/model", staging, print) == cached
+    assert [".safetensors" in each for each in wanted] == [True, False][: len(wanted)]
+    assert [".bin" in each for each in wanted] == [False, True][: len(wanted)]
+    assert len(wanted) == 1 + weights.endswith(".bin")
+    assert not any(".py" in each or "* " in each for each in wanted)
+
+    for options in ({"load": "hf:owner/model"}, {"pretrained_checkpoint": "hf:owner/model"}):
+        run = Config(checkpoint=CheckpointConfig(checkpoint_staging_dir=staging, **options))
+        staged, problems = stage(run)
+        assert problems == []
+        assert [getattr(staged.checkpoint, name) for name in options] == [cached]
+        assert staged.checkpoint.load_url is staged.checkpoint.pretrained_url is None
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    assert staged_location("hf:owner/model", staging, print) == "hf:owner/model"
+
+
+@pytest.mark.parametrize("field", ["load", "pretrained_checkpoint"])
+def test_a_model_that_cannot_be_downloaded_is_one_problem(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> str:
+        raise LocalEntryNotFoundError("no route to the host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.chdir(tmp_path)
+    options = CheckpointConfig(checkpoint_staging_dir="s", **{field: "hf:owner/model"})
+    staged, problems = stage(Config(checkpoint=options))
+    problems += merge_settings(staged)[1]
+    assert (codes(problems), fields(problems)) == (["model-download-failed"], [(field,)])
+    assert "owner/model" in problems[0]
+    assert "no route to the host" in problems[0]
 
 
 def test_a_training_in_the_same_folder_is_continued(folder: Path) -> None:
