@@ -46,8 +46,7 @@ class Options:
 
     load: str = option_field(
         "",
-        "folder to convert, a URL such as s3://BUCKET/FOLDER, or hf:OWNER/NAME, a model of the "
-        "Hugging Face Hub",
+        "folder to convert, a URL such as s3://BUCKET/FOLDER, or hf:OWNER/NAME on the Hub",
         metavar="FOLDER",
         required=True,
     )

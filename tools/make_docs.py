@@ -50,12 +50,6 @@ REFUSED = """\
 These flags would change the run, or request what does not exist. They end the program before it
 starts, with the message of the second column.
 """
-OTHER_NAMES = """\
-## Names in other trainers
-
-Flags of Hugging Face, nanoGPT, litgpt and torchtitan are errors that name the flag here, or say
-what to do.
-"""
 DEFAULT_TABLE = """\
 ## Defaults that differ
 
@@ -103,7 +97,6 @@ def page() -> str:
     ):
         parts += [head, _reasons(training, outcome, title)]
     parts += ["Refused values of flags that are supported:\n", _values(declared.refused_values())]
-    parts += [OTHER_NAMES, _other_names(training)]
     for name, table in tool_tables().items():
         parts += [f"## {name}\n", *_groups(table, "###")]
         if table.foreign and table.shown == table.groups:
@@ -162,15 +155,6 @@ def _reasons(table: FlagTable, outcome: str, title: str) -> str:
             reason += f" (at least {table.flag_of(flag.at_least)})" if flag.at_least else ""
             named.setdefault(reason, []).append(f"`{flag.usage.removesuffix(' ...')}`")
     return _table(("flags", title), [(" ".join(flags), why) for why, flags in named.items()])
-
-
-def _other_names(table: FlagTable) -> str:
-    meant: dict[str, list[str]] = {}
-    for name, flag in table.same.items():
-        meant.setdefault(f"`--{flag}`", []).append(f"`{name}`")
-    for name, text in table.advice.items():
-        meant.setdefault(text, []).append(f"`{name}`")
-    return _table(("names", "here"), [(" ".join(names), text) for text, names in meant.items()])
 
 
 def _values(values: Mapping[str, Mapping[str, str]]) -> str:

@@ -30,9 +30,8 @@ from megatron_ds.checkpoint.saved_options import (
     with_pretrained,
     with_saved_options,
 )
-from megatron_ds.checkpoint.staging import is_remote
 from megatron_ds.config import GROUP_OF_FIELD, Config
-from megatron_ds.config.checkpoint import FORMATS, missing_folder, split_location
+from megatron_ds.config.checkpoint import FORMATS, is_remote, missing_folder, split_location
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_fields import as_flag
 from megatron_ds.train_state import TrainState

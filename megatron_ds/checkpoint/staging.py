@@ -35,7 +35,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.saved_options import has_checkpoint
 from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
 from megatron_ds.config import CheckpointConfig, Config
-from megatron_ds.config.checkpoint import hub_model, is_url, split_location
+from megatron_ds.config.checkpoint import hub_model, is_remote, is_url, split_location
 from megatron_ds.config.problems import Problem, UserError, collect, problems_about, user_error
 from megatron_ds.fileio.atomic import FileRecord, write_atomically
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
@@ -108,11 +108,6 @@ def _stage_weights(
     if url != staged_url:
         mirror(_reachable(field, url), folder, everything=None if name == "auto" else True)
     return f"{folder}" if name == "auto" else f"{name}:{folder}", url
-
-
-def is_remote(location: str) -> bool:
-    """Whether a value of --load names a store, or a model of the Hugging Face Hub."""
-    return is_url(location) or hub_model(location) is not None
 
 
 def _download_model(field: str, model: str, staging_dir: str | None) -> str:

@@ -20,8 +20,6 @@ from megatron_ds.config.fields import choice_problem
 from megatron_ds.config.problems import Problem, UserError, user_error
 
 NEGATIONS = ("no-", "disable-")
-SIMILAR = 0.75
-"""Ratio of equal characters from which a name is taken for a misspelt one."""
 LARGEST_EXACT = 2**53
 """Larger numbers with a point or an exponent may not be the integer that was written."""
 
@@ -173,13 +171,9 @@ class _Scanner:
 
 def _closest(name: str, table: FlagTable) -> str:
     """The option with the most similar name, never one that negates it; "" if none is similar."""
-    is_negation = name.startswith(NEGATIONS)
-    options = [
-        each
-        for each, flag in table.by_name.items()
-        if flag.outcome == "set" and each.startswith(NEGATIONS) == is_negation
-    ]
-    return next(iter(difflib.get_close_matches(name, options, n=1, cutoff=SIMILAR)), "")
+    options = (each for each, flag in table.by_name.items() if flag.outcome == "set")
+    names = [each for each in options if each.startswith(NEGATIONS) == name.startswith(NEGATIONS)]
+    return "".join(difflib.get_close_matches(name, names, n=1, cutoff=0.75))
 
 
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:

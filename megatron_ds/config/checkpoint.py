@@ -39,10 +39,14 @@ def hub_model(location: str) -> str | None:
     return model if is_name else None
 
 
+def is_remote(location: str) -> bool:
+    """Whether a value of --load names a folder of a store, or a model of the Hub."""
+    return is_url(location) or hub_model(location) is not None
+
+
 def missing_folder(location: str) -> Iterator[Problem]:
     """Checks that the folder of a value of --load exists, if it is to be a local one."""
-    is_local = not is_url(location) and hub_model(location) is None
-    if location and is_local and not os.path.isdir(split_location(location)[1]):
+    if location and not is_remote(location) and not os.path.isdir(split_location(location)[1]):
         yield Problem("load-folder-missing", load=location)
 
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.checks import file_problems
@@ -40,6 +40,8 @@ class DocumentSelection:
     """
 
     text: str | None
+    may_be_empty: ClassVar[bool] = False
+    """Whether validation and test do without documents instead."""
 
     def range_of(self, size: int) -> tuple[int, int]:
         """First document and end, for a file of `size` documents."""
@@ -60,6 +62,7 @@ class SplitSelection(DocumentSelection):
     text: str
     split: str
     rounding: str = "megatron-deepspeed"
+    may_be_empty = True
 
     def range_of(self, size: int) -> tuple[int, int]:
         bounds = split_bounds(parse_split(self.text), size, self.rounding)
@@ -128,8 +131,6 @@ class DatasetGroup:
 
     def without(self, sources: Sequence[BlendSource]) -> DatasetGroup:
         """The group without some of its files; the weights of the others keep their ratios."""
-        if not sources:
-            return self
         rest = [source for source in self.sources if source not in sources]
         total = math.fsum(source.weight or 0 for source in rest) or 1
         kept = (replace(one, weight=one.weight and one.weight / total) for one in rest)

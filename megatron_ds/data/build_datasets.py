@@ -142,7 +142,7 @@ def build_datasets(
     for each in files.groups:
         if not needed[each.split]:
             continue
-        group = each.without(files.left_out(each))
+        group = files.with_text(each)
         if group.split == "train":
             train, progress = builder.blend(group, needed["train"], history, consumed)
         elif group.sources:

@@ -7,20 +7,13 @@ or torch, and writes nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.blend_spec import (
-    SPLITS,
-    BlendSource,
-    DatasetGroup,
-    DocumentSelection,
-    SplitSelection,
-    read_groups,
-)
+from megatron_ds.data.blend_spec import SPLITS, DatasetGroup, DocumentSelection, read_groups
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
 from megatron_ds.data.usage_report import join_limited
@@ -81,20 +74,19 @@ class DataFiles:
                 value = f"{files}, weight {weight}, documents {source.documents.text}"
                 yield f"source {number} of {group.flag} ({group.split} {group.name})", value
 
-    def left_out(self, group: DatasetGroup) -> list[BlendSource]:
-        """The files of which --split gives no text to validation or test.
+    def with_text(self, group: DatasetGroup) -> DatasetGroup:
+        """The group without files of which --split gives no text to validation or test.
 
         Raises:
             UserError: If a file is damaged.
         """
-        if group.split == "train":
-            return []
-        return [
-            source
-            for source in group.sources
-            if isinstance(source.documents, SplitSelection)
-            and not _has_tokens(self.open(source.prefix), source.documents)
+        empty = [
+            each
+            for each in group.sources
+            if each.documents.may_be_empty
+            and not _has_tokens(self.open(each.prefix), each.documents)
         ]
+        return group.without(empty) if empty and group.split != "train" else group
 
 
 def data_problems(
@@ -156,7 +148,7 @@ def _file_problems(
     if vocab_size is not None and not mismatch:
         yield from out_of_vocabulary(file, vocab_size, files.probed_blocks)
     for split, samples, documents in needed:
-        if split != "train" and isinstance(documents, SplitSelection):
+        if split != "train" and documents.may_be_empty:
             continue  # then it is not evaluated
         for problem in empty_selection(split, file, samples, documents):
             yield problem.with_prefix(f"{prefix}: ")
@@ -243,21 +235,20 @@ def _probe(file: IndexedDataset, blocks: int) -> Tokens:
     return np.frombuffer(b"".join(parts), dtype=file.dtype)
 
 
-def data_warnings(
-    files: DataFiles, num_samples: tuple[int, int, int] | None, eod: int | None
-) -> Iterator[Problem]:
+def data_warnings(files: DataFiles, samples: Sequence[int], eod: int | None) -> Iterator[Problem]:
     """Warns about splits without text, and flags that need end-of-document tokens.
 
     Args:
         files: The data flags and their files, for which `data_problems` has found no problems.
-        num_samples: As for `data_problems`.
+        samples: Samples that the run needs of train, valid and test.
         eod: End-of-document token of the tokenizer; None if unknown.
     """
-    samples = dict(zip(SPLITS, num_samples or (0, 0, 0), strict=True))
+    needed = dict(zip(SPLITS, samples, strict=True))
     for group in files.groups:
-        if samples[group.split] and (sources := files.left_out(group)):
-            named = join_limited([source.prefix for source in sources], MAX_NAMED_FILES)
-            text = sources[0].documents.text
+        kept = {each.prefix for each in files.with_text(group).sources}
+        empty = [each.prefix for each in group.sources if each.prefix not in kept]
+        if needed[group.split] and empty:
+            text, named = group.sources[0].documents.text, join_limited(empty, MAX_NAMED_FILES)
             yield Problem("split-not-evaluated", text=text, split=group.split, named=named)
     eod_fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     fields = [name for name in eod_fields if getattr(files.config, name)]

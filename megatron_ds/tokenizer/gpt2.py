@@ -53,12 +53,10 @@ class GPT2BPETokenizer:
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
+        content = hash_content(self.tokenizer_json(), {END_OF_TEXT: self.eod})
+        files = hash_files([vocab_file, merge_file])
         self.fingerprint = TokenizerFingerprint(
-            "GPT2BPETokenizer",
-            hash_files([vocab_file, merge_file]),
-            self.vocab_size,
-            self.eod,
-            content=hash_content(self.tokenizer_json(), {END_OF_TEXT: self.eod}),
+            "GPT2BPETokenizer", files, self.vocab_size, self.eod, content=content
         )
 
     def tokenizer_json(self) -> str:

@@ -115,12 +115,9 @@ class FileTokenizer:
             vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = count_ids(vocab, "tokenizer_model", file)
         self.eod = vocab[_end_token(file, vocab)]
+        hashes, content = hash_files([file]), hash_content(self.tokenizer_json())
         self.fingerprint = TokenizerFingerprint(
-            "HFTokenizer",
-            hash_files([file]),
-            self.vocab_size,
-            self.eod,
-            content=hash_content(self.tokenizer_json()),
+            "HFTokenizer", hashes, self.vocab_size, self.eod, content=content
         )
 
     def tokenizer_json(self) -> str:

@@ -83,7 +83,7 @@ def check(
     data = DataFiles(config.data)
     problems += data_problems(data, samples, vocab_size, fingerprint)
     if not problems:
-        for warning in data_warnings(data, samples, eod):
+        for warning in data_warnings(data, samples or (0, 0, 0), eod):
             warn(warning)
     if is_sound:
         # Every rank of a large run cannot check every file; the first one does it for all, later.
