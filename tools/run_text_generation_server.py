@@ -92,14 +92,15 @@ def run(options: Options) -> None:
         UserError: If options do not fit the checkpoint or the machine.
     """
     from megatron_ds.inference.server import TextServer, is_loopback, listen
+
+    # Before the model is loaded, so that an occupied port is reported immediately.
+    listener = listen(options.host, options.port) if environment.rank() == 0 else None
     from megatron_ds.inference.service import TextGenerationService, max_sequence_length
     from megatron_ds.inference.tp_group import TpGroupBroken, TpWorkerGroup, end_with_launchers
 
     end_with_launchers()
     source, config, tokenizer = open_checkpoint(options)
     max_length = max_sequence_length(config, options.inference_max_seq_length)
-    # Before loading the model, so that an occupied port is reported immediately.
-    listener = listen(options.host, options.port) if environment.rank() == 0 else None
     with loaded_model(options, source) as model:
         service = TextGenerationService(
             model,

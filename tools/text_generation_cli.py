@@ -14,13 +14,15 @@ if __name__ == "__main__":
 
 import http.client
 import json
+import urllib.parse
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, user_error
 
 PATH = "/api"
 
@@ -39,16 +41,17 @@ class Options:
 
     @property
     def host_and_port(self) -> str:
-        return self.address.removeprefix("http://").removesuffix("/")
+        return urllib.parse.urlsplit(f"//{self.address.removeprefix('http://')}").netloc
 
     def problems(self) -> Iterator[Problem]:
-        try:
-            http.client.HTTPConnection(self.host_and_port)
-        except http.client.InvalidURL:
+        port = None
+        with suppress(ValueError):
+            port = urllib.parse.urlsplit(f"//{self.host_and_port}").port
+        if self.address and port is None:
             yield Problem("invalid-server-address", address=self.address)
 
 
-class ServerUnreachable(Exception):
+class ServerError(Exception):
     """The server gives no usable response."""
 
 
@@ -56,9 +59,11 @@ def ask(address: str, prompt: str, tokens: int) -> str:
     """The prompt with its continuation.
 
     Raises:
-        ServerUnreachable: If the server does not respond, or responds with an error.
+        ServerError: If the server responds with an error.
+        UserError: If it does not respond.
     """
-    body = json.dumps({"prompts": [prompt], "tokens_to_generate": tokens})
+    request = {"prompts": [prompt], "tokens_to_generate": tokens}
+    body = json.dumps(request if prompt else {**request, "add_BOS": True})
     connection = http.client.HTTPConnection(address)
     try:
         connection.request("PUT", PATH, body, {"Content-Type": "application/json"})
@@ -67,13 +72,13 @@ def ask(address: str, prompt: str, tokens: int) -> str:
         if response.status == 200:
             return str(answer["text"][0])
     except (OSError, http.client.HTTPException) as error:
-        raise ServerUnreachable(f"no response from http://{address}{PATH}: {error}") from None
+        raise user_error("server-not-responding", address=address, error=error) from None
     except (ValueError, LookupError, TypeError):
-        raise ServerUnreachable(f"http://{address}{PATH} is not a text generation server") from None
+        raise ServerError(f"http://{address}{PATH} is not a text generation server") from None
     finally:
         connection.close()
     message = answer.get("message", answer) if isinstance(answer, dict) else answer
-    raise ServerUnreachable(f"Error {response.status}: {message}")
+    raise ServerError(f"Error {response.status}: {message}")
 
 
 def work(options: Options) -> None:
@@ -89,7 +94,7 @@ def work(options: Options) -> None:
             continue
         try:
             print(f"Megatron Response:\n{ask(options.host_and_port, prompt, int(count))}")
-        except ServerUnreachable as error:
+        except ServerError as error:
             print(error)
 
 

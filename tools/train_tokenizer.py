@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,9 @@ def work(options: Options) -> None:
     }
     folder, show = Path(options.output_dir), sys.stderr.isatty()
     size = trainers[options.type](texts, options.vocab_size, folder, show=show)
+    if size < options.vocab_size:
+        smaller = Problem("vocabulary-smaller", asked=options.vocab_size, size=size)
+        warnings.warn(smaller, stacklevel=1)
     kind = "BertWordPieceCase" if options.keep_case else "BertWordPieceLowerCase"
     with output.ignore_broken_pipe():
         print(f"{counted(size, 'token')} from {texts.summary}")

@@ -49,7 +49,10 @@ def claimed_folders(
 
     def own(save: Path) -> None:
         nonlocal lock
-        save.mkdir(parents=True, exist_ok=True)
+        try:
+            save.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise user_error("save-folder-not-created", folder=save, error=error) from None
         lock = run_lock.acquire(save, log)
 
     try:

@@ -127,7 +127,8 @@ def fail(
     if rank == 0:
         count = counted(len(problems), "problem")
         lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
-        print(f"{table.program}: {count} with the settings:\n{lines}", file=sys.stderr, flush=True)
+        title = f"{table.program}: {count} with the settings (--help explains them):"
+        print(f"{title}\n{lines}", file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_SETTINGS))
 
 

@@ -36,7 +36,7 @@ class Flag(OptionSpec):
         help: Help text, or the reason of `outcome`.
         names: The name that is shown, then the aliases, without leading dashes.
         outcome: "set" gives a field its value; "no_op" requests what every run does; "ignored" has
-            no effect, with a warning; "refused" is an error, except at `accepted_values`.
+            no effect, with a warning; "refused" is an error; `accepted_values` need neither.
         field: Name of the option field that is set.
         const: Value that a flag without values sets.
         yields_to: Values of the field that take precedence if another flag gives them.

@@ -20,6 +20,8 @@ from megatron_ds.config.fields import choice_problem
 from megatron_ds.config.problems import Problem, UserError, user_error
 
 NEGATIONS = ("no-", "disable-")
+DASHES = ("\u2012", "\u2013", "\u2014", "\u2212")
+"""What editors and web pages make of hyphens."""
 LARGEST_EXACT = 2**53
 """Larger numbers with a point or an exponent may not be the integer that was written."""
 
@@ -137,7 +139,7 @@ class _Scanner:
             self._requirements.append((option, flag.needs))
         if flag.at_least:
             self._bounded.append(GivenFlag(flag, option, tuple(arguments[:count]), value))
-        if flag.outcome == "ignored":
+        if flag.outcome == "ignored" and not _is_accepted(flag, arguments):
             self._ignored.setdefault(flag.help, []).append(option)
         elif flag.outcome == "set":
             self._set(GivenFlag(flag, option, tuple(arguments[:count]), value))
@@ -164,6 +166,10 @@ class _Scanner:
             expected = ""
             if owner is not None:
                 expected = f": {option} takes {numbers.get(owner.count, f'{owner.nargs} values')}"
+            if argument.startswith(DASHES):
+                expected = ": a flag begins with two hyphens (--), and this is another dash"
+            elif argument.isspace():
+                expected = ": a backslash that continues a line must be its last character"
             self._line.problems.append(
                 Problem("unexpected-argument", argument=argument, expected=expected)
             )

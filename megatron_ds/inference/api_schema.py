@@ -52,6 +52,11 @@ class Defaults(CandidateOptions):
         aliases=("tokens-to-generate",),
         minimum=1,
     )
+    seed: int | None = option_field(
+        None,
+        "random_seed of requests that do not set one, whose texts are then the same each time",
+        minimum=0,
+    )
 
 
 def _field(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
@@ -138,6 +143,7 @@ def read(body: bytes, defaults: Defaults) -> GenerationRequest:
     raise_if_any(itertools.islice(_field_problems(given), MAX_PROBLEMS))
     raise_if_any([*_sampling_problems(given), *_beam_problems(given)])
     candidates = {
+        "random_seed": defaults.seed,
         "temperature": defaults.temperature,
         # Setting top_k in a request disables the server's default top_p, and vice versa.
         "top_k": 0 if given.get("top_p") else defaults.top_k,

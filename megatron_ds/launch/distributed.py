@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ds.config import RuntimeConfig
@@ -55,6 +56,8 @@ def init_distributed(
         UserError: If the launcher set an incomplete environment.
     """
     _set_single_process_env()
+    if find_spec("deepspeed") is None:
+        return _init_without_deepspeed(config)
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -101,6 +104,18 @@ def init_distributed(
     choose_threads(locations[rank()], locations)
     device = torch.device(accelerator.device_name(index))
     return ProcessContext(rank(), world_size(), device, backend, locations)
+
+
+def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
+    """Initializes the process group by torch alone, which is enough for text generation."""
+    import torch
+    import torch.distributed
+
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
+    torch.distributed.init_process_group("gloo", timeout=timeout)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device(accelerator.type if accelerator else "cpu", environment.local_rank())
+    return ProcessContext(rank(), world_size(), device, "gloo", _gather_locations())
 
 
 def create_host_group(timeout: timedelta) -> torch.distributed.ProcessGroup | None:

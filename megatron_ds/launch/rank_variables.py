@@ -233,7 +233,9 @@ def _rendezvous(env: Environment, task: Task) -> dict[str, str]:
     if host is None:
         host = "127.0.0.1" if task.local_size == task.size else task.first_host
     if host is None:
-        raise user_error("rendezvous-host-unknown", program=task.program, size=task.size)
+        export = "srun --export=ALL," if task.program == "Slurm" else "mpirun -x "
+        program, size = task.program, task.size
+        raise user_error("rendezvous-host-unknown", program=program, size=size, export=export)
     here = env.get("SLURMD_NODENAME", host)
     if task.values["RANK"] == 0 and host == task.first_host != here and "MASTER_ADDR" not in env:
         raise user_error("first-rank-not-on-first-host", here=here, host=host)

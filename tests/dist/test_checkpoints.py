@@ -35,6 +35,7 @@ from tests.dist.engine_harness import build, prepare
 from tests.dist.parity_cases import Case, config_of
 from tests.distributed import run_ranks
 from tests.faults import before_call
+from tests.problems import raises_problem
 
 GROUP_TIMEOUT_S = 1.0
 """Timeout of the training's process groups."""
@@ -109,6 +110,14 @@ def _claim_own_folders(rank: int, folder: Path, ranks: RankAgreement) -> list[st
                 pass
             (problem,) = raised.value.problems
             refusals.append(problem.render())
+        uncreatable = CheckpointConfig(save=f"{place.with_name('host0')}/file/saved")
+        (place / "file").touch()
+        with (
+            raises_problem("save-folder-not-created", "save"),
+            claimed_folders(uncreatable, ranks, print),
+        ):
+            pass
+        (place / "file").unlink()
         assert sorted(path.name for path in place.rglob("*")) == ["other", *["saved"][rank:]]
     return refusals
 

@@ -194,3 +194,6 @@ def test_another_data_order_is_rejected(manager: Managers) -> None:
     assert manager(data=first).select() is not None
     for field, change in changes.items():
         assert field in rejected(manager(**{"data": first, **change})), field
+    with raises_problem("resume-data-order-changed", "split") as raised:
+        manager(data=dataclasses.replace(first, split=None)).select()
+    assert "None" not in raised.problem

@@ -154,6 +154,22 @@ def test_flags_without_effect_are_warnings_by_reason() -> None:
     assert line.problems == []
 
 
+def test_another_recompute_method_is_ignored_with_a_reason() -> None:
+    line = scan_of("--recompute-method block --recompute-granularity full")
+    assert codes(line.warnings) == ["ignored-flag"]
+    assert (line.values, line.problems) == ({"recompute_granularity": "full"}, [])
+
+
+@pytest.mark.parametrize("argument", ["\u2013\u2013num-workers", "\u2014lr", " "])
+def test_dashes_and_escaped_spaces_are_explained(argument: str) -> None:
+    def found(word: str) -> str:
+        (problem,) = scan(["--lr", "1", word], training_flags()).problems
+        assert problem.code == "unexpected-argument"
+        return problem.replace(repr(word), "")
+
+    assert found(argument) != found("word")
+
+
 def test_all_problems_of_a_line_are_reported_at_once() -> None:
     line = scan_of(
         "--num-layers two --lr-decay-style cos --hiden-size 8 --ds-sequence-parallel-fpdt --bf16 "

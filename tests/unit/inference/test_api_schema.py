@@ -89,6 +89,12 @@ def test_invalid_values_are_rejected(name: str) -> None:
             read_fields(**{name: value})
 
 
+def test_a_seed_of_the_server_is_the_default_of_requests() -> None:
+    defaults, body = Defaults(seed=7), {"prompts": ["a"]}
+    for more, seed in (({}, 7), ({"random_seed": 0}, 0)):
+        assert read(json.dumps(body | more).encode(), defaults).random_seed == seed
+
+
 DECAY = {"top_p_decay": 0.5}
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompts": ["a", ""]}, "empty-prompt-needs-bos", "prompts"),

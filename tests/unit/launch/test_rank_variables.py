@@ -157,6 +157,7 @@ def test_variables_that_a_container_passes_on_suffice() -> None:
     ("env", "code", "shown"),
     [
         (MINIMAL, "rendezvous-host-unknown", "Slurm"),
+        (MINIMAL, "rendezvous-host-unknown", "srun --export"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, INCOMPLETE, "SLURM_PROCID"),
         ({"SLURM_NTASKS": "2"}, INCOMPLETE, "SLURM_PROCID"),
         ({**MINIMAL, "SLURM_PROCID": "2"}, CONTRADICTORY, "SLURM_NTASKS=2"),

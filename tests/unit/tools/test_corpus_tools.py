@@ -52,6 +52,15 @@ def test_trained_tokenizer_loads_as_gpt2_files(tmp_path: Path) -> None:
     assert len(ids) < len(text.encode()) / 2
 
 
+def test_a_smaller_vocabulary_than_requested_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = write_texts(tmp_path / "corpus.jsonl", ["ab ab"])
+    flags = ["--vocab-size", "300", "--output-dir", str(tmp_path)]
+    assert train_tokenizer.main(["--input", str(corpus), *flags]) == 0
+    assert printed_codes(capsys.readouterr().err) == ["vocabulary-smaller"]
+
+
 def test_unigram_loss_of_known_tokens(tmp_path: Path) -> None:
     """Training tokens 0 0 0 1, validation tokens 0 2, three ids: (3+1, 1+1, 0+1) / 7."""
     prefix = write_pair(tmp_path / "d", [[0, 0], [0, 1], [0, 2], [2, 2]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from megatron_ds import cli
 from megatron_ds.inference.api_schema import Defaults
-from tests.problems import printed_codes
+from tests.problems import printed_codes, raises_problem
 from tools import run_text_generation_server as tool
 
 
@@ -35,12 +36,21 @@ def test_megatron_command_line_is_accepted(tmp_path: Path) -> None:
     )
     options = parse("--load", tmp_path, *line.split())
 
-    assert options.defaults == Defaults(1.0, 0, 0.9, 1024)
+    assert options.defaults == Defaults(1.0, 0, 0.9, 1024, seed=42)
     assert options.port == 5001
     assert options.checkpoint.precision == "fp16"
     assert options.given_in("tokenizer")["vocab_file"] == "V"
     assert options.given_in("model")["hidden_size"] == 1024
-    assert "--seed" in options.ineffective_flags
+
+
+def test_an_occupied_port_is_reported_before_the_checkpoint_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool, "open_checkpoint", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with raises_problem("server-address-unusable", "host", "port", contains=f" {port}: "):
+            tool.run(parse("--load", tmp_path, "--port", port))
 
 
 def test_all_problems_are_reported_at_once(

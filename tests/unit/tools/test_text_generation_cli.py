@@ -94,10 +94,24 @@ def test_errors_are_printed_and_the_next_prompt_is_read(
 def test_unreachable_server_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_client(monkeypatch, "127.0.0.1:9", "a", "1") == 0
-    assert "http://127.0.0.1:9/api" in capsys.readouterr().out
+    assert run_client(monkeypatch, "127.0.0.1:9", "a", "1") == 1
+    shown = capsys.readouterr().err
+    assert printed_codes(shown) == ["server-not-responding"]
+    assert "127.0.0.1:9" in shown
 
 
-def test_rejects_an_invalid_address(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main(["127.0.0.1:port"]) == 2
+def test_an_empty_prompt_begins_a_document(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.response = (200, b'{"text": ["a"]}')
+    assert run_client(monkeypatch, f"http://127.0.0.1:{server.server_port}/", "", "5") == 0
+    request = {"prompts": [""], "tokens_to_generate": 5, "add_BOS": True}
+    assert server.requests == [("/api", request)]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:port", "localhost", "http://localhost/"])
+def test_rejects_an_address_without_a_port(
+    address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.main([address]) == 2
     assert printed_codes(capsys.readouterr().err) == ["invalid-server-address"]
