@@ -241,12 +241,12 @@ def _measure_writes(engine: Any, manager: Any, native: Path, other: Path) -> dic
 def _measure_reads(engine: Any, manager: Any, native: Path) -> dict[str, Any]:
     import torch
 
-    from megatron_ds.engine.ds_checkpoint_io import SAFE_CLASSES
+    from megatron_ds.engine.tensor_files import safe_classes
 
     files = tensor_files(native)
 
     def torch_load() -> None:
-        with torch.serialization.safe_globals(list(SAFE_CLASSES)):
+        with torch.serialization.safe_globals(safe_classes()):
             for path in files:
                 torch.load(path, map_location="cpu", weights_only=True)
 

@@ -14,9 +14,8 @@ if __name__ == "__main__":
 
 import http.client
 import json
-import urllib.parse
+import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +40,10 @@ class Options:
 
     @property
     def host_and_port(self) -> str:
-        return urllib.parse.urlsplit(f"//{self.address.removeprefix('http://')}").netloc
+        return self.address.removeprefix("http://").partition("/")[0]
 
     def problems(self) -> Iterator[Problem]:
-        port = None
-        with suppress(ValueError):
-            port = urllib.parse.urlsplit(f"//{self.host_and_port}").port
-        if self.address and port is None:
+        if self.address and not re.search(r":\d+$", self.host_and_port):
             yield Problem("invalid-server-address", address=self.address)
 
 

@@ -19,9 +19,9 @@ from torch import nn
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, ParallelLayout, read_manifest
 from megatron_ds.config.problems import user_error
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.engine.expert_files import expert_file
 from megatron_ds.engine.full_states import VOCABULARY_TABLES
+from megatron_ds.engine.tensor_files import read_tensors
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 

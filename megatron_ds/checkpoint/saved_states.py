@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
-from megatron_ds.engine.ds_checkpoint_io import OPTIMIZER_KEYS, read_tensors
 from megatron_ds.engine.expert_files import expert_file
 from megatron_ds.engine.full_states import MASTER, full_shape
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace, locate
+from megatron_ds.engine.tensor_files import OPTIMIZER_KEYS, read_tensors
 from megatron_ds.parallel.sharding import ShardSpec
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")

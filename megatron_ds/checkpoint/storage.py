@@ -31,7 +31,7 @@ from megatron_ds.checkpoint.metadata import (
     read_run,
 )
 from megatron_ds.config.problems import Problem, counted
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.tensor_files import read_tensors
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, rename, write_atomically
 from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.fileio.visibility import retry

@@ -17,8 +17,8 @@ from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.checkpoint.saved_states import COUNTERS, SavedStates, join, select
 from megatron_ds.checkpoint.universal_folders import FP32, OPTIMIZER_STATE, STATES, STEP, ZERO
 from megatron_ds.config.problems import user_error
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.engine.full_states import MASTER
+from megatron_ds.engine.tensor_files import read_tensors
 
 PARAM = "param"
 

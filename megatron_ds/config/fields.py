@@ -86,11 +86,6 @@ def when(**admitted: Any) -> Condition:
     )
 
 
-def unless_given(**defaults: Any) -> Condition:
-    """The condition that flags are not given: their fields have these defaults."""
-    return Condition({name: (value,) for name, value in defaults.items()}, without_flags=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
     """Declaration of a dataclass field that is also a command-line flag.

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import divisors, list_numbers
-from megatron_ds.config.fields import ABOVE_ONE, option_field, unless_given, when
+from megatron_ds.config.fields import ABOVE_ONE, Condition, option_field, when
 from megatron_ds.config.problems import Problem
 
 EXPERTS = when(num_experts=ABOVE_ONE)
-DROPPING = (EXPERTS, unless_given(moe_token_dropping=True))
+DROPPING = (EXPERTS, Condition({"moe_token_dropping": (True,)}, without_flags=True))
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import exclusive_problem, option_field, unless_given, when
+from megatron_ds.config.fields import Condition, exclusive_problem, option_field, when
 from megatron_ds.config.problems import Problem
 
 FP16 = when(fp16=True)
-DYNAMIC_SCALE = (FP16, unless_given(loss_scale=None))
+DYNAMIC_SCALE = (FP16, Condition({"loss_scale": (None,)}, without_flags=True))
 
 
 @dataclass(frozen=True)

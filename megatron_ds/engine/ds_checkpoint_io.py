@@ -10,27 +10,22 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils.serialization import config as serialization_config
 
-from megatron_ds.config.problems import user_error
 from megatron_ds.engine import zero_to_fp32
 from megatron_ds.engine.deepspeed_patches import replace_checkpoint_engine
 from megatron_ds.engine.expert_files import ExpertFiles
 from megatron_ds.engine.host_copies import HostCopies
+from megatron_ds.engine.tensor_files import OPTIMIZER_KEYS, read_tensors
 from megatron_ds.fileio.atomic import (
     FileRecord,
     fsync_path,
@@ -39,12 +34,8 @@ from megatron_ds.fileio.atomic import (
     start_writeback,
 )
 
-SAFE_CLASSES = (DynamicLossScaler, LossScaler, SubparamShape, ZeroStageEnum, fragment_address)
-"""Classes that DeepSpeed stores in its files, in addition to tensors and plain values."""
 CHUNK = 2**24
 """Bytes that are written at once; a cancelled write ends after as many."""
-OPTIMIZER_KEYS = ("base_optimizer_state", "optimizer_state_dict", "optimizer")
-"""Where DeepSpeed's files have the state dict of torch's optimizer, from the inside outwards."""
 
 
 class SafeCheckpointEngine(CheckpointEngine):
@@ -252,30 +243,3 @@ def flush_and_hash(folder: Path, base: Path) -> dict[str, FileRecord]:
         if path.is_file():
             records[str(path.relative_to(base))] = FileRecord.of_file(path)
     return records
-
-
-def read_tensors(
-    path: Path | BinaryIO,
-    *,
-    map_location: Any = "cpu",
-    mmap: bool = False,
-    classes: Sequence[Any] = SAFE_CLASSES,
-    name: str = "",
-) -> Any:
-    """Read a file of tensors and plain values.
-
-    Args:
-        path: File of `write_tensors` or of DeepSpeed, or an open one.
-        map_location: Device of the tensors.
-        mmap: Read the bytes of a tensor when it is used.
-        classes: Further classes that may be in it, each alone or with the name that the file has.
-        name: Name for messages (default: the path).
-
-    Raises:
-        UserError: If the file is damaged or contains other objects.
-    """
-    try:
-        with torch.serialization.safe_globals(list(classes)):
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise user_error("tensor-file-unreadable", path=name or path, error=error) from error

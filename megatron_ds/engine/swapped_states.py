@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.tensor_files import read_tensors
 from megatron_ds.fileio.atomic import name_in_errors
 
 Json = dict[str, Any]

@@ -108,14 +108,13 @@ def init_distributed(
 
 def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
     """Initializes the process group by torch alone, which is enough for text generation."""
-    import torch
     import torch.distributed
 
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     torch.distributed.init_process_group("gloo", timeout=timeout)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device = torch.device(accelerator.type if accelerator else "cpu", environment.local_rank())
-    return ProcessContext(rank(), world_size(), device, "gloo", _gather_locations())
+    return ProcessContext(rank(), world_size(), device, "gloo", tuple(_gather(HostLocation.here())))
 
 
 def create_host_group(timeout: timedelta) -> torch.distributed.ProcessGroup | None:

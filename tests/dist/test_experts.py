@@ -30,8 +30,8 @@ from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import find_damage, read_manifest, read_run
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import CheckpointConfig, Config
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.engine.readback import master_weights
+from megatron_ds.engine.tensor_files import read_tensors
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.moe import MoE

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.tensor_files import read_tensors
 from tests.fork_server import (
     DEADLINE,
     MARK,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
 from megatron_ds.engine.ds_values import get, leaves
+from megatron_ds.engine.tensor_files import read_tensors
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses, steps
 
 FILES = REPOSITORY / "ds_configs"

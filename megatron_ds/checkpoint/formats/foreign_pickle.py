@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from megatron_ds.config.problems import UserError, user_error
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.tensor_files import read_tensors
 
 MEGATRON_ENUMS = """
     megatron.enums.AttnMaskType megatron.enums.AttnType megatron.enums.LayerType

@@ -43,7 +43,7 @@ from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import UserError, user_error
-from megatron_ds.engine.ds_checkpoint_io import read_tensors
+from megatron_ds.engine.tensor_files import read_tensors
 from megatron_ds.parallel.sharding import shard_spec
 
 GENERATION = "generation_config.json"

@@ -15,8 +15,9 @@ import torch
 
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.saved_states import SavedStates
-from megatron_ds.engine.ds_checkpoint_io import Snapshot, read_tensors
+from megatron_ds.engine.ds_checkpoint_io import Snapshot
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
+from megatron_ds.engine.tensor_files import read_tensors
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import GATE_UP, ShardSpec
 from megatron_ds.train_state import TrainState

@@ -133,7 +133,7 @@ def test_a_second_save_waits_for_the_first(
     assert find_damage(folder / "global_step4") is None
     saved = [line.split()[0:2] for line in logged]
     assert saved[3:5] == [["it", "was"], ["saving", "checkpoint"]]
-    assert "the training waited" in logged[3]
+    assert "; training waited" in logged[3]
     saver.save(state_at(12), lambda: None, final=True)
     assert [path.name for path in list_checkpoints(folder)] == [
         *("global_step12", "global_step8", "global_step4")

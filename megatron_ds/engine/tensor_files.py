@@ -1,0 +1,59 @@
+"""Reads files of tensors and plain values, such as those of DeepSpeed, without running their code.
+
+Works without DeepSpeed, for generation, except for files that contain its classes.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron_ds.config.problems import user_error
+
+OPTIMIZER_KEYS = ("base_optimizer_state", "optimizer_state_dict", "optimizer")
+"""Where DeepSpeed's files have the state dict of torch's optimizer, from the inside outwards."""
+
+
+def safe_classes() -> list[Any]:
+    """Classes that DeepSpeed stores in its files, in addition to tensors and plain values."""
+    if find_spec("deepspeed") is None:
+        return []
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, SubparamShape, ZeroStageEnum, fragment_address]
+
+
+def read_tensors(
+    path: Path | BinaryIO,
+    *,
+    map_location: Any = "cpu",
+    mmap: bool = False,
+    classes: Sequence[Any] | None = None,
+    name: str = "",
+) -> Any:
+    """Read a file of tensors and plain values.
+
+    Args:
+        path: File of `write_tensors` or of DeepSpeed, or an open one.
+        map_location: Device of the tensors.
+        mmap: Read the bytes of a tensor when it is used.
+        classes: Further classes that may be in it, each alone or with the name that the file has
+            (default: those of DeepSpeed).
+        name: Name for messages (default: the path).
+
+    Raises:
+        UserError: If the file is damaged or contains other objects.
+    """
+    try:
+        with torch.serialization.safe_globals(safe_classes() if classes is None else list(classes)):
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise user_error("tensor-file-unreadable", path=name or path, error=error) from error
