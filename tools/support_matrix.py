@@ -186,7 +186,7 @@ def _passed() -> str:
     rows = []
     for one in passed_keys.PASSED:
         values = "; ".join(_alternatives(one.values))
-        result = "an approximation" if one.is_approximation else "one process, by DeepSpeed's word"
+        result = "an approximation" if one.is_approximation else "one process, as DeepSpeed states"
         rows.append((f"`{one.key}`", one.effect, values, result))
     return _table(("key", "effect", "only with", "equals"), rows)
 

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from megatron_ds.cli.flags import training_flags
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
@@ -21,6 +22,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.engine.memory_estimate import MemoryInputs, estimate
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
+from megatron_ds.launch.distributed import ProcessContext
 from megatron_ds.model.flops import matrix_parameters, parameter_sizes
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.model.stages import stage_parameters
@@ -28,7 +30,7 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import BannerData, banner
-from megatron_ds.training.startup_report import describe_kernel
+from megatron_ds.training.startup_report import describe_kernel, print_arguments
 from tests.unit.model.dense import dense_flex
 
 CONFIG = Config(
@@ -119,6 +121,18 @@ def test_banner_of_a_complete_run_names_no_iterations_to_come() -> None:
     assert "complete: the checkpoint has 4,000 of 3,000 iterations" in text
     assert "iterations 4,001" not in text
     assert "checkpoint at the end, to folder" in text
+
+
+def test_printed_arguments_are_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    context = ProcessContext(0, 1, torch.device("cpu"), "gloo", ())
+    print_arguments(CONFIG, context, Mesh.single())
+    shown = re.findall(r"^  (\w+) \.+ ", capsys.readouterr().out, flags=re.MULTILINE)
+    fields = {flag.field for group in training_flags().shown for flag in group.flags}
+    assert set(shown) <= fields
+    assert len(shown) > 100
 
 
 def test_banner_counts_the_samples_of_full_batches_only() -> None:
