@@ -110,7 +110,7 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     yield "The same command resumes from the checkpoint", training
     yield tool(
         *("The loss curve", "plot_loss", "--metrics", metrics, "--output", folder / "loss.png"),
-        *("--baseline", f"{read_unigram_loss(unigram):.4f}"),
+        *("--baseline", f"{read_unigram_loss(unigram):.4f}", "--baseline-name", "unigram model"),
     )
     yield tool(
         *("Text from prompts", "generate_samples_gpt", "--load", checkpoints),

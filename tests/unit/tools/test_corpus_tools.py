@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
-from megatron_ds.training.loss_curves import read_curves
+from megatron_ds.training.loss_curves import read_curves, read_run, smooth
 from tests.problems import printed_codes, raises_problem
 from tests.token_files import write_pair, write_texts
 from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
@@ -103,6 +103,59 @@ def test_loss_is_plotted_to_terminal_and_png(
     assert sum("o" in row for row in rows) == 1
 
 
+def run_folder(folder: Path, iterations: range, loaded: str | None = None) -> Path:
+    """A --save folder whose steps take two seconds and 10 tokens."""
+    (folder / f"global_step{iterations[-1]}").mkdir(parents=True)
+    config = {"config": {"checkpoint": {"load": loaded}}}
+    (folder / f"global_step{iterations[-1]}" / "run.json").write_text(json.dumps(config))
+    records: list[dict[str, object]] = [
+        {"iteration": i, "consumed_tokens": 10 * i, "lm_loss": 9.0 - i / 10, "seconds": 2.0}
+        for i in iterations
+    ]
+    records.append({"iteration": iterations[-1], "validation_loss": 4.5, "ppl": 90.0})
+    records.append({"iteration": iterations[-1], "test_loss": 4.6, "ppl": 90.0})
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    return folder
+
+
+def test_a_curve_begins_with_that_of_the_run_that_is_continued(tmp_path: Path) -> None:
+    first = run_folder(tmp_path / "a", range(1, 9))
+    second = run_folder(tmp_path / "b", range(5, 11), str(first / "global_step8"))
+    third = run_folder(tmp_path / "c", range(7, 10), str(second))
+    resumed = third / "global_step12" / "run.json"
+    resumed.parent.mkdir()
+    resumed.write_text(json.dumps({"config": {"checkpoint": {"load": str(third)}}}))
+    curves = read_run(third)
+    assert [iteration for iteration, _ in curves.train] == list(range(1, 10))
+    assert curves.validation == [(9, 4.5)]
+    assert [curves.x(axis, 9) for axis in ("iteration", "tokens", "time")] == [9, 90, 18.0]
+    assert read_run(run_folder(tmp_path / "d", range(3, 5), "no-such-folder")).train[0][0] == 3
+    assert read_run(run_folder(tmp_path / "e", range(1, 5), str(first))).seconds[4] == 8.0
+
+
+def test_smoothing_is_an_average_of_the_past() -> None:
+    assert smooth([4.0, 2.0, 8.0], 0.0) == [4.0, 2.0, 8.0]
+    assert smooth([5.0] * 3, 0.9) == pytest.approx([5.0] * 3)
+    assert smooth([4.0, 2.0, 8.0], 0.5) == pytest.approx([4.0, 8 / 3, 40 / 7])
+
+
+@pytest.mark.parametrize("axis", ["iteration", "tokens", "time"])
+def test_runs_are_plotted_together(
+    axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [run_folder(tmp_path / name, range(1, 5)) for name in ("a", "b", "a2/b")]
+    picture = tmp_path / "loss.svg"
+    flags = ["--output", str(picture), "--x", axis, "--baseline", "6.5"]
+    assert plot_loss.main(["--metrics", *map(str, runs[:2]), *flags]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == "a"
+    # matplotlib names the texts of its glyphs in comments.
+    written = picture.read_text()
+    for text in ("a: training", "b: training", "b: test", "a, b", "baseline: 6.50"):
+        assert f"<!-- {text} -->" in written
+    unique = plot_loss.names_of([str(runs[1]), str(runs[2] / "metrics.jsonl")])
+    assert unique == [str(runs[1]), str(runs[2] / "metrics.jsonl")]
+
+
 def test_steps_without_finite_loss_are_not_plotted(tmp_path: Path) -> None:
     curves = read_curves(metrics(tmp_path / "metrics.jsonl"))
 
@@ -128,11 +181,11 @@ def test_unknown_picture_format_is_rejected(
     assert printed_codes(capsys.readouterr().err) == ["plot-suffix"]
 
 
-def test_a_folder_of_metrics_is_rejected(
+def test_a_folder_without_metrics_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plot_loss.main(["--metrics", str(tmp_path)]) == 2
-    assert printed_codes(capsys.readouterr().err) == ["not-a-file"]
+    assert plot_loss.main(["--metrics", str(tmp_path)]) == 1
+    assert str(tmp_path / "metrics.jsonl") in capsys.readouterr().err
 
 
 def test_metrics_without_steps_are_rejected(tmp_path: Path) -> None:
