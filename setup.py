@@ -14,6 +14,7 @@ setup(
         "megatron_ds.cli": ["*.toml"],
         "megatron_ds.config": ["*.toml"],
         "megatron_ds.engine": ["*.json"],
+        "megatron_ds.inference": ["*.html"],
     },
     install_requires=[
         "torch>=2.6",

@@ -33,6 +33,7 @@ from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 
 if TYPE_CHECKING:
+    from megatron_ds.checkpoint.formats.source import WeightsSource
     from megatron_ds.inference.service import GenerationJob, GenerationResult, TextGenerationService
     from megatron_ds.inference.tp_group import TpWorkerGroup
 
@@ -120,16 +121,38 @@ def run(options: Options) -> None:
             if is_public:
                 log_rank0(f"WARNING: {Problem('host-is-public', host=options.host).render()}")
             shown = f"[{host}]" if ":" in host else host
-            log_rank0(f"serving on http://{shown}:{port} (PUT /api), {max_length} tokens per text")
+            address = f"http://{shown}:{port}/"
+            log_rank0(f"serving on {address} (a page; PUT /api), {max_length} tokens per text")
             checks_hosts = not is_public or options.allowed_hosts
             names = (options.host, *options.allowed_hosts) if checks_hosts else None
-            TextServer(runner.read, runner.perform, log_rank0, names).run(listener)
+            info = describe(source, max_length, options.defaults)
+            TextServer(runner.read, runner.perform, log_rank0, names, info).run(listener)
             workers.shutdown_followers()
             log_rank0("the server has stopped")
         except TpGroupBroken as error:
             problem = Problem("server-peer-lost", error=error)
             output.print_error(output.with_rank_prefix(problem.render()))
             raise SystemExit(ExitCode.PEER_LOST) from None
+
+
+def describe(
+    source: WeightsSource, max_length: int, defaults: api_schema.Defaults
+) -> dict[str, Any]:
+    """What the page for browsers shows of the model, and its first settings."""
+    from megatron_ds.model.flops import parameters_per_rank
+
+    folder = source.path.resolve()
+    is_step = folder.name.startswith("global_step")
+    return {
+        "name": folder.parent.name if is_step else folder.name,
+        "checkpoint": folder.name.replace("global_step", "step ") if is_step else source.format,
+        "parameters": parameters_per_rank(source.settings.model, 1, source.settings.moe),
+        "max_length": max_length,
+        "defaults": {
+            "tokens": defaults.tokens_to_generate,
+            **{name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p")},
+        },
+    }
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,7 +31,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.tp_group import TpGroupBroken
-from megatron_ds.inference.web_page import PAGE
 
 MAX_BODY = 8 * 2**20
 """Bytes of a request."""
@@ -55,6 +55,7 @@ class TextServer(Generic[Job]):
         run: Callable[[Job, threading.Event], dict[str, Any]],
         log: Callable[[str], None],
         hosts: Collection[str] | None = None,
+        info: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -64,6 +65,7 @@ class TextServer(Generic[Job]):
             log: Called with lines for the log.
             hosts: Names in addition to those of this machine for which requests are accepted, see
                 `_HostCheck`. None accepts all.
+            info: What the page for browsers shows of the model, and its first settings.
         """
         self._read = read
         self._run_job = run
@@ -80,7 +82,9 @@ class TextServer(Generic[Job]):
         self.app.add_exception_handler(HTTPException, _http_error)
         self.app.add_api_route("/api", self._respond, methods=["PUT", "POST"])
         self.app.add_api_route("/health", self._health, methods=["GET", "HEAD"])
-        self.app.add_api_route("/", lambda: HTMLResponse(PAGE), methods=["GET", "HEAD"])
+        self.app.add_api_route("/info", lambda: JSONResponse(info), methods=["GET", "HEAD"])
+        page = Path(__file__).with_name("web_page.html").read_text(encoding="utf-8")
+        self.app.add_api_route("/", lambda: HTMLResponse(page), methods=["GET", "HEAD"])
         if hosts is not None:
             self.app.add_middleware(_HostCheck, hosts=hosts)
 

@@ -191,6 +191,7 @@ class TextGenerationService:
                 num_ids=length,
                 new_tokens=new_tokens,
                 max_length=limit,
+                room=max(0, limit - length),
             )
         elif new_tokens is None and length >= limit:
             yield Problem("prompt-fills-sequence", number=number, length=length, max_length=limit)

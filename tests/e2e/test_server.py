@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -95,7 +96,15 @@ def test_two_ranks_respond_like_one_process(
     for one, other in zip(first["logprobs"], second["logprobs"], strict=True):
         assert one == pytest.approx(other, abs=1e-4)
 
+    assert alone.send("GET", "/info") == pair.send("GET", "/info")
     for server in (alone, pair):
+        status, info = server.send("GET", "/info")
+        assert (status, info["name"], info["checkpoint"]) == (200, trained.name, "step 2")
+        assert info["defaults"] == {"tokens": 64, "temperature": 1.0, "top_k": 0, "top_p": 0.0}
+        assert info["max_length"] == 32
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=DEADLINE) as page:
+            assert page.read().startswith(b"<!doctype html>")
+        assert f"http://127.0.0.1:{server.port}/ " in server.run.output
         assert server.send("GET", "/health", Host="evil.example")[0] == 403
         for fields, code in (
             ({"prompts": ["x"]}, "prompt-not-encodable"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -37,9 +38,15 @@ def echo(job: str, cancelled: threading.Event) -> dict[str, Any]:
 class Client:
     """A client of a server in this process, and the server's log."""
 
-    def __init__(self, run: Run, read: Read = read, hosts: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        read: Read = read,
+        hosts: Collection[str] | None = None,
+        info: dict[str, Any] | None = None,
+    ) -> None:
         self.log: list[str] = []
-        self.server = TextServer[str](read, run, self.log.append, hosts)
+        self.server = TextServer[str](read, run, self.log.append, hosts, info)
         self.http = TestClient(self.server.app)
 
     def put(self, body: bytes) -> tuple[int, Any]:
@@ -79,15 +86,21 @@ def test_other_requests_are_answered_in_json(method: str, path: str, status: int
 
 
 def test_health_and_page() -> None:
-    client = Client(echo).http
+    info = {"name": "<b>", "defaults": {"tokens": 64}}
+    client = Client(echo, info=info).http
 
     assert client.get("/health").json() == {"status": "ok", "requests": 0}
-    for path in ("/", "/health"):
+    assert client.get("/info").json() == info
+    for path in ("/", "/health", "/info"):
         head = client.head(path)
         assert (head.status_code, head.content) == (200, b"")
     page = client.get("/")
     assert page.headers["content-type"].startswith("text/html")
+    # Texts of users and models are never HTML.
     assert 'method: "PUT"' in page.text
+    assert "innerHTML" not in page.text
+    for path in re.findall(r'fetch\("(\w+)"', page.text):
+        assert client.get(f"/{path}").status_code != 404
 
 
 def test_a_failed_request_does_not_stop_the_server() -> None:
