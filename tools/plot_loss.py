@@ -96,14 +96,14 @@ def draw(runs: Mapping[str, Curves], options: Options, path: Path) -> None:
             axes.plot(places, losses, color=color, alpha=0.25, linewidth=0.8)
         smoothed, label = smooth(losses, weight), f"{prefix}training"
         axes.plot(places, smoothed, color=color, linewidth=1.6, label=label)
-        style = {"color": marked, "markeredgecolor": "white", "zorder": 3}
-        if curves.validation:
-            dots = split(curves, curves.validation)
-            axes.plot(*dots, "o", **style, markersize=7, label=f"{prefix}validation")
-        if curves.test:
-            stars = split(curves, curves.test)
-            style |= {"transform": beside, "clip_on": False, "markersize": 14}
-            axes.plot(*stars, "*", **style, label=f"{prefix}test")
+        for kind, points, marker, size, transform in (
+            ("validation", curves.validation, "o", 7, axes.transData),
+            ("test", curves.test, "*", 14, beside),
+        ):
+            if points:
+                (marks,) = axes.plot(*split(curves, points), marker, transform=transform)
+                marks.set(color=marked, markersize=size, markeredgecolor="white", zorder=3)
+                marks.set(label=f"{prefix}{kind}", clip_on=False)
     if options.baseline is not None:
         label = f"{options.baseline_name}: {options.baseline:.2f}"
         axes.axhline(options.baseline, color="grey", linestyle="--", label=label)

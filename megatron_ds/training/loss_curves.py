@@ -34,8 +34,9 @@ class Curves:
 
     def x(self, axis: str, iteration: int) -> float:
         """The place of an iteration on the axis `iteration`, `tokens` or `time` (in seconds)."""
-        known = {"tokens": self.tokens, "time": self.seconds}.get(axis)
-        return iteration if known is None else known.get(iteration, 0)
+        if axis == "iteration":
+            return iteration
+        return (self.tokens if axis == "tokens" else self.seconds).get(iteration, 0)
 
     def followed_by(self, other: Curves) -> Curves:
         """The curves with those of a run that continues this one."""
