@@ -17,6 +17,7 @@ if __name__ == "__main__":
 
     program_start.begin()
 
+import dataclasses
 import importlib.util
 import threading
 import time
@@ -148,10 +149,7 @@ def describe(
         "checkpoint": folder.name.replace("global_step", "step ") if is_step else source.format,
         "parameters": parameters_per_rank(source.settings.model, 1, source.settings.moe),
         "max_length": max_length,
-        "defaults": {
-            "tokens": defaults.tokens_to_generate,
-            **{name: getattr(defaults, name) for name in ("temperature", "top_k", "top_p")},
-        },
+        "defaults": dataclasses.asdict(defaults),
     }
 
 

@@ -109,18 +109,10 @@ def _layout(facts: BannerData) -> Lines:
     )
     if mesh.world_size == 1:
         return [("processes", processes)]
-    members = {
-        "tensor": mesh.tp,
-        "pipeline": mesh.pp,
-        "sequence": mesh.sp,
-        "data": mesh.dp,
-        "expert": mesh.ep,
-    }
-    groups = "; ".join(
-        f"{_ranks(group.ranks)} ({axis} parallel)"
-        for axis, group in members.items()
-        if group.size > 1
-    )
+    axes = {"tensor": "tp", "pipeline": "pp", "sequence": "sp", "data": "dp", "expert": "ep"}
+    of_rank = {name: getattr(mesh, axis).ranks for name, axis in axes.items()}
+    shared = {name: ranks for name, ranks in of_rank.items() if len(ranks) > 1}
+    groups = "; ".join(f"{_ranks(ranks)} ({name} parallel)" for name, ranks in shared.items())
     stages = [("" if number else "stages", line) for number, line in enumerate(_stages(facts))]
     return [("processes", processes), ("groups", f"of rank 0: {groups}"), *stages]
 

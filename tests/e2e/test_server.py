@@ -10,11 +10,13 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_ds.inference.api_schema import Defaults
 from tests.e2e.runs import DEADLINE, REPOSITORY, Launcher, Run, Settings, free_port
 
 SERVER = REPOSITORY / "tools" / "run_text_generation_server.py"
@@ -100,7 +102,7 @@ def test_two_ranks_respond_like_one_process(
     for server in (alone, pair):
         status, info = server.send("GET", "/info")
         assert (status, info["name"], info["checkpoint"]) == (200, trained.name, "step 2")
-        assert info["defaults"] == {"tokens": 64, "temperature": 1.0, "top_k": 0, "top_p": 0.0}
+        assert info["defaults"] == asdict(Defaults())
         assert info["max_length"] == 32
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=DEADLINE) as page:
             assert page.read().startswith(b"<!doctype html>")

@@ -86,7 +86,7 @@ def test_other_requests_are_answered_in_json(method: str, path: str, status: int
 
 
 def test_health_and_page() -> None:
-    info = {"name": "<b>", "defaults": {"tokens": 64}}
+    info = {"name": "<b>", "defaults": {"temperature": 1.0}}
     client = Client(echo, info=info).http
 
     assert client.get("/health").json() == {"status": "ok", "requests": 0}
