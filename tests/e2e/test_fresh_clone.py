@@ -1,4 +1,4 @@
-"""Every command of README.md and examples/README.md, as printed, in order, in a fresh clone.
+"""Every command of README.md, examples/README.md and docs/tutorial.md, in order, in a fresh clone.
 
 The shell runs the lines. What takes minutes is reduced without changing them: `make` prints what it
 would run, scripts get small sizes by their variables, and programs that import torch are recorded
@@ -14,7 +14,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,20 @@ BROUGHT = {
     "gpt2-merges.txt": "tokenizer/merges.txt",
 }
 """Files that a user brings for the commands that name them, and their source in this test."""
-RANKS = {"deepspeed": 2, "torchrun --nproc_per_node": 4, "torchrun": 1, "python": 1}
+ITERATIONS = (
+    *("--train-iters", "--lr-warmup-iters", "--exit-interval"),
+    *("--log-interval", "--eval-interval", "--save-interval"),
+)
+FEWER = 25
+"""Divisor of the values of ITERATIONS in the tutorial's commands."""
+RANKS = {
+    "deepspeed": 2,
+    "torchrun --nproc_per_node": 4,
+    "torchrun --nproc-per-node": 2,
+    "torchrun": 1,
+    "python": 1,
+}
+PROGRAMS = ("python", "deepspeed", "torchrun")
 RECORDING = """\
 #!/bin/sh
 case "$1" in
@@ -72,6 +86,9 @@ esac
 """
 
 
+Smaller = Callable[[str, str], str]
+
+
 def documented_commands() -> list[str]:
     """The lines of all code blocks, continued lines joined."""
     pages = [REPOSITORY / "README.md", REPOSITORY / "examples" / "README.md"]
@@ -80,11 +97,39 @@ def documented_commands() -> list[str]:
     return "".join(blocks).replace("\\\n", " ").splitlines()
 
 
-class Clone:
-    """A clone with this environment and the files that the documentation lets users bring."""
+def tutorial() -> list[tuple[str, list[str]]]:
+    """The tutorial's code blocks, each with the lines of output that are shown after it."""
+    text = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(.*?)^```\n(.*?)(?=^```|\Z)", text, re.DOTALL | re.MULTILINE)
+    return [(code, re.findall(r"^    (.*)", shown, re.MULTILINE)) for code, shown in blocks]
 
-    def __init__(self, folder: Path, launcher: Launcher) -> None:
+
+def without_numbers(line: str) -> str:
+    """A line of output with # for every number, and single spaces."""
+    return re.sub(r"[\d.,]*\d", "#", " ".join(line.split()))
+
+
+def small(before: str, word: str) -> str:
+    """The value that README's command gets instead of its own."""
+    return SMALL.get(before, word)
+
+
+def fewer_iterations(before: str, word: str) -> str:
+    """The value that the tutorial's commands get instead of their own."""
+    return str(max(1, int(word) // FEWER)) if before in ITERATIONS else word
+
+
+class Clone:
+    """A clone with this environment and the files that the documentation lets users bring.
+
+    Args:
+        smaller: By the first word of a command (`deepspeed`, `torchrun`, `python`): a function of a
+            flag and its value, which returns the value that is used.
+    """
+
+    def __init__(self, folder: Path, launcher: Launcher, smaller: Mapping[str, Smaller]) -> None:
         self.folder, self._launcher, self.port = folder, launcher, free_port()
+        self._smaller = smaller
         subprocess.run(["git", "clone", "-q", REPOSITORY, folder], check=True)
         changed = ["git", "ls-files", "-mo", "--exclude-standard"]  # not committed yet
         for name in subprocess.check_output(changed, cwd=REPOSITORY, text=True).splitlines():
@@ -95,10 +140,11 @@ class Clone:
         programs = folder / ".venv" / "bin"
         programs.mkdir(parents=True)
         self._log = folder / ".venv" / "log"
-        for program in ("python", "deepspeed", "torchrun"):
+        for program in PROGRAMS:
             values = {"program": program, "log": self._log, "python": sys.executable}
             (programs / program).write_text(RECORDING.format(port=self.port, **values))
             (programs / program).chmod(0o755)
+        (programs / "activate").touch()
         self._environment = {
             **clean_environment(),
             **VARIABLES,
@@ -128,8 +174,8 @@ class Clone:
     def _fork(self, words: Sequence[str]) -> Run:
         script = next(word for word in words if word.endswith(".py"))
         launch, flags = words[: words.index(script)], words[words.index(script) + 1 :]
-        if launch[0] == "deepspeed":
-            flags = [SMALL.get(before, word) for before, word in zip(["", *flags], flags)]  # noqa: B905
+        if smaller := self._smaller.get(launch[0]):
+            flags = [smaller(*pair) for pair in zip(["", *flags], flags)]  # noqa: B905
         if script.endswith("server.py"):
             flags = [*flags, "--port", str(self.port)]
         ranks = next(count for start, count in RANKS.items() if " ".join(launch).startswith(start))
@@ -154,7 +200,7 @@ def write_text(path: Path) -> None:
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no clone without a repository")
 def test_documented_commands_run_in_a_fresh_clone(tmp_path: Path, launcher: Launcher) -> None:
-    clone = Clone(tmp_path / "clone", launcher)
+    clone = Clone(tmp_path / "clone", launcher, {"deepspeed": small})
     outputs: dict[str, str] = {}
     servers = []
     for line in documented_commands():
@@ -197,3 +243,26 @@ def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
     assert len(losses(distributed)) == 4
     assert list((distributed / "tensorboard").glob("events.out.tfevents.*"))
     assert len(losses(folder / "checkpoints" / "tiny")) == 20
+
+
+@pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no clone without a repository")
+def test_the_tutorial_prints_what_it_shows(tmp_path: Path, launcher: Launcher) -> None:
+    clone = Clone(tmp_path / "clone", launcher, dict.fromkeys(PROGRAMS, fewer_iterations))
+    shown_lines = 0
+    for code, shown in tutorial():
+        output, runs = clone.run(code)
+        if "run_text_generation_server.py" in code:
+            clone.wait_for_server(runs[0])
+            with urllib.request.urlopen(f"http://127.0.0.1:{clone.port}/", timeout=120) as answer:
+                assert answer.headers["Content-Type"].startswith("text/html")
+            output += runs[0].output
+        else:
+            output += "".join(run.succeed() for run in runs)
+        printed = "\n".join(map(without_numbers, output.splitlines()))
+        for line in shown:
+            pattern = ".*".join(map(re.escape, without_numbers(line).split("...")))
+            assert re.search(rf"^{pattern}$", printed, re.MULTILINE), f"{line}\n{output}"
+        shown_lines += len(shown)
+    assert shown_lines > 20
+    assert len(losses(clone.folder / "checkpoints")) == 300 // FEWER
+    assert (clone.folder / "loss.png").stat().st_size > 1000

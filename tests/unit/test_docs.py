@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ PAGES = sorted(
     for page in REPOSITORY.glob(pattern)
 )
 MIGRATION = DOCS / "migration.md"
+TROUBLESHOOTING = DOCS / "troubleshooting.md"
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
 """Scripts of other frameworks that the pages mention."""
 
@@ -83,6 +85,14 @@ def test_files_and_tests_in_backquotes_exist(page: Path) -> None:
     for path, name in re.findall(pattern, text):
         assert path in OTHERS_TOOLS or (REPOSITORY / path).exists(), path
         assert not name or name in names_of_tests(REPOSITORY / path), name
+
+
+def test_codes_of_the_troubleshooting_page_exist() -> None:
+    messages = tomllib.loads((REPOSITORY / "megatron_ds/config/messages.toml").read_text())
+    rows = re.findall(r"^\|.*\|([^|]*)\|$", TROUBLESHOOTING.read_text("utf-8"), re.MULTILINE)
+    named = {code for cell in rows for code in re.findall(r"`([\w-]+)`", cell)}
+    assert len(named) > 20
+    assert named <= messages.keys()
 
 
 def test_command_line_of_the_forks_parses() -> None:

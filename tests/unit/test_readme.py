@@ -1,9 +1,10 @@
-"""The README's commands and code map match the repository."""
+"""The README's commands and the architecture's map of the code match the repository."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from megatron_ds.cli import arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = REPOSITORY / "docs" / "development" / "architecture.md"
 
 
 def test_the_code_map_lists_every_folder() -> None:
     folders = {path.parent.name for path in (REPOSITORY / "megatron_ds").glob("*/__init__.py")}
-    rows = re.findall(r"^\| `([a-z]+)/` \|.*\|([^|]*)\|$", README, flags=re.MULTILINE)
+    text = ARCHITECTURE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z]+)/` \|.*\|([^|]*)\|$", text, flags=re.MULTILINE)
 
     assert {folder for folder, _ in rows} == folders
     for folder, start in rows:
@@ -54,10 +57,11 @@ def test_training_command_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "tokenizer" / "merges.txt").touch()
+    shutil.copy(REPOSITORY / "ds_configs" / "zero1.json", tmp_path / "ds_config.json")
     monkeypatch.chdir(tmp_path)
     (words,) = [words for words in commands() if "--num-layers" in words]
 
     config = arguments.parse(words[words.index("pretrain_gpt.py") + 1 :], world_size=8)
 
     assert config.parallel.tensor_model_parallel_size == 2
-    assert config.given >= {"train_iters", "zero_stage"}
+    assert config.given >= {"train_iters", "deepspeed_config"}

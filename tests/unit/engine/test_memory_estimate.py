@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
@@ -29,6 +32,7 @@ from megatron_ds.engine.memory_estimate import (
     MemoryEstimate,
     MemoryInputs,
     estimate,
+    planned_memory,
 )
 from megatron_ds.model.flops import (
     expert_parameters_per_rank,
@@ -480,3 +484,35 @@ def test_accelerator_saves_softmax_and_frees_activations() -> None:
     assert elsewhere.head > on_cpu.head
     reduced = "averaging of the gradients"
     assert on_cpu.phases[reduced] - elsewhere.phases[reduced] == on_cpu.activations
+
+
+EXAMPLES = Path(__file__).parents[3] / "docs" / "choose_a_layout.md"
+
+
+@pytest.mark.parametrize(
+    ("start", "vocabulary", "world_size"),
+    [("--num-layers 32", 32000, 8), ("--num-layers 24", 50257, 1)],
+)
+def test_the_documented_layouts_have_the_documented_memory(
+    start: str, vocabulary: int, world_size: int
+) -> None:
+    page = EXAMPLES.read_text(encoding="utf-8")
+    base, after = re.findall(rf"^```\n({start}.*?)```(.*?)^## ", page, re.DOTALL | re.MULTILINE)[0]
+    header, *rows = re.findall(r"^\| (.*) \|$", after, re.MULTILINE)
+    assert len(rows) >= 3
+    tokenizer = f"--tokenizer-type NullTokenizer --vocab-size {vocabulary - 1}"
+    common = f"--lr 1 --train-iters 9 --data-path x {tokenizer}"
+    for row in rows:
+        cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
+        words = f"{common} {base} {cells['flags'].strip('`')}".split()
+        config, problems = build_config(words, world_size=world_size, warn=lambda _: None)
+        assert not problems
+        memory = planned_memory(config, config.parallel.data_parallel_size(world_size), "cuda")
+        found = {
+            "states": memory.states,
+            "activations": memory.activations,
+            "host memory": sum(memory.host.values()),
+            "peak": memory.peak,
+        }
+        for name, size in found.items():
+            assert cells.get(name, f"{size / 1e9:.1f}") == f"{size / 1e9:.1f}", row
