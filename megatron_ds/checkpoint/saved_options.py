@@ -1,8 +1,8 @@
 """Options of a run that come from the checkpoint of this program in --load.
 
 Owns which folder is loaded (--pretrained-checkpoint), and which options of the saved run replace
-those of the command line: the model's (--use-checkpoint-args, or none given) and the schedule's
-(--use-checkpoint-opt_param-scheduler). Imports no torch.
+those of the command line: the model's (--use-checkpoint-args, or none given), the tokenizer's (none
+given) and the schedule's (--use-checkpoint-opt_param-scheduler). Imports no torch.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def find_saved(config: Config) -> CheckpointMetadata | None:
 
 
 def with_saved_options(config: Config, warn: Warn) -> Config:
-    """Takes options of the model from the checkpoint of this program in --load, if there is one.
+    """Takes options of model and tokenizer from the checkpoint of this program in --load, if any.
 
     Args:
         config: Configuration of the command line.
@@ -110,7 +110,7 @@ def with_saved_options(config: Config, warn: Warn) -> Config:
     config = _with_softmax_rows(config, found)
     if options.use_checkpoint_args or config.given.isdisjoint(SIZES):
         config = _with_model(config, found, warn)
-    if options.use_checkpoint_args and config.given.isdisjoint(vars(config.tokenizer)):
+    if config.given.isdisjoint(vars(config.tokenizer)):
         config = _with_tokenizer(config, found)
     return config
 

@@ -178,8 +178,7 @@ class CheckpointConfig:
     use_checkpoint_args: bool = option_field(
         False,
         "take the options of the model from the checkpoint to load, even over flags, except for "
-        "given ones that a resume may change, such as --seq-length and dropout. Without flags of a "
-        "tokenizer also the checkpoint's copy of it",
+        "given ones that a resume may change, such as --seq-length and dropout",
         only_with=LOAD,
     )
     override_opt_param_scheduler: bool = option_field(

@@ -114,10 +114,11 @@ def test_the_tokenizer_of_the_checkpoint_is_used_unless_one_is_given(
 ) -> None:
     tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", trust_remote_code=True)
     save(manager(tokenizer=tokenizer, model=dataclasses.replace(config.model, vocab_size=71)), 3)
-    found, _ = merge_settings(run_of(folder, use_checkpoint_args=True))
-    assert found.tokenizer == TokenizerConfig(tokenizer_type="NullTokenizer")
-    assert found.model.vocab_size == 70  # an end-of-document id is added to it
-    given = run_of(folder, use_checkpoint_args=True)
+    for requested in (True, False):
+        found, _ = merge_settings(run_of(folder, use_checkpoint_args=requested))
+        assert found.tokenizer == TokenizerConfig(tokenizer_type="NullTokenizer")
+        assert found.model.vocab_size == 70  # an end-of-document id is added to it
+    given = run_of(folder)
     given = dataclasses.replace(given, given=given.given | {"tokenizer_type"})
     assert merge_settings(given)[0].tokenizer == TokenizerConfig()
 
