@@ -14,6 +14,7 @@ import pytest
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.cli.flags import dashed, training_flags
 from tests.problems import codes
+from tools.make_docs import tool_tables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -23,6 +24,20 @@ PAGES = sorted(
     for page in REPOSITORY.glob(pattern)
 )
 MIGRATION = DOCS / "migration.md"
+LAUNCHER_FLAGS = {
+    *(
+        "num-gpus",
+        "hostfile",
+        "no-ssh",
+        "launcher",
+        "launcher-args",
+        "ntasks-per-node",
+        "node-rank",
+    ),
+    *("nnodes", "nproc-per-node", "master-addr", "master-port", "bind-to"),
+    *("nodes", "gpus-per-node", "gpus-per-task", "cpus-per-task", "time", "kill-on-bad-exit"),
+    *("pid", "pty", "signal", "shm-size", "ipc"),
+}
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
 """Scripts of other frameworks that the pages mention."""
@@ -113,3 +128,14 @@ def test_flags_named_in_the_migration_page_exist() -> None:
     others = {"--num_gpus", "--json-key", "--vocab", "--world-size", "--override-"}
     for name in re.findall(r"--[a-z][\w-]*", MIGRATION.read_text(encoding="utf-8")):
         assert name in others or dashed(name) in training_flags().by_name, name
+
+
+@pytest.mark.parametrize(
+    "name", ["tutorial", "choose_a_layout", "finetuning", "troubleshooting", "launching"]
+)
+def test_flags_named_in_a_page_are_those_of_a_program_or_a_launcher(name: str) -> None:
+    tables = (training_flags(), *tool_tables().values())
+    known = {"help", "help-all"}.union(*(table.by_name for table in tables), LAUNCHER_FLAGS)
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", page):
+        assert dashed(flag) in known, flag
