@@ -1,18 +1,22 @@
 """Files of a folder in an object store, or in any other file system that fsspec knows, by URL.
 
-Owns the choice of the client library, retries, and errors that name the object. Files are uploaded
-by the client, which splits large ones into parts, and downloaded in ranges, so that no file is in
-memory entirely. Knows nothing of file contents.
+Owns the choice of the client library, time limits, retries, and errors that name the object. Files
+are uploaded by the client, which splits large ones into parts, and downloaded in ranges, so that no
+file is in memory entirely. Knows nothing of file contents.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +29,12 @@ OBJECT_SCHEMES = ("s3", "gs", "az")
 ATTEMPTS = 4
 FIRST_PAUSE_S = 0.5
 """Pause before the second attempt; each further one is twice as long."""
+LAST_ATTEMPT_S = 60.0
+"""Time after which a small request is not repeated: a store that never answers is then an error."""
+NOTICE_S = 5.0
+"""Time after which a line names what is waited for."""
+OBSTORE_RETRY_S = 30
+"""Time after which obstore does not repeat a request, which itself may take 30 s."""
 RANGE = 2**25
 """Bytes of a file that are downloaded by one request."""
 PARALLEL = 4
@@ -119,7 +129,7 @@ class ObjectStore:
             if actual != expected:
                 raise OSError(f"has {actual} bytes after the upload of {expected}")
 
-        self._attempt(name, copy)
+        self._attempt(name, copy, is_transfer=True)
 
     def download(self, name: str, path: Path, size: int) -> None:
         """Copies a file of known size from the store.
@@ -134,7 +144,9 @@ class ObjectStore:
             def copy(start: int) -> None:
                 end = min(start + RANGE, size)
                 content = self._attempt(
-                    name, lambda: self._fs.cat_file(self._path(name), start=start, end=end)
+                    name,
+                    lambda: self._fs.cat_file(self._path(name), start=start, end=end),
+                    is_transfer=True,
                 )
                 if len(content) != end - start:
                     raise OSError(f"{self.url}/{name} ends at byte {start + len(content)}")
@@ -157,16 +169,31 @@ class ObjectStore:
     def _name(self, path: str) -> str:
         return path[len(self._root) + 1 :]
 
-    def _attempt(self, name: str, work: Callable[[], T]) -> T:
-        """Calls a function until it succeeds, `ATTEMPTS` times at most."""
-        pause = FIRST_PAUSE_S
-        for _ in range(ATTEMPTS - 1):
-            with suppress(_Transient), _as_os_error(f"{self.url}/{name}", transient=True):
-                return work()
-            time.sleep(pause)
-            pause *= 2
-        with _as_os_error(f"{self.url}/{name}"):
-            return work()
+    def _attempt(self, name: str, work: Callable[[], T], *, is_transfer: bool = False) -> T:
+        """Calls a function until it succeeds, `ATTEMPTS` times at most.
+
+        Args:
+            name: The file.
+            work: The function.
+            is_transfer: Whether it may take long. Otherwise a line is printed if it does, and the
+                last attempt begins within `LAST_ATTEMPT_S`.
+        """
+        shown = f"{self.url}/{name}"
+        pauses = [FIRST_PAUSE_S * 2**number for number in range(ATTEMPTS - 1)]
+        end = time.monotonic() + (math.inf if is_transfer else LAST_ATTEMPT_S)
+        notice = threading.Timer(NOTICE_S, lambda: print(f"waiting for {shown}", file=sys.stderr))
+        if not is_transfer:
+            notice.start()
+        while True:
+            try:
+                with _as_os_error(shown):
+                    return work()
+            except _Transient:
+                if not pauses or time.monotonic() > end:
+                    raise
+            finally:
+                notice.cancel()
+            time.sleep(pauses.pop(0))
 
 
 class _Transient(OSError):
@@ -174,20 +201,21 @@ class _Transient(OSError):
 
 
 @contextmanager
-def _as_os_error(name: str, *, transient: bool = False) -> Iterator[None]:
+def _as_os_error(name: str) -> Iterator[None]:
     """Turns errors of client libraries into OSErrors of one line, with the object's URL."""
     try:
         yield
     except Exception as error:
         text = str(error).strip().partition("\n")[0] or type(error).__name__
-        kind = next((each for each in FINAL_ERRORS if isinstance(error, each)), None)
+        kind = next((each for each in FINAL_ERRORS if isinstance(error, each)), _Transient)
         if "NoSuchBucket" in str(error):
             text, kind = "there is no such bucket", PermissionError
         elif re.search("AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|NoCred", str(error)):
             kind = PermissionError
-        if kind is None and transient:
-            raise _Transient(text) from error
-        raise (kind or OSError)(f"{name}: {text}") from error
+        elif type(error).__name__ == "InvalidPathError":
+            text = f"{text}. Rename or delete this object, or install s3fs, by which it is left out"
+            kind = NotADirectoryError  # final
+        raise kind(f"{name}: {text}") from error
 
 
 def _open_filesystem(url: str, scheme: str) -> Any:
@@ -208,6 +236,7 @@ def _open_filesystem(url: str, scheme: str) -> Any:
 
             obstore.fsspec.register(scheme)
             kind = fsspec.get_filesystem_class(scheme)
+            options["retry_config"] = {"retry_timeout": timedelta(seconds=OBSTORE_RETRY_S)}
         options |= kind._get_kwargs_from_urls(url)
         found = kind(skip_instance_cache=True, **options)
     except ImportError as error:
@@ -216,6 +245,8 @@ def _open_filesystem(url: str, scheme: str) -> Any:
         raise user_error("store-unusable", url=url, error=error) from error
     if hasattr(found, "dircache"):
         found.dircache.use_listings_cache = False  # not a setting of every client
+    if type(found).__module__.startswith("s3fs"):
+        found.retries = 1  # next to those of botocore and ours
     return found
 
 

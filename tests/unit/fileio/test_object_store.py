@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fsspec
 import pytest
@@ -30,6 +33,12 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
     with s3_server(tmp_path_factory.mktemp("s3") / "log") as variables:
         yield variables
+
+
+def put_object(server: Mapping[str, str], name: str) -> None:
+    """Creates an object of any name, which a client may refuse."""
+    address = f"{server['AWS_ENDPOINT_URL']}/{BUCKET}/{quote(name)}"
+    urllib.request.urlopen(urllib.request.Request(address, data=b"x", method="PUT")).close()
 
 
 def check_contract(url: str, folder: Path) -> None:
@@ -103,10 +112,19 @@ def test_s3_is_a_store(
     assert sorted(created) == [False] * 7 + [True]
     with pytest.raises(OSError, match="no such bucket"):
         ObjectStore("s3://absent/folder").sizes()
+    put_object(server, "obstore//x")
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it is repeated"))
+    with pytest.raises(NotADirectoryError, match="obstore//"):  # which obstore cannot list
+        ObjectStore(f"s3://{BUCKET}/obstore").sizes()
 
 
 def test_s3_is_a_store_with_the_client_of_fsspec(server: Mapping[str, str], tmp_path: Path) -> None:
-    """In a process of its own: s3fs needs older packages than the environment has."""
+    """In a process of its own: s3fs needs older packages than the environment has.
+
+    Objects whose names are no paths are left out.
+    """
+    for name in ("file", "/x", "../x", "./x"):
+        put_object(server, f"names/{name}")
     code = (
         "import sys; from pathlib import Path; import s3fs\n"
         "from megatron_ds.fileio import object_store\n"
@@ -115,6 +133,8 @@ def test_s3_is_a_store_with_the_client_of_fsspec(server: Mapping[str, str], tmp_
         f"check_contract('s3://{BUCKET}/s3fs', Path({str(tmp_path)!r}))\n"
         f"store = object_store.ObjectStore('s3://{BUCKET}/s3fs')\n"
         "assert isinstance(store._fs, s3fs.S3FileSystem)\n"
+        f"store = object_store.ObjectStore('s3://{BUCKET}/names')\n"
+        "assert [*store.sizes()] == ['file'], store.sizes()\n"
     )
     path = os.pathsep.join(map(str, (SERVER, REPOSITORY)))
     done = subprocess.run(
@@ -161,6 +181,32 @@ def test_requests_are_repeated_and_lasting_errors_name_the_object(tmp_path: Path
     Failing.failures = object_store.ATTEMPTS
     with pytest.raises(OSError, match=r"^failing://repeated/name: the server is busy$"):
         store.read("name")
+    assert Failing.failures == 0
+
+
+def test_a_store_that_does_not_answer_is_named_and_soon_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    store, noticed, lines = ObjectStore("failing://silent"), threading.Event(), list[str]()
+
+    def show(line: str, **_: object) -> None:
+        lines.append(line)
+        noticed.set()
+
+    monkeypatch.setattr("builtins.print", show)
+    monkeypatch.setattr(object_store, "NOTICE_S", 0.0)
+    monkeypatch.setattr(MemoryFileSystem, "find", lambda *_, **__: noticed.wait(20) and {})
+    assert store.sizes("folder") == {}
+    assert ["failing://silent/folder" in line for line in lines] == [True]
+    monkeypatch.setattr(object_store, "NOTICE_S", 60.0)
+    monkeypatch.setattr(object_store, "LAST_ATTEMPT_S", 0.0)
+    Failing.failures = 3
+    with pytest.raises(OSError, match="the server is busy"):
+        store.read("name")
+    assert Failing.failures == 2
+    (tmp_path / "file").touch()
+    store.upload(tmp_path / "file", "name")  # which may take long
     assert Failing.failures == 0
 
 
