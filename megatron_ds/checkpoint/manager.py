@@ -335,10 +335,8 @@ class CheckpointManager:
     def _newer_local(self, found: CheckpointMetadata | None) -> CheckpointMetadata | None:
         """The local checkpoint with which this run continues after that of --load, if any."""
         options = self._config.checkpoint
-        if self._local is None:
+        if self._local is None or options.load is None or options.save is None:
             return None
-        assert options.load is not None
-        assert options.save is not None
         place = os.path.realpath(options.save_url or options.save)
         is_resume = os.path.realpath(options.load) == os.path.realpath(options.save)
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -163,27 +163,29 @@ def acquire_lock(
         UserError: If its owner is alive.
         OSError: If the file cannot be written.
     """
-    content = json.dumps({**asdict(Owner.here()), "folder": folder, "inode": inode}).encode()
+    own = replace(Owner.here(), folder=folder, inode=inode)
+    content = json.dumps(asdict(own)).encode()
     while not file.create(content):
         found = file.read()
         if found is None:
             continue  # released meanwhile
-        owner = Owner.parse(found)
-        is_copy = owner is not None and owner.inode not in (0, inode) and owner.folder != folder
-        is_alive = not is_copy and _is_alive(file, found, log)
+        is_alive = _is_alive(file, found, own, log)
         if file.read() != found:
             continue  # released, or taken by another run, meanwhile
         if is_alive:
+            owner = Owner.parse(found)
             raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=file.place)
         file.remove(found)
     return RunLock(file, content)
 
 
-def _is_alive(file: LockFile, content: bytes, log: Callable[[str], None]) -> bool:
+def _is_alive(file: LockFile, content: bytes, own: Owner, log: Callable[[str], None]) -> bool:
     """Whether the owner in a lock file lives, and keeps the file while it may be about to end."""
     owner = Owner.parse(content)
     owned = f"{owner or 'an unknown process'}, which owns {file.folder}"
-    if owner is not None and owner.location == HostLocation.here().host:
+    if owner is not None and owner.location == own.location:
+        if owner.inode not in (0, own.inode) and owner.folder != own.folder:
+            return False  # it owns the folder of which this one is a copy
         process = ProcessHandle(owner.pid, owner.started)
         if process.is_alive():
             log(f"waiting up to {ENDING_S:.0f} s for the end of {owned}")

@@ -143,7 +143,7 @@ class Snapshot:
         """
         folder.mkdir(parents=True, exist_ok=True)
         for script in self._scripts:
-            shutil.copy(script, folder.parent)
+            shutil.copyfile(script, folder.parent / script.name)
         return {
             name: write_tensors(state, folder / name, self._is_cancelled)
             for name, state in self.states.items()

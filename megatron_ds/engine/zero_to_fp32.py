@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Write the fp32 weights of a checkpoint: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR.
 
 A save copies this script to the folder of its checkpoints. It runs tools/zero_to_fp32.py of the

@@ -33,8 +33,6 @@ LAST_ATTEMPT_S = 60.0
 """Time after which a small request is not repeated: a store that never answers is then an error."""
 NOTICE_S = 5.0
 """Time after which a line names what is waited for."""
-OBSTORE_RETRY_S = 30
-"""Time after which obstore does not repeat a request, which itself may take 30 s."""
 RANGE = 2**25
 """Bytes of a file that are downloaded by one request."""
 PARALLEL = 4
@@ -214,7 +212,7 @@ def _as_os_error(name: str) -> Iterator[None]:
             kind = PermissionError
         elif type(error).__name__ == "InvalidPathError":
             text = f"{text}. Rename or delete this object, or install s3fs, by which it is left out"
-            kind = NotADirectoryError  # final
+            kind = IsADirectoryError  # final
         raise kind(f"{name}: {text}") from error
 
 
@@ -236,7 +234,8 @@ def _open_filesystem(url: str, scheme: str) -> Any:
 
             obstore.fsspec.register(scheme)
             kind = fsspec.get_filesystem_class(scheme)
-            options["retry_config"] = {"retry_timeout": timedelta(seconds=OBSTORE_RETRY_S)}
+            # A request may take 30 s.
+            options["retry_config"] = {"retry_timeout": timedelta(seconds=30)}
         options |= kind._get_kwargs_from_urls(url)
         found = kind(skip_instance_cache=True, **options)
     except ImportError as error:

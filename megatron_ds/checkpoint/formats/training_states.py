@@ -72,8 +72,8 @@ def with_masters(source: WeightsSource) -> WeightsSource:
 def _open_verified(found: CheckpointMetadata) -> FullStates:
     """The states of a checkpoint whose files with weights are verified already."""
     checked = weights_files(found) if found.is_universal else files_with_weights(found)
-    has_manifest = (found.path / MANIFEST).is_file()  # DeepSpeed writes none
-    files = read_manifest(found.path) if has_manifest else {}
+    # DeepSpeed writes no manifest.
+    files = read_manifest(found.path) if (found.path / MANIFEST).is_file() else {}
     others = {name: each for name, each in files.items() if name not in checked}
     if (damage := files_damaged(find_damaged_files(found.path, others))) is not None:
         raise UserError(damage)

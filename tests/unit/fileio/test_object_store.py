@@ -114,7 +114,7 @@ def test_s3_is_a_store(
         ObjectStore("s3://absent/folder").sizes()
     put_object(server, "obstore//x")
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it is repeated"))
-    with pytest.raises(NotADirectoryError, match="obstore//"):  # which obstore cannot list
+    with pytest.raises(IsADirectoryError, match="obstore//"):  # which obstore cannot list
         ObjectStore(f"s3://{BUCKET}/obstore").sizes()
 
 
