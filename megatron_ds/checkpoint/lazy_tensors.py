@@ -21,7 +21,13 @@ class LazyTensor:
 
     @classmethod
     def of(cls, value: Tensor) -> LazyTensor:
-        """A tensor that exists already, such as a memory-mapped one."""
+        """A tensor that exists already, such as a memory-mapped one.
+
+        Raises:
+            ValueError: If it has more elements than values, as an expanded one.
+        """
+        if value.nbytes > (stored := value.untyped_storage().nbytes()):
+            raise ValueError(f"a tensor of shape {list(value.shape)} has {stored} bytes")
         return cls(tuple(value.shape), value.dtype, lambda: value)
 
     @property

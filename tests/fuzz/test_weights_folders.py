@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.checkpoint.formats.huggingface import open_hf, write_hf
+from megatron_ds.checkpoint.formats.megatron import open_checkpoint
+from megatron_ds.checkpoint.formats.megatron_folders import find_checkpoint
 from megatron_ds.checkpoint.formats.safetensors_files import INDEX, SINGLE
 from megatron_ds.checkpoint.formats.weights_folder import (
     open_weights_folder,
@@ -20,6 +23,7 @@ from megatron_ds.checkpoint.formats.weights_folder import (
 from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG, SETTINGS
 from megatron_ds.config import ModelConfig
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, MISSING, paths_in, read_or_error, replaced
+from tests.unit.checkpoint.formats.megatron_writer import Layout, write_checkpoint
 from tests.unit.checkpoint.formats.models import SMALL, random_source
 
 SETTINGS_OF_FUZZ = settings(
@@ -82,6 +86,38 @@ def test_changed_headers_of_tensors_are_rejected_or_read(
     try:
         file.write_bytes(size.to_bytes(8, "little") + header + original[8 + length :])
         check(folders / "hf")
+    finally:
+        file.write_bytes(original)
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = ModelConfig(**SMALL)
+    moments = {name: random_source(config) for name in ("exp_avg", "exp_avg_sq")}
+    folder = tmp_path_factory.mktemp("megatron")
+    return write_checkpoint(folder, config, random_source(config), Layout(), moments)
+
+
+@SETTINGS_OF_FUZZ
+@given(data=st.data())
+def test_changed_states_of_megatron_are_rejected_or_read(
+    megatron: Path, data: st.DataObject
+) -> None:
+    (file,) = megatron.rglob("model_optim_rng.pt")
+    original = file.read_bytes()
+    state = torch.load(file, weights_only=False)
+    state["args"] = vars(state["args"])
+    found: Any = find_checkpoint(megatron)
+
+    def read() -> None:
+        model = open_checkpoint(found)
+        for tensors in (model.source.checked().tensors, *model.optimizer.values()):
+            for name, tensor in tensors.items():
+                assert tuple(tensor.read().shape) == tensor.shape, name
+
+    try:
+        torch.save(changed(state, data), file)
+        read_or_error(read, str(megatron), "weights", "layers.", "embedding.", "norm", "version")
     finally:
         file.write_bytes(original)
 

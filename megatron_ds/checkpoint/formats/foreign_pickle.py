@@ -8,10 +8,12 @@ anything else is rejected with that name.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,7 +83,7 @@ class StandIn:
 STAND_INS = tuple((type(name, (StandIn,), {}), name) for name in NAMES.split())
 
 METADATA_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
-    (kind.__module__, kind.__qualname__): kind
+    (kind.__module__, kind.__qualname__): type(kind.__name__, (StandIn,), {})
     for kind in (
         *(metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata),
         *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.StorageMeta),
@@ -97,7 +99,9 @@ METADATA_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
     ("pathlib._local", "PosixPath"): StandIn,
 }
 """What the metadata of a distributed checkpoint consists of: data classes of torch, and the folder
-that it was written to."""
+that it was written to. Classes are stand-ins, because unpickling can change what is found here."""
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of code that gets a value of another type or size than it expects."""
 
 
 def read_foreign(file: Path | bytes, name: str = "", *, mmap: bool = True) -> Any:
@@ -131,19 +135,73 @@ def read_dcp_metadata(path: Path) -> metadata.Metadata:
     """
     try:
         with open(path, "rb") as file:
-            found = _MetadataUnpickler(file, path).load()
+            found = _metadata_of(_MetadataUnpickler(file, path).load())
+        stored = sum(each.stat().st_size for each in path.parent.iterdir())
+        for name, entry in found.state_dict_metadata.items():
+            size = getattr(entry, "size", ())
+            if math.prod(max(1, each) for each in size) > stored:
+                raise ValueError(f"{name} of shape {list(size)} is larger than the files")
     except UserError:
         raise
     except FileNotFoundError as error:
         raise user_error("dcp-metadata-missing", path=path) from error
     except Exception as error:  # a damaged pickle raises whatever its opcodes lead to
         raise user_error("tensor-file-unreadable", path=path, error=error) from error
-    if not isinstance(found, metadata.Metadata) or not found.storage_data:
-        raise user_error("tensor-file-unreadable", path=path, error="it has no metadata")
-    for stored in found.storage_data.values():
-        if Path(stored.relative_path).name != stored.relative_path:
-            error_text = f"it names the file {stored.relative_path}"
-            raise user_error("tensor-file-unreadable", path=path, error=error_text)
+    return found
+
+
+@contextmanager
+def malformed_values(path: Path) -> Iterator[None]:
+    """Rejects a file whose values are not of the types that its format has, wherever they are used.
+
+    Args:
+        path: For the message.
+
+    Raises:
+        UserError: If the block raises one of `MALFORMED`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except MALFORMED as error:
+        shown = f"{type(error).__name__}: {error}"
+        raise user_error("foreign-file-unreadable", path=path, error=shown) from error
+
+
+def _metadata_of(found: Any) -> metadata.Metadata:
+    """The metadata that stand-ins describe; raises anything if they describe none."""
+    storage = {}
+    for index, stored in found.state["storage_data"].items():
+        place = filesystem._StorageInfo(**stored.state)
+        _size((place.offset, place.length))
+        if not place.relative_path or Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"it names the file {place.relative_path}")
+        storage[metadata.MetadataIndex(**index.state)] = place
+    if not storage:
+        raise ValueError("it names no files")
+    entries = found.state["state_dict_metadata"].items()
+    return metadata.Metadata({str(key): _entry_of(entry) for key, entry in entries}, None, storage)
+
+
+def _entry_of(entry: Any) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
+    if type(entry).__name__ == metadata.BytesStorageMetadata.__name__:
+        return metadata.BytesStorageMetadata()
+    chunks = [
+        metadata.ChunkStorageMetadata(_size(each.state["offsets"]), _size(each.state["sizes"]))
+        for each in entry.state["chunks"]
+    ]
+    dtype = entry.state["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a type is {dtype!r}")
+    properties = metadata.TensorProperties(dtype)
+    return metadata.TensorStorageMetadata(properties, _size(entry.state["size"]), chunks)
+
+
+def _size(values: Any) -> torch.Size:
+    found = torch.Size(values)
+    if min(found, default=0) < 0:
+        raise ValueError(f"a size is {list(found)}")
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.formats import hf_tokenizer
-from megatron_ds.checkpoint.formats.foreign_pickle import is_mappable
+from megatron_ds.checkpoint.formats.foreign_pickle import is_mappable, malformed_values
 from megatron_ds.checkpoint.formats.hf_config import ConfigValues
 from megatron_ds.checkpoint.formats.hf_families import FAMILIES, LACKING, Family
 from megatron_ds.checkpoint.formats.output_folder import output_folder
@@ -67,6 +67,11 @@ def open_hf(path: Path) -> WeightsSource:
     Raises:
         UserError: If files are missing or damaged, or the model has parts that ours lacks.
     """
+    with malformed_values(path):
+        return _open(path)
+
+
+def _open(path: Path) -> WeightsSource:
     if not (path / HF_CONFIG).is_file():
         raise user_error("hf-folder-without-config", path=path)
     family, settings = read_settings(path)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ds.checkpoint.formats import megatron_args, neox_args
+from megatron_ds.checkpoint.formats.foreign_pickle import malformed_values
 from megatron_ds.checkpoint.formats.megatron_files import (
     Shards,
     read_deepspeed,
@@ -36,7 +37,12 @@ from megatron_ds.checkpoint.formats.megatron_names import (
     join,
     joined_shape,
 )
-from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
+from megatron_ds.checkpoint.formats.source import (
+    ModelSettings,
+    WeightsSource,
+    abstract_model,
+    check_sizes,
+)
 from megatron_ds.checkpoint.formats.torch_dist import read_torch_dist
 from megatron_ds.checkpoint.formats.universal_import import read_universal
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
@@ -108,6 +114,11 @@ def open_checkpoint(
     Raises:
         UserError: If files are missing or damaged, or our model lacks a part.
     """
+    with malformed_values(found.path):
+        return _open(found, given)
+
+
+def _open(found: MegatronCheckpoint, given: Mapping[str, Any] | None) -> MegatronModel:
     readers = {
         LEGACY: read_legacy,
         DEEPSPEED: read_deepspeed,
@@ -147,6 +158,8 @@ def open_checkpoint(
         described = dataclasses.replace(
             described, tokenizer=tokenizer, may_have_padding=vocab_size is None
         )
+        check_sizes(described, tensors, found.path)
+        abstract_model(config, MoEConfig())  # raises if a value is of another type
     return MegatronModel(
         WeightsSource(found.path, found.kind, described, tensors),
         vocab_size=vocab_size,
@@ -178,20 +191,21 @@ def _canonical(
         if name is None:
             unknown.append(foreign)
         elif not (name == "head.weight" and tied):
-            tensors[name] = _joined(name, shards, orders)
+            tensors[name] = _joined(path, name, shards, orders)
     if unknown:
         raise user_error("megatron-weights-unknown", path=path, names=", ".join(sorted(unknown)))
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     expected = settings.get("num_layers") or len(layers)
-    if layers != {str(layer) for layer in range(expected)}:
+    if len(layers) != expected or layers != {str(layer) for layer in range(expected)}:
         raise user_error("megatron-layers-missing", path=path, found=len(layers), expected=expected)
     return tensors
 
 
-def _joined(name: str, shards: list[LazyTensor], orders: RowOrders) -> LazyTensor:
+def _joined(path: Path, name: str, shards: list[LazyTensor], orders: RowOrders) -> LazyTensor:
     shape = joined_shape(name, shards[0].shape, len(shards))
-    return LazyTensor(shape, shards[0].dtype, partial(_read, name, shards, orders))
+    return LazyTensor(shape, shards[0].dtype, partial(_read, path, name, shards, orders))
 
 
-def _read(name: str, shards: list[LazyTensor], orders: RowOrders) -> Tensor:
-    return join(name, [shard.read() for shard in shards], orders)
+def _read(path: Path, name: str, shards: list[LazyTensor], orders: RowOrders) -> Tensor:
+    with malformed_values(path):
+        return join(name, [shard.read() for shard in shards], orders)

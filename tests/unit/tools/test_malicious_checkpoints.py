@@ -15,8 +15,12 @@ import torch
 
 from megatron_ds.checkpoint.formats.foreign_pickle import read_dcp_metadata
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN, manifest_text, read_manifest
+from megatron_ds.config import ModelConfig
 from megatron_ds.fileio.atomic import FileRecord
 from tests.unit.checkpoint.formats.hf_models import random_model
+from tests.unit.checkpoint.formats.megatron_writer import Layout
+from tests.unit.checkpoint.formats.megatron_writer import write_checkpoint as write_megatron
+from tests.unit.checkpoint.formats.models import SMALL, random_source
 from tests.unit.checkpoint.native_writer import random_states, write_checkpoint
 from tests.unit.checkpoint.test_full_weights import Trap
 from tools import convert_checkpoint, inspect_checkpoint
@@ -126,6 +130,20 @@ def test_a_record_that_does_not_fit_the_files_is_an_error(
     statuses = {inspect_checkpoint.main([str(folder), *more]) for more in ([], [str(folder)])}
     assert "Traceback" not in capsys.readouterr().err
     assert statuses == ({0} if "experts" in changes else {1})
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_malformed_value_is_an_error(
+    tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ModelConfig(**SMALL)
+    folder = write_megatron(tmp_path, config, random_source(config), Layout())
+    (path,) = folder.rglob("model_optim_rng.pt")
+    torch.save({**torch.load(path, weights_only=False), "iteration": "x"}, path)
+    module, arguments = TOOLS[tool]
+    status = module.main([str(each) for each in arguments(folder, tmp_path / "new")])
+    assert status == 1
+    assert "foreign-file-unreadable" in capsys.readouterr().err
 
 
 def test_names_do_not_control_the_terminal(

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_ds.checkpoint.formats.foreign_pickle import (
     StandIn,
@@ -86,11 +87,78 @@ def test_metadata_cannot_run_code(tmp_path: Path, attack: str, protocol: int) ->
 def test_metadata_cannot_reach_a_function_through_a_listed_class(tmp_path: Path) -> None:
     """A name with dots leads from a class to the globals of its module."""
     path = tmp_path / ".metadata"
-    names = ("torch.distributed.checkpoint.metadata", "Metadata.__init__.__globals__")
-    pushed = b"".join(b"\x8c" + bytes([len(name)]) + name.encode() for name in names)
-    path.write_bytes(b"\x80\x04" + pushed + b"\x93.")
+    path.write_bytes(
+        b"\x80\x04" + opcodes(metadata.__name__, "Metadata.__init__.__globals__") + b"."
+    )
 
     with raises_problem("foreign-class-rejected", contains="__globals__"):
+        read_dcp_metadata(path)
+
+
+def opcodes(*names: str) -> bytes:
+    """Pushes the object of a module."""
+    return b"".join(b"\x8c" + bytes([len(name)]) + name.encode() for name in names) + b"\x93"
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "call"),
+    [
+        (metadata, "MetadataIndex", b""),
+        (metadata, "_MEM_FORMAT_ENCODING", b""),
+        (metadata, "_MEM_FORMAT_ENCODING", b"K\x00\x85R"),
+        (torch.serialization, "_get_layout", b""),
+        (torch, "Size", b""),
+        (torch, "float32", b""),
+    ],
+)
+def test_metadata_cannot_change_objects_of_torch(
+    tmp_path: Path, target: ModuleType, name: str, call: bytes
+) -> None:
+    """By the opcode that sets the attributes of an object."""
+    found = getattr(target, name)
+    live = found(0) if call else found
+    path = tmp_path / ".metadata"
+    state = b"N}" + b"\x8c\x07changed" + b"K\x01s\x86"
+    path.write_bytes(b"\x80\x04" + opcodes(target.__name__, name) + call + state + b"b.")
+
+    with raises_problem("tensor-file-unreadable"):
+        read_dcp_metadata(path)
+
+    assert not hasattr(live, "changed")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"storage_data": 5},
+        {"storage_data": {}},
+        {"storage_data": {metadata.MetadataIndex("weight"): 5}},
+        {"storage_data": {5: filesystem._StorageInfo("__0_0.distcp", 0, 9)}},
+        {"storage_data": {metadata.MetadataIndex("x"): filesystem._StorageInfo(5, 0, 9)}},
+        {"storage_data": {metadata.MetadataIndex("x"): filesystem._StorageInfo("", 0, 9)}},
+        {"storage_data": {metadata.MetadataIndex("x"): filesystem._StorageInfo("x", -1, 9)}},
+        {"storage_data": {metadata.MetadataIndex("x"): filesystem._StorageInfo("x", 0, "y")}},
+        {"state_dict_metadata": 5},
+        {"state_dict_metadata": {"weight": 5}},
+        {"size": (-1,)},
+        {"size": ("x",)},
+        {"size": torch.Size([2**40, 0])},
+        {"size": torch.Size([2**62, 2**62])},
+        {"chunks": 5},
+        {"chunks": [5]},
+        {"properties": 5},
+    ],
+)
+def test_malformed_metadata_is_rejected(tmp_path: Path, change: dict[str, Any]) -> None:
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / ".metadata"
+    read_dcp_metadata(path)
+    found = pickle.loads(path.read_bytes())
+    for name, value in change.items():
+        setattr(found if hasattr(found, name) else found.state_dict_metadata["weight"], name, value)
+    path.write_bytes(pickle.dumps(found))
+
+    with raises_problem("tensor-file-unreadable", contains=str(path)):
         read_dcp_metadata(path)
 
 

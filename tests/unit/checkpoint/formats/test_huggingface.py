@@ -353,6 +353,19 @@ def test_missing_and_foreign_files_are_rejected(tmp_path: Path) -> None:
         open_hf(tmp_path)
 
 
+def test_a_tensor_has_the_values_of_its_shape(tmp_path: Path) -> None:
+    """A file of a few bytes can describe a table that no memory has room for."""
+    tensors = tensors_in(saved(tmp_path))
+    (tmp_path / SINGLE).unlink()
+    rows = 2**40
+    tensors["model.embed_tokens.weight"] = torch.ones(1).expand(rows, 32)
+    tensors["lm_head.weight"] = torch.ones(1).expand(rows, 32)
+    torch.save(tensors, tmp_path / PICKLED)
+    change_config(tmp_path, vocab_size=rows)
+    with raises_problem("foreign-file-unreadable", contains=str(rows)):
+        open_hf(tmp_path)
+
+
 def test_a_window_limits_the_sequence_length(tmp_path: Path) -> None:
     source = open_hf(saved(tmp_path / "a", "mistral-window"))
     settings = source.settings

@@ -390,6 +390,55 @@ def test_arguments_that_are_off_are_no_parts(tmp_path: Path) -> None:
     open_megatron(folder)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("args.num_layers", "x", "megatron-layers-missing"),
+        ("args.num_layers", 10**8, "megatron-layers-missing"),
+        ("args.hidden_size", True, "foreign-file-unreadable"),
+        ("args.num_attention_heads", 3, "foreign-file-unreadable"),
+        ("args.kv_channels", 10**9, "foreign-file-unreadable"),
+        ("iteration", "x", "foreign-file-unreadable"),
+        ("checkpoint_info", 5, "foreign-file-unreadable"),
+        ("opt_param_scheduler", 5, "foreign-file-unreadable"),
+        ("model", 5, "megatron-layers-missing"),
+        ("model0", {"weight": torch.ones(1).expand(2**45)}, "foreign-file-unreadable"),
+    ],
+)
+def test_malformed_states_are_rejected(key: str, value: Any, code: str, tmp_path: Path) -> None:
+    folder, _ = write(tmp_path)
+    path = folder / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    if key == "model0":
+        state["model0"] = {**value, "language_model": state.pop("model")["language_model"]}
+    elif key.startswith("args."):
+        setattr(state["args"], key.removeprefix("args."), value)
+    else:
+        state[key] = value
+    torch.save(state, path)
+    with raises_problem(code, contains=str(folder)):
+        open_megatron(folder)
+
+
+def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
+    """When they are read."""
+    config, source = model(), random_source(model())
+    moments = dict.fromkeys((*MOMENTS, "fp32_param"), source)
+    layout = Layout(files="deepspeed", half=True, dp=2)
+    folder = write_checkpoint(tmp_path, config, source, layout, moments)
+    path = folder / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with classes_of_megatron():
+        state = torch.load(path, weights_only=False)
+        state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"] = "x"
+        torch.save(state, path)
+    found = find_checkpoint(folder)
+    assert found is not None
+    tensors = open_checkpoint(found).optimizer["exp_avg"].values()
+    with raises_problem("foreign-file-unreadable", contains=str(found.path)):
+        for tensor in tensors:
+            tensor.read()
+
+
 def test_an_unknown_weight_is_named(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(version=3, extra="layers.0.adapter.weight"))
     with raises_problem("megatron-weights-unknown", contains="layers.0.adapter.weight"):
