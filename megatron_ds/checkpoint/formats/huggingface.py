@@ -53,11 +53,6 @@ TRANSPOSED_ROWS = 64
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FROM_MODEL_CONFIG = "_from_model_config"
 """Entry of a generation_config.json that has only the special ids of config.json."""
-OF_OTHER_FILES = {
-    "quantization_config": "quantized weights",
-    "transformers_weights": "weights in a file of another name",
-}
-"""Keys of config.json that say how the weights are stored, with what they ask for."""
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -109,9 +104,9 @@ def read_settings(path: Path) -> tuple[Family, ModelSettings]:
         raise user_error("hf-model-type", path=path / HF_CONFIG, kind=kind, known=known)
     config = ConfigValues(path / HF_CONFIG, values)
     settings = _settings_of(family, config)
-    for key in values.keys() & OF_OTHER_FILES.keys():
-        if values[key] is not None:
-            config.lack(OF_OTHER_FILES[key], key, "...")
+    for key in ("quantization_config", "transformers_weights"):
+        if values.get(key) is not None:
+            config.lack("weights that are quantized or have another file name", key, "...")
     if config.lacking:
         raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
     file = path / GENERATION

@@ -37,12 +37,8 @@ from megatron_ds.checkpoint.formats.megatron_names import (
     join,
     joined_shape,
 )
-from megatron_ds.checkpoint.formats.source import (
-    ModelSettings,
-    WeightsSource,
-    abstract_model,
-    check_sizes,
-)
+from megatron_ds.checkpoint.formats.megatron_optimizer import has_coupled_decay
+from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource, check_sizes
 from megatron_ds.checkpoint.formats.torch_dist import read_torch_dist
 from megatron_ds.checkpoint.formats.universal_import import read_universal
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor, LazyTensors
@@ -159,7 +155,8 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any] | None) -> Megatro
             described, tokenizer=tokenizer, may_have_padding=vocab_size is None
         )
         check_sizes(described, tensors, found.path)
-        abstract_model(config, MoEConfig())  # raises if a value is of another type
+    is_coupled = bool(optimizer) and has_coupled_decay(state)
+    coupled = [Problem("foreign-decay-coupled", path=found.path)] if is_coupled else []
     return MegatronModel(
         WeightsSource(found.path, found.kind, described, tensors),
         vocab_size=vocab_size,
@@ -169,7 +166,7 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any] | None) -> Megatro
         optimizer=optimizer,
         steps=weights.steps,
         unread=weights.unread,
-        notes=tuple(megatron_args.notes(args)),
+        notes=(*megatron_args.notes(args), *coupled),
         arguments=args,
         softmax_rows=(state.get("checkpoint_info") or {}).get("softmax_vocab_size"),
         scheduler=state.get("opt_param_scheduler") or state.get("lr_scheduler") or {},

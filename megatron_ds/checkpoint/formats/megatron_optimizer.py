@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_ds.engine.ds_checkpoint_io import OPTIMIZER_KEYS
 from megatron_ds.engine.full_states import MASTER
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -90,6 +91,16 @@ def steps_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> int | None:
         if key in source:
             return int(source[key])
     return None
+
+
+def has_coupled_decay(saved: Any) -> bool:
+    """Whether a state dict has groups of an Adam that adds the weight decay to the gradient."""
+    if not isinstance(saved, Mapping):
+        return False
+    return any(has_coupled_decay(saved.get(key)) for key in OPTIMIZER_KEYS) or any(
+        group.get("decoupled_weight_decay") is False and group.get("weight_decay")
+        for group in saved.get("param_groups") or ()
+    )
 
 
 def _parameters(chunks: Chunks) -> list[tuple[int, str, Tensor]]:

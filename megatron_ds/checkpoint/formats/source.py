@@ -263,6 +263,7 @@ def check_sizes(settings: ModelSettings, tensors: LazyTensors, path: Path) -> No
     ]
     if shown:
         raise user_error("foreign-file-unreadable", path=path, error="; ".join(shown))
+    abstract_model(model, settings.moe)  # raises if a value is of another type
 
 
 def expected_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:

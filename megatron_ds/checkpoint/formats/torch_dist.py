@@ -31,11 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_ds.checkpoint.formats.foreign_pickle import (
-    malformed_values,
-    read_dcp_metadata,
-    read_foreign,
-)
+from megatron_ds.checkpoint.formats.foreign_pickle import read_dcp_metadata, read_foreign
 from megatron_ds.checkpoint.formats.megatron_args import arguments_of
 from megatron_ds.checkpoint.formats.megatron_files import WEIGHTS, FoundWeights, Shards
 from megatron_ds.checkpoint.formats.megatron_names import PREFIX, is_ignored
@@ -169,9 +165,8 @@ def _read_part(
     entry = metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    with malformed_values(folder):
-        items = create_read_items_for_chunk_list(key, entry, [wanted])
-        part = torch.empty(sizes, dtype=entry.properties.dtype)
+    items = create_read_items_for_chunk_list(key, entry, [wanted])
+    part = torch.empty(sizes, dtype=entry.properties.dtype)
     if sum(item.lengths.numel() for item in items) != part.numel():
         raise user_error("dcp-tensor-incomplete", folder=folder, key=key)
     reader = FileSystemReader(folder)

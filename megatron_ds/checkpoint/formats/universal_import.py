@@ -50,6 +50,8 @@ def read_universal(folder: Path) -> FoundWeights:
         raise user_error("megatron-files-missing", folder=folder, names=f"mp_rank_00{STATES[1:]}")
     saved = read_state_dict(paths[0])
     state = {key: value for key, value in saved.items() if key not in ("module", "optimizer")}
+    if (path := folder / ZERO / OPTIMIZER_STATE).is_file():
+        state["optimizer"] = read_state_dict(path)
     layout = _Layout.of(folder, state)
     names = sorted(path.parent.name for path in (folder / ZERO).glob(f"*/{FP32}.pt"))
     prefixes = _prefixes(names)

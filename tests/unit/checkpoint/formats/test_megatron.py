@@ -270,6 +270,31 @@ def test_master_weights_of_deepspeed_are_the_weights(case: str, shared_data: Pat
         assert torch.equal(model.optimizer["master"][name].read(), tensor.read()), name
 
 
+@pytest.mark.parametrize("files", ["legacy", "torch_dist", "deepspeed", "zero3", "universal"])
+def test_a_decay_in_the_gradient_is_mentioned(files: str, tmp_path: Path) -> None:
+    """torch.optim.Adam, which microsoft's fork uses on other devices than CUDA's."""
+    config, source = model(**LLAMA), random_source(model(**LLAMA))
+    layout = Layout(files=files, half=files not in ("legacy", "torch_dist"))
+    moments = dict.fromkeys((*MOMENTS, "fp32_param") if layout.half else MOMENTS, source)
+    folder = write_checkpoint(tmp_path, config, source, layout, moments)
+    found = find_checkpoint(folder)
+    assert found is not None
+    names = {"legacy": "mp_rank_00/model_optim_rng.pt", "torch_dist": "common.pt"}
+    names["universal"] = "zero/optimizer_state.pt"
+    name = names.get(files, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with classes_of_megatron():
+        content = torch.load(found.path / name, weights_only=False)
+        for decay in (0.0, 0.1):
+            inner = content.get("optimizer_state_dict", content)
+            inner = inner.get("base_optimizer_state", inner)
+            inner = inner.get("optimizer", inner.get("optimizer_state_dict", inner))
+            for group in inner.get("optimizer", inner)["param_groups"]:
+                group.update(decoupled_weight_decay=False, weight_decay=decay)
+            torch.save(content, found.path / name)
+            notes = [note.code for note in open_checkpoint(found).notes]
+            assert notes == (["foreign-decay-coupled"] if decay else [])
+
+
 def test_rows_in_an_unknown_order_are_rejected(tmp_path: Path) -> None:
     config = model(**LLAMA)
     layout = Layout(
