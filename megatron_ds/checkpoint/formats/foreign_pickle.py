@@ -12,7 +12,7 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -82,7 +82,7 @@ class StandIn:
 
 STAND_INS = tuple((type(name, (StandIn,), {}), name) for name in NAMES.split())
 
-METADATA_CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
+METADATA_CLASSES: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__qualname__): type(kind.__name__, (StandIn,), {})
     for kind in (
         *(metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata),

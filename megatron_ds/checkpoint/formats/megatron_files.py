@@ -119,8 +119,8 @@ def read_deepspeed(folder: Path) -> FoundWeights:
         raise user_error("megatron-files-missing", folder=folder, names=name)
     first = read_state_dict(states[min(states)] if states else zero3[0])
     state = {key: value for key, value in first.items() if key != "module"}
-    if found := min(folder.glob("*_optim_states.pt"), default=None):
-        state["optimizer"] = read_state_dict(found)
+    if optimizer := min(folder.glob("*_optim_states.pt"), default=None):
+        state["optimizer"] = read_state_dict(optimizer)
     state["configs"] = [path.read_text() for path in sorted(folder.glob("configs/*.yml"))]
     if layers:
         pipeline, prefixes = _layer_files(folder, layers)
