@@ -124,13 +124,23 @@ class PipelineEngine(ZeroEngine):
     def _reduce_tied_gradients(self) -> None:
         """Sum the gradients of both copies of a tied weight, wherever they are accumulated.
 
-        DeepSpeed looks for them in `grad` or, with its bf16 optimizer, in `_hp_grad` only.
+        DeepSpeed looks for them in `grad` or, with its bf16 optimizer, in `_hp_grad` only. It then
+        sums over the replicas, in an order that differs between the stages: rounding would let the
+        copies drift apart. So the first replica gets the sum of all and the others get zeros, which
+        have the same sum in any order. That of two replicas has only one order.
         """
+        replicas = self._mesh.dp_sp
         for weight, group in self._module.get_tied_weights_and_groups():
             found = (getattr(weight, name, None) for name in ("_hp_grad", "grad_accum", "grad"))
             gradient = next((value for value in found if value is not None), None)
-            if gradient is not None:
+            if gradient is None:
+                continue
+            if replicas.size > 2:
+                dist.reduce(gradient, dst=replicas.ranks[0], group=replicas.handle)
+            if replicas.size <= 2 or replicas.rank == 0:
                 dist.all_reduce(gradient, group=group)
+            else:
+                gradient.zero_()
 
     def _step(self, step: Any, lr_kwargs: Any = None) -> None:
         """Step the optimizer; without ZeRO after computing the norm of the averaged gradient."""

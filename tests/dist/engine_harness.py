@@ -78,7 +78,7 @@ def prepare() -> Meshes:
     # On a CPU it starts a process, each time that ZeRO-3 reduces gradients.
     accelerator = get_accelerator()
     accelerator.device_count = functools.cache(accelerator.device_count)
-    sizes = [size for size in (1, 2, 4) if size <= dist.get_world_size()]
+    sizes = [size for size in (1, 2, 4) if dist.get_world_size() % size == 0]
     gc.collect()
     gc.freeze()  # the collection after each job skips what has been imported
     return Meshes({size: Mesh.build(tp_size=size) for size in sizes})

@@ -19,7 +19,14 @@ from megatron_ds.config import Config
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.train_state import StepPlan
 from tests.dist.compare import differences, differences_in_half_precision
-from tests.dist.parity_cases import SAMPLES, SAMPLES_PER_STEP, Case, config_of, plans_of
+from tests.dist.parity_cases import (
+    SAMPLES,
+    SAMPLES_PER_STEP,
+    SHAPE,
+    Case,
+    config_of,
+    plans_of,
+)
 from tests.dist.rank_jobs import JobResults, run_jobs, training
 from tests.dist.reference import EOD, Samples, evaluate_reference, train_reference
 
@@ -208,3 +215,32 @@ def test_stages_equal_one_process(case: Pipeline, results: JobResults) -> None:
         assert run.rates == reference.rates
         assert run.evaluations == pytest.approx(evaluations, rel=tolerance)
         assert run.notes["params norm"] == pytest.approx(norm, rel=tolerance)
+
+
+def test_copies_of_a_tied_embedding_stay_equal_on_three_replicas() -> None:
+    """The sum over three ranks depends on their order, which two stages may have differently.
+
+    `train` compares the copies of weights and gradients bit by bit.
+    """
+    steps, replicas = 10, 3
+    jobs, references = {}, {}
+    for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16")):
+        case = Case(2 * replicas, stage, 1, 1, "tied", "adamw")
+        config = config_of(
+            case,
+            parallel={"pipeline_model_parallel_size": 2},
+            schedule={"micro_batch_size": 1, "global_batch_size": replicas, "train_iters": steps},
+            precision={"bf16": precision == "bf16"},
+        )
+        plan = dataclasses.replace(plans_of(case)[0], global_batch_size=replicas)
+        plans = [dataclasses.replace(plan, iteration=number + 1) for number in range(steps)]
+        samples = Samples(replicas * steps, SHAPE)
+        name = f"zero{stage}-{precision}"
+        jobs[name] = training(config, plans, samples, tensors_of={steps})
+        references[name] = train_reference(config, samples, plans)
+    results = run_jobs(2 * replicas, jobs)
+    for name, reference in references.items():
+        tolerance = 1e-5 if name.endswith("fp32") else 1e-2
+        for run in results.of(name):
+            assert run.losses == pytest.approx(reference.losses, rel=tolerance)
+            assert run.norms == pytest.approx(reference.norms, rel=10 * tolerance)
