@@ -27,7 +27,9 @@ A layout is one value for each axis. Each table below has the pairs of one axis 
 a letter names the [test](#tests) that compares the pair with one process, a code names the
 [rule](#what-does-not-work-together) by which it is rejected. A dash is a flag without an effect,
 with a warning. The numbers of ranks, micro-batches, layers and heads are not axes: what they must
-divide is checked, too.
+divide is checked, too. Flags that are not an axis have rules of their own: `--use-bnb-optimizer` is
+rejected with offloading, pipeline stages, DeepSpeed-Ulysses and experts; `--compile` with
+DeepSpeed-Ulysses, experts and `--tiled-mlp`; `--contiguous-checkpointing` with pipeline stages.
 """
 TESTS = """\
 ## Tests

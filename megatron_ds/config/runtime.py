@@ -23,6 +23,12 @@ class RuntimeConfig:
     distributed_timeout_minutes: float = option_field(
         10.0, "timeout of collective operations in minutes", above=0
     )
+    memory_check: str = option_field(
+        "error",
+        "what to do if the estimated memory of the host, or that of the states on the device, is "
+        "more than there is: end with an error, only warn, or do not compare",
+        choices=("error", "warn", "off"),
+    )
     compile: bool = option_field(
         False,
         "compile each layer with torch.compile (output layer and loss are already fused; on an "

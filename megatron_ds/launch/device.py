@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,6 +72,52 @@ def device_index(
     return local_rank
 
 
+def lacks_toolkit() -> bool:
+    """Whether DeepSpeed cannot compile its file operations for want of the device's toolkit.
+
+    With CUDA and ROCm they include headers of it. An installation may have them compiled.
+    """
+    if _is_known_to_be_cpu():
+        return False
+    import torch
+    from deepspeed.git_version_info import installed_ops
+    from torch.utils import cpp_extension
+
+    home = cpp_extension.CUDA_HOME if torch.version.hip is None else cpp_extension.ROCM_HOME
+    return torch.cuda.is_available() and home is None and not installed_ops.get("async_io")
+
+
+@dataclass(frozen=True)
+class DeviceCapacity:
+    """Memory in bytes of a device, and how many processes of this run use it."""
+
+    free: float
+    total: float
+    processes: int
+
+
+def capacity(local_rank: int, processes: int, *, is_shared: bool) -> DeviceCapacity | None:
+    """The capacity of this process's accelerator; None if it sees none.
+
+    Args:
+        local_rank: Rank of this process on its host.
+        processes: Processes on the host.
+        is_shared: As for `device_index`.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if not (count := accelerator.device_count()):
+        return None
+    index = local_rank % count
+    total = free = accelerator.total_memory(index)
+    # NVML does not know all names of devices that CUDA_VISIBLE_DEVICES can have.
+    with suppress(RuntimeError, ValueError, IndexError):
+        free = accelerator.available_memory(index)
+    sharing = 1 if count == 1 and not is_shared else -(-processes // count)
+    return DeviceCapacity(free, total, sharing)
+
+
 def device_memory() -> dict[str, int]:
     """Bytes and count of the device's allocations by TensorBoard tag; empty on a CPU."""
     from deepspeed.accelerator import get_accelerator
@@ -87,7 +134,7 @@ def device_memory() -> dict[str, int]:
 
 
 class PeakMemory:
-    """Peak memory of this process since construction, beyond what was in use then.
+    """Peak memory of this process since `restart`, beyond what was in use at construction.
 
     Device memory, or the resident set size of the process on a CPU.
     """
@@ -95,17 +142,22 @@ class PeakMemory:
     def __init__(self) -> None:
         from deepspeed.accelerator import get_accelerator
 
-        accelerator = get_accelerator()
-        self._accelerator = accelerator
-        self.on_host = accelerator.device_name() == "cpu"
+        self._accelerator = get_accelerator()
+        self.on_host = self._accelerator.device_name() == "cpu"
+        self.restart()
         if self.on_host:
-            # Not Linux, or not permitted: the peak is that since process start.
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")
             self._before = _process_status("VmRSS")
         else:
-            accelerator.reset_peak_memory_stats()
-            self._before = accelerator.memory_allocated()
+            self._before = self._accelerator.memory_allocated()
+
+    def restart(self) -> None:
+        """Forgets the peak so far, but not what was in use at construction."""
+        if not self.on_host:
+            self._accelerator.reset_peak_memory_stats()
+            return
+        # Not Linux, or not permitted: the peak is that since process start.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
 
     def bytes(self) -> int | None:
         """The peak in bytes; None if the system does not report it."""

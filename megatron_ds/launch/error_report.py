@@ -5,6 +5,7 @@ Recognizes torch's errors by their texts, and does not import torch.
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -100,6 +101,8 @@ def _hint(error: BaseException) -> Problem | None:
     if _mentions(error, ("duplicate gpu detected",)):
         return Problem("device-of-several-processes")
     if _mentions(error, LOADER_ERROR_TEXTS):
+        if _mentions(error, (f"by signal {int(signal.SIGBUS)}",)):
+            return Problem("token-file-changed")
         return Problem("loader-process-lost", hint=Problem("out-of-host-memory"))
     return None
 

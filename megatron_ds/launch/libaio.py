@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_ds.config.problems import Problem
+from megatron_ds.launch import device
 from megatron_ds.launch.cpp_ops import compiler_command, find_compiler
 
 PROBE = """
@@ -25,6 +26,8 @@ def find_problem() -> Problem | None:
     compiler = find_compiler()
     if compiler is None:
         return Problem("nvme-without-compiler", compiler=compiler_command())
+    if device.lacks_toolkit():
+        return Problem("nvme-without-toolkit")
     names = ("CFLAGS", "LDFLAGS")
     flags = [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
     with tempfile.TemporaryDirectory() as folder:

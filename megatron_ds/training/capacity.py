@@ -14,7 +14,7 @@ from megatron_ds.engine.ds_config import build_ds_config, cpp_ops, swap_buffer_p
 from megatron_ds.engine.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.fileio import disk_rate
 from megatron_ds.fileio.disk_rate import DiskRate
-from megatron_ds.launch import device, host_memory
+from megatron_ds.launch import device, environment, host_memory
 from megatron_ds.launch.cpp_ops import ASYNC_IO
 from megatron_ds.launch.cpp_ops import problems as op_problems
 
@@ -45,7 +45,18 @@ def problems(
     estimate = planned_memory(config, dp_size, kind)
     folder = Path(str(config.deepspeed.nvme_path))
     is_in_memory = rate is not None and disk_rate.is_in_memory(folder)
-    yield from _memory_problems(estimate, processes, kind, is_in_memory, warn)
+    mode = config.runtime.memory_check
+    excesses = [
+        *_host_excesses(estimate, processes, kind, is_in_memory),
+        *(_device_excesses(estimate, processes) if kind != "cpu" else ()),
+    ]
+    for problem, is_certain in excesses if mode != "off" else ():
+        if is_certain and mode == "error":
+            yield problem
+        else:
+            warn(problem)
+    if estimate.locked > (limit := host_memory.lockable()):
+        yield Problem("locked-memory-exceeded", needed=estimate.locked / 1e6, limit=limit / 1e6)
     if is_in_memory:
         warn(Problem("nvme-path-in-memory", folder=folder))
     if rate is not None:
@@ -67,13 +78,10 @@ def _passed_key_problems(
             warn(Problem("passed-key-unverified", key=passed.key, effect=passed.effect))
 
 
-def _memory_problems(
-    estimate: MemoryEstimate,
-    processes: int,
-    kind: str,
-    disk_is_memory: bool,
-    warn: Callable[[Problem], None],
-) -> Iterator[Problem]:
+def _host_excesses(
+    estimate: MemoryEstimate, processes: int, kind: str, disk_is_memory: bool
+) -> Iterator[tuple[Problem, bool]]:
+    """What exceeds the memory of the host, and whether it is certain that the run cannot start."""
     own = sum(estimate.host.values()) + (estimate.peak if kind == "cpu" else 0)
     if disk_is_memory:
         own += sum(estimate.disk.values())
@@ -81,12 +89,27 @@ def _memory_problems(
     size = needed / 1e9
     if needed > total:
         total /= 1e9
-        yield Problem("host-memory-exceeded", needed=size, processes=processes, total=total)
+        yield Problem("host-memory-exceeded", needed=size, processes=processes, total=total), True
     elif needed > free:
         free /= 1e9
-        warn(Problem("host-memory-short", needed=size, processes=processes, free=free))
-    if estimate.locked > (limit := host_memory.lockable()):
-        yield Problem("locked-memory-exceeded", needed=estimate.locked / 1e6, limit=limit / 1e6)
+        yield Problem("host-memory-short", needed=size, processes=processes, free=free), False
+
+
+def _device_excesses(estimate: MemoryEstimate, processes: int) -> Iterator[tuple[Problem, bool]]:
+    """The same of the device. Its states are certain; the rest of the peak is an estimate."""
+    local_rank, is_shared = environment.local_rank(), environment.has_shared_devices()
+    own = device.capacity(local_rank, processes, is_shared=is_shared)
+    if own is None:
+        return
+    states, peak = own.processes * estimate.states / 1e9, own.processes * estimate.peak / 1e9
+    total, free = own.total / 1e9, own.free / 1e9
+    if states > total:
+        exceeded = Problem(
+            "device-memory-exceeded", needed=states, processes=own.processes, total=total
+        )
+        yield exceeded, True
+    elif peak > free:
+        yield Problem("device-memory-short", needed=peak, processes=own.processes, free=free), False
 
 
 def _disk_problems(

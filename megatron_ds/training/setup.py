@@ -160,6 +160,7 @@ def build_trainer(
     # Initial weights are not drawn if a checkpoint replaces them.
     is_new = found is None and foreign is None
     engine = build_engine(config, mesh, context.device, eod, init_weights=is_new)
+    peak.restart()  # without the trials of compiled functions, which the estimate leaves out
     startup.mark("model and engine")
     print_detail(
         config,

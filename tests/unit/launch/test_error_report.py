@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,11 +76,15 @@ def test_single_process_prints_only_the_traceback(monkeypatch: pytest.MonkeyPatc
             "loader-process-lost",
         ),
         (
+            RuntimeError(f"data loader process (pid 5) was killed by signal {int(signal.SIGBUS)}"),
+            "token-file-changed",
+        ),
+        (
             dist.DistBackendError("Duplicate GPU detected : rank 1 and rank 0 both on device 50"),
             "device-of-several-processes",
         ),
     ],
-    ids=["device", "python", "torch", "loader", "shared device"],
+    ids=["device", "python", "torch", "loader", "truncated file: loader", "shared device"],
 )
 def test_error_comes_with_a_hint(error: BaseException, code: str) -> None:
     report = make_report(raised(error))

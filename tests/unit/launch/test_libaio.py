@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from deepspeed import git_version_info
 
-from megatron_ds.launch import host_memory, libaio
+from megatron_ds.launch import device, host_memory, libaio
 from tests.problems import codes
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
@@ -20,6 +21,18 @@ def found() -> list[str]:
 def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert found() == ["nvme-without-compiler"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("home", "is_installed"), [(None, False), (None, True), ("/cuda", False)])
+def test_missing_toolkit_is_found(
+    home: str | None, is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_is_known_to_be_cpu", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
+    monkeypatch.setitem(git_version_info.installed_ops, "async_io", is_installed)
+    assert ("nvme-without-toolkit" in found()) is (home is None and not is_installed)
 
 
 @needs_compiler

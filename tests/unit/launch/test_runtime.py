@@ -280,6 +280,10 @@ def test_peak_memory_includes_freed_memory() -> None:
     assert start is not None
     assert after is not None
     assert after - start > 50 * 2**20
+    peak.restart()
+    restarted = peak.bytes()
+    assert restarted is not None
+    assert restarted < after - 50 * 2**20
 
 
 def test_printing_survives_a_closed_terminal(single_process: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from collections import namedtuple
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -78,6 +79,55 @@ def test_only_the_host_part_counts_with_an_accelerator(monkeypatch: pytest.Monke
     monkeypatch.setattr(host_memory, "total", lambda: 1.0)
     assert check("") == ([], [])
     assert check("--zero-stage 3 --cpu-optimizer")[0] == ["host-memory-exceeded"]
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "devices", "mode", "expected"),
+    [
+        ("peak", "peak", 4, "error", ([], [])),
+        ("peak", "peak", 2, "error", (["device-memory-exceeded"], [])),  # for two ranks each
+        ("states", "peak", 4, "error", ([], ["device-memory-short"])),
+        ("states", "states", 4, "error", ([], ["device-memory-short"])),
+        ("nothing", "nothing", 4, "error", (["device-memory-exceeded"], [])),
+        ("nothing", "nothing", 4, "warn", ([], ["device-memory-exceeded"])),
+        ("nothing", "nothing", 4, "off", ([], [])),
+    ],
+)
+def test_device_must_hold_the_states_and_should_hold_the_peak(
+    free: str,
+    total: str,
+    devices: int,
+    mode: str,
+    expected: tuple[list[str], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    estimate = planned_memory(merged("").config.with_vocab(VOCAB), DP_SIZE, "xpu")
+    sizes = {"nothing": 1, "states": estimate.states, "peak": estimate.peak}
+    assert sizes["states"] < sizes["peak"] < 2 * sizes["states"]
+    accelerator = MagicMock()
+    accelerator.device_name.return_value = "xpu"
+    accelerator.device_count.return_value = devices
+    accelerator.total_memory.side_effect = {3 % devices: sizes[total]}.__getitem__
+    accelerator.available_memory.side_effect = {3 % devices: sizes[free]}.__getitem__
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(device, "kind", lambda: "xpu")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert check(f"--memory-check {mode}", processes=4) == expected
+
+
+def test_a_device_of_its_own_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = MagicMock()
+    accelerator.device_count.return_value = 1
+    accelerator.available_memory.side_effect = ValueError("MIG-1")  # the name of a part of a device
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: accelerator)
+    found = [device.capacity(3, 4, is_shared=is_shared) for is_shared in (False, True)]
+    assert [each.processes for each in found if each is not None] == [1, 4]
+
+
+def test_memory_check_may_only_warn_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "total", lambda: 1.0)
+    assert check("--memory-check warn") == ([], ["host-memory-exceeded"])
+    assert check("--memory-check off") == ([], [])
 
 
 def test_locked_buffers_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
