@@ -25,7 +25,13 @@ def require_equal(config: Config, inputs: RunInputs) -> None:
     """
     found = distributed.find_difference(dict(described(config, inputs)))
     if found is not None:
-        raise user_error("settings-differ-between-ranks", **vars(found))
+        raise user_error(
+            "settings-differ-between-ranks",
+            name=found.name,
+            first=found.first,
+            rank=found.rank,
+            other=found.other,
+        )
 
 
 def described(config: Config, inputs: RunInputs) -> Iterator[tuple[str, str]]:
