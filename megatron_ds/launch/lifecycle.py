@@ -19,7 +19,8 @@ States of a process, and which event leads to which exit::
 Three threads take part. The main thread trains; it may hang in a collective that never returns. The
 monitor thread wakes up for signals and every POLL_S seconds, and ends the process if the main
 thread cannot. The board thread exchanges exits with the ranks of all hosts through the store of the
-process group, whose calls may block.
+process group, whose calls may block. Until the ranks have met, two timers report and limit the
+wait.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ GRACE_S = 3.0
 """Time for the main thread to leave a collective after a peer was lost, or start-up after a signal,
 before the monitor thread ends the process."""
 WAITING_NOTICE_S = 5.0
-"""Wait for the other ranks at the start after which a rank reports it, later on higher local ranks:
-on a slow start all ranks wait."""
+"""Wait for the other ranks after which local rank 0 reports it; each further one does so that much
+later, since many ranks wait if one host is slow."""
 PEER_EXIT_TIMEOUT_S = 10.0
 """Longest wait for a failed rank of the same host to exit before this rank does: most launchers
 report the rank that exits first."""

@@ -1,4 +1,7 @@
-"""Whether this host can swap to the folder of --nvme-path, and how fast. Does not import torch."""
+"""Whether this host can swap to the folder of --nvme-path, and how fast.
+
+Imports torch on a GPU only.
+"""
 
 from __future__ import annotations
 
