@@ -1,27 +1,54 @@
-"""A dense forward pass of the GPT in fp64, from its configuration and its canonical weights.
+"""A dense forward pass of the GPT in fp64, from its options and its canonical weights.
 
-Shares no code with the package: formulas are written out, and attention computes every score.
+Imports nothing of the package: formulas are written out, and attention computes every score.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_ds.config import ModelConfig
+
+def no_dropout(x: Tensor, place: str) -> Tensor:
+    return x
 
 
-def dense_logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens_BS: Tensor) -> Tensor:
-    """Logits [B, S, vocabulary] without dropout."""
-    w = {name: value.detach().double() for name, value in weights.items()}
+def dense_logits(
+    config: Any,
+    weights: Mapping[str, Tensor],
+    tokens_BS: Tensor,
+    *,
+    documents_BS: Tensor | None = None,
+    positions_BS: Tensor | None = None,
+    drop: Callable[[Tensor, str], Tensor] = no_dropout,
+    experts: Callable[[Tensor, str], Tensor] | None = None,
+) -> Tensor:
+    """Logits [B, S, vocabulary].
+
+    Args:
+        config: Has the options of the model as attributes.
+        weights: Full tensors by canonical name; gradients flow to them.
+        tokens_BS: Inputs.
+        documents_BS: Numbers of the tokens' documents, which attention does not leave. None: one.
+        positions_BS: Positions of the tokens. None: those in the sample.
+        drop: Called with each tensor to which dropout applies, and the name of the place.
+        experts: The feed-forward layer of a given name, where it has a router: [B, S, H] to same.
+    """
+    w = {name: value.double() for name, value in weights.items()}
     length, heads = tokens_BS.shape[1], config.num_attention_heads
     groups = config.num_query_groups or heads
     size = config.kv_channels or config.hidden_size // heads
     places = torch.arange(length)
     distance = (places.unsqueeze(1) - places).double()
+    hidden_BSS = (distance < 0).unsqueeze(0)
+    if documents_BS is not None:
+        hidden_BSS = hidden_BSS | (documents_BS.unsqueeze(1) != documents_BS.unsqueeze(2))
+    if positions_BS is None:
+        positions_BS = places.unsqueeze(0)
 
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
@@ -36,7 +63,8 @@ def dense_logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens_BS: 
         """[B, S, D], its first part as complex numbers (first half + i second half)."""
         half = int(size * config.rotary_percent) // 2
         rates = config.rotary_base ** (-torch.arange(half).double() / half)
-        turn = torch.polar(torch.ones(length, half).double(), torch.outer(places.double(), rates))
+        angles = positions_BS.double().unsqueeze(-1) * rates
+        turn = torch.polar(torch.ones_like(angles), angles)
         turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
         return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
 
@@ -53,10 +81,14 @@ def dense_logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens_BS: 
             if config.position_embedding_type == "alibi":
                 assert heads & (heads - 1) == 0
                 scores = scores - 2.0 ** (-8.0 * (head + 1) / heads) * distance
-            outputs.append(scores.masked_fill(distance < 0, -math.inf).softmax(-1) @ one_v)
+            kept = drop(scores.masked_fill(hidden_BSS, -math.inf).softmax(-1), f"{name}.{head}")
+            outputs.append(kept @ one_v)
         return linear(torch.cat(outputs, dim=-1), f"{name}.proj")
 
     def mlp(x: Tensor, name: str) -> Tensor:
+        if f"{name}.router.weight" in w:
+            assert experts is not None
+            return experts(x, name)
         x = linear(x, f"{name}.fc_in")
         if not config.activation.endswith("glu"):
             return linear(activate(x, config), f"{name}.fc_out")
@@ -67,15 +99,17 @@ def dense_logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens_BS: 
     if config.embed_layernorm:
         x = norm(x, "embedding.norm")
     if config.position_embedding_type == "learned_absolute":
-        x = x + w["embedding.position.weight"][:length]
+        x = x + w["embedding.position.weight"][positions_BS]
+    x = drop(x, "embedding")
     for layer in range(config.num_layers):
-        x = x + attention(norm(x, f"layers.{layer}.attention_norm"), f"layers.{layer}.attention")
-        x = x + mlp(norm(x, f"layers.{layer}.mlp_norm"), f"layers.{layer}.mlp")
+        for part, compute in (("attention", attention), ("mlp", mlp)):
+            name = f"layers.{layer}.{part}"
+            x = x + drop(compute(norm(x, f"{name}_norm"), name), name)
     head = "head" if config.untie_embeddings_and_output_weights else "embedding.word"
     return norm(x, "final_norm") @ w[f"{head}.weight"][: config.vocab_size].T
 
 
-def activate(x: Tensor, config: ModelConfig) -> Tensor:
+def activate(x: Tensor, config: Any) -> Tensor:
     """The activation function of the MLP, for a gated one that of the gate."""
     exact = x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
     approximate = x * 0.5 * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))

@@ -1,0 +1,260 @@
+"""A GPT by its options: initial weights, the folder that a run loads them from, and its loss.
+
+Imports nothing of the package. Options have the names and the defaults of Megatron's flags.
+
+Shapes: B micro-batch, S sequence, H hidden, T = S x B tokens, E experts, K experts of a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tests.dense_gpt import activate, dense_logits, no_dropout
+
+Options = Mapping[str, Any]
+Weights = dict[str, Tensor]
+"""Full tensors by canonical name."""
+DEFAULTS = {
+    "position_embedding_type": "learned_absolute",
+    "normalization": "LayerNorm",
+    "activation": "gelu",
+    "norm_epsilon": 1e-5,
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "num_query_groups": None,
+    "kv_channels": None,
+    "embed_layernorm": False,
+    "gelu_approximation": None,
+    "untie_embeddings_and_output_weights": False,
+    "disable_bias_linear": False,
+    "num_experts": 1,
+    "expert_interval": 1,
+    "moe_router_topk": 2,
+    "moe_expert_capacity_factor": None,
+    "moe_token_drop_policy": "probs",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.0,
+    "reset_position_ids": False,
+    "reset_attention_mask": False,
+    "eod_mask_loss": False,
+    "calculate_per_token_loss": False,
+}
+FIXED = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"),
+    *("position_embedding_type", "normalization", "activation", "vocab_size"),
+    *("untie_embeddings_and_output_weights", "add_bias_linear", "expert_interval"),
+)
+"""Options that a folder of weights states."""
+
+
+def complete(options: Options) -> Any:
+    """The options with the defaults, as attributes."""
+    values = {**DEFAULTS, **options}
+    values["add_bias_linear"] = not values["disable_bias_linear"]
+    return SimpleNamespace(**values)
+
+
+def initial_weights(options: Options, seed: int) -> Weights:
+    """Random weights in fp32, also biases and norms, whose mistakes would not show at 0 and 1."""
+    config, generator = complete(options), torch.Generator().manual_seed(seed)
+    hidden, width, vocab = config.hidden_size, config.ffn_hidden_size, config.vocab_size
+    size = hidden // config.num_attention_heads
+    groups = config.num_query_groups or config.num_attention_heads
+    rows = 2 * width if config.activation.endswith("glu") else width
+    weights: Weights = {}
+
+    def draw(name: str, *shape: int, std: float = 0.15, mean: float = 0.0) -> None:
+        weights[name] = mean + std * torch.randn(shape, generator=generator)
+
+    def linear(name: str, out: int, size_in: int, *stacked: int) -> None:
+        draw(f"{name}.weight", *stacked, out, size_in)
+        if config.add_bias_linear:
+            draw(f"{name}.bias", *stacked, out, std=0.05)
+
+    def norm(name: str) -> None:
+        draw(f"{name}.weight", hidden, mean=1.0)
+        if config.normalization == "LayerNorm":
+            draw(f"{name}.bias", hidden)
+
+    draw("embedding.word.weight", vocab, hidden)
+    if config.position_embedding_type == "learned_absolute":
+        draw("embedding.position.weight", config.seq_length, hidden)
+    for layer in range(config.num_layers):
+        name = f"layers.{layer}"
+        norm(f"{name}.attention_norm")
+        linear(f"{name}.attention.qkv", hidden + 2 * groups * size, hidden)
+        linear(f"{name}.attention.proj", hidden, hidden)
+        norm(f"{name}.mlp_norm")
+        stacked: tuple[int, ...] = ()
+        if config.num_experts > 1 and (layer + 1) % config.expert_interval == 0:
+            draw(f"{name}.mlp.router.weight", config.num_experts, hidden, std=0.5)
+            stacked = (config.num_experts,)
+        part = f"{name}.mlp.experts" if stacked else f"{name}.mlp"
+        linear(f"{part}.fc_in", rows, hidden, *stacked)
+        linear(f"{part}.fc_out", hidden, width, *stacked)
+    norm("final_norm")
+    if config.untie_embeddings_and_output_weights:
+        draw("head.weight", vocab, hidden)
+    return weights
+
+
+def write_weights(folder: Path, options: Options, weights: Weights) -> Path:
+    """Writes the folder of weights that docs/conversion.md describes."""
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors")
+    config = complete(options)
+    fixed = {name: getattr(config, name) for name in FIXED}
+    fixed |= {"num_experts": [config.num_experts]}
+    if config.num_query_groups is not None:
+        fixed["num_query_groups"] = config.num_query_groups
+    parts = {name: ["query", "key", "value"] for name in weights if ".qkv." in name}
+    if config.activation.endswith("glu"):
+        parts |= {name: ["gate", "up"] for name in weights if ".fc_in." in name}
+    settings = {
+        "format_version": 1,
+        "fixed": fixed,
+        "defaults": {"seq_length": config.seq_length},
+        "tokenizer": {},
+        "special_ids": {},
+        "longest_sequence": None,
+        "model_type": None,
+        "may_have_padding": False,
+        "parts": parts,
+    }
+    (folder / "weights.json").write_text(json.dumps(settings))
+    files = {}
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        digest = hashlib.sha256(content).hexdigest()
+        files[path.name] = {"bytes": len(content), "sha256": digest}
+    empty = "0" * 64
+    manifest = json.dumps({"format_version": 4, "sha256": empty, "files": files})
+    digest = hashlib.sha256(manifest.encode()).hexdigest()
+    (folder / "manifest.json").write_text(manifest.replace(empty, digest, 1))
+    return folder
+
+
+@dataclass
+class Loss:
+    """The loss of a micro-batch."""
+
+    total: Tensor
+    """Sum over the counted tokens."""
+    tokens: int
+    auxiliary: Tensor
+    """With the coefficients."""
+    gap: float
+    """Smallest difference of two scores that decides which experts a token has."""
+    dropped: int
+    """Assignments beyond the capacity of an expert."""
+
+
+@dataclass
+class _Experts:
+    """The layers of experts in one forward pass."""
+
+    config: Any
+    weights: Weights
+    auxiliary: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    gap: float = math.inf
+    dropped: int = 0
+
+    def __call__(self, x_BSH: Tensor, name: str) -> Tensor:
+        """The capacity is that of the tokens in Megatron's order, [S, B]."""
+        config, w = self.config, self.weights
+        x = x_BSH.transpose(0, 1).flatten(0, 1)
+        logits = x @ w[f"{name}.router.weight"].double().T
+        count, kept = config.num_experts, config.moe_router_topk
+        ranked = logits.sort(dim=-1, descending=True)
+        experts_TK, probabilities = ranked.indices[:, :kept], logits.softmax(-1)
+        self._note(ranked.values[:, kept - 1] - ranked.values[:, kept])
+        weights = probabilities if kept == 1 else ranked.values[:, :kept].softmax(-1)
+        if kept == 1:
+            weights = probabilities.gather(1, experts_TK)
+        load = torch.stack([(experts_TK == expert).sum() for expert in range(count)])
+        balance = count * (load / experts_TK.numel() * probabilities.mean(0)).sum()
+        z_loss = logits.logsumexp(-1).square().mean()
+        self.auxiliary = self.auxiliary + config.moe_aux_loss_coeff * balance
+        self.auxiliary = self.auxiliary + config.moe_z_loss_coeff * z_loss
+
+        out = torch.zeros_like(x)
+        for expert in range(count):
+            tokens, choices = (experts_TK == expert).nonzero(as_tuple=True)
+            accepted = self._accepted(weights[tokens, choices].detach(), len(x))
+            tokens, choices = tokens[accepted], choices[accepted]
+            hidden = self._linear(x[tokens], f"{name}.experts.fc_in", expert)
+            y = self._linear(self._activate(hidden), f"{name}.experts.fc_out", expert)
+            out = out.index_add(0, tokens, y * weights[tokens, choices].unsqueeze(-1))
+        return out.view(x_BSH.shape[1], x_BSH.shape[0], -1).transpose(0, 1)
+
+    def _accepted(self, weights: Tensor, tokens: int) -> Tensor:
+        """Which of an expert's tokens it accepts, in their order."""
+        config, places = self.config, torch.arange(len(weights))
+        factor = config.moe_expert_capacity_factor
+        if factor is None:
+            return places
+        equal = tokens * config.moe_router_topk / config.num_experts
+        capacity = math.ceil(factor * equal)
+        self.dropped += max(0, len(weights) - capacity)
+        if config.moe_token_drop_policy == "position":
+            return places[:capacity]
+        ranked = weights.sort(descending=True)
+        self._note(-ranked.values.diff()[capacity - 1 : capacity])
+        return ranked.indices[:capacity].sort().values
+
+    def _note(self, gaps: Tensor) -> None:
+        self.gap = min([self.gap, *gaps.tolist()])
+
+    def _linear(self, x: Tensor, name: str, expert: int) -> Tensor:
+        y = x @ self.weights[f"{name}.weight"][expert].double().T
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias[expert].double()
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if not self.config.activation.endswith("glu"):
+            return activate(x, self.config)
+        gate, up = x.chunk(2, dim=-1)
+        return activate(gate, self.config) * up
+
+
+def loss_of(
+    options: Options,
+    weights: Weights,
+    samples: Tensor,
+    drop: Callable[[Tensor, str], Tensor] = no_dropout,
+) -> Loss:
+    """The loss of a micro-batch of samples [B, S + 1]."""
+    config, eod = complete(options), options["vocab_size"] - 1
+    tokens, labels = samples[:, :-1], samples[:, 1:]
+    ends = tokens == eod
+    # A document begins after the end of another one, which belongs to the document that it ends.
+    documents = pad(ends.cumsum(1), (1, -1))
+    starts = torch.cat([torch.zeros(len(tokens), 1, dtype=torch.bool), ends[:, :-1]], dim=1)
+    places = torch.arange(tokens.shape[1]).expand_as(tokens)
+    positions = places - torch.where(starts, places, 0).cummax(1).values
+    experts = _Experts(config, weights)
+    logits = dense_logits(
+        config,
+        weights,
+        tokens,
+        documents_BS=documents if config.reset_attention_mask else None,
+        positions_BS=positions if config.reset_position_ids else None,
+        drop=drop,
+        experts=experts,
+    )
+    losses = logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    counted = ~ends if config.eod_mask_loss else torch.ones_like(ends)
+    total = (losses * counted).sum()
+    return Loss(total, int(counted.sum()), experts.auxiliary, experts.gap, experts.dropped)
