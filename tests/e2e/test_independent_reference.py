@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.runs import Launcher, Settings, steps
+from tests.e2e.runs import REPOSITORY, Launcher, Settings, steps
 from tests.independent import recorded_dropout
 from tests.independent.model import Weights, initial_weights, write_weights
 from tests.independent.token_order import (
@@ -188,6 +188,12 @@ def test_layout_equals_the_reference(
     flags = flags_of(options_of(model), prefix, weights, tmp_path)
     launcher.start({**flags, **layout}, ranks=ranks).succeed()
     check(steps(tmp_path), reference_of(model, prefix))
+
+
+def test_the_reference_imports_nothing_of_the_package() -> None:
+    tests = REPOSITORY / "tests"
+    for path in (tests / "dense_gpt.py", *(tests / "independent").glob("*.py")):
+        assert "megatron_ds" not in path.read_text(), path
 
 
 def test_references_show_what_they_should(prefix: Path) -> None:
