@@ -205,7 +205,7 @@ def test_references_show_what_they_should(prefix: Path) -> None:
     assert {step.learning_rate < 2e-3 for step in steps_of["ramp-up"][:3]} == {False, True}
     for model in ("experts", "first tokens"):
         assert min(step.gap for step in steps_of[model]) > SMALLEST_GAP, model
-        assert min(step.dropped for step in steps_of[model]) > 0, model
+        assert min(step.token_drop_rate for step in steps_of[model]) > 0, model
 
 
 @pytest.mark.parametrize("name", DROPOUT if ALL else list(DROPOUT)[:2])
@@ -234,7 +234,6 @@ def check(records: list[dict[str, Any]], expected: list[Step]) -> None:
     for name, error in {"lm_loss": {"abs": LOSS_ERROR}, "grad_norm": {"rel": NORM_ERROR}}.items():
         values = [record[name] for record in records]
         assert values == pytest.approx([getattr(step, name) for step in expected], **error), name
-    rates = [record["learning_rate"] for record in records]
-    assert rates == pytest.approx([step.learning_rate for step in expected], rel=1e-12)
-    sizes = [record["global_batch_size"] for record in records]
-    assert sizes == [step.global_batch_size for step in expected]
+    for name in ("learning_rate", "global_batch_size", "token_drop_rate"):
+        values = [record.get(name, 0) for record in records]
+        assert values == pytest.approx([getattr(step, name) for step in expected], rel=1e-6), name

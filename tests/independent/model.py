@@ -159,6 +159,8 @@ class Loss:
     """Smallest difference of two scores that decides which experts a token has."""
     dropped: int
     """Assignments beyond the capacity of an expert."""
+    assignments: int
+    """Of tokens to experts, over all layers."""
 
 
 @dataclass
@@ -170,6 +172,7 @@ class _Experts:
     auxiliary: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     gap: float = math.inf
     dropped: int = 0
+    assignments: int = 0
 
     def __call__(self, x_BSH: Tensor, name: str) -> Tensor:
         """The capacity is that of the tokens in Megatron's order, [S, B]."""
@@ -179,6 +182,7 @@ class _Experts:
         count, kept = config.num_experts, config.moe_router_topk
         ranked = logits.sort(dim=-1, descending=True)
         experts_TK, probabilities = ranked.indices[:, :kept], logits.softmax(-1)
+        self.assignments += experts_TK.numel()
         self._note(ranked.values[:, kept - 1] - ranked.values[:, kept])
         weights = probabilities if kept == 1 else ranked.values[:, :kept].softmax(-1)
         if kept == 1:
@@ -257,4 +261,5 @@ def loss_of(
     losses = logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     counted = ~ends if config.eod_mask_loss else torch.ones_like(ends)
     total = (losses * counted).sum()
-    return Loss(total, int(counted.sum()), experts.auxiliary, experts.gap, experts.dropped)
+    routing = experts.auxiliary, experts.gap, experts.dropped, experts.assignments
+    return Loss(total, int(counted.sum()), *routing)

@@ -29,8 +29,8 @@ class Step:
     grad_norm: float
     learning_rate: float
     global_batch_size: int
+    token_drop_rate: float
     gap: float
-    dropped: int
 
 
 def batch_sizes(options: Options) -> Iterator[int]:
@@ -127,7 +127,8 @@ def train(
             gradients = {name: g * (clip / norm) for name, g in gradients.items()}
         rate = learning_rate(options, consumed)
         optimizer.step(gradients, rate)
-        gap, dropped = min(part.gap for part in parts), sum(part.dropped for part in parts)
-        steps.append(Step(float(loss.detach()), norm, rate, size, gap, dropped))
+        dropped = sum(part.dropped for part in parts) / max(1, sum(p.assignments for p in parts))
+        gap = min(part.gap for part in parts)
+        steps.append(Step(float(loss.detach()), norm, rate, size, dropped, gap))
         consumed += size
     return steps
