@@ -198,6 +198,14 @@ class Replay:
             gap: By how much rounding may lower the score of a chosen expert.
         """
         found = [f"{kind} share masks" for kind in _shared(self._ranks)]
+        # The reference is the same model, so a dropout that is missing is missing there, too.
+        found += [
+            f"{name} drops {len(masks)} times"
+            for rank in self._ranks
+            for name, passes in rank.activations.items()
+            for masks in passes
+            if len(masks) != (1 if name == "embedding" else 2)
+        ]
         if self.gap > gap:
             found.append(f"routed to an expert whose score is {self.gap} below the best")
         rate = self._expected
