@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.runs import REPOSITORY, Launcher, Settings, steps
+from tests.e2e.runs import REPOSITORY, Launcher, Settings, evaluations, steps
 from tests.independent import recorded_dropout
 from tests.independent.model import Weights, initial_weights, write_weights
 from tests.independent.token_order import (
@@ -69,7 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "ramp-up": {"num_layers": 2, "global_batch_size": 12, "rampup_batch_size": (4, 4, 24)}
     | {"train_iters": None, "train_samples": 56, "lr_warmup_samples": 10}
     | {"lr_decay_style": "inverse-square-root", "min_lr": 1e-4}
-    | {"reset_position_ids": True, "eod_mask_loss": True},
+    | {"reset_position_ids": True, "eod_mask_loss": True}
+    | {"split": "75,25,0", "eval_interval": 3, "eval_iters": 1},
 }
 
 
@@ -153,28 +154,33 @@ def weights_of(model: str) -> Weights:
 
 
 def samples_of(model: str, prefix: Path) -> tuple[Tokens, bool]:
-    options = options_of(model)
+    options, documents = options_of(model), read_documents(prefix)
     wanted = options.get("train_samples") or options["train_iters"] * options["global_batch_size"]
-    return samples_in_order(read_documents(prefix), wanted, LENGTH, SEED)
+    documents = documents[:21] if "eval_iters" in options else documents  # three quarters
+    return samples_in_order(documents, wanted, LENGTH, SEED)
 
 
 @functools.cache
 def reference_of(model: str, prefix: Path) -> list[Step]:
-    return train(options_of(model), weights_of(model), samples_of(model, prefix)[0])
+    options, validation = options_of(model), None
+    if "eval_iters" in options:
+        wanted = options["eval_iters"] * options["global_batch_size"]
+        validation, _ = samples_in_order(read_documents(prefix)[21:], wanted, LENGTH, SEED)
+    return train(options, weights_of(model), samples_of(model, prefix)[0], validation)
 
 
 def flags_of(options: Mapping[str, Any], prefix: Path, weights: Path, folder: Path) -> Settings:
     return {
+        "split": "100,0,0",
+        "eval_iters": 0,
         **options,
         "vocab_size": EOD,  # NullTokenizer adds the end of a document
         "tokenizer_type": "NullTokenizer",
         "data_path": prefix,
-        "split": "100,0,0",
         "load": weights,
         "metrics_jsonl": folder / "metrics.jsonl",
         "make_vocab_size_divisible_by": 4,
         "num_workers": 0,
-        "eval_iters": 0,
         "log_interval": 1,
     }
 
@@ -187,7 +193,12 @@ def test_layout_equals_the_reference(
     weights = write_weights(tmp_path / "weights", options_of(model), weights_of(model))
     flags = flags_of(options_of(model), prefix, weights, tmp_path)
     launcher.start({**flags, **layout}, ranks=ranks).succeed()
-    check(steps(tmp_path), reference_of(model, prefix))
+    expected = reference_of(model, prefix)
+    check(steps(tmp_path), expected)
+    evaluated = {each["iteration"]: each["validation_loss"] for each in evaluations(tmp_path)}
+    losses = {number: step.validation_loss for number, step in enumerate(expected, 1)}
+    losses = {number: loss for number, loss in losses.items() if loss is not None}
+    assert evaluated == pytest.approx(losses, abs=LOSS_ERROR)
 
 
 def test_the_reference_imports_nothing_of_the_package() -> None:
@@ -226,7 +237,7 @@ def test_dropout_equals_the_reference_with_the_same_masks(
 
     replay = recorded_dropout.Replay(tmp_path, 2, RATES, tp=tp, pp=pp, dp=dp)
     samples, _ = samples_in_order(read_documents(prefix), 32, LENGTH, SEED)
-    check(steps(tmp_path), train(options, initial, samples, replay.dropouts))
+    check(steps(tmp_path), train(options, initial, samples, dropouts=replay.dropouts))
     assert replay.problems() == []
 
 

@@ -7,15 +7,15 @@ distributes them must not matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tests.dense_gpt import no_dropout
-from tests.independent.model import Options, Weights, complete, loss_of
+from tests.independent.model import Loss, Options, Weights, complete, loss_of
+from tests.independent.token_order import Tokens
 
 Dropouts = Callable[[int, int], Callable[[Tensor, str], Tensor]]
 """dropout(step, micro-batch), both from 0: what `loss_of` calls at each place."""
@@ -31,6 +31,8 @@ class Step:
     global_batch_size: int
     token_drop_rate: float
     gap: float
+    validation_loss: float | None
+    """Of the weights after the step, where there is an evaluation."""
 
 
 def batch_sizes(options: Options) -> Iterator[int]:
@@ -95,28 +97,46 @@ class AdamW:
             weight.sub_(lr * mean / (root + self._eps))
 
 
+def mean_loss(options: Options, parts: Sequence[Loss]) -> Tensor:
+    """Over the micro-batches, or over all counted tokens."""
+    if complete(options).calculate_per_token_loss:
+        return sum_of(part.total for part in parts) / sum(part.tokens for part in parts)
+    return sum_of(part.total / max(part.tokens, 1) for part in parts) / len(parts)
+
+
+def sum_of(values: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(values)).sum()
+
+
 def train(
     options: Options,
     initial: Weights,
-    samples: np.ndarray[tuple[int, int], np.dtype[np.int64]],
+    samples: Tokens,
+    validation: Tokens | None = None,
     dropouts: Dropouts = lambda step, micro_batch: no_dropout,
 ) -> list[Step]:
-    """Trains on samples [run, S + 1] in their order."""
-    config = complete(options)
+    """Trains on samples [run, S + 1] in their order.
+
+    Args:
+        options: Of the model and the run.
+        initial: Weights.
+        samples: Of the training.
+        validation: The samples of each evaluation. None: there is none.
+        dropouts: Applies dropout.
+    """
+    sizes, every = list(batch_sizes(options)), options.get("eval_interval", 1000)
+    is_evaluated = [step % every == 0 or step == len(sizes) for step in range(1, len(sizes) + 1)]
     weights = {name: value.double().requires_grad_() for name, value in initial.items()}
     optimizer, clip = AdamW(options, weights), options.get("clip_grad", 1.0)
     steps, consumed = [], 0
-    for step, size in enumerate(batch_sizes(options)):
+    for step, size in enumerate(sizes):
         batch = torch.from_numpy(samples[consumed : consumed + size])
         parts = [
             loss_of(options, weights, part, dropouts(step, number))
             for number, part in enumerate(batch.split(options["micro_batch_size"]))
         ]
-        if config.calculate_per_token_loss:
-            loss = sum(part.total for part in parts) / sum(part.tokens for part in parts)
-        else:
-            loss = sum(part.total / max(part.tokens, 1) for part in parts) / len(parts)
-        auxiliary = sum(part.auxiliary for part in parts) / len(parts)
+        loss = mean_loss(options, parts)
+        auxiliary = sum_of(part.auxiliary for part in parts) / len(parts)
         found = torch.autograd.grad(loss + auxiliary, list(weights.values()), allow_unused=True)
         gradients = {
             name: torch.zeros_like(weights[name]) if gradient is None else gradient
@@ -129,6 +149,12 @@ def train(
         optimizer.step(gradients, rate)
         dropped = sum(part.dropped for part in parts) / max(1, sum(p.assignments for p in parts))
         gap = min(part.gap for part in parts)
-        steps.append(Step(float(loss.detach()), norm, rate, size, dropped, gap))
+        evaluated = None
+        if validation is not None and is_evaluated[step]:
+            micro_batches = torch.from_numpy(validation).split(options["micro_batch_size"])
+            with torch.no_grad():
+                parts = [loss_of(options, weights, part) for part in micro_batches]
+                evaluated = float(mean_loss(options, parts))
+        steps.append(Step(float(loss.detach()), norm, rate, size, dropped, gap, evaluated))
         consumed += size
     return steps
