@@ -184,7 +184,8 @@ class _Experts:
         experts_TK, probabilities = ranked.indices[:, :kept], logits.softmax(-1)
         self.assignments += experts_TK.numel()
         self._note(ranked.values[:, kept - 1] - ranked.values[:, kept])
-        weights = probabilities if kept == 1 else ranked.values[:, :kept].softmax(-1)
+        # The softmax over one score would be 1 and have no gradient.
+        weights = ranked.values[:, :kept].softmax(-1)
         if kept == 1:
             weights = probabilities.gather(1, experts_TK)
         load = torch.stack([(experts_TK == expert).sum() for expert in range(count)])
