@@ -3,7 +3,7 @@
 The shell runs the lines. What takes minutes is reduced without changing them: `make` prints what it
 would run, scripts get small sizes by their variables, and programs that import torch are recorded
 by the environment's `python`, `deepspeed` and `torchrun`, and run in forked processes, with smaller
-values of the flags in SMALL and on fewer ranks.
+values of the flags in SMALL, or in the tutorial of those in ITERATIONS, and on fewer ranks.
 """
 
 from __future__ import annotations
