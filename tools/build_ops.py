@@ -89,10 +89,10 @@ def build(ops: Sequence[CppOp], folder: Path) -> bool:
         outcome = "FAILED" if process.wait() else "done"
         print(f"{op.name}: {outcome} after {time.monotonic() - start:.0f} s", flush=True)
         if process.returncode:
-            log = folder / f"{op.name}.log"
-            tail = log.read_text(errors="replace").splitlines()[-15:]
+            path = folder / f"{op.name}.log"
+            tail = path.read_text(errors="replace").splitlines()[-15:]
             print("\n".join(f"  {line}" for line in tail), file=sys.stderr)
-            print(f"The complete output is in {log}", file=sys.stderr)
+            print(f"The complete output is in {path}", file=sys.stderr)
     return all(process.returncode == 0 for process in builds)
 
 

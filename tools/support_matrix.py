@@ -13,6 +13,7 @@ from typing import Any
 from megatron_ds.config import passed_keys, support
 from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import catalogue
+from tests.dist.proofs import EVERYTHING, PROOFS, Proof
 from tools.make_messages import readable
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -119,9 +120,9 @@ def _cell(part: support.Layout) -> str:
     return " ".join(letter for letter, proof in _lettered() if proof.covers(part))
 
 
-def _lettered() -> list[tuple[str, support.Proof]]:
+def _lettered() -> list[tuple[str, Proof]]:
     letters = [*string.ascii_uppercase, *(f"A{each}" for each in string.ascii_uppercase)]
-    return list(zip(letters[: len(support.PROOFS)], support.PROOFS, strict=True))
+    return list(zip(letters[: len(PROOFS)], PROOFS, strict=True))
 
 
 def passing_versions(test: str, record: Record) -> list[str]:
@@ -200,7 +201,7 @@ def _tests(record: Record) -> str:
             f"{support.AXES[axis].title} {', '.join(values)}"
             for axis, values in proof.values.items()
         )
-        if proof.values == support.EVERYTHING:
+        if proof.values == EVERYTHING:
             covered = "all"
         versions = ", ".join(passing_versions(proof.test, record)) or "none recorded"
         rows.append((letter, f"`{proof.test}`", covered, versions))

@@ -87,12 +87,12 @@ def merge_settings(
     """
     config, problems = _split_location(with_pretrained(config))
     found = find_foreign(config)
-    options = config.checkpoint
-    if isinstance(found, WeightsFolder) and options.step is not None:
-        field = "ckpt_step" if options.load_tag is None else "load_tag"
+    selected = config.checkpoint
+    if isinstance(found, WeightsFolder) and selected.step is not None:
+        field = "ckpt_step" if selected.load_tag is None else "load_tag"
         names = "weights alone, without iterations"
         problems.append(
-            Problem("ckpt-step-missing", field, step=options.step, folder=found.path, names=names)
+            Problem("ckpt-step-missing", field, step=selected.step, folder=found.path, names=names)
         )
     if found is None:
         return with_saved_options(config, warn), problems

@@ -249,7 +249,8 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     for name, value in now.items():
         before = saved.get(name)
         if before != value and (before == before or value == value):  # two NaN are equal
-            yield name, _label(name), *("the default" if x is None else x for x in (before, value))
+            old, new = ("the default" if each is None else each for each in (before, value))
+            yield name, _label(name), old, new
 
 
 def _changed_fields(found: CheckpointMetadata, config: Config, group: str) -> Iterator[Change]:

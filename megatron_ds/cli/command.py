@@ -127,7 +127,7 @@ def fail(
     if rank == 0:
         count = counted(len(problems), "problem")
         lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
-        title = f"{table.program}: {count} with the settings (--help explains them):"
+        title = f"{table.program}: {count} with the settings (--help lists the flags):"
         print(f"{title}\n{lines}", file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_SETTINGS))
 

@@ -1,4 +1,4 @@
-"""The support matrix: which layouts work together, why the others do not, and which test proves it.
+"""The support matrix: which layouts work together, and why the others do not.
 
 A *layout* is one value for each axis of `AXES`. The validator rejects a layout that a rule of
 `RULES` forbids; docs/reference/support_matrix.md is generated from the same tables by `python
@@ -15,7 +15,7 @@ To add a feature:
 3. The pairs that no rule forbids are then run by `tests/dist/test_layouts.py`. What the value needs
    there (small sizes, a rate) is in `TEST_FLAGS` of `tests/dist/layouts.py`, an axis that
    multiplies the ranks of a replica in `SIZES`.
-4. Add a `Proof` for each further test, with the values that it covers.
+4. Add a `Proof` to `tests/dist/proofs.py` for each further test, with the values that it covers.
 
 `tests/unit/config/test_support.py` checks that every test exists, that every accepted pair has one,
 and that the validator rejects what a rule forbids.
@@ -93,26 +93,6 @@ class Rule:
 
     def forbids(self, layout: Layout) -> bool:
         return all(layout[axis] in values for axis, values in self.values.items())
-
-
-@dataclass(frozen=True)
-class Proof:
-    """A test that compares layouts with one process.
-
-    Attributes:
-        test: File and name.
-        values: By axis the values that it covers: every pair of them, and each of them with the
-            default values of the axes that are not named.
-    """
-
-    test: str
-    values: Values = field(default_factory=dict)
-
-    def covers(self, layout: Layout) -> bool:
-        """Whether all values of a part of a layout are covered."""
-        return all(
-            value in self.values.get(axis, (AXES[axis].default,)) for axis, value in layout.items()
-        )
 
 
 MANY = "> 1"
@@ -385,128 +365,6 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
 )
 """Combinations in which a flag has no effect, with a warning: no configuration reads as them."""
 
-EVERYTHING: Values = {name: tuple(axis.values) for name, axis in AXES.items()}
-ZERO, TP = EVERYTHING["zero"], EVERYTHING["tp"]
-SEQUENCE: Values = {"tp": (MANY,), "sequence": ("on",)}
-ULYSSES = "tests/dist/test_ulysses.py::test_shared_sequences_train_like_one_process"
-STAGES = "tests/dist/test_pipeline.py::test_stages_equal_one_process"
-PROOFS: tuple[Proof, ...] = (
-    Proof("tests/dist/test_layouts.py::test_layout_equals_one_process", EVERYTHING),
-    Proof(
-        "tests/dist/test_parity.py::test_layout_equals_one_process",
-        {"zero": ZERO, "tp": TP, "optimizer": ("adam", "sgd", "lion", "muon")},
-    ),
-    Proof(
-        "tests/dist/test_precision.py::test_bf16_follows_fp32",
-        {"zero": ("1", "2", "3"), "tp": TP, "precision": ("bf16",)},
-    ),
-    Proof(
-        "tests/dist/test_fp16.py::test_fp16_follows_fp32",
-        {"zero": ("1", "2", "3"), "tp": TP, "precision": ("fp16",)},
-    ),
-    Proof(
-        "tests/dist/test_precision.py::test_offloading_changes_nothing",
-        {"zero": ("1", "2", "3"), "tp": TP, "offload": ("optimizer",)},
-    ),
-    Proof(
-        "tests/dist/test_parity.py::test_second_copies_of_parameters_change_nothing",
-        {"zero": ("3",), "hpz": (MANY,), "optimizer": ("adam",)},
-    ),
-    Proof(
-        "tests/dist/test_precision.py::test_states_on_a_disk_change_nothing",
-        {"zero": ("3",), "tp": TP, "offload": ("nvme",)},
-    ),
-    Proof(
-        "tests/dist/test_precision.py::test_bf16_master_weights_follow_fp32",
-        {"zero": ("2", "3"), "precision": ("bf16",), "masters": ("bf16",)},
-    ),
-    Proof(
-        "tests/dist/test_sequence_parallel.py::test_layout_equals_one_process",
-        {**SEQUENCE, "zero": ZERO, "optimizer": ("adam", "sgd")},
-    ),
-    Proof(
-        "tests/dist/test_sequence_parallel.py::test_dropout_masks_are_those_of_one_process",
-        {**SEQUENCE, "recompute": ("none", "selective", "full", "deepspeed")},
-    ),
-    Proof(
-        "tests/dist/test_sequence_parallel.py::test_packed_documents_equal_one_process",
-        {**SEQUENCE, "documents": ("on",)},
-    ),
-    Proof(
-        "tests/dist/test_sequence_parallel.py::test_changing_lengths_equal_one_process",
-        {**SEQUENCE, "curriculum": ("on",)},
-    ),
-    Proof(ULYSSES, {"sp": (MANY,), "zero": ZERO[1:], "tp": TP, "optimizer": ("adam", "sgd")}),
-    Proof(ULYSSES, {"sp": (MANY,), "documents": ("off", "on")}),
-    Proof(ULYSSES, {**SEQUENCE, "sp": (MANY,), "zero": ("1", "3")}),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {
-            "experts": ("replicated",),
-            "zero": ZERO,
-            "tp": TP,
-            "optimizer": ("adam", "sgd"),
-            "recompute": ("none", "selective"),
-        },
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {
-            "experts": ("distributed",),
-            "zero": ("1", "2"),
-            "tp": TP,
-            "optimizer": ("adam", "sgd"),
-        },
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {
-            "experts": ("distributed",),
-            "tp": TP,
-            "recompute": ("none", "full", "deepspeed", "partitioned"),
-        },
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "documents": ("on",), "curriculum": ("on",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "zero": ("0",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "sp": (MANY,), "optimizer": ("sgd",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "pp": (MANY,), "recompute": ("full",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {**SEQUENCE, "experts": ("replicated",), "pp": (MANY,), "optimizer": ("sgd",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "tp": (MANY,), "zero": ("2",), "optimizer": ("muon",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_in_half_precision_have_the_norm_of_one_process",
-        {
-            "experts": ("distributed",),
-            "zero": ("1", "2"),
-            "tp": TP,
-            "precision": ("bf16", "fp16"),
-        },
-    ),
-    Proof(STAGES, {"pp": (MANY,), "zero": ("0", "1"), "tp": TP, "optimizer": ("adam", "sgd")}),
-    Proof(STAGES, {"pp": (MANY,), "tp": TP, "recompute": ("full", "deepspeed")}),
-    Proof(STAGES, {"pp": (MANY,), "tp": TP, "documents": ("on",)}),
-    Proof(STAGES, {"pp": (MANY,), "curriculum": ("on",)}),
-    Proof(STAGES, {**SEQUENCE, "pp": (MANY,), "zero": ("0", "1")}),
-    Proof(STAGES, {"pp": (MANY,), "offload": ("optimizer",)}),
-)
-
 
 def layout_of(config: Config) -> Layout:
     """The layout of a complete configuration."""
@@ -582,8 +440,3 @@ def completed(part: Layout) -> Layout:
     """A layout with these values, and the defaults of other axes as far as the rules allow."""
     defaults = {name: axis.default for name, axis in AXES.items()}
     return _repaired(defaults | dict(part), part)
-
-
-def proofs_of(part: Layout) -> list[Proof]:
-    """The tests that cover these values together."""
-    return [proof for proof in PROOFS if proof.covers(part)]

@@ -113,8 +113,9 @@ def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     torch.distributed.init_process_group("gloo", timeout=timeout)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device(accelerator.type if accelerator else "cpu", environment.local_rank())
-    return ProcessContext(rank(), world_size(), device, "gloo", tuple(_gather(HostLocation.here())))
+    name = f"{accelerator.type}:{environment.local_rank()}" if accelerator else "cpu"
+    locations = tuple(_gather(HostLocation.here()))
+    return ProcessContext(rank(), world_size(), torch.device(name), "gloo", locations)
 
 
 def create_host_group(timeout: timedelta) -> torch.distributed.ProcessGroup | None:

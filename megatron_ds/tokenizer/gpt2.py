@@ -41,8 +41,8 @@ class GPT2BPETokenizer:
         Raises:
             UserError: If the files are not such a vocabulary and its merges.
         """
-        files = (vocab_file, "vocab_file"), (merge_file, "merge_file")
-        if [read_bytes(*file).lstrip()[:1] == b"{" for file in files] == [False, True]:
+        given = (vocab_file, "vocab_file"), (merge_file, "merge_file")
+        if [read_bytes(*file).lstrip()[:1] == b"{" for file in given] == [False, True]:
             raise user_error("vocabulary-and-merges-swapped", merges=merge_file)
         vocab = _read_vocab(vocab_file)
         _check_merges(merge_file, vocab_file, vocab)

@@ -144,6 +144,7 @@ def test_run_with_a_full_disk_resumes(
     assert "No space left on device: '" in stderr
     assert f"{part}'" in stderr
     assert str(tmp_path / "out.work") in stderr
+    assert "--output-prefix" in stderr
     assert pair(tmp_path) == {}
     assert "resuming after" in finish(tmp_path)
     assert pair(tmp_path) == uninterrupted

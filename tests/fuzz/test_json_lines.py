@@ -57,7 +57,8 @@ def run(folder: Path, content: bytes, strict: bool = True) -> list[list[int]]:
     path = folder / "in.jsonl"
     path.write_bytes(content)
     inputs = InputSpec((str(path),), max_document_bytes=LONGEST)
-    options = PreprocessOptions(inputs, str(folder / "out"), fail_on_bad_document=strict)
+    prefix = str(folder / "out")
+    options = PreprocessOptions(inputs, prefix, fail_on_bad_document=strict, overwrite=True)
     preprocess(options, NullTokenizer(1000))
     data = IndexedDataset(options.prefix("text"))
     return [data.get(number).tolist() for number in range(len(data))]

@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
-from megatron_ds.config.support import PROOFS  # noqa: E402 (the repository is on the path now)
+from tests.dist.proofs import PROOFS  # noqa: E402 (the repository is on the path now)
 
 INSTALLED = REPOSITORY / "build" / "deepspeed"
 RESULTS = Path(__file__).with_name("results.json")

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.engine.ds_checkpoint_io import OPTIMIZER_KEYS
 from megatron_ds.engine.full_states import MASTER
+from megatron_ds.engine.tensor_files import OPTIMIZER_KEYS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

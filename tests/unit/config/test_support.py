@@ -13,8 +13,9 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, support
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
-from megatron_ds.config.support import AXES, PROOFS, RULES, Layout, Rule
+from megatron_ds.config.support import AXES, RULES, Layout, Rule
 from megatron_ds.engine.ds_config_merge import merge_file
+from tests.dist.proofs import PROOFS, Proof
 from tests.problems import codes
 from tests.unit.engine.ds_files import FLAGS
 
@@ -117,7 +118,7 @@ def test_pairs_are_accepted_unless_a_rule_forbids_them(axes: tuple[str, str]) ->
 
 
 @pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.test)
-def test_proof_names_a_test_and_values(proof: support.Proof) -> None:
+def test_proof_names_a_test_and_values(proof: Proof) -> None:
     file, _, name = proof.test.partition("::")
     tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
 
