@@ -187,11 +187,12 @@ def test_a_run_without_its_expected_weights_is_rejected(
 
 
 def test_weights_have_no_iteration_to_choose(folder: Path) -> None:
-    for name, value in (("ckpt_step", 3), ("load_tag", "global_step3")):
+    given: tuple[dict[str, Any], ...] = ({"ckpt_step": 3}, {"load_tag": "global_step3"})
+    for step in given:
         run = run_of(f"{folder.name}:{folder}")
-        options = dataclasses.replace(run.checkpoint, **{name: value})
+        options = dataclasses.replace(run.checkpoint, **step)
         problems = merge_settings(dataclasses.replace(run, checkpoint=options))[1]
-        assert (codes(problems), fields(problems)) == (["ckpt-step-missing"], [(name,)])
+        assert (codes(problems), fields(problems)) == (["ckpt-step-missing"], [(*step,)])
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
@@ -221,11 +222,12 @@ def test_a_model_of_the_hub_is_downloaded_by_one_process_at_a_time(
     assert len(wanted) == 1 + weights.endswith(".bin")
     assert not any(".py" in each or "* " in each for each in wanted)
 
-    for options in ({"load": "hf:owner/model"}, {"pretrained_checkpoint": "hf:owner/model"}):
+    for name in ("load", "pretrained_checkpoint"):
+        options: dict[str, Any] = {name: "hf:owner/model"}
         run = Config(checkpoint=CheckpointConfig(checkpoint_staging_dir=staging, **options))
         staged, problems = stage(run)
         assert problems == []
-        assert [getattr(staged.checkpoint, name) for name in options] == [cached]
+        assert getattr(staged.checkpoint, name) == cached
         assert staged.checkpoint.load_url is staged.checkpoint.pretrained_url is None
     (tmp_path / "owner" / "model").mkdir(parents=True)
     assert staged_location("hf:owner/model", staging, print) == "hf:owner/model"
@@ -240,8 +242,8 @@ def test_a_model_that_cannot_be_downloaded_is_one_problem(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.chdir(tmp_path)
-    options = CheckpointConfig(checkpoint_staging_dir="s", **{field: "hf:owner/model"})
-    staged, problems = stage(Config(checkpoint=options))
+    given: dict[str, Any] = {"checkpoint_staging_dir": "s", field: "hf:owner/model"}
+    staged, problems = stage(Config(checkpoint=CheckpointConfig(**given)))
     problems += merge_settings(staged)[1]
     assert (codes(problems), fields(problems)) == (["model-download-failed"], [(field,)])
     assert "owner/model" in problems[0]
