@@ -31,7 +31,7 @@ from megatron_ds.checkpoint.saved_options import (
     with_saved_options,
 )
 from megatron_ds.config import GROUP_OF_FIELD, Config
-from megatron_ds.config.checkpoint import FORMATS, is_remote, missing_folder, split_location
+from megatron_ds.config.checkpoint import FORMATS, TAG, is_remote, missing_folder, split_location
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_fields import as_flag
 from megatron_ds.train_state import TrainState
@@ -87,12 +87,11 @@ def merge_settings(
     """
     config, problems = _split_location(with_pretrained(config))
     found = find_foreign(config)
-    selected = config.checkpoint
-    if isinstance(found, WeightsFolder) and selected.step is not None:
-        field = "ckpt_step" if selected.load_tag is None else "load_tag"
-        names = "weights alone, without iterations"
+    step = config.checkpoint.step
+    if isinstance(found, WeightsFolder) and step is not None:
+        field = "ckpt_step" if config.checkpoint.load_tag is None else "load_tag"
         problems.append(
-            Problem("ckpt-step-missing", field, step=selected.step, folder=found.path, names=names)
+            Problem("ckpt-step-missing", field, step=step, folder=found.path, names="weights alone")
         )
     if found is None:
         return with_saved_options(config, warn), problems
@@ -157,7 +156,8 @@ def _split_location(config: Config) -> tuple[Config, list[Problem]]:
     problems = list[Problem]()
     is_expected = name != "auto" or options.is_new_run or config.given.isdisjoint(SIZES)
     is_there = is_hf(Path(folder)) if name == HF else has_checkpoint(folder)
-    if is_expected and not is_there and not is_remote(options.load):
+    is_one = TAG.fullmatch(Path(folder).name)  # an error of its own
+    if is_expected and not (is_there or is_one or is_remote(options.load)):
         shown, known = options.load_url or folder, ", ".join(FORMATS) if name == "auto" else name
         unknown = Problem("weights-format-unknown", path=shown, known=known)
         problems = [*missing_folder(options.load)] or [unknown]

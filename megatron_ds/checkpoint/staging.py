@@ -61,11 +61,11 @@ def stage(config: Config) -> tuple[Config, list[Problem]]:
     staging_dir = options.checkpoint_staging_dir
     changes: dict[str, Any] = {}
     if options.save is not None and is_url(options.save):
-        store = options.save.rstrip("/")
+        save_url = options.save.rstrip("/")
         with collect(problems):
-            folder = staging_folder(store, staging_dir)
-            mirror(_reachable("save", store), folder, everything=False)
-            changes |= {"save": str(folder), "save_url": store}
+            folder = staging_folder(save_url, staging_dir)
+            mirror(_reachable("save", save_url), folder, everything=False)
+            changes |= {"save": str(folder), "save_url": save_url}
     if options.load is not None and is_remote(options.load):
         with collect(problems):
             staged, url = _stage_weights("load", options.load, staging_dir, changes.get("save_url"))

@@ -83,10 +83,11 @@ class DataFiles:
         empty = [
             each
             for each in group.sources
-            if each.documents.may_be_empty
+            if group.split != "train"
+            and each.documents.may_be_empty
             and not _has_tokens(self.open(each.prefix), each.documents)
         ]
-        return group.without(empty) if empty and group.split != "train" else group
+        return group.without(empty) if empty else group
 
 
 def data_problems(
