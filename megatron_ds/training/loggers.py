@@ -6,6 +6,7 @@ short form for people.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -51,13 +52,20 @@ class BestEffortLogger(Logger):
     """Disables a logger, with a warning, when the disk fails; the run continues without it.
 
     Args:
-        logger: Logger to wrap.
+        open_logger: Opens the logger to wrap.
         name: Its name for users.
         warn: Prints a line.
     """
 
-    def __init__(self, logger: Logger, name: str, warn: Callable[[str], object]) -> None:
-        self._logger, self._name, self._warn = logger, name, warn
+    def __init__(
+        self, open_logger: Callable[[], Logger], name: str, warn: Callable[[str], object]
+    ) -> None:
+        self._logger, self._name, self._warn = Logger(), name, warn
+
+        def use() -> None:
+            self._logger = open_logger()
+
+        self._attempt(use)
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
         self._attempt(lambda: self._logger.log_steps(records))
@@ -110,7 +118,9 @@ def open_loggers(
         # Importing TensorBoard takes a second, and most runs do not use it.
         from megatron_ds.training.tensorboard_logger import TensorBoard
 
-        board = TensorBoard(config, state, world_size=world_size, dp_size=dp_size, memory=memory)
+        board = functools.partial(
+            TensorBoard, config, state, world_size=world_size, dp_size=dp_size, memory=memory
+        )
         name = f"{option('tensorboard_dir')} {config.logging.tensorboard_dir}"
         loggers.append(BestEffortLogger(board, name, warn=write))
     return loggers

@@ -49,8 +49,15 @@ def test_a_killed_and_resumed_run_logs_every_step_once(
         with path.open("ab") as file:
             file.write(b'{"iteration": 6, "consumed_sam')  # an interrupted write
 
-    output = launcher.start(settings, ranks=2).succeed()
+    resumed = launcher.start(settings, ranks=2)
+    output = resumed.succeed()
 
+    # One rank prints the log, so its lines keep their order.
+    evaluation, save_line = (
+        resumed.stdout.index(f"{event} at iteration {LAST - 2:{width}d} ")
+        for event, width in (("validation loss", 0), ("saving checkpoint", 7))
+    )
+    assert evaluation < save_line
     all_steps = list(range(1, LAST + 1))
     assert [step["iteration"] for step in steps(save)] == all_steps
     assert [step["consumed_samples"] for step in steps(save)] == [4 * n for n in all_steps]

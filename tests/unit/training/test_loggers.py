@@ -28,7 +28,7 @@ from megatron_ds.training.loggers import (
     owned_tensorboard_folder,
     short_interval_line,
 )
-from megatron_ds.training.records import IntervalRecord
+from megatron_ds.training.records import IntervalRecord, Logger
 from tests.problems import raises_problem
 from tests.unit.training.logger_records import documented, evaluation, interval, step
 
@@ -64,16 +64,23 @@ def kinds(config: Config) -> list[str]:
     return [type(logger).__name__ for logger in opened]
 
 
+@pytest.mark.parametrize("bytes_left", [0, 2000])
 def test_a_full_disk_of_tensorboard_is_one_warning(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    bytes_left: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path))
-    (board,) = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
+
+    def open_board() -> Logger:
+        (found,) = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
+        return found
+
+    board = open_board() if bytes_left else Logger()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, limits[1]))
+        board = board if bytes_left else open_board()
         for number in range(1, 50):
             board.log_steps([step(number)])
         board.close()
