@@ -10,13 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.tokenizer.base import (
-    count_ids,
-    library_errors,
-    read_bytes,
-    read_json,
-    read_lines,
-)
+from megatron_ds.tokenizer.base import count_ids, library_errors, read_bytes, read_json, read_lines
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_content, hash_files
 
 END_OF_TEXT = "<|endoftext|>"
