@@ -175,7 +175,8 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def work(options: Options) -> None:
     flags = page()
-    from tools import import_graph, support_matrix  # `page` has added the repository to the path
+    from tests import import_graph  # `page` has added the repository to the path
+    from tools import support_matrix
 
     pages = {
         OUTPUT: flags,

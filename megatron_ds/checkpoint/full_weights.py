@@ -31,14 +31,14 @@ NamedShards = Iterator[tuple[str, LazyTensor]]
 
 
 def files_with_weights(found: CheckpointMetadata) -> dict[str, FileRecord]:
-    """The files that `iter_full_weights` needs."""
+    """The files that `lazy_full_weights` needs."""
     without = () if found.run.layout.zero_stage == 3 else ("optim_states.pt",)
     files = read_manifest(found.path)
     return {name: record for name, record in files.items() if not name.endswith(without)}
 
 
-def iter_full_weights(found: CheckpointMetadata) -> NamedTensors:
-    """Reads every parameter as a full tensor on the CPU.
+def lazy_full_weights(found: CheckpointMetadata) -> NamedShards:
+    """Opens every parameter as a full tensor on the CPU, which is read on demand.
 
     Yields:
         Canonical name and tensor: fp32 for ZeRO-3, otherwise in the precision of the run.
@@ -46,12 +46,6 @@ def iter_full_weights(found: CheckpointMetadata) -> NamedTensors:
     Raises:
         ValueError: For a file with anything but tensors and plain values.
     """
-    for name, tensor in lazy_full_weights(found):
-        yield name, tensor.read()
-
-
-def lazy_full_weights(found: CheckpointMetadata) -> NamedShards:
-    """Opens every parameter as a full tensor, which is read on demand; as `iter_full_weights`."""
     layout = found.run.layout
     tp_size = layout.tensor_model_parallel_size
     readers = [_iter_zero3_shards if layout.zero_stage == 3 else _iter_zero012_shards]

@@ -28,7 +28,6 @@ from megatron_ds.engine.host_copies import HostCopies
 from megatron_ds.engine.tensor_files import OPTIMIZER_KEYS, read_tensors
 from megatron_ds.fileio.atomic import (
     FileRecord,
-    fsync_path,
     name_in_errors,
     new_checksum,
     start_writeback,
@@ -227,19 +226,3 @@ def write_tensors(
             raise sink.error
         os.fsync(file.fileno())
     return sink.record
-
-
-def flush_and_hash(folder: Path, base: Path) -> dict[str, FileRecord]:
-    """Flush and read the files below a folder, which need not exist.
-
-    For files that DeepSpeed copies itself.
-
-    Returns:
-        Their records by path relative to `base`.
-    """
-    records = {}
-    for path in folder.rglob("*"):
-        fsync_path(path)
-        if path.is_file():
-            records[str(path.relative_to(base))] = FileRecord.of_file(path)
-    return records

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from megatron_ds.checkpoint.formats.native import source_of
-from megatron_ds.checkpoint.full_weights import iter_full_weights
+from megatron_ds.checkpoint.full_weights import lazy_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import find_damage, read_manifest, read_run
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
@@ -476,7 +476,7 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
     once = sum(v.numel() for n, v in first["own"].items() if ".experts." in n)
     assert elements == once + (layout.layout.tp - 1) * biases  # on every tensor-parallel rank
     found = read_run(path)
-    equal({n: v.float() for n, v in iter_full_weights(found)}, first["own"])
+    equal({n: v.read().float() for n, v in lazy_full_weights(found)}, first["own"])
     model = load_model(source_of(found), Mesh.single(), torch.device("cpu"))
     of_first_stage = len(seen) // layout.config.parallel.pipeline_model_parallel_size
     for dp_rank, one in enumerate(seen[: of_first_stage : layout.layout.tp]):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from megatron_ds.checkpoint.formats.native import source_of
-from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights
+from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import read_run
 from megatron_ds.checkpoint.rank_agreement import RankAgreement
@@ -104,7 +104,8 @@ def save_and_read(rank: int, folder: str) -> None:
             state = state.advance(plan, engine.train_step(Batches(mesh.dp.rank), plan))
         CheckpointManager(config, mesh, lambda _: None, RankAgreement()).save(engine, state)
 
-        saved = dict(iter_full_weights(read_run(where / "global_step2")))
+        opened = lazy_full_weights(read_run(where / "global_step2"))
+        saved = {name: tensor.read() for name, tensor in opened}
         own = full_weights(engine, mesh)
         assert saved.keys() == own.keys(), layout
         dtype = torch.bfloat16 if bf16 else torch.float32

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.checkpoint.full_weights import iter_full_weights
+from megatron_ds.checkpoint.full_weights import lazy_full_weights
 from megatron_ds.checkpoint.metadata import read_run
 from tests.e2e.runs import Launcher, Settings, evaluations, records, steps
 
@@ -51,7 +51,8 @@ def test_sequence_parallel_run_equals_one_process(
     assert work == pytest.approx([each / 2 for each in all_work], rel=0.01)
 
     weights, others = (
-        dict(iter_full_weights(read_run(run / "global_step2"))) for run in (shared, single)
+        {n: t.read() for n, t in lazy_full_weights(read_run(run / "global_step2"))}
+        for run in (shared, single)
     )
     assert weights.keys() == others.keys()
     for name, value in weights.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.import_graph import (
+from tests.import_graph import (
     PACKAGE,
     REPOSITORY,
     folder_imports,

@@ -139,3 +139,9 @@ def fail_at(
             raise error
 
     watch_disk(patch, inside, before)
+
+
+def records_of(folder: Path) -> dict[str, FileRecord]:
+    """The records of the files below a folder, by path relative to it."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): FileRecord.of_file(path) for path in files}

@@ -25,7 +25,7 @@ from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.saved_model import find_checkpoint
 from megatron_ds.checkpoint.universal_folders import POINTER
 from megatron_ds.config.problems import UserError
-from megatron_ds.engine.ds_checkpoint_io import Snapshot, flush_and_hash, write_tensors
+from megatron_ds.engine.ds_checkpoint_io import Snapshot, write_tensors
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.fakes import (
@@ -35,6 +35,7 @@ from tests.unit.checkpoint.fakes import (
     fail_at,
     load,
     names_in,
+    records_of,
     save,
     state_at,
 )
@@ -225,7 +226,7 @@ def test_a_pickle_that_would_run_code_is_rejected(
     path = folder / "global_step8"
     write_tensors({"content": Trap(tmp_path / "sprung")}, path / name)
     (path / "manifest.json").unlink()
-    (path / "manifest.json").write_text(manifest_text(flush_and_hash(path, path)))
+    (path / "manifest.json").write_text(manifest_text(records_of(path)))
     logged.clear()
     assert load(checkpoints)[0] == state_at(4)
     assert f"{path / name}" in logged[0]

@@ -12,7 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
 from megatron_ds.checkpoint.branch import Branch
-from megatron_ds.checkpoint.full_weights import Weights, iter_full_weights, load_full_weights
+from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights, load_full_weights
 from megatron_ds.checkpoint.metadata import (
     CheckpointMetadata,
     DataOrder,
@@ -49,7 +49,7 @@ def checkpoint_of(
 
 
 def read_weights(checkpoint: CheckpointMetadata) -> Weights:
-    return dict(iter_full_weights(checkpoint))
+    return {name: tensor.read() for name, tensor in lazy_full_weights(checkpoint)}
 
 
 def full_weights() -> Weights:

@@ -29,7 +29,6 @@ from megatron_ds.config import (
 )
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend_history import SourceId, resume_history
-from megatron_ds.engine.ds_checkpoint_io import flush_and_hash
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (
@@ -39,6 +38,7 @@ from tests.unit.checkpoint.fakes import (
     fail_at,
     load,
     names_in,
+    records_of,
     save,
     state_at,
     watch_disk,
@@ -139,7 +139,7 @@ def edit(*keys: str, **values: Any) -> Callable[[Path], None]:
             del target[key]
         (path / "run.json").write_text(json.dumps(run))
         (path / "manifest.json").unlink()
-        (path / "manifest.json").write_text(manifest_text(flush_and_hash(path, path)))
+        (path / "manifest.json").write_text(manifest_text(records_of(path)))
 
     return apply
 

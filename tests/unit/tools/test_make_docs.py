@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import other_names
-from tools import import_graph, make_docs, support_matrix
+from tests import import_graph
+from tools import make_docs, support_matrix
 
 
 def test_flags_page_is_current() -> None:

@@ -27,13 +27,13 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import pair_writer
-from megatron_ds.engine.ds_checkpoint_io import flush_and_hash
 from megatron_ds.engine.ds_config_merge import merge_file
 from megatron_ds.launch import device, libaio
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import preflight, rank_settings
 from tests.problems import codes, fields
+from tests.unit.checkpoint.fakes import records_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BASE = (
@@ -331,7 +331,7 @@ def saved(config: Config, folder: Path, iteration: int) -> None:
         branch=Branch.new(),
     )
     (path / RUN).write_text(json.dumps(run.to_dict()))
-    (path / MANIFEST).write_text(manifest_text(flush_and_hash(path, path)))
+    (path / MANIFEST).write_text(manifest_text(records_of(path)))
 
 
 ORDER = "resume-data-order-changed"
