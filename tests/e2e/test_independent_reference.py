@@ -70,7 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"train_iters": None, "train_samples": 56, "lr_warmup_samples": 10}
     | {"lr_decay_style": "inverse-square-root", "min_lr": 1e-4}
     | {"reset_position_ids": True, "eod_mask_loss": True}
-    | {"split": "75,25,0", "eval_interval": 3, "eval_iters": 1},
+    | {"split": "75,25,0", "eval_interval": 3, "eval_iters": 1, "num_attention_heads": 4},
 }
 
 
