@@ -26,7 +26,6 @@ from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
 Weights = dict[str, torch.Tensor]
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
 NamedShards = Iterator[tuple[str, LazyTensor]]
 
 
