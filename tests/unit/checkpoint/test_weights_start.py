@@ -272,9 +272,9 @@ def test_the_model_of_a_checkpoint_of_ours_is_taken_if_no_flag_describes_it(
     (tmp_path / "global_step9" / "run.json").write_text(json.dumps({}))
 
     experts = {"num_experts": [4], "moe_router_topk": 1}
-    found = SimpleNamespace(
-        path=tmp_path, run=SimpleNamespace(config={"model": saved, "moe": experts})
-    )
+    tokenizer = {"tokenizer_type": "GPT2BPETokenizer"}
+    saved_config = {"model": saved, "moe": experts, "tokenizer": tokenizer}
+    found = SimpleNamespace(path=tmp_path, run=SimpleNamespace(config=saved_config))
     monkeypatch.setattr(saved_options, "select_checkpoint", lambda *args, **options: found)
     config, _ = merge_settings(run_of(tmp_path, hidden_dropout=0.0, seq_length=16))
     assert config.model == ModelConfig(num_layers=5, seq_length=16, hidden_dropout=0.0)

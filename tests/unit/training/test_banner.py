@@ -12,6 +12,7 @@ from megatron_ds.cli.flags import training_flags
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
+    LoggingConfig,
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
@@ -128,7 +129,8 @@ def test_printed_arguments_are_flags(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     context = ProcessContext(0, 1, torch.device("cpu"), "gloo", ())
-    print_arguments(CONFIG, context, Mesh.single())
+    config = dataclasses.replace(CONFIG, logging=LoggingConfig(print_arguments=True))
+    print_arguments(config, context, Mesh.single())
     shown = re.findall(r"^  (\w+) \.+ ", capsys.readouterr().out, flags=re.MULTILINE)
     fields = {flag.field for group in training_flags().shown for flag in group.flags}
     assert set(shown) <= fields
