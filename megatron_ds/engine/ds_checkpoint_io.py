@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -204,6 +207,19 @@ class _HashingFile:
         """The file is unbuffered."""
 
 
+class _Pickler(pickle.Pickler):
+    """Stores a member of an Enum by its value, as later versions of Python do.
+
+    Python 3.11.0 to 3.11.3 store a call of getattr, which no reader of tensors allows.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        return (type(value), (value.value,)) if isinstance(value, Enum) else NotImplemented
+
+
+_PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+
+
 def write_tensors(
     value: Any, path: Path, is_cancelled: threading.Event | None = None
 ) -> FileRecord:
@@ -221,7 +237,7 @@ def write_tensors(
         sink = _HashingFile(file, is_cancelled)
         # The file has a checksum of its own, and none of the readers uses the one inside.
         with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-            torch.save(value, sink)  # type: ignore[arg-type]
+            torch.save(value, sink, pickle_module=_PICKLE)  # type: ignore[arg-type]
         if sink.error is not None:
             raise sink.error
         os.fsync(file.fileno())

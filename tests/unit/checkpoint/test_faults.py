@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.formats import megatron_folders
@@ -26,6 +27,7 @@ from megatron_ds.checkpoint.saved_model import find_checkpoint
 from megatron_ds.checkpoint.universal_folders import POINTER
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_checkpoint_io import Snapshot, write_tensors
+from megatron_ds.engine.tensor_files import read_tensors
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.fakes import (
@@ -443,3 +445,14 @@ def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(
     assert load(keeping)[0] == state_at(4)
     save(keeping, 6)
     assert names_in(folder) == {"global_step6", *storage.POINTERS}
+
+
+def test_members_of_an_enum_are_read_back_whatever_the_version_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3 pickle them as a call of getattr."""
+    by_name = lambda self, protocol: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
+    write_tensors({"zero_stage": ZeroStageEnum.gradients}, tmp_path / "file")
+
+    assert read_tensors(tmp_path / "file") == {"zero_stage": ZeroStageEnum.gradients}
