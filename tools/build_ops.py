@@ -24,8 +24,8 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
-from megatron_ds.launch import libaio
-from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, CppOp, problems
+from megatron_ds.launch import cpp_ops, libaio
+from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, CppOp
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 
@@ -63,7 +63,7 @@ def work(options: Options) -> int:
 
 def find_problem(op: CppOp) -> Problem | None:
     """Why an op cannot be built here."""
-    return libaio.find_problem() if op is ASYNC_IO else next(iter(problems([op])), None)
+    return libaio.find_problem() if op is ASYNC_IO else cpp_ops.find_problem(op)
 
 
 def clear_stale_locks(folder: Path) -> None:
@@ -90,8 +90,9 @@ def build(ops: Sequence[CppOp], folder: Path) -> bool:
         print(f"{op.name}: {outcome} after {time.monotonic() - start:.0f} s", flush=True)
         if process.returncode:
             path = folder / f"{op.name}.log"
-            tail = path.read_text(errors="replace").splitlines()[-15:]
-            print("\n".join(f"  {line}" for line in tail), file=sys.stderr)
+            lines = path.read_text(errors="replace").splitlines()
+            shown = [line for line in lines if "error:" in line][:5] or lines[-15:]
+            print("\n".join(f"  {line}" for line in shown), file=sys.stderr)
             print(f"The complete output is in {path}", file=sys.stderr)
     return all(process.returncode == 0 for process in builds)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,26 +49,26 @@ ASYNC_IO = CppOp("async_io", "AsyncIOBuilder", "offloading to NVMe")
 FUSED_ADAM = CppOp("fused_adam", "FusedAdamBuilder", 'FusedAdam, by "torch_adam": false')
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler that builds ops; None if the program does not exist."""
-    compiler = compiler_command()
-    return compiler if shutil.which(shlex.split(compiler)[0]) else None
-
-
 def compiler_command() -> str:
     """The name of the C++ compiler, as torch selects it."""
     return os.environ.get("CXX") or "c++"
 
 
+def find_problem(op: CppOp) -> Problem | None:
+    """What this machine lacks to build an op."""
+    compiler = compiler_command()
+    if shutil.which(shlex.split(compiler)[0]) is None:
+        return Problem("op-without-compiler", op=op, compiler=compiler)
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return Problem("op-without-headers", op=op, folder=headers)
+    return None
+
+
 def problems(ops: Sequence[CppOp]) -> list[Problem]:
     """Why ops that are not built yet cannot be built."""
-    if find_compiler() is not None:
-        return []
-    return [
-        Problem("op-without-compiler", op=op, compiler=compiler_command())
-        for op in ops
-        if not op.is_built()
-    ]
+    found = (find_problem(op) for op in ops if not op.is_built())
+    return [problem for problem in found if problem is not None]
 
 
 def build(ops: Sequence[CppOp]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch import device
-from megatron_ds.launch.cpp_ops import compiler_command, find_compiler
+from megatron_ds.launch.cpp_ops import ASYNC_IO, compiler_command
+from megatron_ds.launch.cpp_ops import find_problem as find_build_problem
 
 PROBE = """
 #include <libaio.h>
@@ -23,9 +24,8 @@ def find_problem() -> Problem | None:
 
     DeepSpeed tests the same before it loads its operations, even if they are built.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        return Problem("nvme-without-compiler", compiler=compiler_command())
+    if (problem := find_build_problem(ASYNC_IO)) is not None:
+        return problem
     if device.lacks_toolkit():
         return Problem("nvme-without-toolkit")
     names = ("CFLAGS", "LDFLAGS")
@@ -33,7 +33,14 @@ def find_problem() -> Problem | None:
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "probe.cpp"), Path(folder, "probe")
         source.write_text(PROBE, encoding="utf-8")
-        command = [*shlex.split(compiler), str(source), "-o", str(program), *flags, "-laio"]
+        command = [
+            *shlex.split(compiler_command()),
+            str(source),
+            "-o",
+            str(program),
+            *flags,
+            "-laio",
+        ]
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         if built.returncode:
             lines = [line for line in built.stderr.splitlines() if "error" in line or "ld:" in line]

@@ -58,7 +58,7 @@ def with_training(source: WeightsSource) -> WeightsSource:
 
 
 def with_masters(source: WeightsSource) -> WeightsSource:
-    """A source with the fp32 master weights, if it is a checkpoint of a training, which has them.
+    """A source with the fp32 master weights, which the checkpoint of a training run has.
 
     Raises:
         UserError: If files are damaged.

@@ -75,3 +75,9 @@ def test_a_compiler_is_needed_only_for_ops_that_are_not_built(
         (folder / op.name / f"{op.name}.so").touch()
     assert cpp_ops.problems([CPU_ADAM, ASYNC_IO]) == []
     assert cpp_ops.problems([]) == []
+
+
+def test_missing_headers_of_python_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp_ops.sysconfig, "get_path", lambda name: str(folder))
+    with raises_problem("op-without-headers", contains=str(folder)):
+        raise UserError(cpp_ops.problems([CPU_ADAM]))
