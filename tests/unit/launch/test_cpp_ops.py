@@ -79,5 +79,4 @@ def test_a_compiler_is_needed_only_for_ops_that_are_not_built(
 
 def test_missing_headers_of_python_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_ops.sysconfig, "get_path", lambda name: str(folder))
-    with raises_problem("op-without-headers", contains=str(folder)):
-        raise UserError(cpp_ops.problems([CPU_ADAM]))
+    assert codes(cpp_ops.problems([CPU_ADAM])) == ["op-without-headers"]
