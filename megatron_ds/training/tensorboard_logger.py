@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
-from torch.utils.tensorboard.summary import custom_scalars, hparams
+from torch.utils.tensorboard.summary import hparams
 
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.fileio.atomic import atomic_write
@@ -33,7 +33,9 @@ SAMPLES, TOKENS = " vs samples", " vs tokens"
 EVENT_FILES = "events.out.tfevents.*"
 SETTINGS_FILE = "events.out.tfevents.0000000000.settings"
 EVALUATIONS = "lm-loss-validation/"
-LOSSES = "lm-loss-training/lm loss", f"{EVALUATIONS}lm loss validation"
+FIRST = "Loss/"
+"""Copies of losses under tags that TensorBoard, which sorts by name, shows first."""
+LOSSES = f"{FIRST}training", f"{FIRST}validation"
 
 
 class TensorBoard(Logger):
@@ -91,6 +93,8 @@ class TensorBoard(Logger):
             return
         self._evaluated.add((tag, record.iteration))
         self._add(tag, record.loss, record, SAMPLES, TOKENS)
+        if record.split == "validation":
+            self._add(f"{FIRST}{group}validation", record.loss, record)
         if self._logging.log_validation_ppl_to_tensorboard:
             self._add(f"{tag} ppl", record.ppl, record, SAMPLES, TOKENS)
         self._file.flush()
@@ -118,6 +122,8 @@ class TensorBoard(Logger):
         for tag, value in values.items():
             if value is not None:
                 self._add(tag, value, record, SAMPLES, TOKENS)
+        if record.lm_loss is not None:
+            self._add(f"{FIRST}training", record.lm_loss, record)
         if logging.log_timers_to_tensorboard and not record.warm_up:
             self._speed(record)
 
@@ -192,19 +198,15 @@ class EventFile:
 
 
 def write_settings(folder: Path, config: Config) -> None:
-    """Writes the settings for the tab HPARAMS, and the charts of the tab CUSTOM SCALARS.
-
-    They replace those of the run that is continued.
-    """
+    """Writes the settings for the tab HPARAMS, instead of those of the run that is continued."""
     values: Mapping[str, Any] = {
         name: value if type(value) in (int, float) else str(value)
         for group in config.to_dict().values()
         for name, value in group.items()
     }
-    charts = {"loss": ["Multiline", [f"^{tag}$" for tag in LOSSES]]}
     experiment, start, _ = hparams(values, dict.fromkeys(LOSSES))
     with contextlib.closing(EventFile(folder / SETTINGS_FILE)) as file:
-        for summary in (experiment, start, custom_scalars({"loss": charts})):
+        for summary in (experiment, start):
             file.add(summary=summary)
 
 
@@ -241,6 +243,7 @@ def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
             for event, _ in kept
             for value in event.summary.value
             if value.metadata.plugin_data.plugin_name in ("", "scalars")
+            and not value.tag.startswith(FIRST)
         ]
         of_evaluations = {scalar for scalar in scalars if scalar[0].startswith(EVALUATIONS)}
         evaluated |= of_evaluations

@@ -122,7 +122,13 @@ def test_the_settings_are_a_table_of_the_last_start(tmp_path: Path) -> None:
     values = parse_session_start_info_plugin_data(content).hparams
     assert set(values) == {name for group in Config().to_dict().values() for name in group}
     assert (values["log_interval"].number_value, values["save"].string_value) == (8, "None")
-    assert events.Tags()["tensors"] == ["custom_scalars__config__"]
+
+
+def test_the_first_charts_are_the_losses(tmp_path: Path) -> None:
+    write(tmp_path, step(1), evaluation(1), evaluation(1, "test"))
+    found = points(tmp_path)
+    assert sorted(found)[:2] == ["Loss/training", "Loss/validation"]
+    assert (found["Loss/training"], found["Loss/validation"]) == ([(1, 9.0)], [(1, 2.0)])
 
 
 def test_a_resumed_run_removes_points_after_its_checkpoint(tmp_path: Path) -> None:
