@@ -82,9 +82,15 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def megatron_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints that Megatron's programs wrote, with the logits of their own models, and data."""
-    folder = tmp_path_factory.mktemp("megatron")
-    with tarfile.open(REPOSITORY / "tests" / "golden" / "megatron_checkpoints.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+    return extracted("megatron_checkpoints.tar.xz", tmp_path_factory.mktemp("megatron"))
+
+
+def extracted(name: str, folder: Path) -> Path:
+    """The folder, with the files of an archive of tests/golden."""
+    with tarfile.open(REPOSITORY / "tests" / "golden" / name) as archive:
+        if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
+            archive.extraction_filter = staticmethod(tarfile.data_filter)
+        archive.extractall(folder)
     return folder
 
 

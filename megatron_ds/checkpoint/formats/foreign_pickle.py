@@ -95,6 +95,7 @@ METADATA_CLASSES: dict[tuple[str, str], type] = {
     )
 } | {
     ("torch", "Size"): torch.Size,
+    ("builtins", "getattr"): StandIn,
     ("pathlib", "PosixPath"): StandIn,
     ("pathlib._local", "PosixPath"): StandIn,
 }

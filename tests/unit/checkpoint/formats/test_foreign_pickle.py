@@ -162,6 +162,18 @@ def test_malformed_metadata_is_rejected(tmp_path: Path, change: dict[str, Any]) 
         read_dcp_metadata(path)
 
 
+def test_metadata_of_every_version_of_python_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr."""
+    kind = metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, (kind, self.name)))
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+
+    assert list(read_dcp_metadata(tmp_path / ".metadata").state_dict_metadata) == ["weight"]
+
+
 def test_metadata_cannot_name_a_file_elsewhere(tmp_path: Path) -> None:
     dcp.save({"weight": torch.ones(2)}, checkpoint_id=tmp_path / "good", no_dist=True)
     found = read_dcp_metadata(tmp_path / "good" / ".metadata")
@@ -194,7 +206,7 @@ def test_classes_of_megatron_are_read_without_being_imported(tmp_path: Path) -> 
 
     assert type(read["args"]).__name__ == "argparse.Namespace"
     assert read["args"].state["rank"] == 3
-    assert read["args"].state["kind"].arguments == (1,)
+    assert read["args"].state["kind"].arguments[-1] in (1, "encoder")  # by the version of Python
     assert isinstance(read["random"], StandIn)
     assert torch.equal(read["weight"], content["weight"])
     assert module.__name__ not in sys.modules

@@ -5,7 +5,6 @@ tests/interop/write_distributed_optimizer.py wrote the files with megatron-core 
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from megatron_ds.checkpoint.formats.megatron import (
     find_checkpoint,
     open_checkpoint,
 )
-from tests.conftest import REPOSITORY
+from tests.conftest import extracted
 
 LAYOUTS = ("tp2", "tp2_pp2_gated_bf16", "dp2_buckets_bf16")
 
@@ -25,10 +24,7 @@ LAYOUTS = ("tp2", "tp2_pp2_gated_bf16", "dp2_buckets_bf16")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("distributed_optimizer")
-    name = "distributed_optimizer.tar.xz"
-    with tarfile.open(REPOSITORY / "tests" / "golden" / name) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return extracted("distributed_optimizer.tar.xz", folder)
 
 
 def opened(folder: Path) -> MegatronModel:
