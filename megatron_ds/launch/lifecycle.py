@@ -59,9 +59,6 @@ POLL_S = 0.5
 GRACE_S = 3.0
 """Time for the main thread to leave a collective after a peer was lost, or start-up after a signal,
 before the monitor thread ends the process."""
-WAITING_NOTICE_S = 5.0
-"""Wait for the other ranks after which local rank 0 reports it; each further one does so that much
-later, since many ranks wait if one host is slow."""
 PEER_EXIT_TIMEOUT_S = 10.0
 """Longest wait for a failed rank of the same host to exit before this rank does: most launchers
 report the rank that exits first."""
@@ -176,20 +173,18 @@ class ProcessLifecycle:
         Args:
             timeout: After which torch reports ranks that do not come.
         """
-        notice = WAITING_NOTICE_S * (1 + environment.local_rank())
+        size, address = environment.world_size(), environment.rendezvous()
+        others = f"the {size} processes of the run at MASTER_ADDR:MASTER_PORT = {address}"
         end = min(timeout.total_seconds() + GRACE_S, threading.TIMEOUT_MAX)
-        timers = [
-            threading.Timer(notice, self._report_waiting),
-            threading.Timer(end, self._end_rendezvous, [timeout]),
-        ]
-        for timer in timers:
-            timer.daemon = True
-            timer.start()
+        timer = threading.Timer(end, self._end_rendezvous, [timeout])
+        timer.daemon = True
+        timer.start()
         try:
-            yield
+            # If one host is slow, many ranks wait for it: they say so one after the other.
+            with output.waiting_for(others, 1.0 + environment.local_rank()):
+                yield
         finally:
-            for timer in timers:
-                timer.cancel()
+            timer.cancel()
 
     def on_group_joined(self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle]) -> None:
         """Starts watching the other ranks.
@@ -239,11 +234,6 @@ class ProcessLifecycle:
         if isinstance(error, _StartupInterrupted):
             self._exit_as_cause(_startup_report(error.reason))
         self._exit_as_cause(make_report(error))
-
-    def _report_waiting(self) -> None:
-        size, address = environment.world_size(), environment.rendezvous()
-        waiting = Problem("rendezvous-waits", size=size, address=address)
-        output.print_error(output.with_rank_prefix(waiting.render()))
 
     def _end_rendezvous(self, timeout: timedelta) -> None:
         if self._exit_lock.acquire(blocking=False):

@@ -83,10 +83,10 @@ def print_error(text: str) -> None:
 
 
 @contextmanager
-def waiting_for(what: str) -> Iterator[None]:
-    """Prints on this rank what the body waits for, if it takes more than SILENT_WAIT_S."""
+def waiting_for(what: str, patience: float = 1.0) -> Iterator[None]:
+    """Prints on this rank what the body waits for, after `patience` times SILENT_WAIT_S."""
     text = with_rank_prefix(f"waiting for {what}")
-    timer = threading.Timer(SILENT_WAIT_S, print_error, [text])
+    timer = threading.Timer(patience * SILENT_WAIT_S, print_error, [text])
     timer.daemon = True
     timer.start()
     try:
