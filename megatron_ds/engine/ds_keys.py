@@ -1,7 +1,7 @@
 """The keys of DeepSpeed files: accepted, renamed, ignored and refused ones.
 
 Keys of blocks that DeepSpeed defines as pydantic models are in ds_keys.json, written by
-`python tools/make_ds_keys.py`. The tables here have the rest. Key names:
+`python tests/versions/make_ds_keys.py`. The tables here have the rest. Key names:
 https://www.deepspeed.ai/docs/config-json
 """
 

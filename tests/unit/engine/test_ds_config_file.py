@@ -28,7 +28,7 @@ from megatron_ds.engine.ds_keys import (
 )
 from tests.problems import codes
 from tests.unit.engine.ds_files import ROOT, Merge
-from tools import make_ds_keys
+from tests.versions import make_ds_keys
 
 UNKNOWN, INVALID, UNSUPPORTED = "ds-key-unknown", "ds-value-invalid", "ds-key-unsupported"
 CONTRADICTS = "ds-old-key-contradicts"
@@ -218,7 +218,7 @@ def test_every_key_has_one_treatment() -> None:
 
 
 def test_key_table_is_current_for_installed_deepspeed() -> None:
-    """`python tools/make_ds_keys.py` rewrites it."""
+    """`python tests/versions/make_ds_keys.py` rewrites it."""
     assert json.loads(make_ds_keys.OUTPUT.read_text()) == make_ds_keys.keys()
 
 

@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-OUTPUT = Path(__file__).resolve().parents[1] / "megatron_ds" / "engine" / "ds_keys.json"
+OUTPUT = Path(__file__).resolve().parents[2] / "megatron_ds" / "engine" / "ds_keys.json"
 
 
 def models() -> dict[str, Any]:
