@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,7 +29,15 @@ def safe_classes() -> list[Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    return [DynamicLossScaler, LossScaler, SubparamShape, ZeroStageEnum, fragment_address]
+    classes = [DynamicLossScaler, LossScaler, SubparamShape, ZeroStageEnum, fragment_address]
+    # Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr.
+    return [*classes, (_enum_member, "builtins.getattr")]
+
+
+def _enum_member(kind: Any, name: str) -> Enum:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"getattr of {kind!r}")
 
 
 def read_tensors(

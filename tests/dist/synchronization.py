@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import deepspeed
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megatron_ds
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import Engine
@@ -34,18 +36,17 @@ READS = frozenset(
     }
 )
 OPERATORS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal")
-PACKAGES = ("megatron_ds", "deepspeed")
+PACKAGES = tuple(Path(package.__path__[0]) for package in (megatron_ds, deepspeed))
 
 
 def caller() -> str:
     """The innermost function of one of PACKAGES, as "megatron_ds/engine/zero.py train_step"."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        parts = Path(frame.f_code.co_filename).parts
+        path = Path(frame.f_code.co_filename)
         for package in PACKAGES:
-            if package in parts:
-                start = len(parts) - 1 - parts[::-1].index(package)
-                return f"{'/'.join(parts[start:])} {frame.f_code.co_name}"
+            if path.is_relative_to(package):
+                return f"{path.relative_to(package.parent)} {frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -179,6 +180,10 @@ def test_folder_deleted_repeatedly_is_reported(ask: Ask, cache: Path) -> None:
         assert f"{cache}: " in answer["error"]
 
 
+@pytest.mark.skipif(
+    not all(path.stat().st_mode & stat.S_IXOTH for path in Path(__file__).resolve().parents),
+    reason="the tests are in a folder that other users cannot read",
+)
 def test_read_only_data_folder_uses_the_fallback(
     ask: Ask, root: Path, data: list[str], samples: str
 ) -> None:

@@ -155,7 +155,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
     peaks = []
     for documents in (30_000, 300_000):
         corpus(tmp_path, documents)
-        process = start(tmp_path, "--workers", "1")
+        process = start(tmp_path, "--workers", "1", "--overwrite")
         stdout = process.communicate()[0]
         assert process.returncode == 0
         peaks.append([int(number) for number in stdout.splitlines()[-1].split()[1:]])

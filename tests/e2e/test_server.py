@@ -84,7 +84,7 @@ def test_two_ranks_respond_like_one_process(
     trained: Path, launcher: Launcher, running: list[Server]
 ) -> None:
     alone = Server(launcher, trained, 1, num_layers=2, hidden_size=32, seed=1)
-    pair = Server(launcher, trained, 2, tensor_model_parallel_size=2)
+    pair = Server(launcher, trained, 2, tensor_model_parallel_size=2, seed=1)
     running += [alone, pair]
 
     for fields in REQUESTS:
@@ -102,7 +102,7 @@ def test_two_ranks_respond_like_one_process(
     for server in (alone, pair):
         status, info = server.send("GET", "/info")
         assert (status, info["name"], info["checkpoint"]) == (200, trained.name, "step 2")
-        assert info["defaults"] == asdict(Defaults())
+        assert info["defaults"] == asdict(Defaults(seed=1))
         assert info["max_length"] == 32
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=DEADLINE) as page:
             assert page.read().startswith(b"<!doctype html>")

@@ -16,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from megatron_ds.checkpoint import storage
@@ -453,6 +455,15 @@ def test_members_of_an_enum_are_read_back_whatever_the_version_of_python(
     """Python 3.11.0 to 3.11.3 pickle them as a call of getattr."""
     by_name = lambda self, protocol: (getattr, (type(self), self.name))  # noqa: E731
     monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", by_name)
-    write_tensors({"zero_stage": ZeroStageEnum.gradients}, tmp_path / "file")
+    value = {"zero_stage": ZeroStageEnum.gradients}
+    write_tensors(value, tmp_path / "file")
+    torch.save(value, tmp_path / "of DeepSpeed")
 
-    assert read_tensors(tmp_path / "file") == {"zero_stage": ZeroStageEnum.gradients}
+    content = (tmp_path / "of DeepSpeed").read_bytes()
+    assert b"getattr" in content
+    assert b"getattr" not in (tmp_path / "file").read_bytes()
+    assert read_tensors(tmp_path / "file") == read_tensors(tmp_path / "of DeepSpeed") == value
+    monkeypatch.setattr(LossScaler, "__reduce_ex__", lambda *_: (getattr, (LossScaler, "backward")))
+    torch.save(LossScaler(1.0), tmp_path / "method")
+    with raises_problem("tensor-file-unreadable"):
+        read_tensors(tmp_path / "method")
