@@ -83,7 +83,8 @@ REQUESTS: list[dict[str, Any]] = [
 def test_two_ranks_respond_like_one_process(
     trained: Path, launcher: Launcher, running: list[Server]
 ) -> None:
-    alone = Server(launcher, trained, 1, num_layers=2, hidden_size=32, seed=1)
+    sizes = {"num_layers": 2, "hidden_size": 32, "pipeline_model_parallel_size": 1}
+    alone = Server(launcher, trained, 1, **sizes, seed=1)
     pair = Server(launcher, trained, 2, tensor_model_parallel_size=2, seed=1)
     running += [alone, pair]
 
@@ -119,7 +120,7 @@ def test_two_ranks_respond_like_one_process(
             responses = list(pool.map(server.put, REQUESTS * 2))
         assert responses[:3] == responses[3:]
         assert [status for status, _ in responses] == [200] * 6
-    assert "--seed [no-effect-on-generation]" in alone.run.output
+    assert "--pipeline-model-parallel-size [no-effect-on-generation]" in alone.run.output
 
 
 def test_a_closed_connection_cancels_its_request(
