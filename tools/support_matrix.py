@@ -38,7 +38,7 @@ TESTS = """\
 A test covers every pair of its values, and each of them with the defaults of all other axes. The
 versions of DeepSpeed are those with which all of its cases passed in the last recorded run of
 `make test-deepspeed` ([failures](../development/deepspeed_versions.md)).
-Whole layouts, drawn at random in each run of the tests, are compared by
+Whole layouts, drawn at random, are compared by
 `tests/dist/test_layouts.py::test_random_layouts_equal_one_process`.
 """
 UNRECORDED = """\

@@ -14,7 +14,6 @@ import functools
 import itertools
 import json
 import os
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +35,8 @@ from tests.problems import codes
 
 COUNT = int(os.environ.get("MEGATRON_DS_RANDOM_LAYOUTS", "30"))
 """Layouts that are drawn and run."""
-SEED = int(os.environ.get("MEGATRON_DS_LAYOUT_SEED", random.SystemRandom().randrange(10**6)))
+SEED = int(os.environ.get("MEGATRON_DS_LAYOUT_SEED", "7"))
+"""Of the draws; the same in every run of the tests, unless another one is named."""
 EXACT_GAP, HALF_GAP = 1e-5, 0.07
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
