@@ -210,7 +210,7 @@ class _HashingFile:
 class _Pickler(pickle.Pickler):
     """Stores a member of an Enum by its value, as later versions of Python do.
 
-    Python 3.11.0 to 3.11.3 store a call of getattr, which no reader of tensors allows.
+    Python 3.11.0 to 3.11.3 store a call of getattr, which torch refuses with `weights_only`.
     """
 
     def reducer_override(self, value: Any) -> Any:

@@ -33,14 +33,8 @@ def find_problem() -> Problem | None:
     with tempfile.TemporaryDirectory() as folder:
         source, program = Path(folder, "probe.cpp"), Path(folder, "probe")
         source.write_text(PROBE, encoding="utf-8")
-        command = [
-            *shlex.split(compiler_command()),
-            str(source),
-            "-o",
-            str(program),
-            *flags,
-            "-laio",
-        ]
+        compiler = shlex.split(compiler_command())
+        command = [*compiler, str(source), "-o", str(program), *flags, "-laio"]
         built = subprocess.run(command, capture_output=True, text=True, check=False)
         if built.returncode:
             lines = [line for line in built.stderr.splitlines() if "error" in line or "ld:" in line]
