@@ -1,11 +1,13 @@
 """Scores the tests by mutants: small mistakes in the package that a test must catch.
 
     make mutants                                        all of mutants.toml
-    make mutants ONLY="model/* tests/dist/*" JOBS=4     those whose file or first test matches
+    make mutants ONLY="model/* tests/dist/*" JOBS=4     by file of the package, name or test
+    python tests/mutants/run.py --fit                   only whether they fit the package
 
-Each worker has a copy of the repository; a mutant replaces `old` by `new` in a file of the copy's
-package and runs `tests` there. It is caught if a test fails or hangs, survives if all pass, and is
-broken if the tests do not start. Without a mutant all these tests must pass; that is checked first.
+Each worker has a copy of the repository. A mutant replaces a fragment of the copy's package and
+runs its test there. It is caught if the test fails or hangs, survives if the test passes, and is
+broken if it does not fit the package or its test does not start. Without a mutant all these tests
+must pass; that is checked first.
 """
 
 from __future__ import annotations
@@ -21,15 +23,19 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+from tests.mutants.fragments import MisfitError, replace  # noqa: E402 (the path is complete now)
+
 LIST = Path(__file__).with_name("mutants.toml")
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider")
+OF_PROOFS = ("-m", "not interop")  # also tests that only the complete proofs run
 TIMEOUT_S = 300.0
 OUTCOMES = {0: "survived", 1: "caught"}
 """By the exit status of pytest; any other is "broken"."""
@@ -39,29 +45,59 @@ OUTCOMES = {0: "survived", 1: "caught"}
 class Mutant:
     """One mistake."""
 
-    file: str
-    """Path below the package."""
+    target: str
+    """Qualified name of the function, class or constant."""
     change: str
     """What is wrong, in words."""
     old: str
-    """Text that occurs once in the file."""
+    """What is replaced, as in `fragments.py`."""
     new: str
-    tests: tuple[str, ...]
-    """Test files or node ids that should catch it, the narrowest ones."""
+    test: str
+    """The narrowest test that should catch it: a folder, a file or a node id."""
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mutant in the package."""
+
+    mutant: Mutant
+    file: str
+    """Path below the package; empty if the mutant does not fit."""
+    text: str
+    """The mutated file, or why the mutant does not fit."""
+
+    def has_any(self, patterns: Sequence[str]) -> bool:
+        names = (self.file, self.mutant.target, self.mutant.test)
+        return any(fnmatch.fnmatch(name, pattern) for name in names for pattern in patterns)
 
 
 def read_mutants() -> list[Mutant]:
     entries = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutant"]
-    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+    return [Mutant(target=entry.pop("in"), **entry) for entry in entries]
+
+
+def fit(mutants: Iterable[Mutant], package: Path) -> list[Mutation]:
+    """Applies each mutant to the package's text."""
+    sources = {
+        path.relative_to(package).as_posix(): path.read_text(encoding="utf-8")
+        for path in package.rglob("*.py")
+    }
+    mutations = []
+    for mutant in mutants:
+        try:
+            file, text = replace(sources, mutant.target, mutant.old, mutant.new)
+        except (MisfitError, SyntaxError) as error:
+            file, text = "", str(error)
+        mutations.append(Mutation(mutant, file, text))
+    return mutations
 
 
 @contextmanager
-def applied(mutant: Mutant, copy: Path) -> Iterator[None]:
+def applied(mutation: Mutation, copy: Path) -> Iterator[None]:
     """The mutated file in a copy of the repository."""
-    path = copy / "megatron_ds" / mutant.file
+    path = copy / "megatron_ds" / mutation.file
     source = path.read_text(encoding="utf-8")
-    assert source.count(mutant.old) == 1, f"{mutant.change}: {mutant.file} was changed"
-    _write(path, source.replace(mutant.old, mutant.new))
+    _write(path, mutation.text)
     try:
         yield
     finally:
@@ -75,12 +111,12 @@ def _write(path: Path, text: str) -> None:
     os.utime(path, (newer, newer))
 
 
-def run_tests(copy: Path, tests: list[str], timeout: float | None = None) -> tuple[str, str]:
+def run_tests(copy: Path, *tests: str, timeout: float | None = None) -> tuple[str, str]:
     """Returns the outcome, and the first test that failed or the end of the output."""
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [*PYTEST, *tests],
+            [*PYTEST, *OF_PROOFS, *tests],
             cwd=copy,
             env=environment,
             stdout=output,
@@ -95,7 +131,7 @@ def run_tests(copy: Path, tests: list[str], timeout: float | None = None) -> tup
             return "caught", "hangs"
         output.seek(0)
         text = output.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
     return outcome, failed[1] if failed else text[-1000:] if outcome != "survived" else ""
 
 
@@ -117,52 +153,55 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def score(mutants: list[Mutant], jobs: int) -> bool:
+def score(mutations: list[Mutation], jobs: int) -> bool:
     """Runs the mutants, prints each outcome and the score; returns whether the list is sound."""
     with tempfile.TemporaryDirectory() as name:
         copies = queue.SimpleQueue[Path]()
         for job in range(jobs):
             copies.put(copy_repository(Path(name) / str(job)))
 
-        def run_one(mutant: Mutant) -> str:
+        def run_one(mutation: Mutation) -> str:
+            if not mutation.file:
+                return "broken"
             copy, start = copies.get(), time.monotonic()
-            with applied(mutant, copy):
-                outcome, detail = run_tests(copy, list(mutant.tests), TIMEOUT_S)
+            with applied(mutation, copy):
+                outcome, detail = run_tests(copy, mutation.mutant.test, timeout=TIMEOUT_S)
             copies.put(copy)
-            seconds = f"{time.monotonic() - start:4.0f} s"
-            print(f"{outcome:9}{seconds}  {mutant.file}: {mutant.change}  {detail}", flush=True)
+            _print(mutation, outcome, f"{time.monotonic() - start:4.0f} s", detail)
             return outcome
 
         copy = copies.get()
-        baseline, detail = run_tests(
-            copy, sorted({test for each in mutants for test in each.tests})
-        )
+        tests = sorted({mutation.mutant.test for mutation in mutations})
+        baseline, detail = run_tests(copy, "-n", str(jobs), "--dist", "loadfile", *tests)
         copies.put(copy)
         if baseline != "survived":
             print(f"Without a mutant the tests do not pass: {detail}")
             return False
         with ThreadPoolExecutor(jobs) as workers:
-            outcomes = list(workers.map(run_one, mutants))
+            outcomes = list(workers.map(run_one, mutations))
     caught = outcomes.count("caught")
     print(f"{caught} of {len(outcomes)} caught: {100 * caught / max(1, len(outcomes)):.1f} %")
     return "broken" not in outcomes
+
+
+def _print(mutation: Mutation, outcome: str, seconds: str, detail: str) -> None:
+    mutant = mutation.mutant
+    print(f"{outcome:9}{seconds:6}  {mutant.target}: {mutant.change}  {detail}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("patterns", nargs="*", default=["*"], help="shell patterns")
     parser.add_argument("--jobs", type=int, default=2, help="workers (default: 2)")
+    parser.add_argument("--fit", action="store_true", help="run no test")
     options = parser.parse_args()
-    chosen = [
-        mutant
-        for mutant in read_mutants()
-        if any(
-            fnmatch.fnmatch(name, pattern)
-            for pattern in options.patterns
-            for name in (mutant.file, mutant.tests[0])
-        )
-    ]
-    return 0 if score(chosen, options.jobs) else 1
+    mutations = fit(read_mutants(), REPOSITORY / "megatron_ds")
+    chosen = [mutation for mutation in mutations if mutation.has_any(options.patterns)]
+    misfits = [mutation for mutation in chosen if not mutation.file]
+    for mutation in misfits:
+        _print(mutation, "broken", "", mutation.text)
+    is_sound = not misfits if options.fit else score(chosen, options.jobs)
+    return 0 if is_sound else 1
 
 
 if __name__ == "__main__":

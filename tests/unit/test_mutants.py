@@ -1,8 +1,7 @@
-"""The list of mutants: it fits the code, and reaches every folder of the package."""
+"""Fragments of mutants fit code whatever its formatting and names, and tests score them."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,57 +9,106 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import run
-from tests.mutants.run import Mutant, read_mutants
+from tests.mutants.fragments import MisfitError, replace
+from tests.mutants.run import Mutant
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGE = REPOSITORY / "megatron_ds"
-MUTANTS = read_mutants()
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.change}")
-def test_mutants_fit_the_code(mutant: Mutant) -> None:
-    source = (PACKAGE / mutant.file).read_text(encoding="utf-8")
-    assert source.count(mutant.old) == 1, "adapt `old` and `new` to the changed file"
-    ast.parse(source.replace(mutant.old, mutant.new))
-    assert mutant.old != mutant.new
-    assert mutant.tests
-    for test in mutant.tests:
-        path, _, name = test.partition("::")
-        assert (REPOSITORY / path).exists(), path
-        function = name.partition("[")[0]
-        assert f"def {function}(" in (REPOSITORY / path).read_text() if name else True, test
+SOURCE = """
+class Loss:
+    def mean(self, total, count):
+        if count == 0:
+            return None  # nothing is counted
+        scaled = self.scale(total, unit="token")
+        return scaled / max(1, count)
+"""
+MEAN = ("Loss.mean", "$SCALED / max(1, $COUNT)", "$SCALED / (1 + $COUNT)")
 
 
-def test_mutants_reach_every_folder() -> None:
-    assert len(MUTANTS) == len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS})
-    assert len(MUTANTS) >= 100
-    folders = {folder.parent.name for folder in PACKAGE.glob("*/__init__.py")}
-    assert folders <= {mutant.file.partition("/")[0] for mutant in MUTANTS}
+def mutated(source: str, target: str, old: str, new: str) -> str:
+    return replace({"losses.py": source}, target, old, new)[1]
 
 
-SOURCE = "def larger(a, b):\n    return a if a > b else b\n"
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("scaled / max(1, count)", "(\n    scaled\n    / max(1, count)  # a mean\n)"),
+        ("scaled", "sum_of_losses"),
+        ("count", "number"),
+        ("def mean", "@cache\n    def mean"),
+        ("class Loss:", "class Loss(Base):"),
+        ("\nclass", "\ndef mean(scaled, count):\n    return scaled / max(1, count)\n\nclass"),
+    ],
+)
+def test_formatting_and_names_of_locals_do_not_matter(before: str, after: str) -> None:
+    source = SOURCE.replace(before, after)
+    assert mutated(source, *MEAN).count(" / (1 + ") == 1
+
+
+def test_the_module_does_not_matter() -> None:
+    other = "def mean(): ...\n"
+    for path in ("losses.py", "model/loss/means.py"):
+        assert replace({"other.py": other, path: SOURCE}, *MEAN)[0] == path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("if $COUNT == 0:\n    ...", "if False:\n    ...", "if False:\n            return None"),
+        ("$SCALED = self.scale($TOTAL, unit='token')", "$SCALED = $TOTAL", "scaled = total"),
+        ("if $COUNT == 0:\n    ...\n$X = $Y", "$X = $Y", "count):\n        scaled = self.scale("),
+        ("$ANY.scale", "self.scale_twice", "self.scale_twice(total"),
+        ("$SCALED / $COUNT.$MAX(1)", "$COUNT.$MAX / 2", "return count.max / 2"),
+    ],
+)
+def test_fragments_are_expressions_or_statements(old: str, new: str, expected: str) -> None:
+    source = SOURCE.replace("max(1, count)", "count.max(1)")
+    assert expected in mutated(source, "Loss.mean", old, new)
+
+
+@pytest.mark.parametrize(
+    ("target", "old", "reason"),
+    [
+        ("Loss.median", "$COUNT", "no Loss.median"),
+        ("Loss.mean", "min(1, $COUNT)", "0 such places"),
+        ("Loss.mean", "$COUNT / max(1, $COUNT)", "0 such places"),
+        ("Loss.mean", "count", "2 such places"),
+        ("Loss.mean", "max(1, count)", "only the new fragment has .TOTAL"),
+    ],
+)
+def test_a_fragment_must_fit_once(target: str, old: str, reason: str) -> None:
+    with pytest.raises(MisfitError, match=reason):
+        mutated(SOURCE, target, old, "$TOTAL + 1")
+
+
+def test_constants_are_targets() -> None:
+    assert mutated("LIMIT: int = 2 * 3\n", "LIMIT", "2 * 3", "7") == "LIMIT: int = 7"
+
+
+LARGER = "def larger(a, b):\n    return a if a > b else b\n"
 TEST = "from megatron_ds.numbers import larger\ndef test(): assert larger(1, 2) == 2\n"
 
 
-def test_outcomes_of_mutants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caught, a surviving and a broken mutant in a repository of one function."""
-    for name, text in (("megatron_ds/numbers.py", SOURCE), ("tests/test_larger.py", TEST)):
+def test_outcomes_of_mutants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A caught, a surviving and two broken mutants in a repository of one function."""
+    for name, text in (("megatron_ds/numbers.py", LARGER), ("tests/test_larger.py", TEST)):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(run, "REPOSITORY", tmp_path)
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    entries = [("$A > $B", "$A < $B"), ("$A > $B", "$A >= $B"), ("$A + $B", "$A"), ("$A > $B", ">")]
+    mutants = [Mutant("larger", new, old, new, "tests/test_larger.py") for old, new in entries]
+    monkeypatch.setattr(run, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(run, "read_mutants", lambda: mutants)
 
-    def outcome(new: str) -> tuple[str, str]:
-        mutant = Mutant("numbers.py", "", "a > b", new, ("tests/test_larger.py",))
-        with run.applied(mutant, tmp_path):
-            return run.run_tests(tmp_path, list(mutant.tests))
+    def score(*options: str) -> tuple[int, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["run.py", "--jobs", "1", *options])
+        status = run.main()
+        return status, [line.split()[0] for line in capsys.readouterr().out.splitlines()]
 
-    assert outcome("a < b") == ("caught", "tests/test_larger.py::test")
-    assert outcome("a >= b") == ("survived", "")
-    assert outcome("a >>> b")[0] == "broken"
-    assert (tmp_path / "megatron_ds/numbers.py").read_text() == SOURCE
-    copy = run.copy_repository(tmp_path / "copy")
-    assert (copy / "tests/test_larger.py").read_text() == TEST
+    assert score("--fit") == (1, ["broken", "broken"])
+    assert score() == (1, ["broken", "broken", "caught", "survived", "1"])
+    assert score("--fit", "numbers.*") == (0, [])
+    assert (tmp_path / "megatron_ds/numbers.py").read_text() == LARGER
 
 
 def test_help_starts_nothing() -> None:
