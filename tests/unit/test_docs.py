@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import re
 import shlex
 import tomllib
@@ -24,40 +25,41 @@ PAGES = sorted(
     for page in REPOSITORY.glob(pattern)
 )
 MIGRATION = DOCS / "migration.md"
-LAUNCHER_FLAGS = {
-    *(
-        "num-gpus",
-        "hostfile",
-        "no-ssh",
-        "launcher",
-        "launcher-args",
-        "ntasks-per-node",
-        "node-rank",
-    ),
-    *("nnodes", "nproc-per-node", "master-addr", "master-port", "bind-to"),
-    *("nodes", "gpus-per-node", "gpus-per-task", "cpus-per-task", "time", "kill-on-bad-exit"),
-    *("pid", "pty", "signal", "shm-size", "ipc"),
-}
+LAUNCHER_FLAGS = set(
+    re.findall(
+        r"\S+",
+        "num-gpus hostfile no-ssh launcher launcher-args ntasks-per-node node-rank nnodes "
+        "nproc-per-node master-addr master-port bind-to nodes gpus-per-node gpus-per-task "
+        "cpus-per-task time kill-on-bad-exit pid pty signal shm-size ipc",
+    )
+)
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
 """Scripts of other frameworks that the pages mention."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
-def test_links_resolve(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in link:
-            continue
-        name, _, heading = link.partition("#")
-        target = (page.parent / name).resolve() if name else page
-        assert target.exists(), link
-        if heading:
-            titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
-            anchors = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
-            assert heading in anchors, link
+def test_links_resolve() -> None:
+    links = [
+        (page, link)
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+        if "://" not in link
+    ]
+
+    assert [(page.name, link) for page, link in links if not resolves(page, link)] == []
 
 
+def resolves(page: Path, link: str) -> bool:
+    """Whether the file of a link and the heading in it exist."""
+    name, _, heading = link.partition("#")
+    target = (page.parent / name).resolve() if name else page
+    if not heading or not target.exists():
+        return target.exists()
+    titles = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+    return heading in [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles]
+
+
+@functools.cache
 def names_of_tests(path: Path) -> set[str]:
     """Names of the tests that pytest collects from a file; empty if it does not collect it."""
     if not fnmatch.fnmatch(path.name, "test_*.py"):
@@ -90,16 +92,19 @@ def test_verified_claims_are_found() -> None:
     assert len(CLAIMS) > 70
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
-def test_files_and_tests_in_backquotes_exist(page: Path) -> None:
+def test_files_and_tests_in_backquotes_exist() -> None:
     """Paths below the folders of this repository, and the tests after their `::`."""
-    text = page.read_text(encoding="utf-8")
     pattern = (
         r"`((?:megatron_ds|tools|tests|benchmarks|docs|examples|ds_configs)/[\w./-]*)(?:::(\w+))?`"
     )
-    for path, name in re.findall(pattern, text):
-        assert path in OTHERS_TOOLS or (REPOSITORY / path).exists(), path
-        assert not name or name in names_of_tests(REPOSITORY / path), name
+    assert [
+        (page.name, path, name)
+        for page in PAGES
+        for path, name in re.findall(pattern, page.read_text(encoding="utf-8"))
+        if path not in OTHERS_TOOLS
+        if not (REPOSITORY / path).exists()
+        or (name and name not in names_of_tests(REPOSITORY / path))
+    ] == []
 
 
 def test_codes_of_the_troubleshooting_page_exist() -> None:
@@ -130,12 +135,14 @@ def test_flags_named_in_the_migration_page_exist() -> None:
         assert name in others or dashed(name) in training_flags().by_name, name
 
 
-@pytest.mark.parametrize(
-    "name", ["tutorial", "choose_a_layout", "finetuning", "troubleshooting", "launching"]
-)
-def test_flags_named_in_a_page_are_those_of_a_program_or_a_launcher(name: str) -> None:
+def test_flags_named_in_the_pages_are_those_of_a_program_or_a_launcher() -> None:
     tables = (training_flags(), *tool_tables().values())
     known = {"help", "help-all"}.union(*(table.by_name for table in tables), LAUNCHER_FLAGS)
-    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", page):
-        assert dashed(flag) in known, flag
+    assert [
+        (name, flag)
+        for name in ("tutorial", "choose_a_layout", "finetuning", "troubleshooting", "launching")
+        for flag in re.findall(
+            r"(?<![\w-])--[a-z][\w-]*", (DOCS / f"{name}.md").read_text(encoding="utf-8")
+        )
+        if dashed(flag) not in known
+    ] == []
