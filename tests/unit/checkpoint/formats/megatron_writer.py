@@ -6,6 +6,7 @@ Shares no code with the readers: rows are picked head by head, and names are spe
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import enum
 import importlib.abc
 import json
@@ -107,7 +108,6 @@ def write_checkpoint(
     if layout.half:
         weights = {name: value.bfloat16() for name, value in weights.items()}
     moments = {kind: _padded(config, each) for kind, each in (optimizer or {}).items()}
-    state = _state(config, layout)
     if layout.files in ("legacy", "torch_dist"):
         (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
         target = folder / f"iter_{ITERATION:07d}"
@@ -115,105 +115,18 @@ def write_checkpoint(
         (folder / "latest").write_text(f"global_step{ITERATION}")
         target = folder / f"global_step{ITERATION}"
     target.mkdir()
+    to = _Target(target, config, layout, weights, moments, _state(config, layout))
+    kind = layout.files.split()[-1]
     with patch.dict(sys.modules, modules_of_megatron()):
-        if layout.files == "legacy":
-            _write_legacy(target, config, weights, layout, state, moments)
-        elif layout.files == "torch_dist":
-            _write_torch_dist(target, config, weights, layout, state, moments)
+        if layout.files.startswith("universal"):
+            _universal(to)
         else:
-            if layout.files.startswith("universal"):
-                _write_universal(target, config, weights, layout, state, moments)
-                return folder
-            is_pipeline = layout.files.endswith("pipeline")
-            write = _write_layers if is_pipeline else _write_deepspeed
-            write(target, config, weights, layout, state)
-            if layout.files == "zero3" and moments:
-                _add_zero3_states(target, config, layout, moments)
-                return folder
-            for model_rank in range(layout.tp * layout.pp if moments else 0):
-                stage, rank = divmod(model_rank, layout.tp)
-                names = _engine_names(config, weights, rank, layout)
-                states = {
-                    kind: {
-                        names[name]: shard
-                        for name, shard in _rank(config, each, rank, layout).items()
-                        if stage in _stages_of(name, config, layout)
-                    }
-                    for kind, each in moments.items()
-                }
-                _write_partitions(target, states, model_rank, layout.dp)
+            writers = {"legacy": _legacy, "torch_dist": _torch_dist, "pipeline": _layer_files}
+            writers.get(kind, _deepspeed)(to)
+            if kind in ("deepspeed", "pipeline") and moments:
+                for model_rank in range(layout.tp * layout.pp):
+                    _partitions(to, model_rank)
     return folder
-
-
-def _stages_of(name: str, config: ModelConfig, layout: Layout) -> set[int]:
-    """The stages of DeepSpeed's pipeline that have a weight: a tied embedding is in two."""
-    if name.startswith("layers."):
-        return {int(name.split(".")[1]) * layout.pp // config.num_layers}
-    if not name.startswith("embedding."):
-        return {layout.pp - 1}
-    return {0} if config.untie_embeddings_and_output_weights else {0, layout.pp - 1}
-
-
-def _engine_names(
-    config: ModelConfig, weights: Mapping[str, Tensor], rank: int, layout: Layout
-) -> dict[str, str]:
-    """DeepSpeed's names of the weights, by canonical name."""
-    shards = _rank(config, weights, rank, layout)
-    by_id = {id(shard): name for name, shard in shards.items()}
-    if not layout.files.endswith("pipeline"):
-        flat = _flat(_stage(config, shards, range(config.num_layers), True, True, layout))
-        return {by_id[id(value)]: name for name, value in flat.items()}
-    untied = config.untie_embeddings_and_output_weights
-    names = {}
-    for number, content in _layers(config, shards, layout).items():
-        for inner, value in content.items():
-            is_tied = not untied and inner.partition(".")[0].endswith("embeddings")
-            prefix = "tied_modules.embed" if is_tied else number
-            names.setdefault(by_id[id(value)], f"{prefix}.{inner}")
-    return names
-
-
-def _write_partitions(
-    folder: Path, states: Mapping[str, Mapping[str, Tensor]], rank: int, dp: int
-) -> None:
-    """Flat partitions of two groups, with what each has of each weight."""
-    names = list(states["exp_avg"])
-    decays = {name: states["exp_avg"][name].dim() > 1 for name in names}
-    contents: list[dict[str, Any]] = [
-        {
-            "base_optimizer_state": {"state": {}, "param_groups": []},
-            "single_partition_of_fp32_groups": [],
-            "param_slice_mappings": [],
-        }
-        for _ in range(dp)
-    ]
-    for group, decayed in enumerate((True, False)):
-        own = [name for name in names if decays[name] == decayed]
-        sizes = [states["exp_avg"][name].numel() for name in own]
-        length = -(-sum(sizes) // dp)
-        flats = {
-            kind: torch.nn.functional.pad(
-                torch.cat([each[name].flatten() for name in own]), (0, length * dp - sum(sizes))
-            )
-            for kind, each in states.items()
-        }
-        for number, content in enumerate(contents):
-            part = {kind: flat[number * length :][:length].clone() for kind, flat in flats.items()}
-            content["single_partition_of_fp32_groups"].append(part.pop("fp32_param"))
-            base = content["base_optimizer_state"]
-            base["state"][group] = {"step": torch.tensor(float(STEPS)), **part}
-            base["param_groups"].append({"lr": 0.1})
-            mapping, start = {}, 0
-            for name, size in zip(own, sizes, strict=True):
-                first = max(start, number * length)
-                end = min(start + size, (number + 1) * length)
-                if first < end:
-                    mapping[name] = fragment_address(end - first, first - number * length)
-                start += size
-            content["param_slice_mappings"].append(mapping)
-    for number, content in enumerate(contents):
-        path = folder / f"zero_pp_rank_{number}_mp_rank_{rank:02d}_optim_states.pt"
-        torch.save({"optimizer_state_dict": content}, path)
 
 
 def _padded(config: ModelConfig, source: WeightsSource) -> dict[str, Tensor]:
@@ -227,19 +140,16 @@ def _padded(config: ModelConfig, source: WeightsSource) -> dict[str, Tensor]:
 
 def _state(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     gated, rope = config.is_gated, config.position_embedding_type == "rope"
+    names = "num_layers hidden_size num_attention_heads seq_length embed_layernorm"
     args: dict[str, Any] = {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
+        **{name: getattr(config, name) for name in names.split()},
         "ffn_hidden_size": config.mlp_hidden_size,
         "kv_channels": config.head_dim,
-        "seq_length": config.seq_length,
         "max_position_embeddings": config.num_positions,
         "layernorm_epsilon": config.norm_epsilon,
         "bias_gelu_fusion": config.activation == "gelu" and config.gelu_kind == "tanh",
         "tokenizer_type": "NullTokenizer",
         "vocab_size": config.vocab_size - 1,
-        "embed_layernorm": config.embed_layernorm,
     }
     if layout.files.startswith("bigscience"):
         kinds = {"rope": "rotary", "learned_absolute": "absolute", "alibi": "alibi"}
@@ -318,105 +228,6 @@ def classes_of_megatron() -> Iterator[None]:
         yield
 
 
-def _rank(
-    config: ModelConfig, weights: Mapping[str, Tensor], rank: int, layout: Layout
-) -> dict[str, Tensor]:
-    """The shards of one tensor-parallel rank, by canonical name and in Megatron's order."""
-    return {name: _shard(config, name, full, rank, layout) for name, full in weights.items()}
-
-
-def _shard(config: ModelConfig, name: str, full: Tensor, rank: int, layout: Layout) -> Tensor:
-    if "attention.qkv" in name:
-        return _qkv(config, full, rank, layout)
-    if "mlp.fc_in" in name:
-        size = config.mlp_hidden_size // layout.tp
-        rows = list(range(rank * size, (rank + 1) * size))
-        up = [config.mlp_hidden_size + row for row in rows] if config.is_gated else []
-        return full[up + rows if layout.files.startswith("bigscience") else rows + up]
-    if name.endswith(("proj.weight", "fc_out.weight")):
-        size = full.shape[1] // layout.tp
-        return full[:, rank * size : (rank + 1) * size].clone()
-    if name in ("embedding.word.weight", "head.weight"):
-        size = len(full) // layout.tp
-        return full[rank * size : (rank + 1) * size].clone()
-    return full
-
-
-def _qkv(config: ModelConfig, full: Tensor, rank: int, layout: Layout) -> Tensor:
-    """Rows of the heads of one rank, listed one by one."""
-    size, heads, groups = config.head_dim, config.num_attention_heads, config.kv_heads
-    per_group = heads // groups
-    own = range(rank * groups // layout.tp, (rank + 1) * groups // layout.tp)
-
-    def rows(part: str, head: int) -> list[int]:
-        start = {"q": 0, "k": heads, "v": heads + groups}[part] + head
-        return list(range(start * size, (start + 1) * size))
-
-    queries = {group: [group * per_group + index for index in range(per_group)] for group in own}
-    order: list[int] = []
-    if layout.version == 0 or layout.thirds:
-        order += [row for group in own for head in queries[group] for row in rows("q", head)]
-        for part in ("k", "v"):
-            order += [row for group in own for row in rows(part, group)]
-    elif layout.version == 1:
-        for head in own:
-            parts = [rows(part, head) for part in ("q", "k", "v")]
-            order += [row for triple in zip(*parts, strict=True) for row in triple]
-    else:
-        for group in own:
-            order += [row for head in queries[group] for row in rows("q", head)]
-            order += rows("k", group) + rows("v", group)
-    return full[order]
-
-
-def _layer_name(name: str, table: Mapping[str, str], layout: Layout) -> tuple[int, str]:
-    """Number of the layer, and Megatron's name inside it."""
-    _, layer, rest = name.split(".", 2)
-    module, kind = rest.rsplit(".", 1)
-    if layout.names == "fused" and module in FUSED:
-        return int(layer), FUSED[module] + kind
-    return int(layer), f"{table[module]}.{kind}"
-
-
-def _write_legacy(
-    folder: Path,
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    layout: Layout,
-    state: Mapping[str, Any],
-    optimizer: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    counts = list(layout.stages) or [config.num_layers // layout.pp // layout.chunks] * (
-        layout.pp * layout.chunks
-    )
-    stages = len(counts) // layout.chunks
-    for rank in range(layout.tp):
-        shards, start = _rank(config, weights, rank, layout), 0
-        moments = {kind: _rank(config, each, rank, layout) for kind, each in optimizer.items()}
-        models: dict[int, dict[str, Any]] = {stage: {} for stage in range(stages)}
-        states: dict[int, dict[str, dict[str, Any]]] = {stage: {} for stage in range(stages)}
-        for index, count in enumerate(counts):
-            chunk, stage = divmod(index, stages)
-            layers = range(start, start + count)
-            start += count
-            first, last = index == 0, index == len(counts) - 1
-            key = "model" if layout.chunks == 1 else f"model{chunk}"
-            place = layers, first, last, layout
-            models[stage][key] = _stage(config, shards, *place)
-            for kind, each in moments.items():
-                states[stage].setdefault(kind, {})[key] = _stage(config, each, *place)
-        for stage, model in models.items():
-            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
-            (folder / name).mkdir()
-            saved = {"optimizer": _adam(model, states[stage])} if optimizer else {}
-            if layout.buffers:
-                groups = [{"lr": 0.1, "step": STEPS}]
-                saved["optimizer"] = {"optimizer": {"param_groups": groups}}
-                content = _buffers(model, states[stage], layout.buffers)
-                torch.save(content, folder / name / "distrib_optim.pt")
-            torch.save({**state, **model, **saved}, folder / name / "model_optim_rng.pt")
-
-
 def _adam(model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The state dict of Megatron's optimizer: weights with decay are numbered first."""
     flat = _flat(model)
@@ -439,49 +250,6 @@ def _adam(model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> 
         return inner
     copies = [[masters[name] for name in group] for group in groups]
     return {"optimizer": inner, "fp32_from_fp16_params": copies}
-
-
-def _write_universal(
-    folder: Path,
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    layout: Layout,
-    state: Mapping[str, Any],
-    states: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    """Full tensors, joined by the rules of DeepSpeed's converter from the shards of the ranks."""
-    names = _engine_names(config, weights, 0, layout)
-    kinds = {"fp32": weights, **{kind: states[kind] for kind in states if kind != "fp32_param"}}
-    (folder / "zero").mkdir()
-    for name, saved_name in names.items():
-        (folder / "zero" / saved_name).mkdir()
-        for kind, each in kinds.items():
-            shards = [_rank(config, each, rank, layout)[name].float() for rank in range(layout.tp)]
-            content: dict[str, Any] = {"cat_dim": 0}
-            if (
-                "norm" in name
-                or name.endswith(("proj.bias", "fc_out.bias"))
-                or (name.startswith("embedding.position") and "replicated" not in layout.undeclared)
-            ):
-                content = {"param": shards[0]}
-            elif name in ("embedding.word.weight", "head.weight"):
-                content |= {"param": torch.cat(shards)[: config.vocab_size], "vocab_tensor": True}
-            elif name.endswith(("proj.weight", "fc_out.weight")) and "rows" not in (
-                layout.undeclared
-            ):
-                content = {"param": torch.cat(shards, dim=1), "cat_dim": 1}
-            elif ".fc_in." in name and config.is_gated and "parts" not in layout.undeclared:
-                halves = [shard.chunk(2) for shard in shards]
-                parts = [half[index] for index in (0, 1) for half in halves]
-                content |= {"param": torch.cat(parts), "param_n_sub_params": 2}
-            else:
-                content["param"] = torch.cat(shards)
-            torch.save(content, folder / "zero" / saved_name / f"{kind}.pt")
-        torch.save(torch.tensor(float(STEPS)), folder / "zero" / saved_name / "step.pt")
-    torch.save({"param_groups": [{"lr": 0.1}]}, folder / "zero" / "optimizer_state.pt")
-    info = {"universal_checkpoint_version": 0.4, "original_vocab_size": config.vocab_size}
-    content = {**state, "module": None, "universal_checkpoint_info": info, "param_shapes": [{}]}
-    torch.save(content, folder / "mp_rank_00_model_states.pt")
 
 
 def _buffers(
@@ -531,103 +299,6 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _stage(
-    config: ModelConfig,
-    shards: Mapping[str, Tensor],
-    layers: range,
-    first: bool,
-    last: bool,
-    layout: Layout,
-) -> dict[str, Any]:
-    table = {"old": OLD, "legacy": LEGACY}.get(layout.names, CORE)
-    encoder: dict[str, Any] = {}
-    for name, shard in shards.items():
-        if name.startswith("layers."):
-            layer, inner = _layer_name(name, table, layout)
-            if layer in layers:
-                encoder[f"layers.{layer - layers.start}.{inner}"] = shard
-        elif name.startswith("final_norm.") and last:
-            encoder[f"final_layernorm.{name.split('.')[1]}"] = shard
-    embedding = {
-        "word_embeddings.weight": shards["embedding.word.weight"],
-        "position_embeddings.weight": shards.get("embedding.position.weight"),
-    }
-    embedding = {name: value for name, value in embedding.items() if value is not None}
-    head = shards.get("head.weight")
-    if layout.extra:
-        encoder[layout.extra] = torch.ones(1)
-    if layout.names in ("core", "fused"):
-        model = {f"decoder.{name}": value for name, value in encoder.items()}
-        model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
-        if first:
-            model |= {f"embedding.{name}": value for name, value in embedding.items()}
-        if last:  # of a tied embedding a copy, if there are several stages
-            model["output_layer.weight"] = shards["embedding.word.weight"] if head is None else head
-        return model
-    model = {}
-    if first:
-        model["embedding"] = {
-            name.split(".")[0]: {name.split(".")[1]: value} for name, value in embedding.items()
-        }
-    model["transformer" if layout.names == "old" else "encoder"] = encoder
-    if last and head is not None:
-        model["output_layer"] = {"weight": head}
-    result: dict[str, Any] = {"language_model": model}
-    if last and not first:
-        result["word_embeddings_for_head"] = {"weight": shards["embedding.word.weight"] + 0}
-    return result
-
-
-def _write_deepspeed(
-    folder: Path,
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    layout: Layout,
-    state: Mapping[str, Any],
-) -> None:
-    for rank in range(layout.tp):
-        shards = _rank(config, weights, rank, layout)
-        model = _stage(config, shards, range(config.num_layers), True, True, layout)
-        if layout.files == "deepspeed":
-            content = {**state, "module": model, "ds_version": "0.19.8"}
-            torch.save(content, folder / f"mp_rank_{rank:02d}_model_states.pt")
-        else:
-            _write_zero3(folder, model["language_model"], rank, layout.dp, state)
-
-
-def _add_zero3_states(
-    folder: Path,
-    config: ModelConfig,
-    layout: Layout,
-    states: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    """Adam's states, in flat tensors like those of the weights."""
-    for rank in range(layout.tp):
-        shards = {kind: _rank(config, each, rank, layout) for kind, each in states.items()}
-        models = {
-            kind: _stage(config, each, range(config.num_layers), True, True, layout)
-            for kind, each in shards.items()
-        }
-        parts = {
-            kind: _zero3_parts(model["language_model"], layout.dp)[1]
-            for kind, model in models.items()
-        }
-        for data_rank in range(layout.dp):
-            path = folder / f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}_optim_states.pt"
-            content = torch.load(path, weights_only=False)
-            groups = range(len(content["optimizer_state_dict"]["fp32_flat_groups"]))
-            inner = {
-                group: {"step": STEPS}
-                | {kind: parts[kind][data_rank][group] for kind in ("exp_avg", "exp_avg_sq")}
-                for group in groups
-            }
-            content["optimizer_state_dict"] |= {
-                "fp32_flat_groups": parts["fp32_param"][data_rank],
-                "optimizer_state_dict": {"state": inner, "param_groups": [{"lr": 0.1}]},
-            }
-            torch.save(content, path)
-
-
 def _zero3_parts(
     model: Mapping[str, Any], dp: int
 ) -> tuple[list[dict[str, torch.Size]], list[list[Tensor]]]:
@@ -640,37 +311,360 @@ def _zero3_parts(
     names = list(flat)
     groups = [names[::2], names[1::2]]
     shapes = [{name: flat[name].shape for name in group} for group in groups]
-    ranks = []
+
+    def part(name: str, rank: int) -> Tensor:
+        size = -(-flat[name].numel() // dp)
+        padding = size * dp - flat[name].numel()
+        return torch.nn.functional.pad(flat[name].flatten(), (0, padding))[rank * size :][:size]
+
+    return shapes, [
+        [torch.cat([part(name, rank) for name in group]) for group in groups] for rank in range(dp)
+    ]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is written, and where.
+
+    Attributes:
+        folder: That of the iteration.
+        config: The model.
+        layout: How they are written.
+        weights: Full tensors by canonical name.
+        moments: The optimizer's states by Megatron's kind, like the weights.
+        state: What every file of the model has, too.
+    """
+
+    folder: Path
+    config: ModelConfig
+    layout: Layout
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Mapping[str, Tensor]]
+    state: Mapping[str, Any]
+
+
+def _legacy(to: _Target) -> None:
+    config, layout = to.config, to.layout
+    counts = list(layout.stages) or [config.num_layers // layout.pp // layout.chunks] * (
+        layout.pp * layout.chunks
+    )
+    stages = len(counts) // layout.chunks
+    for rank in range(layout.tp):
+        shards, start = _rank(to, to.weights, rank), 0
+        moments = {kind: _rank(to, each, rank) for kind, each in to.moments.items()}
+        models: dict[int, dict[str, Any]] = {stage: {} for stage in range(stages)}
+        states: dict[int, dict[str, dict[str, Any]]] = {stage: {} for stage in range(stages)}
+        for index, count in enumerate(counts):
+            chunk, stage = divmod(index, stages)
+            layers = range(start, start + count)
+            start += count
+            first, last = index == 0, index == len(counts) - 1
+            key = "model" if layout.chunks == 1 else f"model{chunk}"
+            place = layers, first, last
+            models[stage][key] = _stage(to, shards, *place)
+            for kind, each in moments.items():
+                states[stage].setdefault(kind, {})[key] = _stage(to, each, *place)
+        for stage, model in models.items():
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+            (to.folder / name).mkdir()
+            saved = {"optimizer": _adam(model, states[stage])} if to.moments else {}
+            if layout.buffers:
+                groups = [{"lr": 0.1, "step": STEPS}]
+                saved["optimizer"] = {"optimizer": {"param_groups": groups}}
+                content = _buffers(model, states[stage], layout.buffers)
+                torch.save(content, to.folder / name / "distrib_optim.pt")
+            torch.save({**to.state, **model, **saved}, to.folder / name / "model_optim_rng.pt")
+
+
+def _torch_dist(to: _Target) -> None:
+    """Whole tensors, those of all layers as one, with the fused names of the norms."""
+    entries = _entries(to, to.weights)
+    for kind, each in to.moments.items():
+        named = _entries(to, each)
+        entries |= {f"optimizer.state.{kind}.{name}": value for name, value in named.items()}
+    dcp.save(entries, checkpoint_id=str(to.folder), no_dist=True)
+    groups = {"param_groups": [{"step": STEPS}, {"step": STEPS}]}
+    torch.save({**to.state, "optimizer": groups if to.moments else {}}, to.folder / "common.pt")
+    content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (to.folder / "metadata.json").write_text(json.dumps(content))
+
+
+def _universal(to: _Target) -> None:
+    """Full tensors, joined from the shards by the rules of DeepSpeed's converter."""
+    config, layout = to.config, to.layout
+    names = _engine_names(to, 0)
+    kinds = {
+        "fp32": to.weights,
+        **{kind: each for kind, each in to.moments.items() if kind != "fp32_param"},
+    }
+    (to.folder / "zero").mkdir()
+    for name, saved_name in names.items():
+        (to.folder / "zero" / saved_name).mkdir()
+        for kind, each in kinds.items():
+            shards = [_rank(to, each, rank)[name].float() for rank in range(layout.tp)]
+            content: dict[str, Any] = {"cat_dim": 0}
+            if (
+                "norm" in name
+                or name.endswith(("proj.bias", "fc_out.bias"))
+                or (name.startswith("embedding.position") and "replicated" not in layout.undeclared)
+            ):
+                content = {"param": shards[0]}
+            elif name in ("embedding.word.weight", "head.weight"):
+                content |= {"param": torch.cat(shards)[: config.vocab_size], "vocab_tensor": True}
+            elif name.endswith(("proj.weight", "fc_out.weight")) and "rows" not in (
+                layout.undeclared
+            ):
+                content = {"param": torch.cat(shards, dim=1), "cat_dim": 1}
+            elif ".fc_in." in name and config.is_gated and "parts" not in layout.undeclared:
+                halves = [shard.chunk(2) for shard in shards]
+                parts = [half[index] for index in (0, 1) for half in halves]
+                content |= {"param": torch.cat(parts), "param_n_sub_params": 2}
+            else:
+                content["param"] = torch.cat(shards)
+            torch.save(content, to.folder / "zero" / saved_name / f"{kind}.pt")
+        torch.save(torch.tensor(float(STEPS)), to.folder / "zero" / saved_name / "step.pt")
+    torch.save({"param_groups": [{"lr": 0.1}]}, to.folder / "zero" / "optimizer_state.pt")
+    info = {"universal_checkpoint_version": 0.4, "original_vocab_size": config.vocab_size}
+    content = {**to.state, "module": None, "universal_checkpoint_info": info, "param_shapes": [{}]}
+    torch.save(content, to.folder / "mp_rank_00_model_states.pt")
+
+
+def _deepspeed(to: _Target) -> None:
+    for rank in range(to.layout.tp):
+        model = _all_stages(to, to.weights, rank)
+        if to.layout.files == "zero3":
+            _zero3(to, model["language_model"], rank)
+            continue
+        content = {**to.state, "module": model, "ds_version": "0.19.8"}
+        torch.save(content, to.folder / f"mp_rank_{rank:02d}_model_states.pt")
+
+
+def _zero3(to: _Target, model: Mapping[str, Any], rank: int) -> None:
+    """Flat tensors of each group, and like them Adam's states."""
+    dp = to.layout.dp
+    shapes, weights = _zero3_parts(model, dp)
+    states = {
+        kind: _zero3_parts(_all_stages(to, each, rank)["language_model"], dp)[1]
+        for kind, each in to.moments.items()
+    }
+    masters = states.pop("fp32_param", weights)
     for data_rank in range(dp):
-        parts = []
-        for group in groups:
-            pieces = []
-            for name in group:
-                size = -(-flat[name].numel() // dp)
-                padded = torch.zeros(size * dp)
-                padded[: flat[name].numel()] = flat[name].flatten()
-                pieces.append(padded[data_rank * size : (data_rank + 1) * size])
-            parts.append(torch.cat(pieces))
-        ranks.append(parts)
-    return shapes, ranks
-
-
-def _write_zero3(
-    folder: Path, model: Mapping[str, Any], rank: int, dp: int, state: Mapping[str, Any]
-) -> None:
-    shapes, ranks = _zero3_parts(model, dp)
-    for data_rank, parts in enumerate(ranks):
         stem = f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}"
-        content = {**state, "module": {}, "param_shapes": shapes}
-        torch.save(content, folder / f"{stem}_model_states.pt")
-        optimizer = {"zero_stage": 3, "fp32_flat_groups": parts}
-        torch.save({"optimizer_state_dict": optimizer}, folder / f"{stem}_optim_states.pt")
+        content = {**to.state, "module": {}, "param_shapes": shapes}
+        torch.save(content, to.folder / f"{stem}_model_states.pt")
+        optimizer = {"zero_stage": 3, "fp32_flat_groups": masters[data_rank]}
+        if states:
+            inner = {
+                group: {"step": STEPS, **{kind: states[kind][data_rank][group] for kind in states}}
+                for group in range(len(shapes))
+            }
+            optimizer["optimizer_state_dict"] = {"state": inner, "param_groups": [{"lr": 0.1}]}
+        torch.save({"optimizer_state_dict": optimizer}, to.folder / f"{stem}_optim_states.pt")
 
 
-def _layers(
-    config: ModelConfig, shards: Mapping[str, Tensor], layout: Layout
-) -> dict[int, dict[str, Tensor]]:
+def _all_stages(to: _Target, weights: Mapping[str, Tensor], rank: int) -> dict[str, Any]:
+    """The model of one rank without stages."""
+    layers = range(to.config.num_layers)
+    return _stage(to, _rank(to, weights, rank), layers, True, True)
+
+
+def _layer_files(to: _Target) -> None:
+    """One file per layer."""
+    layout = to.layout
+    state = _neox_state(to) if layout.files.startswith("neox") else to.state
+    for rank in range(layout.tp):
+        files = _layers(to, _rank(to, to.weights, rank))
+        for number, content in files.items():
+            torch.save(content, to.folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+    for rank in range(layout.pp * layout.tp):
+        path = to.folder / f"mp_rank_{rank:02d}_model_states.pt"
+        torch.save({**state, "module": None}, path)
+
+
+def _partitions(to: _Target, model_rank: int) -> None:
+    """Flat partitions of two groups, with what each has of each weight."""
+    dp = to.layout.dp
+    stage, rank = divmod(model_rank, to.layout.tp)
+    spelled = _engine_names(to, rank)
+    states = {
+        kind: {
+            spelled[name]: shard
+            for name, shard in _rank(to, each, rank).items()
+            if stage in _stages_of(to, name)
+        }
+        for kind, each in to.moments.items()
+    }
+    names = list(states["exp_avg"])
+    decays = {name: states["exp_avg"][name].dim() > 1 for name in names}
+    contents: list[dict[str, Any]] = [
+        {
+            "base_optimizer_state": {"state": {}, "param_groups": []},
+            "single_partition_of_fp32_groups": [],
+            "param_slice_mappings": [],
+        }
+        for _ in range(dp)
+    ]
+    for group, decayed in enumerate((True, False)):
+        own = [name for name in names if decays[name] == decayed]
+        sizes = [states["exp_avg"][name].numel() for name in own]
+        length = -(-sum(sizes) // dp)
+        flats = {
+            kind: torch.nn.functional.pad(
+                torch.cat([each[name].flatten() for name in own]), (0, length * dp - sum(sizes))
+            )
+            for kind, each in states.items()
+        }
+        for number, content in enumerate(contents):
+            part = {kind: flat[number * length :][:length].clone() for kind, flat in flats.items()}
+            content["single_partition_of_fp32_groups"].append(part.pop("fp32_param"))
+            base = content["base_optimizer_state"]
+            base["state"][group] = {"step": torch.tensor(float(STEPS)), **part}
+            base["param_groups"].append({"lr": 0.1})
+            mapping, start = {}, 0
+            for name, size in zip(own, sizes, strict=True):
+                first = max(start, number * length)
+                end = min(start + size, (number + 1) * length)
+                if first < end:
+                    mapping[name] = fragment_address(end - first, first - number * length)
+                start += size
+            content["param_slice_mappings"].append(mapping)
+    for number, content in enumerate(contents):
+        path = to.folder / f"zero_pp_rank_{number}_mp_rank_{model_rank:02d}_optim_states.pt"
+        torch.save({"optimizer_state_dict": content}, path)
+
+
+def _stages_of(to: _Target, name: str) -> set[int]:
+    """The stages of DeepSpeed's pipeline that have a weight: a tied embedding is in two."""
+    config, layout = to.config, to.layout
+    if name.startswith("layers."):
+        return {int(name.split(".")[1]) * layout.pp // config.num_layers}
+    if not name.startswith("embedding."):
+        return {layout.pp - 1}
+    return {0} if config.untie_embeddings_and_output_weights else {0, layout.pp - 1}
+
+
+def _engine_names(to: _Target, rank: int) -> dict[str, str]:
+    """DeepSpeed's names of the weights, by canonical name."""
+    shards = _rank(to, to.weights, rank)
+    by_id = {id(shard): name for name, shard in shards.items()}
+    if not to.layout.files.endswith("pipeline"):
+        flat = _flat(_stage(to, shards, range(to.config.num_layers), True, True))
+        return {by_id[id(value)]: name for name, value in flat.items()}
+    untied = to.config.untie_embeddings_and_output_weights
+    names = {}
+    for number, content in _layers(to, shards).items():
+        for inner, value in content.items():
+            is_tied = not untied and inner.partition(".")[0].endswith("embeddings")
+            prefix = "tied_modules.embed" if is_tied else number
+            names.setdefault(by_id[id(value)], f"{prefix}.{inner}")
+    return names
+
+
+def _rank(to: _Target, weights: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The shards of one tensor-parallel rank, by canonical name and in Megatron's order."""
+    return {name: _shard(to, name, full, rank) for name, full in weights.items()}
+
+
+def _shard(to: _Target, name: str, full: Tensor, rank: int) -> Tensor:
+    config, layout = to.config, to.layout
+    if "attention.qkv" in name:
+        return _qkv(to, full, rank)
+    if "mlp.fc_in" in name:
+        size = config.mlp_hidden_size // layout.tp
+        rows = list(range(rank * size, (rank + 1) * size))
+        up = [config.mlp_hidden_size + row for row in rows] if config.is_gated else []
+        return full[up + rows if layout.files.startswith("bigscience") else rows + up]
+    if name.endswith(("proj.weight", "fc_out.weight")):
+        size = full.shape[1] // layout.tp
+        return full[:, rank * size : (rank + 1) * size].clone()
+    if name in ("embedding.word.weight", "head.weight"):
+        size = len(full) // layout.tp
+        return full[rank * size : (rank + 1) * size].clone()
+    return full
+
+
+def _qkv(to: _Target, full: Tensor, rank: int) -> Tensor:
+    """Rows of the heads of one rank, listed one by one."""
+    config, layout = to.config, to.layout
+    size, heads, groups = (config.head_dim, config.num_attention_heads, config.kv_heads)
+    per_group = heads // groups
+    own = range(rank * groups // layout.tp, (rank + 1) * groups // layout.tp)
+
+    def rows(part: str, head: int) -> list[int]:
+        start = {"q": 0, "k": heads, "v": heads + groups}[part] + head
+        return list(range(start * size, (start + 1) * size))
+
+    queries = {group: [group * per_group + index for index in range(per_group)] for group in own}
+    order: list[int] = []
+    if layout.version == 0 or layout.thirds:
+        order += [row for group in own for head in queries[group] for row in rows("q", head)]
+        for part in ("k", "v"):
+            order += [row for group in own for row in rows(part, group)]
+    elif layout.version == 1:
+        for head in own:
+            parts = [rows(part, head) for part in ("q", "k", "v")]
+            order += [row for triple in zip(*parts, strict=True) for row in triple]
+    else:
+        for group in own:
+            order += [row for head in queries[group] for row in rows("q", head)]
+            order += rows("k", group) + rows("v", group)
+    return full[order]
+
+
+def _layer_name(to: _Target, name: str, table: Mapping[str, str]) -> tuple[int, str]:
+    """Number of the layer, and Megatron's name inside it."""
+    _, layer, rest = name.split(".", 2)
+    module, kind = rest.rsplit(".", 1)
+    if to.layout.names == "fused" and module in FUSED:
+        return int(layer), FUSED[module] + kind
+    return int(layer), f"{table[module]}.{kind}"
+
+
+def _stage(
+    to: _Target, shards: Mapping[str, Tensor], layers: range, first: bool, last: bool
+) -> dict[str, Any]:
+    table = {"old": OLD, "legacy": LEGACY}.get(to.layout.names, CORE)
+    encoder: dict[str, Any] = {}
+    for name, shard in shards.items():
+        if name.startswith("layers."):
+            layer, inner = _layer_name(to, name, table)
+            if layer in layers:
+                encoder[f"layers.{layer - layers.start}.{inner}"] = shard
+        elif name.startswith("final_norm.") and last:
+            encoder[f"final_layernorm.{name.split('.')[1]}"] = shard
+    embedding = {
+        "word_embeddings.weight": shards["embedding.word.weight"],
+        "position_embeddings.weight": shards.get("embedding.position.weight"),
+    }
+    embedding = {name: value for name, value in embedding.items() if value is not None}
+    head = shards.get("head.weight")
+    if to.layout.extra:
+        encoder[to.layout.extra] = torch.ones(1)
+    if to.layout.names in ("core", "fused"):
+        model = {f"decoder.{name}": value for name, value in encoder.items()}
+        model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
+        if first:
+            model |= {f"embedding.{name}": value for name, value in embedding.items()}
+        if last:  # of a tied embedding a copy, if there are several stages
+            model["output_layer.weight"] = shards["embedding.word.weight"] if head is None else head
+        return model
+    model = {}
+    if first:
+        model["embedding"] = {
+            name.split(".")[0]: {name.split(".")[1]: value} for name, value in embedding.items()
+        }
+    model["transformer" if to.layout.names == "old" else "encoder"] = encoder
+    if last and head is not None:
+        model["output_layer"] = {"weight": head}
+    result: dict[str, Any] = {"language_model": model}
+    if last and not first:
+        result["word_embeddings_for_head"] = {"weight": shards["embedding.word.weight"] + 0}
+    return result
+
+
+def _layers(to: _Target, shards: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """The contents of the files by number: bigscience's fork counts two functions more."""
+    config, layout = to.config, to.layout
     is_bigscience = layout.files.startswith("bigscience")
     is_neox = layout.files.startswith("neox")
     first = 3 if is_bigscience else 2
@@ -678,7 +672,7 @@ def _layers(
     files: dict[int, dict[str, Tensor]] = {}
     for name, shard in shards.items():
         if name.startswith("layers."):
-            layer, inner = _layer_name(name, OLD if is_neox else LEGACY, layout)
+            layer, inner = _layer_name(to, name, OLD if is_neox else LEGACY)
             files.setdefault(first + layer, {})[inner] = shard
         elif name.startswith("final_norm."):
             prefix = "norm." if is_neox else ""
@@ -698,85 +692,15 @@ def _layers(
     return files
 
 
-def _write_layers(
-    folder: Path,
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    layout: Layout,
-    state: Mapping[str, Any],
-) -> None:
-    """One file per layer."""
-    if layout.files.startswith("neox"):
-        state = _neox_state(folder, config)
-    for rank in range(layout.tp):
-        files = _layers(config, _rank(config, weights, rank, layout), layout)
-        for number, content in files.items():
-            torch.save(content, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
-    for stage in range(layout.pp):
-        for rank in range(layout.tp):
-            number = stage * layout.tp + rank
-            path = folder / f"mp_rank_{number:02d}_model_states.pt"
-            torch.save({**state, "module": None}, path)
-
-
-def _neox_state(folder: Path, config: ModelConfig) -> dict[str, Any]:
-    """Few arguments, and the settings of the run in a file, spelled in both ways."""
-    settings = {
-        "num-layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num-attention-heads": config.num_attention_heads,
-        "num_kv_heads": config.num_query_groups,
-        "intermediate_size": config.mlp_hidden_size,
-        "seq-length": config.seq_length,
-        "max-position-embeddings": config.num_positions,
-        "pos-emb": {"rope": "rotary", "learned_absolute": "learned"}[
-            config.position_embedding_type
-        ],
-        "rotary-pct": config.rotary_percent,
-        "norm": config.normalization.lower(),
-        "bias-gelu-fusion": config.gelu_kind == "tanh",
-        "no-weight-tying": config.untie_embeddings_and_output_weights,
-        "attention-dropout": 0.0,
-        "hidden-dropout": 0.0,
-    }
-    (folder / "configs").mkdir()
-    (folder / "configs" / "model.yml").write_text(json.dumps(settings))
-    args = {"num_layers": config.num_layers, "hidden_size": config.hidden_size}
-    args |= {"num_attention_heads": config.num_attention_heads, "model_parallel_size": 1}
-    return {"iteration": ITERATION, "args": args}
-
-
-def _write_torch_dist(
-    folder: Path,
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    layout: Layout,
-    state: Mapping[str, Any],
-    optimizer: Mapping[str, Mapping[str, Tensor]],
-) -> None:
-    """Whole tensors, those of all layers as one, with the fused names of the norms."""
-    entries = _entries(config, weights, layout)
-    for kind, each in optimizer.items():
-        named = _entries(config, each, layout)
-        entries |= {f"optimizer.state.{kind}.{name}": value for name, value in named.items()}
-    dcp.save(entries, checkpoint_id=str(folder), no_dist=True)
-    groups = {"param_groups": [{"step": STEPS}, {"step": STEPS}]}
-    torch.save({**state, "optimizer": groups if optimizer else {}}, folder / "common.pt")
-    content = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (folder / "metadata.json").write_text(json.dumps(content))
-
-
-def _entries(
-    config: ModelConfig, weights: Mapping[str, Tensor], layout: Layout
-) -> dict[str, Tensor]:
-    one = Layout(version=3, names="fused")
+def _entries(to: _Target, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    fused = dataclasses.replace(to, layout=Layout(names="fused"))
     entries: dict[str, Tensor] = {}
     layers: dict[str, list[Tensor]] = {}
-    for name, tensor in _rank(config, weights, 0, one).items():
+    for name, tensor in _rank(fused, weights, 0).items():
         if name.startswith("layers."):
-            layer, inner = _layer_name(name, CORE, one)
+            layer, inner = _layer_name(fused, name, CORE)
             layers.setdefault(inner, []).append(tensor)
-            if layout.per_layer:
+            if to.layout.per_layer:
                 entries[f"decoder.layers.{layer}.{inner}"] = tensor
         elif name.startswith("embedding."):
             table = {"word": "word_embeddings", "position": "position_embeddings"}
@@ -785,10 +709,36 @@ def _entries(
             entries["output_layer.weight"] = tensor
         else:
             entries[f"decoder.final_layernorm.{name.split('.')[1]}"] = tensor
-    if not layout.per_layer:
+    if not to.layout.per_layer:
         entries |= {f"decoder.layers.{inner}": torch.stack(all_) for inner, all_ in layers.items()}
-    if layout.halves:
+    if to.layout.halves:
         for name in [name for name in entries if name.endswith("linear_fc1.weight")]:
             gate, up = entries.pop(name).chunk(2)
             entries |= {f"{name}_w": gate.clone(), f"{name}_v": up.clone()}
     return entries
+
+
+def _neox_state(to: _Target) -> dict[str, Any]:
+    """Few arguments, and the settings of the run in a file, spelled in both ways."""
+    config = to.config
+    settings = {
+        "num-layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num-attention-heads": config.num_attention_heads,
+        "num_kv_heads": config.num_query_groups,
+        "intermediate_size": config.mlp_hidden_size,
+        "seq-length": config.seq_length,
+        "max-position-embeddings": config.num_positions,
+        "pos-emb": "rotary" if config.position_embedding_type == "rope" else "learned",
+        "rotary-pct": config.rotary_percent,
+        "norm": config.normalization.lower(),
+        "bias-gelu-fusion": config.gelu_kind == "tanh",
+        "no-weight-tying": config.untie_embeddings_and_output_weights,
+        "attention-dropout": 0.0,
+        "hidden-dropout": 0.0,
+    }
+    (to.folder / "configs").mkdir()
+    (to.folder / "configs" / "model.yml").write_text(json.dumps(settings))
+    args = {"num_layers": config.num_layers, "hidden_size": config.hidden_size}
+    args |= {"num_attention_heads": config.num_attention_heads, "model_parallel_size": 1}
+    return {"iteration": ITERATION, "args": args}
