@@ -24,7 +24,7 @@ from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, REJECTED, read_or_error
 from tests.problems import codes, raises_problem
 
 
-class InProcessWorkers(Workers):  # type: ignore[type-arg]
+class InProcessWorkers(Workers):
     """The worker in this process: hundreds of runs without a fork."""
 
     def __enter__(self) -> InProcessWorkers:
@@ -33,7 +33,7 @@ class InProcessWorkers(Workers):  # type: ignore[type-arg]
     def __exit__(self, *error: object) -> None:
         pass
 
-    def map(self, items):  # type: ignore[no-untyped-def]
+    def map(self, items):
         yield from map(self._function, items)
 
 
@@ -155,9 +155,9 @@ def test_rejected_lines_are_listed(folder: Path, content: bytes) -> None:
     lines = content.split(b"\n")
     good, bad = [], []
     for number, line in enumerate(lines, 1):
-        found = read_or_error(lambda one=line: run(folder, one + b"\n"), "")  # type: ignore[misc]
+        found = read_or_error(lambda one=line: run(folder, one + b"\n"), "")
         if found is not REJECTED and found:
-            good += found  # type: ignore[operator]
+            good += found
         elif line.strip():
             bad.append(number)
     assert run(folder, b"\n".join([*lines, GOOD]), strict=False) == [*good, [1, 2]]
@@ -190,7 +190,7 @@ def test_any_values(folder: Path, values: list[object], key: str | None) -> None
     content = "\n".join(json.dumps(value) for value in wrapped).encode()
     result = read_or_error(lambda: run(folder, content), str(folder / "in.jsonl"))
     if result is not REJECTED:
-        assert result == ids_of([value["text"] for value in wrapped])  # type: ignore[index, call-overload]
+        assert result == ids_of([value["text"] for value in wrapped])
 
 
 @given(at=st.integers(0, 3 * len(GOOD) - 1), new=st.integers(0, 255))

@@ -66,7 +66,7 @@ def test_any_blend(paths: list[str]) -> None:
 def test_any_split(text: str, size: int) -> None:
     result = read_or_error(lambda: parse_split(text), "--split")
     if result is not REJECTED:
-        shares = list(result)  # type: ignore[call-overload]
+        shares = list(result)
         assert math.isclose(sum(shares), 1.0)
         bounds = split_bounds(shares, size)
         assert (bounds[0][0], bounds[-1][1]) == (0, size)

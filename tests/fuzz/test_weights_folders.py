@@ -30,13 +30,13 @@ SETTINGS_OF_FUZZ = settings(
     FUZZ_SETTINGS, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
 )
 LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
-LLAMA |= {"activation": "swiglu", "add_bias_linear": False}  # type: ignore[dict-item]
+LLAMA |= {"activation": "swiglu", "add_bias_linear": False}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parent = tmp_path_factory.mktemp("weights")
-    source = random_source(ModelConfig(**SMALL, **LLAMA))  # type: ignore[arg-type]
+    source = random_source(ModelConfig(**SMALL, **LLAMA))
     write_hf(source, parent / "hf")
     write_weights_folder(source, parent / "ours")
     return parent

@@ -32,7 +32,6 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def folder(config: Config) -> Path:
-    assert config.checkpoint.save is not None
     return Path(config.checkpoint.save)
 
 

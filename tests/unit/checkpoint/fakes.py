@@ -79,12 +79,26 @@ def state_at(iteration: int) -> TrainState:
     )
 
 
-def save(checkpoints: CheckpointManager, *iterations: int) -> FakeEngine:
+def save(
+    checkpoints: CheckpointManager, *iterations: int, in_background: bool = False
+) -> FakeEngine:
+    """Saves one after the other, and waits for the end of each."""
     engine = FakeEngine()
     for iteration in iterations:
-        engine.content = f"of iteration {iteration}"
-        checkpoints.save(engine, state_at(iteration))  # type: ignore[arg-type]
+        begin(checkpoints, iteration, engine, in_background=in_background)
+        checkpoints.advance(wait=True)
     return engine
+
+
+def begin(
+    checkpoints: CheckpointManager,
+    iteration: int,
+    engine: FakeEngine,
+    *,
+    in_background: bool = True,
+) -> None:
+    engine.content = f"of iteration {iteration}"
+    checkpoints.save(engine, state_at(iteration), in_background=in_background)
 
 
 def load(checkpoints: CheckpointManager) -> tuple[TrainState | None, FakeEngine]:
@@ -92,7 +106,7 @@ def load(checkpoints: CheckpointManager) -> tuple[TrainState | None, FakeEngine]
     found = checkpoints.select()
     if found is None:
         return None, engine
-    return checkpoints.load(engine, found), engine  # type: ignore[arg-type]
+    return checkpoints.load(engine, found), engine
 
 
 def names_in(folder: Path) -> set[str]:

@@ -102,10 +102,7 @@ def write_checkpoint(
         config=config.to_dict(),
         layout=ParallelLayout(tp, dp, stage, "fp32", "adam", False, False, 0),
         data_order=DataOrder.of(config, dp),
-        shards={
-            name: ShardRecord(specs[name].dim, sections[name])  # type: ignore[union-attr]
-            for name in sections
-        },
+        shards={name: ShardRecord(specs[name].dim, sections[name]) for name in sections},
         branch=Branch.new(),
         partitions=(_partition(shards("master", 0), stage, dp),),
         data=BlendHistory(

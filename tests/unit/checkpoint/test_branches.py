@@ -34,11 +34,11 @@ def resume(manager: Managers) -> Resume:
         checkpoints = manager(**options)
         found, engine = checkpoints.select(), FakeEngine()
         if found is not None:
-            checkpoints.load(engine, found)  # type: ignore[arg-type]
+            checkpoints.load(engine, found)
         checkpoints.start_branch(found)
         for iteration in iterations:
             engine.content = f"{name} {iteration}"
-            checkpoints.save(engine, state_at(iteration))  # type: ignore[arg-type]
+            checkpoints.save(engine, state_at(iteration))
 
     return run
 

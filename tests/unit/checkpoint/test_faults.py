@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -237,10 +238,42 @@ def test_a_pickle_that_would_run_code_is_rejected(
     assert not (tmp_path / "sprung").exists()
 
 
+@pytest.fixture(params=[False, True], ids=["in the foreground", "in the background"])
+def in_background(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["a new iteration", "the same iteration"])
+def again(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def test_crash_at_any_rename_leaves_a_complete_checkpoint(
+    again: bool,
+    in_background: bool,
+    checkpoints: CheckpointManager,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Interrupts the save before its first rename, its second, and so on."""
+    # run.json, manifest, the older folder, the folder, the removal of the older one, two pointers
+    renames = 7 if again else 5
+    for number in range(renames + 1):
+        shutil.rmtree(folder, ignore_errors=True)
+        save(checkpoints, 4, *([8] if again else []))
+        crashes = pytest.raises(Crash) if number < renames else contextlib.nullcontext()
+        with monkeypatch.context() as patch, crashes:
+            fail_at(number, Crash(), patch, folder, "rename")
+            save(checkpoints, 8, in_background=in_background)
+        state, engine = load(checkpoints)
+        assert state in (state_at(4), state_at(8))
+        assert engine.content == f"of iteration {state.iteration}"
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
-@pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
 def test_a_disk_error_at_any_step_loses_no_checkpoint(
     again: bool,
+    in_background: bool,
     checkpoints: CheckpointManager,
     folder: Path,
     logged: list[str],
@@ -256,7 +289,7 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
         with monkeypatch.context() as patch:
             fail_at(call, DISK_FULL, patch, folder)
             try:
-                save(checkpoints, 8)
+                save(checkpoints, 8, in_background=in_background)
             except SaveError as raised:
                 error = raised
         if error is not None:
@@ -265,18 +298,17 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
             assert DISK_FULL.strerror in str(error)
             assert error.problem.code == "save-failed"
             assert str(folder) in error.problem
-        elif any("WARNING" in line for line in logged):
+        elif warnings := [line for line in logged if "WARNING" in line]:
             warned += 1
-            assert "[save-pointers-failed]" in logged[1]
-            assert DISK_FULL.strerror in logged[1]
+            assert "[save-pointers-failed]" in warnings[0]
+            assert DISK_FULL.strerror in warnings[0]
         else:
             break
         assert not [name for name in names_in(folder) if name.startswith(".")]
         state, engine = load(checkpoints)
         assert state == state_at(4 if error is not None and not again else 8)
-        assert state is not None
         assert engine.content == f"of iteration {state.iteration}"
-        save(checkpoints, 12)
+        save(checkpoints, 12, in_background=in_background)
         assert load(checkpoints)[0] == state_at(12)
     else:
         pytest.fail("the save never completed")
@@ -295,11 +327,11 @@ def test_an_error_of_the_engine_is_reported_and_leaves_no_files(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "x.pt"))
 
     engine = FakeEngine()
-    engine.snapshot = lambda *, copy: Full({"a.pt": 1})  # type: ignore[method-assign]
+    engine.snapshot = lambda *, copy: Full({"a.pt": 1})
 
     save(checkpoints, 4)
     with pytest.raises(SaveError) as error:
-        checkpoints.save(engine, state_at(8))  # type: ignore[arg-type]
+        checkpoints.save(engine, state_at(8))
     place = folder / ".incomplete-global_step8" / "x.pt"
     assert str(place) in str(error.value)
     assert names_in(folder) == {"global_step4", *storage.POINTERS}
@@ -348,7 +380,6 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
     keeping, reading = manager(keep_last=1), manager(ckpt_step=2)
     save(keeping, 2)
     found = reading.select()
-    assert found is not None
     save(keeping, 4)
     of_tool = find_checkpoint(folder, print)
     assert of_tool.iteration == 4
@@ -362,13 +393,12 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
         save(keeping, 8)
         being_read = {"global_step2", "global_step4", "global_step6"}
         assert names_in(folder) == {*being_read, "global_step8", *storage.POINTERS}
         other.kill()
-    reading.load(FakeEngine(), found)  # type: ignore[arg-type]
+    reading.load(FakeEngine(), found)
     save(keeping, 10)
     assert names_in(folder) == {"global_step4", "global_step10", *storage.POINTERS}
     del of_tool

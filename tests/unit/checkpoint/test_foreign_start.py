@@ -96,7 +96,6 @@ def test_a_run_is_continued_with_its_samples_and_padding(tmp_path: Path) -> None
     config, _ = merge_settings(run_of(write(tmp_path / "a")))
     assert config.model.softmax_vocab_size == 64
     start = open_foreign(config.with_vocab(50))
-    assert start is not None
     assert start.state == TrainState(
         iteration=7,
         consumed_samples=28,
@@ -125,7 +124,6 @@ def test_otherwise_only_the_weights_are_loaded(
     run = run_of(write(tmp_path / "a", **layout))
     config, _ = merge_settings(dataclasses.replace(run, optimizer=OptimizerConfig(optimizer)))
     start = open_foreign(config.with_vocab(50))
-    assert start is not None
     assert codes(start.notes) == ["foreign-weights-alone"]
     assert (start.state, start.optimizer, start.steps) == (TrainState(), {}, None)
     assert start.weights["embedding.word.weight"].shape == (50, 32)
@@ -145,13 +143,11 @@ def test_flags_leave_out_the_progress_or_the_optimizer(
     run = run_of(write(tmp_path / "a"))
     run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, **options))
     start = open_foreign(merge_settings(run)[0].with_vocab(50))
-    assert start is not None
     assert (start.state, start.notes) == (state, ())
     assert bool(start.optimizer) == has_optimizer
     if "no_load_optim" in options:
         sgd = dataclasses.replace(run, optimizer=OptimizerConfig("sgd"))
         other = open_foreign(merge_settings(sgd)[0].with_vocab(50))
-        assert other is not None
         assert other.state == state
 
 
@@ -184,7 +180,6 @@ def test_a_release_has_weights_alone(tmp_path: Path) -> None:
     (folder / "iter_0000007").rename(folder / "release")
     (folder / "latest_checkpointed_iteration.txt").write_text("release\n")
     start = open_foreign(merge_settings(run_of(folder))[0].with_vocab(50))
-    assert start is not None
     assert start.path.name == "release"
     assert codes(start.notes) == ["foreign-weights-alone"]
 
@@ -209,7 +204,6 @@ def test_a_checkpoint_of_this_program_is_preferred(tmp_path: Path) -> None:
 def test_states_are_read_by_rows_and_columns(tmp_path: Path) -> None:
     config, _ = merge_settings(run_of(write(tmp_path / "a")))
     start = open_foreign(config.with_vocab(50))
-    assert start is not None
     reads: list[str] = []
 
     def counting(name: str, tensor: LazyTensor) -> LazyTensor:

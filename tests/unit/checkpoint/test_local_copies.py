@@ -59,7 +59,7 @@ def test_a_checkpoint_without_a_file_leaves_the_one_before_it(
     engine = FakeEngine()
     for iteration in (2, 4):
         engine.content = f"of iteration {iteration}"
-        manager.save_local(engine, state_at(iteration))  # type: ignore[arg-type]
+        manager.save_local(engine, state_at(iteration))
     file = tmp_path / "node" / "global_step4" / name
     content = file.read_bytes()
     file.unlink()
@@ -93,7 +93,7 @@ def test_a_folder_spelled_differently_is_the_same_run(
     place = first.format(tmp_path)
     manager = start(save=place, load=place)
     save(manager, 2)
-    manager.save_local(FakeEngine(), state_at(4))  # type: ignore[arg-type]
+    manager.save_local(FakeEngine(), state_at(4))
     again = {name: value.format(tmp_path) for name, value in options.items()}
     assert load(start(**again))[0] == state_at(4)
     assert "local-checkpoints-unused" not in printed_codes("\n".join(logged))
@@ -105,7 +105,7 @@ def test_newer_local_checkpoints_that_are_not_used_are_a_warning(
 ) -> None:
     manager = start()
     save(manager, 2)
-    manager.save_local(FakeEngine(), state_at(4))  # type: ignore[arg-type]
+    manager.save_local(FakeEngine(), state_at(4))
     if "save" in options:
         options = {"save": str(tmp_path / "other")}
     assert load(start(**options))[1].content != "of iteration 4"

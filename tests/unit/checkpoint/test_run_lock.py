@@ -53,7 +53,7 @@ def another_run(folder: Path, lifetime: float = 60.0) -> Iterator[int]:
 
 
 def write_owner(folder: Path, **changes: object) -> None:
-    owner = dataclasses.replace(Owner.here(), **changes)  # type: ignore[arg-type]
+    owner = dataclasses.replace(Owner.here(), **changes)
     (folder / LOCK).write_text(json.dumps(asdict(owner)))
 
 

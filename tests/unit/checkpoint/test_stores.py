@@ -142,7 +142,6 @@ def test_a_save_uploads_a_checkpoint_and_two_pointers(run: Runs, logged: list[st
             *("below/optim_states.pt", "model_states.pt", "run.json", "manifest.json")
         }
         staged = manager.newest
-        assert staged is not None
         assert (staged / "model_states.pt").is_file()
         assert not (staged.parent / "global_step4" / "model_states.pt").exists()
     assert f"successfully saved checkpoint at iteration       8 to {URL}" in "".join(logged)
@@ -172,7 +171,6 @@ def test_a_download_leaves_a_file_that_is_being_read(run: Runs, tmp_path: Path) 
     with run() as manager:
         save(manager, 4)
         staged = manager.newest
-    assert staged is not None
     file, store = staged / "model_states.pt", ObjectStore(URL)
     content = file.read_bytes()
     file.write_bytes(b"partial")
@@ -213,7 +211,6 @@ def test_a_store_that_fails_at_any_operation_loses_no_older_checkpoint(
         has_new = "global_step8/manifest.json" in ObjectStore(URL).sizes()
         with run("another") as manager:
             state, engine = load(manager)
-            assert state is not None
             assert engine.content == f"of iteration {state.iteration}"
             # The manifest makes a checkpoint complete; an error after it is a warning.
             assert state.iteration == (8 if has_new else 4)
@@ -273,7 +270,7 @@ def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(run: Runs) -> N
         engine = FakeEngine()
         for number in itertools.count():
             with failing_from(number, Killed(), ("rm_file",)) as broken, suppress(Killed):
-                manager.save(engine, state_at(4 + number))  # type: ignore[arg-type]
+                manager.save(engine, state_at(4 + number))
             complete = [n for n in ObjectStore(URL).sizes() if n.endswith("manifest.json")]
             for name in complete:
                 folder = name.partition("/")[0]

@@ -117,7 +117,6 @@ def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
     config, _ = merge_settings(run_of(folder))
     start = open_foreign(config.with_vocab(VOCAB - 20))
 
-    assert start is not None
     assert (start.state, start.steps) == (TrainState(), None)
     assert codes(start.notes) == ["foreign-rows-unused"]
     states = StartStates(start)
@@ -129,7 +128,6 @@ def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
     assert not table[30:].any()  # padding
     assert states.moments(name) == ()
     complete = open_foreign(config.with_vocab(VOCAB))
-    assert complete is not None
     assert complete.notes == ()
 
 

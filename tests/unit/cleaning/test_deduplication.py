@@ -99,7 +99,6 @@ def test_estimated_similarity_is_close_to_jaccard() -> None:
     for key in keys_of(options, [words]):
         index.add_or_reject(key)
     found = index.most_similar(keys_of(options, [other])[0])
-    assert found is not None
     assert found[1] == pytest.approx(jaccard(words, other), abs=0.06)
 
 

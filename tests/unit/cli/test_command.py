@@ -51,7 +51,7 @@ class Options:
 
 
 def status(*line: str, work: object = lambda options: None, **how: int) -> int:
-    return cli.run(Options, work, line, **how)  # type: ignore[arg-type]
+    return cli.run(Options, work, line, **how)
 
 
 def test_values_reach_nested_groups() -> None:

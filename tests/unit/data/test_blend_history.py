@@ -91,7 +91,7 @@ def damaged(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     at[path[-1]] = value
     if value is None:
         del at[path[-1]]
-    return record  # type: ignore[no-any-return]
+    return record
 
 
 DAMAGED_VALUES: dict[tuple[Any, ...], list[Any]] = {

@@ -234,7 +234,7 @@ def test_contradicting_data_flags_are_rejected(given_fields: str, code: str, nam
         name: "1" if name == "split" else "x" if name.endswith("args_path") else ("x",)
         for name in given_fields.split()
     }
-    found = list(DataConfig(**values).problems())  # type: ignore[arg-type]
+    found = list(DataConfig(**values).problems())
     assert (codes(found), fields(found)) == ([code], [tuple(names.split())])
 
 
@@ -247,7 +247,7 @@ def test_contradicting_data_flags_are_rejected(given_fields: str, code: str, nam
 )
 def test_flags_that_go_together(fields: str) -> None:
     values = dict.fromkeys(fields.split(), ("x",))
-    assert not list(DataConfig(**values).problems())  # type: ignore[arg-type]
+    assert not list(DataConfig(**values).problems())
 
 
 def test_files_of_an_invalid_group_are_checked() -> None:

@@ -37,7 +37,6 @@ def datasets(config: DataConfig, samples: tuple[int, int, int], **changes: Any) 
 
 
 def tokens_of(dataset: TokenDataset | None) -> set[int]:
-    assert dataset is not None
     return {int(t) for i in range(len(dataset)) for t in dataset[i]}
 
 
@@ -48,7 +47,6 @@ def cached(folder: Path) -> int:
 def test_splits_are_disjoint_and_long_enough(tmp_path: Path) -> None:
     config = DataConfig(data_path=(write(tmp_path / "p"),), split="80,10,10")
     built = datasets(config, (200, 9, 7))
-    assert built.train is not None
     assert len(built.train) >= 200
     assert (built.train[0].dtype, built.train[0].shape) == (np.int32, (6,))
     assert tokens_of(built.train) == set(range(32))
@@ -140,7 +138,6 @@ def test_blend_follows_the_weights(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
     built = datasets(DataConfig(data_path=("3", a, "1", b), split="1"), (400, 0, 0))
     train = built.train
-    assert train is not None
     assert len(train) == 400
     ids = [train.sample_id(i) for i in range(400)]
     assert sum(name.startswith("0/a:") for name in ids) == 300
@@ -171,12 +168,10 @@ def test_indexes_are_cached_by_everything_that_determines_them(
     config = DataConfig(data_path=(write(tmp_path / "p"),), split="80,20,0")
     folder = tmp_path / "index-cache"
     first = datasets(config, (20, 0, 0)).train
-    assert first is not None
     assert cached(folder) == 1
     with monkeypatch.context() as patch:
         patch.setattr(lazy_indexes, "build_indexes", None)
         again = datasets(config, (20, 0, 0)).train
-    assert again is not None
     assert [again[i].tolist() for i in range(20)] == [first[i].tolist() for i in range(20)]
     count = 1
     for changes in ({"seed": 12}, {"seq_length": 6}, {"tokenizer_fingerprint": "u"}):
@@ -201,8 +196,6 @@ def test_indexes_of_large_blends_are_built_on_first_use(
     at_once = datasets(elsewhere, (400, 0, 0))
     monkeypatch.setattr(module, "OPENED_AT_START", 399)
     later = datasets(config, (400, 0, 0))
-    assert later.train is not None
-    assert at_once.train is not None
     assert (cached(folder), later.usage, len(later.train)) == (0, at_once.usage, 400)
     later.train[0]
     assert cached(folder) == 1
@@ -230,7 +223,6 @@ def test_space_for_indexes_is_checked_at_start(
         datasets(config, (100, 0, 0))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=2 * 828))
     train = datasets(config, (100, 0, 0)).train
-    assert train is not None
     assert train[0].tolist() == train[1].tolist(), "one sample of each file"
     assert sum(np.load(path).nbytes for path in folder.glob("*.npy")) == 2 * 828
     shutil.rmtree(folder)
@@ -263,8 +255,6 @@ def run(
     """
     history = None if record is None else BlendHistory.from_dict(json.loads(json.dumps(record)))
     built = datasets(config, (total or end, 0, 0), history=history, consumed=consumed)
-    assert built.train is not None
-    assert built.progress is not None
     ids = [built.train.sample_id(position) for position in range(consumed, end)]
     assert all(len(built.train[position]) == 6 for position in range(consumed, end))
     return ids, built.progress.history_after(end).to_dict(), built
@@ -327,7 +317,6 @@ def test_longer_run_finishes_its_index_first(tmp_path: Path) -> None:
     """The order of an index depends on its number of epochs, as in Megatron."""
     config = DataConfig(data_path=(write(tmp_path / "a"),), split="1")  # 280 tokens, 55 samples
     before, record, built = run(config, 40)
-    assert built.train is not None
     index = [built.train.sample_id(position) for position in range(len(built.train))]
     assert len(index) == 55
     assert run(config, 100)[0][:40] != before
@@ -406,7 +395,6 @@ def test_300_files_with_tiny_and_zero_weights(tmp_path: Path) -> None:
     for number in range(300):
         paths += [{0: "0", 1: "1e-12"}.get(number, "1"), prefix]
     built = datasets(DataConfig(data_path=tuple(paths), split="1"), (600, 0, 0))
-    assert built.train is not None
     counts = [file.samples for file in built.usage]
     assert (len(counts), sum(counts)) == (300, 600)
     assert counts[0] <= 1
@@ -435,8 +423,6 @@ def read(
         history=history,
         consumed=first,
     )
-    assert built.train is not None
-    assert built.progress is not None
     samples = [built.train[position].tolist() for position in range(first, end)]
     assert all(len(sample) == length + 1 for sample in samples)
     rows = np.empty((len(samples), length + 1), dtype=np.int32)

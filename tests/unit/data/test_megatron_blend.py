@@ -132,7 +132,6 @@ def blended(folder: Path, rule: str, *, weighted: bool = True) -> tuple[Datasets
 
 
 def ids(built: Datasets, first: int = 0) -> list[str]:
-    assert built.train is not None
     return [built.train.sample_id(at) for at in range(first, len(built.train))]
 
 
@@ -141,7 +140,6 @@ def test_a_run_reads_its_files_in_this_order(tmp_path: Path) -> None:
     expected = one_by_one(normalized([5, 3, 2]), 100)
     assert [int(each.partition("/")[0]) for each in ids(built)] == expected
 
-    assert built.progress is not None
     history = built.progress.history_after(37)
     resumed = datasets(config, (100, 0, 0), history=history, consumed=37)
     assert not resumed.changes
@@ -150,7 +148,6 @@ def test_a_run_reads_its_files_in_this_order(tmp_path: Path) -> None:
 
 def test_another_order_on_a_resume_continues_every_file(tmp_path: Path) -> None:
     fair, config = blended(tmp_path, "fair")
-    assert fair.progress is not None
     history = fair.progress.history_after(50)
     config = dataclasses.replace(config, blend_order="megatron")
     changed = datasets(config, (100, 0, 0), history=history, consumed=50)
@@ -158,7 +155,6 @@ def test_another_order_on_a_resume_continues_every_file(tmp_path: Path) -> None:
     found = ids(changed, 50)
     assert [int(each.partition("/")[0]) for each in found] == one_by_one([0.5, 0.3, 0.2], 50)
     assert not {*found} & {*ids(fair)[:50]}
-    assert changed.progress is not None
     assert changed.progress.history.current.first_sample == 50
 
 
@@ -166,6 +162,5 @@ def test_files_without_weights_are_read_for_one_epoch(tmp_path: Path) -> None:
     built, _ = blended(tmp_path, "megatron", weighted=False)
     # 280 tokens make 55 samples of 5 tokens and a label.
     assert [usage.samples for usage in built.usage] == [34, 33, 33]
-    assert built.progress is not None
     requests = [source.requests for source in built.progress.history.sources]
     assert requests == [(55,)] * 3

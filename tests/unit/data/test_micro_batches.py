@@ -50,7 +50,7 @@ def make_iterator(
 ) -> MicroBatchIterator:
     settings: dict[str, int | None] = {"consumed": 0, "micro_batch_size": 1, "dp_rank": 0}
     dataset = dataset or CountingDataset(size)
-    return MicroBatchIterator(dataset, **{**settings, "dp_size": 1, **values})  # type: ignore
+    return MicroBatchIterator(dataset, **{**settings, "dp_size": 1, **values})
 
 
 def consumed_ids(runs: list[tuple[int, int, int]], size: int, workers: int = 0) -> list[int]:
@@ -68,7 +68,6 @@ def consumed_ids(runs: list[tuple[int, int, int]], size: int, workers: int = 0) 
         for rank in ranks * steps:
             batch = next(rank)
             assert batch.position == len(ids)
-            assert batch.rows_BT is not None
             ids += batch.rows_BT[:, 0].tolist()
         for rank in ranks:
             rank.close()
@@ -110,7 +109,6 @@ def get_batch(**values: int | None) -> Batch:
 def test_batch_content() -> None:
     for workers in (0, 1):
         batch = get_batch(num_workers=workers, eod=6)
-        assert batch.rows_BT is not None
         assert batch.rows_BT.tolist() == [[4, 5, 6, 7], [5, 6, 7, 8]]
         assert batch[1:] == ((2, 4), 4, 6)
 
@@ -202,7 +200,6 @@ def test_killed_loader_process_is_an_error() -> None:
     batches = make_iterator(10_000, num_workers=1)
     next(batches)
     (worker,) = multiprocessing.active_children()
-    assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match=rf"\(pid {worker.pid}\) was killed by signal 9"):
         list(batches)
@@ -224,7 +221,6 @@ def test_loader_process_ignores_signals(number: signal.Signals) -> None:
     batches = make_iterator(1000, num_workers=1)
     first = next(batches)
     (worker,) = multiprocessing.active_children()
-    assert worker.pid is not None
     os.kill(worker.pid, number)
     rest = [batch.position for batch in batches]
     batches.close()

@@ -109,7 +109,7 @@ def test_fused_kernels_equal_plain_adamw(kernel: AdamKernel) -> None:
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     makers: dict[AdamKernel, Any] = {
         TORCH_FUSED: lambda params: torch.optim.AdamW(params, fused=True, **options),
-        APEX: lambda params: apex_adam()(params, adam_w_mode=True, **options),  # type: ignore[misc]
+        APEX: lambda params: apex_adam()(params, adam_w_mode=True, **options),
         DEEPSPEED: lambda params: DeepSpeedFusedAdam(params, adam_w_mode=True, **options),
     }
     generator = torch.Generator().manual_seed(1)

@@ -93,7 +93,6 @@ def test_inputs_labels_and_mask_are_made_of_one_array() -> None:
     batch = next(batches)
     assert batch.tokens_BS.tolist() == [[0, 1, 2], [4, 5, 6]]
     assert batch.labels_BS.tolist() == [[1, 2, 3], [5, 6, 7]]
-    assert batch.loss_mask_BS is not None
     assert batch.loss_mask_BS.tolist() == [[1, 1, 1], [1, 0, 1]]
     assert [t.dtype for t in batch[:3]] == [torch.int64, torch.int64, torch.float32]
     assert batch.num_counted() == 5

@@ -25,8 +25,8 @@ def states() -> dict[str, Any]:
     flat = torch.arange(24.0)
     parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     swapped = torch.ones(2)
-    swapped.ds_id = "0_0"  # type: ignore[attr-defined]
-    swapped.others = [flat, swapped.detach()]  # type: ignore[attr-defined]
+    swapped.ds_id = "0_0"
+    swapped.others = [flat, swapped.detach()]
     groups = [{"lr": 0.1, "params": [0, 1]}]
     return {
         "module": OrderedDict(a=flat[:6].view(2, 3), b=flat[6:8], transposed=flat.view(4, 6).T),

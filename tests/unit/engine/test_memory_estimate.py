@@ -374,7 +374,6 @@ def test_folded_stages_store_as_many_micro_batches_as_their_schedule(ranks: int)
 def _most_layers(parallel: ParallelConfig, rank: int, micro_batches: int) -> int:
     """Most layers between whose forward and backward passes a rank is, by DeepSpeed's schedule."""
     stages, layers = parallel.stages_of_ranks, parallel.given_layers_per_stage
-    assert layers is not None
     stored = most = 0
     for commands in schedule.DualPipeVSchedule(micro_batches, len(stages), rank).steps():
         for command in commands:

@@ -35,7 +35,7 @@ def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **sc
         momentum=0.9,
         nesterov=True,
         steps=5,
-        **{"scale_mode": "spectral", "scale_factor": 0.2, **SETTINGS, **scale},  # type: ignore[arg-type]
+        **{"scale_mode": "spectral", "scale_factor": 0.2, **SETTINGS, **scale},
     )
     pieces = [piece_of(weight, sections or (len(weight),))]
     optimizer.attach([FullMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])

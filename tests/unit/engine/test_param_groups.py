@@ -105,7 +105,7 @@ def test_muon_gets_the_matrices_of_the_layers_only() -> None:
 def test_parameter_partitioned_by_zero3_is_grouped_by_its_original_shape() -> None:
     model = nn.Linear(3, 4, bias=False)
     model.weight.data = torch.empty(0)
-    model.weight.ds_shape = torch.Size((4, 3))  # type: ignore[assignment]
+    model.weight.ds_shape = torch.Size((4, 3))
     assert parameter_groups(model, 0.1)[1] == (Multipliers(1.0, 1.0),)
 
 

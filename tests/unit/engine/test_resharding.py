@@ -106,7 +106,7 @@ def test_a_part_that_begins_inside_a_row_has_all_its_elements(
 ) -> None:
     monkeypatch.setattr(resharding, "BLOCK", block)
     model, source = Model(), States(SHAPES)
-    filling = Resharding(engine_of(model), 0, Mesh.single(), source)  # type: ignore[arg-type]
+    filling = Resharding(engine_of(model), 0, Mesh.single(), source)
     place = ParameterPlace("fc.weight", SHAPES["fc.weight"], 0)
     part = resharding._Part(place, model.fc.weight, 0, elements)
     expected = source.values["fc.weight", MASTER].flatten()[elements.start : elements.stop]

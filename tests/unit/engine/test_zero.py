@@ -107,4 +107,4 @@ def test_padding_of_a_zero3_partition_is_not_part_of_the_parameter(
     engine._mesh = dataclasses.replace(Mesh.single(), dp_sp=Group((0, 1, 2, 3), rank, None))
     partition = torch.tensor([1.0, 2.0, 3.0, 4.0])
     parameter = SimpleNamespace(ds_numel=10, ds_tensor=partition)
-    assert engine._own_partition(parameter).tolist() == own  # type: ignore[arg-type]
+    assert engine._own_partition(parameter).tolist() == own

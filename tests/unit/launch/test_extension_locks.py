@@ -34,7 +34,6 @@ def test_lock_is_stale_once_its_builder_was_killed(tmp_path: Path) -> None:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     builder = subprocess.Popen(command, **pipes, text=True)
     try:
-        assert builder.stdout is not None
         assert (builder.stdout.readline(), find_stale_locks(tmp_path)) == ("held\n", [])
     finally:
         builder.kill()

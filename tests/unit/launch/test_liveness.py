@@ -57,7 +57,6 @@ def test_zombie_is_dead_and_its_signal_is_known(child: subprocess.Popen[bytes]) 
     assert not process.is_alive()
     assert process.exit_status() == -signal.SIGSEGV
     found = find_dead_peer({3: process})
-    assert found is not None
     assert (found.rank, found.code) == (3, ExitCode.PEER_LOST)
     assert str(child.pid) in found.reason
     assert "signal 11 (SIGSEGV)" in found.reason

@@ -28,7 +28,7 @@ class LargestTensor(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor):

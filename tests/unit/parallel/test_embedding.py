@@ -15,7 +15,7 @@ class OnXpu(torch.Tensor):
     """A tensor in host memory that says it is on another device."""
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return torch.device("xpu")
 
 

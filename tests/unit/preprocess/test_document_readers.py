@@ -62,7 +62,7 @@ def zstd(content: bytes) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as stream:
         stream.write(content)
-    return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+    return sink.getvalue().to_pybytes()
 
 
 def write_parquet(path: Path) -> None:
@@ -185,7 +185,7 @@ def test_only_the_columns_of_the_keys_are_read(tmp_path: Path, name: str) -> Non
     WRITERS[name](tmp_path / name)
     items = read(tmp_path / name, keys=("meta.text", "text"))
     assert items[0].value == {"meta": {"text": "PLAIN"}, "text": "plain"}
-    assert "id" not in read(tmp_path / name)[0].value  # type: ignore[operator]
+    assert "id" not in read(tmp_path / name)[0].value
 
 
 def test_plain_text_by_file_and_by_block(tmp_path: Path) -> None:
@@ -236,7 +236,7 @@ def test_broken_rows_and_texts_do_not_affect_others(tmp_path: Path) -> None:
     assert [item.line for item in items] == [2, 3, 4, 7, 8]
     bad = [item for item in items if isinstance(item.value, UnreadableDocument)]
     assert bad == [items[1], items[3]]
-    assert items[1].value[0] == "broken row"  # type: ignore[index]
+    assert items[1].value[0] == "broken row"
     assert fields([items[4]]) == ["\udcff"]
     table = pa.table({"text": pa.array([b"1", b"\xff", b"3"]).view(pa.string())})
     parquet.write_table(table, tmp_path / "a.parquet")
@@ -372,7 +372,7 @@ def test_hugging_face_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         items = check_continuation(InputSpec(hf_dataset=str(tmp_path / name)))
         assert fields(items) == TEXTS
         assert [item.line for item in items] == list(range(1, 8))
-        assert set(items[0].value) == {"text"}  # type: ignore[arg-type]
+        assert set(items[0].value) == {"text"}
     assert fields(read(hf_dataset=str(tmp_path / "two"), hf_split="valid")) == TEXTS[1:2]
     with raises_problem("no-such-split", "hf_split", contains="train"):
         read(hf_dataset=str(tmp_path / "two"), hf_split="test")
@@ -520,7 +520,7 @@ def test_long_line_of_a_csv_is_not_kept_in_memory(tmp_path: Path) -> None:
     long = items.pop(1)
     assert isinstance(long.value, UnreadableDocument)
     assert "100000" in long.value.message
-    found = [(item.line, *item.value.values()) for item in items]  # type: ignore[union-attr]
+    found = [(item.line, *item.value.values()) for item in items]
     assert found == [(2, "a", "1"), (4, "b", "2"), (5, "c\nd", "3")]
     assert long.line == 3
 

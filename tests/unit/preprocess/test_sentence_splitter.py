@@ -359,7 +359,6 @@ def test_gpt_shuffles_sentences_as_megatron_does(tmp_path: Path) -> None:
         tokenizer_fingerprint=TOKENIZER.fingerprint.digest,
         vocab_size=TOKENIZER.vocab_size,
     )
-    assert built.train is not None
     tokens = [token for at in range(39) for token in built.train[at][:-1].tolist()]
     apart = sum(a != b for a, b in pairwise(token for token in tokens if token != TOKENIZER.eod))
     assert len(built.train) == 39

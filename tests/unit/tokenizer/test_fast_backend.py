@@ -128,7 +128,7 @@ class WrongLibrary:
 
     def __init__(self, fragment: str) -> None:
         self._fragment = fragment
-        self._correct = fastokens.Tokenizer.from_json_str(GPT2.tokenizer_json())  # type: ignore[attr-defined]
+        self._correct = fastokens.Tokenizer.from_json_str(GPT2.tokenizer_json())
 
     def from_json_str(self, content: str) -> WrongLibrary:
         return self

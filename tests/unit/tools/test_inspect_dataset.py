@@ -48,7 +48,6 @@ def test_samples_are_those_of_a_run(tmp_path: Path, run: Run) -> None:
     )
     flags = [prefix, "--seq-length", "6", "--seed", "7", "--split", "8,2", "--json", *NULL]
     for part, count, dataset in (("train", 60, built.train), ("valid", 10, built.valid[""])):
-        assert dataset is not None
         wanted = ["--samples", "0-4", "9", "--num-samples", str(count), "--part", part]
         found = json.loads(run(*flags, *wanted).out)["samples"]
         numbers = [0, 1, 2, 3, 4, 9]

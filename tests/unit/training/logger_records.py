@@ -30,7 +30,7 @@ def step(iteration: int, **changes: object) -> StepRecord:
         tflops=0.25,
         warm_up=False,
     )
-    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(record, **changes)
 
 
 def interval(iteration: int, **changes: object) -> IntervalRecord:
@@ -47,7 +47,7 @@ def interval(iteration: int, **changes: object) -> IntervalRecord:
         tokens_per_second_per_device=32.0,
         tflops=0.25,
     )
-    return dataclasses.replace(record, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(record, **changes)
 
 
 def evaluation(iteration: int, split: str = "validation", group: str = "") -> EvalRecord:

@@ -38,7 +38,7 @@ def config_with(save: Path | None = None, **logging: object) -> Config:
     return dataclasses.replace(
         config,
         checkpoint=dataclasses.replace(config.checkpoint, save=save and str(save)),
-        logging=dataclasses.replace(config.logging, **logging),  # type: ignore[arg-type]
+        logging=dataclasses.replace(config.logging, **logging),
     )
 
 

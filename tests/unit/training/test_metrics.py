@@ -19,8 +19,8 @@ class RecordingLogger(Logger):
     def __init__(self) -> None:
         self.seen: list[object] = []
         self.closed = False
-        self.log_steps = self.seen.extend  # type: ignore[method-assign]
-        self.log_interval = self.log_eval = self.seen.append  # type: ignore[method-assign]
+        self.log_steps = self.seen.extend
+        self.log_interval = self.log_eval = self.seen.append
 
     def close(self) -> None:
         self.closed = True
@@ -43,7 +43,7 @@ class Run:
             total_iterations=50,
             mean_over_dp=self.mean,
             loggers=[self.logger],
-            **settings,  # type: ignore[arg-type]
+            **settings,
         )
         self.state = TrainState()
 
@@ -63,15 +63,15 @@ class Run:
         **result: object,
     ) -> None:
         plan = StepPlan(self.state.iteration + 1, batch, 1, 0.5, 0.25, seq_length)
-        done = StepResult(loss, **{"grad_norm": 1.0, **result})  # type: ignore[arg-type]
+        done = StepResult(loss, **{"grad_norm": 1.0, **result})
         self.state = self.state.advance(plan, done)
         self.metrics.record(self.state, plan, done, seconds, warm_up=warm_up)
 
     def intervals(self) -> list[IntervalRecord]:
-        return self.logger.of(IntervalRecord)  # type: ignore[return-value]
+        return self.logger.of(IntervalRecord)
 
     def steps(self) -> list[StepRecord]:
-        return self.logger.of(StepRecord)  # type: ignore[return-value]
+        return self.logger.of(StepRecord)
 
 
 def test_one_collective_per_log_interval() -> None:
@@ -99,9 +99,9 @@ def test_losses_are_read_when_the_interval_ends() -> None:
             return self.value
 
     run = Run(log_interval=2)
-    run.step(Unfinished(1.0), grad_norm=Unfinished(7.0))  # type: ignore[arg-type]
+    run.step(Unfinished(1.0), grad_norm=Unfinished(7.0))
     assert read == []
-    run.step(Unfinished(2.0))  # type: ignore[arg-type]
+    run.step(Unfinished(2.0))
     assert sorted(read) == [1.0, 2.0, 7.0]
     assert run.steps()[0].grad_norm == 7.0
 
@@ -112,8 +112,8 @@ def test_ranks_without_loggers_take_part_in_collectives() -> None:
         WORKLOAD,
         log_interval=1,
         total_iterations=1,
-        mean_over_dp=lambda losses: reductions.append(losses) or losses,  # type: ignore[func-returns-value]
-        params_norm=lambda: norms.append(1) or 1.0,  # type: ignore[func-returns-value]
+        mean_over_dp=lambda losses: reductions.append(losses) or losses,
+        params_norm=lambda: norms.append(1) or 1.0,
     )
     plan, result = StepPlan(1, 4, 1, 0.5, 0.0, 8), StepResult(3.0, None)
     metrics.record(TrainState().advance(plan, result), plan, result, 1.0, False)

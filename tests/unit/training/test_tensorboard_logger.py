@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+from tensorboard.backend.event_processing.event_accumulator import (
     EventAccumulator,
 )
-from tensorboard.plugins.hparams.metadata import (  # type: ignore[import-untyped]
+from tensorboard.plugins.hparams.metadata import (
     parse_session_start_info_plugin_data,
 )
 
@@ -28,7 +28,7 @@ Record = StepRecord | IntervalRecord | EvalRecord
 def write(folder: Path, *records: Record, start: int = 0, **flags: object) -> None:
     """A run from iteration `start` that writes these records."""
     config = Config()
-    logging = dataclasses.replace(config.logging, tensorboard_dir=str(folder), **flags)  # type: ignore[arg-type]
+    logging = dataclasses.replace(config.logging, tensorboard_dir=str(folder), **flags)
     config = dataclasses.replace(config, logging=logging)
     state = TrainState(iteration=start, consumed_samples=4 * start, consumed_tokens=32 * start)
     board = TensorBoard(config, state, world_size=4, dp_size=2, memory=lambda: MEMORY)

@@ -193,7 +193,7 @@ POSITIONS = enum.Enum(
 
 def modules_of_megatron() -> dict[str, ModuleType]:
     modules = {name: ModuleType(name) for name in ("megatron", "megatron.enums")}
-    modules["megatron.enums"].PositionEmbeddingType = POSITIONS  # type: ignore[attr-defined]
+    modules["megatron.enums"].PositionEmbeddingType = POSITIONS
     return modules
 
 

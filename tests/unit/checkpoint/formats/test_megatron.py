@@ -59,7 +59,6 @@ def test_the_model_has_the_logits_of_the_program_that_saved_it(
         if not folder.is_dir():
             pytest.skip(f"the checkpoint {case} is not next to the checkout")
     found = find_checkpoint(folder)
-    assert found is not None
     model = open_checkpoint(found)
     source = model.source.with_vocab(TOKENS)
     reference = np.load(folder / "reference.npz")
@@ -76,7 +75,6 @@ def test_iteration_and_pointer(megatron_checkpoints: Path) -> None:
     stored = megatron_checkpoints
     steps = [find_checkpoint(stored / "mlm10_tp1", step) for step in (3, 4)]
     assert [step and step.path.name for step in steps] == ["iter_0000003", None]
-    assert steps[0] is not None
     assert open_checkpoint(steps[0]).iteration == 3
     assert find_checkpoint(stored / "mlm10_tp1" / "iter_0000003") == steps[0]
     assert find_checkpoint(stored) is None
@@ -238,7 +236,6 @@ def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path:
         written["fp32_param"] = weights
     write_checkpoint(tmp_path, config, weights, layout, written)
     found = find_checkpoint(tmp_path)
-    assert found is not None
 
     read = open_checkpoint(found)
 
@@ -263,7 +260,6 @@ def test_master_weights_of_deepspeed_are_the_weights(case: str, shared_data: Pat
     if not folder.is_dir():
         pytest.skip(f"the checkpoint {case} is not next to the checkout")
     found = find_checkpoint(folder)
-    assert found is not None
     model = open_checkpoint(found)
     assert model.optimizer["master"].keys() == model.source.tensors.keys()
     for name, tensor in model.source.tensors.items():
@@ -278,7 +274,6 @@ def test_a_decay_in_the_gradient_is_mentioned(files: str, tmp_path: Path) -> Non
     moments = dict.fromkeys((*MOMENTS, "fp32_param") if layout.half else MOMENTS, source)
     folder = write_checkpoint(tmp_path, config, source, layout, moments)
     found = find_checkpoint(folder)
-    assert found is not None
     names = {"legacy": "mp_rank_00/model_optim_rng.pt", "torch_dist": "common.pt"}
     names["universal"] = "zero/optimizer_state.pt"
     name = names.get(files, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -326,7 +321,6 @@ def test_buffers_with_other_weights_are_not_read(tmp_path: Path) -> None:
     written = {kind: random_source(config, seed=2) for kind in (*MOMENTS, "fp32_param")}
     write_checkpoint(tmp_path, config, random_source(config), layout, written)
     found = find_checkpoint(tmp_path)
-    assert found is not None
     read = open_checkpoint(found)
     assert (read.optimizer, read.steps) == ({}, None)
     assert "distributed optimizer" in read.unread
@@ -344,7 +338,6 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
             (folder / path.relative_to(case)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / path.relative_to(case))
     direct = find_checkpoint(folder)
-    assert direct is not None
     options: dict[str, Any] = {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True}
     options |= {"keep_temp_folder": False, "inject_missing_state": False}
     output = f"{direct.path}_universal"
@@ -354,7 +347,6 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
         )
     assert find_checkpoint(folder) == direct
     found = find_checkpoint(folder, universal=True)
-    assert found is not None
     assert found.path == Path(output)
     own, expected = open_checkpoint(found), open_checkpoint(direct)
     for name in ("iteration", "consumed_samples", "applied_samples", "steps", "vocab_size"):
@@ -377,7 +369,6 @@ def test_partitioned_states_are_not_read(tmp_path: Path) -> None:
     state["optimizer"] = {"optimizer": {"param_groups": [{"step": 7, "params": [0]}]}}
     torch.save(state, path)
     found = find_checkpoint(folder)
-    assert found is not None
     read = open_checkpoint(found)
     assert not read.optimizer
     assert "distributed optimizer" in read.unread
@@ -457,7 +448,6 @@ def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
         state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"] = "x"
         torch.save(state, path)
     found = find_checkpoint(folder)
-    assert found is not None
     tensors = open_checkpoint(found).optimizer["exp_avg"].values()
     with raises_problem("foreign-file-unreadable", contains=str(found.path)):
         for tensor in tensors:
@@ -487,7 +477,6 @@ def test_an_unknown_version_is_rejected(tmp_path: Path) -> None:
 def test_missing_files_are_named(files: str, missing: str, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(version=3, files=files, tp=2, pp=2))
     found = find_checkpoint(folder)
-    assert found is not None
     path = found.path / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     code = "dcp-metadata-missing" if files == "torch_dist" else "megatron-files-missing"
@@ -513,7 +502,6 @@ def test_another_backend_is_rejected(tmp_path: Path) -> None:
 def test_without_arguments_the_settings_are_given(tmp_path: Path) -> None:
     folder, written = write(tmp_path, Layout(version=0, names="old", arguments=None))
     found = find_checkpoint(folder)
-    assert found is not None
     with raises_problem("megatron-without-arguments", contains=str(found.path)):
         open_checkpoint(found)
     source = open_checkpoint(found, {"num_attention_heads": 4, "hidden_size": 32}).source
@@ -543,7 +531,6 @@ def test_wrong_rotations_of_a_version_are_mentioned(tmp_path: Path) -> None:
     layout = Layout(version=3, files="deepspeed", thirds=True, arguments=arguments)
     folder, _ = write(tmp_path, layout, **LLAMA)
     found = find_checkpoint(folder)
-    assert found is not None
     assert [note.code for note in open_checkpoint(found).notes] == ["megatron-deepspeed-wrong-rope"]
 
 

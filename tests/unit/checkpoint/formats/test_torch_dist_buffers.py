@@ -29,7 +29,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path) -> MegatronModel:
     found = find_checkpoint(folder)
-    assert found is not None
     return open_checkpoint(found)
 
 

@@ -88,8 +88,6 @@ def test_the_states_of_a_training_are_read_back(
     read = with_training(found)
 
     assert_same_tensors(read, source)
-    assert read.training is not None
-    assert source.training is not None
     assert (MASTER in source.training.optimizer) == (dtype == torch.bfloat16)
     expected = dataclasses.replace(source.training, optimizer=read.training.optimizer)
     assert read.training == expected, "steps, samples, arguments, schedule"
@@ -170,7 +168,6 @@ def test_entries_are_those_that_the_layout_describes(
         return torch.cat([table, table.new_zeros(rows - len(table), table.shape[1])])
 
     check_equal(weights, entries(values_of(source.tensors)))
-    assert source.training is not None
     kinds = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER}
     for saved, kind in kinds.items():
         prefix = f"optimizer.state.{saved}."
@@ -251,7 +248,6 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
         return dataclasses.replace(tensor, read=read)
 
-    assert source.training is not None
     optimizer = {
         kind: {name: counted(tensor) for name, tensor in tensors.items()}
         for kind, tensors in source.training.optimizer.items()

@@ -97,7 +97,6 @@ def test_the_tokenizer_is_copied(tmp_path: Path) -> None:
 
     copied = open_weights_folder(tmp_path / "moved").settings.tokenizer_config
 
-    assert copied is not None
     assert Path(str(copied.vocab_file)).is_relative_to(tmp_path / "moved")
     assert Path(str(copied.vocab_file)).read_bytes() == content
 
@@ -131,7 +130,6 @@ def test_a_damaged_tensor_is_found_by_its_checksum(folder: Path) -> None:
 
     damage = find_damage(folder)
 
-    assert damage is not None
     assert damage.code == "checkpoint-files-damaged"
 
 
