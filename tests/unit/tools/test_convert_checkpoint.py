@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -268,12 +266,3 @@ def test_errors_of_a_script_name_its_own_flags(
     places = [*source, str(tmp_path / "theirs"), *flags, str(tmp_path / "new")]
     assert script(name).main(places) == 1
     assert f"\n{target} {tmp_path / 'new'}: it exists" in capsys.readouterr().err
-
-
-def test_a_script_runs_from_any_folder(tmp_path: Path) -> None:
-    random_model("llama").save_pretrained(tmp_path / "theirs")
-    path = Path(convert_checkpoint.__file__).parent / "zero_to_fp32.py"
-    subprocess.run(
-        [sys.executable, path, "theirs", "new"], cwd=tmp_path, check=True, capture_output=True
-    )
-    assert format_of(tmp_path / "new") == "native"

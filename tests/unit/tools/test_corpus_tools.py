@@ -15,19 +15,6 @@ from tests.token_files import write_pair, write_texts
 from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
 
 
-def test_corpus_is_real_text_and_deterministic(tmp_path: Path) -> None:
-    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
-    for path in (first, second):
-        assert make_corpus.main(["--output", str(path), "--megabytes", "1"]) == 0
-
-    texts = [json.loads(line)["text"] for line in first.read_text().splitlines()]
-
-    assert first.read_bytes() == second.read_bytes()
-    assert len(texts) > 20
-    assert 0.5e6 < sum(len(text.encode()) for text in texts) <= 1e6
-    assert sum("def " in text for text in texts) > len(texts) / 2
-
-
 def test_sources_are_decoded_by_their_declared_encoding(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes("# coding: latin-1\n# é\n".encode("latin-1"))
     (tmp_path / "broken.py").write_bytes(b"# coding: no-such-coding\n")

@@ -1,0 +1,75 @@
+"""Programs start in processes of their own: what they import, and from which folders they run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.import_graph import REPOSITORY, module_of, sources
+from tests.unit.checkpoint.formats.hf_models import random_model
+from tools import convert_checkpoint, make_corpus
+
+IMPORT_ALL = """
+import importlib, sys
+from unittest.mock import patch
+import torch, torch.utils.cpp_extension  # the imports of other packages are not checked
+
+def load(modules):
+    with (
+        patch("subprocess.Popen.__init__", refuse),
+        patch("socket.socket.connect", refuse),
+        patch("torch.utils.cpp_extension.load", refuse),
+        patch("torch.utils.cpp_extension.load_inline", refuse),
+    ):
+        for module in modules:
+            importlib.import_module(module)
+
+def refuse(self=None, *arguments, **keywords):
+    raise SystemExit(f"an import started or fetched something: {arguments}")
+
+sys.modules["deepspeed"] = None  # importing it raises ImportError
+load(f"megatron_ds.{name}" for name in (
+    "model.gpt", "inference.service", "inference.load_checkpoint", "launch.distributed",
+    "checkpoint.formats.open_source",
+))
+from megatron_ds.config import Config
+from megatron_ds.train_state import TrainState
+from megatron_ds.training import loggers
+loggers.open_loggers(Config(), TrainState(), world_size=1, dp_size=1, write=print)
+assert "tensorboard" not in sys.modules
+del sys.modules["deepspeed"]
+import deepspeed
+load(sys.argv[1:])
+print("imported")
+"""
+
+
+def test_importing_builds_and_fetches_nothing_and_generation_needs_no_deepspeed() -> None:
+    """And tensorboard is imported only if it is used."""
+    command = [sys.executable, "-c", IMPORT_ALL, *map(module_of, sources())]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert result.stdout.endswith("imported\n"), result.stderr[-2000:]
+
+
+def test_a_script_runs_from_any_folder(tmp_path: Path) -> None:
+    random_model("llama").save_pretrained(tmp_path / "theirs")
+    path = Path(convert_checkpoint.__file__).parent / "zero_to_fp32.py"
+    subprocess.run(
+        [sys.executable, path, "theirs", "new"], cwd=tmp_path, check=True, capture_output=True
+    )
+    assert list((tmp_path / "new").glob("*.safetensors"))
+
+
+def test_corpus_is_real_text_and_deterministic(tmp_path: Path) -> None:
+    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    for path in (first, second):
+        assert make_corpus.main(["--output", str(path), "--megabytes", "1"]) == 0
+
+    texts = [json.loads(line)["text"] for line in first.read_text().splitlines()]
+
+    assert first.read_bytes() == second.read_bytes()
+    assert len(texts) > 20
+    assert 0.5e6 < sum(len(text.encode()) for text in texts) <= 1e6
+    assert sum("def " in text for text in texts) > len(texts) / 2
