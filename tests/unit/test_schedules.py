@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import statistics
@@ -156,46 +155,6 @@ def test_batch_size_ramps_up_with_consumed_samples(
     assert batches(config, 1, len(expected)) == expected
 
 
-@pytest.mark.parametrize(
-    ("samples", "iterations"),
-    [(3, 0), (4, 1), (15, 2), (16, 3), (27, 3), (28, 4), (59, 5), (60, 6)],
-)
-def test_total_iterations_with_batch_size_rampup(samples: int, iterations: int) -> None:
-    """Batches of 4, 4, 8, 12, then 16: 4, 8, 16, 28, 44, 60 samples."""
-    config = config_with(
-        {"train_samples": samples, "global_batch_size": 16, "rampup_batch_size": (4, 4, 24)}
-    )
-    assert schedules.total_iterations(config, 1) == iterations
-
-
-def test_total_iterations_equal_those_of_a_simulation() -> None:
-    shapes = itertools.product((1, 3), (1, 4), (0, 1, 3), (0, 7, 60), (1, 20, 61, 200))
-    for start, increment, levels, ramp, samples in shapes:
-        final = start + increment * levels
-        config = config_with(
-            {
-                "train_samples": samples,
-                "global_batch_size": final,
-                "rampup_batch_size": (start, increment, ramp),
-            }
-        )
-        consumed, steps = 0, 0
-        while True:
-            climbed = levels * consumed // ramp if consumed < ramp else levels
-            if consumed + start + increment * climbed > samples:
-                break
-            consumed += start + increment * climbed
-            steps += 1
-        assert schedules.total_iterations(config, 1) == steps, config.schedule
-
-
-def test_long_rampup_is_computed_by_segments() -> None:
-    config = config_with(
-        {"train_samples": 10**15, "global_batch_size": 32, "rampup_batch_size": (16, 16, 10**14)}
-    )
-    assert schedules.total_iterations(config, 1) == 10**14 // 16 + (10**15 - 10**14) // 32
-
-
 def test_tokens_left_follow_the_batch_size_and_end_at_the_exit_interval() -> None:
     """Batches of 4, 4, 8, 12, then 16 samples of 10 tokens."""
     rampup = {"global_batch_size": 16, "rampup_batch_size": (4, 4, 24), "train_samples": 60}
@@ -209,10 +168,6 @@ def test_tokens_left_follow_the_batch_size_and_end_at_the_exit_interval() -> Non
     assert schedules.tokens_left(config, 1, TrainState(4, 28, 280)) == 10 * (16 + 16)
 
 
-def test_total_iterations_equal_train_iters() -> None:
-    assert schedules.total_iterations(config_with({"train_iters": 7}), 1) == 7
-
-
 def test_plan_counts_micro_batches_per_rank() -> None:
     config = config_with(
         {**BY_SAMPLES, "micro_batch_size": 2, "global_batch_size": 24, "lr_decay_style": "linear"}
@@ -221,22 +176,6 @@ def test_plan_counts_micro_batches_per_rank() -> None:
     plan = schedules.plan(config, state, dp_size=3)
     assert (plan.iteration, plan.global_batch_size, plan.num_micro_batches) == (5, 24, 4)
     assert (plan.lr, plan.weight_decay) == (pytest.approx(0.5), 0.01)
-
-
-def test_skipped_step_advances_batch_size_but_not_learning_rate() -> None:
-    config = config_with(
-        {
-            "train_samples": 100,
-            "global_batch_size": 8,
-            "rampup_batch_size": (4, 4, 4),
-            "lr_warmup_samples": 10,
-        }
-    )
-    first = schedules.plan(config, TrainState(), 1)
-    state = TrainState().advance(first, StepResult(5.0, None, skipped=True))
-    second = schedules.plan(config, state, 1)
-    assert (first.global_batch_size, second.global_batch_size) == (4, 8)
-    assert first.lr == second.lr == 0.0
 
 
 def test_planned_samples_cover_training_and_evaluation() -> None:
