@@ -65,8 +65,8 @@ def random_training(config: ModelConfig) -> TrainingStates:
     )  # fmt: skip
 
 
-def logits(source: WeightsSource, tokens: Tensor) -> Tensor:
-    """fp32 logits of the model of a source, without padding."""
+def model_of(source: WeightsSource) -> GPTModel:
+    """The model of a source, in fp32."""
     config = source.settings.model
     mesh, rng = Mesh.single(), RngStreams(0)
     model = GPTModel(config, mesh=mesh, rng=rng, seed=None, moe=source.settings.moe).eval()
@@ -75,8 +75,13 @@ def logits(source: WeightsSource, tokens: Tensor) -> Tensor:
             value = source.tensors[name].read().float()
             parameter.zero_()
             parameter[: len(value)] = value
-        found: Tensor = model(tokens)
-    return found[..., : config.vocab_size]
+    return model
+
+
+def logits(source: WeightsSource, tokens: Tensor) -> Tensor:
+    """fp32 logits of the model of a source, without padding."""
+    with torch.no_grad():
+        return model_of(source)(tokens)[..., : source.settings.model.vocab_size]
 
 
 def assert_same_tensors(found: WeightsSource, expected: WeightsSource) -> None:
