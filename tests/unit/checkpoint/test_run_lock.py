@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -206,9 +206,8 @@ def test_a_lock_that_was_taken_meanwhile_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_lost_its_folder_leaves_it_to_the_new_owner(
-    one_process: None, config: Config, folder: Path, make_lock: Callable[[], run_lock.RunLock]
+    one_process: None, config: Config, folder: Path, lock: run_lock.RunLock
 ) -> None:
-    lock = make_lock()
     manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
     save(manager, 2)
     (folder / LOCK).unlink()  # by a user who tidies up
@@ -228,10 +227,9 @@ def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
     one_process: None,
     config: Config,
     folder: Path,
-    make_lock: Callable[[], run_lock.RunLock],
+    lock: run_lock.RunLock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lock = make_lock()
     manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
     incomplete = folder / ".incomplete-global_step9"
 
@@ -252,13 +250,11 @@ def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
         assert raised.value.problem.code == "save-folder-lost"
         assert not (folder / "global_step2").exists()
         incomplete.rmdir()
-    lock.release()
 
 
 def test_a_save_creates_a_deleted_folder_again_and_reports_one_that_cannot_be_created(
-    one_process: None, config: Config, folder: Path, make_lock: Callable[[], run_lock.RunLock]
+    one_process: None, config: Config, folder: Path, lock: run_lock.RunLock
 ) -> None:
-    lock = make_lock()
     manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
     shutil.rmtree(folder)
     save(manager, 2)
@@ -268,10 +264,11 @@ def test_a_save_creates_a_deleted_folder_again_and_reports_one_that_cannot_be_cr
     with pytest.raises(SaveError) as raised:
         save(manager, 4)
     assert raised.value.problem.code == "save-failed"
-    lock.release()
 
 
 @pytest.fixture
-def make_lock(folder: Path) -> Callable[[], run_lock.RunLock]:
+def lock(folder: Path) -> Iterator[run_lock.RunLock]:
     folder.mkdir()
-    return lambda: acquire(folder, print)
+    lock = acquire(folder, print)
+    yield lock
+    lock.release()

@@ -55,16 +55,10 @@ def codes_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str
     return printed_codes(capsys.readouterr().err)
 
 
-def test_sampling_flags_and_aliases_are_read(tmp_path: Path) -> None:
+def test_sampling_flags_have_aliases_and_the_defaults_of_the_forks(tmp_path: Path) -> None:
     options = parse("--load", tmp_path, "--top_k", 5, "--top-p", 0.5, "--tokens_to_generate", 7)
-
-    assert options.sampling == SamplingParams(top_k=5, top_p=0.5)
-    assert options.out_seq_length == 7
-
-
-def test_defaults_are_those_of_the_forks(tmp_path: Path) -> None:
+    assert (options.sampling, options.out_seq_length) == (SamplingParams(top_k=5, top_p=0.5), 7)
     options = parse("--load", tmp_path)
-
     assert options.sampling == SamplingParams(1.0, 0, 0.0, False, 1234)
     assert options.is_interactive
     assert options.checkpoint.precision is None

@@ -129,6 +129,11 @@ def write_checkpoint(
     return folder
 
 
+def core_entries(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The entries of torch_dist, of weights by canonical name."""
+    return _entries(_Target(Path(), config, Layout(), weights, {}, {}), weights)
+
+
 def _padded(config: ModelConfig, source: WeightsSource) -> dict[str, Tensor]:
     weights = {name: tensor.read() for name, tensor in source.tensors.items()}
     for name in ("embedding.word.weight", "head.weight"):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
@@ -28,6 +29,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.full_states import MASTER
 from tests.problems import raises_problem
+from tests.unit.checkpoint.formats.megatron_writer import core_entries
 from tests.unit.checkpoint.formats.models import (
     assert_same_tensors,
     random_source,
@@ -124,48 +126,10 @@ def test_entries_are_those_that_the_layout_describes(
     state = read_by_torch(folder)
     weights = {key: value for key, value in state.items() if not key.startswith("optimizer.")}
 
-    groups, size, layers = config.kv_heads, config.head_dim, config.num_layers
-    each = config.num_attention_heads // groups
-    vocab = 256  # of 50 rows, padded to a multiple of 128 x 2
-
     def entries(of: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = {"embedding.word_embeddings.weight": pad(of["embedding.word.weight"], vocab)}
-        norms = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
-        kinds = ("weight", "bias") if config.add_bias_linear else ("weight",)
-        if "embedding.position.weight" in of:
-            found["embedding.position_embeddings.weight"] = of["embedding.position.weight"]
-        else:
-            found["output_layer.weight"] = pad(of["head.weight"], vocab)
-        layer = "decoder.layers."
-        for kind in norms:
-            found[f"decoder.final_layernorm.{kind}"] = of[f"final_norm.{kind}"]
-            key = f"{layer}self_attention.linear_qkv.layer_norm_{kind}"
-            found[key] = stack(of, f"attention_norm.{kind}")
-            found[f"{layer}mlp.linear_fc1.layer_norm_{kind}"] = stack(of, f"mlp_norm.{kind}")
-        for kind in kinds:
-            qkv = stack(of, f"attention.qkv.{kind}")
-            queries = qkv[:, : groups * each * size]
-            keys, values = qkv[:, groups * each * size :].chunk(2, dim=1)
-            rows = [
-                part
-                for group in range(groups)
-                for part in (
-                    queries[:, group * each * size : (group + 1) * each * size],
-                    keys[:, group * size : (group + 1) * size],
-                    values[:, group * size : (group + 1) * size],
-                )
-            ]
-            found[f"{layer}self_attention.linear_qkv.{kind}"] = torch.cat(rows, dim=1)
-            found[f"{layer}self_attention.linear_proj.{kind}"] = stack(of, f"attention.proj.{kind}")
-            found[f"{layer}mlp.linear_fc1.{kind}"] = stack(of, f"mlp.fc_in.{kind}")
-            found[f"{layer}mlp.linear_fc2.{kind}"] = stack(of, f"mlp.fc_out.{kind}")
-        return found
-
-    def stack(of: dict[str, Tensor], name: str) -> Tensor:
-        return torch.stack([of[f"layers.{layer}.{name}"] for layer in range(layers)])
-
-    def pad(table: Tensor, rows: int) -> Tensor:
-        return torch.cat([table, table.new_zeros(rows - len(table), table.shape[1])])
+        tables = ("embedding.word.weight", "head.weight")  # of 50 rows, in multiples of 128 x 2
+        padded = {name: F.pad(of[name], (0, 0, 0, 206)) for name in tables if name in of}
+        return core_entries(config, of | padded)
 
     check_equal(weights, entries(values_of(source.tensors)))
     kinds = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER}
