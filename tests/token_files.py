@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,42 @@ def write_pair(
         for document in documents:
             writer.add_document(document)
     return str(prefix)
+
+
+def reference_bytes(
+    documents: list[list[list[int]]], code: int = 8, letter: str = "H", uncounted: int = 0
+) -> tuple[bytes, bytes]:
+    """The pair of documents, each a list of sequences, by the description of the format.
+
+    Args:
+        documents: Tokens.
+        code: Of the type.
+        letter: Of the type, for `struct`.
+        uncounted: Tokens at the end of each document that the lengths do not count (a bug of
+            microsoft/Megatron-DeepSpeed).
+    """
+    lengths, starts, content = [], [0], b""
+    for document in documents:
+        for sequence in document:
+            content += struct.pack(f"<{len(sequence)}{letter}", *sequence)
+            lengths.append(len(sequence))
+        if document:
+            lengths[-1] -= uncounted
+        starts.append(len(lengths))
+    offsets = [sum(lengths[:number]) * struct.calcsize(letter) for number in range(len(lengths))]
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(starts))
+    for layout, numbers in (("i", lengths), ("q", offsets), ("q", starts)):
+        index += struct.pack(f"<{len(numbers)}{layout}", *numbers)
+    return content, index
+
+
+def write_reference(prefix: Path, *description: Any, **more: Any) -> None:
+    """Writes the pair of `reference_bytes`."""
+    pair = reference_bytes(*description, **more)
+    for suffix, content in zip(
+        (".bin", ".idx"), reference_bytes(*description, **more), strict=True
+    ):
+        Path(f"{prefix}{suffix}").write_bytes(content)
 
 
 def write_texts(path: Path, texts: Iterable[str]) -> Path:

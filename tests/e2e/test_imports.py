@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.import_graph import REPOSITORY, module_of, sources
 from tests.unit.checkpoint.formats.hf_models import random_model
 from tools import convert_checkpoint, make_corpus
@@ -51,6 +53,35 @@ def test_importing_builds_and_fetches_nothing_and_generation_needs_no_deepspeed(
     command = [sys.executable, "-c", IMPORT_ALL, *map(module_of, sources())]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert result.stdout.endswith("imported\n"), result.stderr[-2000:]
+
+
+RUN = """
+import runpy, sys
+try:
+    del sys.argv[0]
+    runpy.run_path(f"{sys.argv[0]}.py", run_name="__main__")
+except SystemExit as end:
+    slow = ("torch", "deepspeed", "transformers", "fastapi")
+    print("status", end.code, [name for name in slow if name in sys.modules], file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "shown"),
+    [
+        ("pretrain_gpt --help-all", 0, "--num-layers"),
+        ("pretrain_gpt --version", 0, "deepspeed"),
+        ("pretrain_gpt --num-layers two --fp17", 2, ""),
+        ("tools/generate_samples_gpt --help", 0, "--temperature"),
+        ("tools/generate_samples_gpt --top-k -1", 2, ""),
+        ("tools/run_text_generation_server --help", 0, "127.0.0.1"),
+    ],
+)
+def test_help_and_problems_load_no_torch(command: str, status: int, shown: str) -> None:
+    argv = [sys.executable, "-c", RUN, *command.split()]
+    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == f"status {status} []"
+    assert shown in done.stdout
 
 
 def test_a_script_runs_from_any_folder(tmp_path: Path) -> None:

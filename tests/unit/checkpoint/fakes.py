@@ -6,6 +6,7 @@ import builtins
 import functools
 import itertools
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,12 @@ def records_of(folder: Path) -> dict[str, FileRecord]:
     """The records of the files below a folder, by path relative to it."""
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): FileRecord.of_file(path) for path in files}
+
+
+def flipped(content: bytes, draw: random.Random) -> bytes:
+    place = draw.randrange(len(content))
+    return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
+
+
+def truncated(content: bytes, draw: random.Random) -> bytes:
+    return content[: draw.randrange(len(content))]

@@ -38,23 +38,15 @@ from tests.unit.checkpoint.fakes import (
     FakeEngine,
     Managers,
     fail_at,
+    flipped,
     load,
     names_in,
     records_of,
     save,
     state_at,
+    truncated,
 )
 from tests.unit.checkpoint.test_full_weights import Trap
-
-
-def flipped(content: bytes, draw: random.Random) -> bytes:
-    place = draw.randrange(len(content))
-    return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
-
-
-def truncated(content: bytes, draw: random.Random) -> bytes:
-    return content[: draw.randrange(len(content))]
-
 
 DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FILES = ("model_states.pt", "below/optim_states.pt", "run.json", "manifest.json")

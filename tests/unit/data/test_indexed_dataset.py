@@ -19,38 +19,10 @@ from megatron_ds.data import indexed_writer
 from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron_ds.data.indexed_writer import TokenFileWriter, pair_writer
 from tests.problems import raises_problem
-from tests.token_files import write_pair
+from tests.token_files import write_pair, write_reference
 
 DOCUMENTS = [[5, 6, 7], [1], [65000, 2, 3, 4]]
 REPOSITORY = Path(__file__).resolve().parents[3]
-
-
-def write_reference(
-    prefix: Path,
-    documents: list[list[list[int]]],
-    code: int = 8,
-    letter: str = "H",
-    uncounted: int = 0,
-) -> None:
-    """Writes the pair of `documents`, each a list of sequences.
-
-    uncounted: tokens at the end of each document that the lengths do not count (a bug of
-    microsoft/Megatron-DeepSpeed).
-    """
-    lengths, starts, content = [], [0], b""
-    for document in documents:
-        for sequence in document:
-            content += struct.pack(f"<{len(sequence)}{letter}", *sequence)
-            lengths.append(len(sequence))
-        if document:
-            lengths[-1] -= uncounted
-        starts.append(len(lengths))
-    offsets = [sum(lengths[:number]) * struct.calcsize(letter) for number in range(len(lengths))]
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(lengths), len(starts))
-    for layout, numbers in (("i", lengths), ("q", offsets), ("q", starts)):
-        index += struct.pack(f"<{len(numbers)}{layout}", *numbers)
-    Path(f"{prefix}.bin").write_bytes(content)
-    Path(f"{prefix}.idx").write_bytes(index)
 
 
 @pytest.mark.parametrize(

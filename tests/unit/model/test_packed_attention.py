@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.inference.kv_cache import PreallocatedCache
-from megatron_ds.model.attention_cores import SDPA
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import (
     BLOCK,
@@ -31,11 +30,10 @@ from megatron_ds.model.packed_attention import (
     sequence_starts,
 )
 from megatron_ds.model.position_embedding import (
-    AttentionContext,
     alibi_bias,
     alibi_slopes,
-    rope_table,
 )
+from tests.dense_gpt import dense_logits
 from tests.unit.model.dense import TINY, build_model, dense_flex, dense_varlen, gradients
 
 CPU = torch.device("cpu")
@@ -117,45 +115,24 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def dense_logits(
-    model: GPTModel, tokens: torch.Tensor, *, positions: bool, attention: bool
-) -> torch.Tensor:
-    """Logits by a dense mask and positions from the definition.
-
-    positions, attention: whether they end with a document.
-    """
-    rows = [split(row) for row in tokens.tolist()]
-    number = torch.tensor([[i for i, one in enumerate(row) for _ in one] for row in rows])
-    place = torch.tensor([[p for one in row for p in range(len(one))] for row in rows])
-    length = tokens.shape[1]
-    at = place if positions else torch.arange(length).expand_as(tokens)
-    x_SBH = model.embedding.word(tokens.t())
-    config, rotation = model.config, None
-    if model.embedding.position is not None:
-        x_SBH = x_SBH + model.embedding.position.weight[at.t()]
-    if config.position_embedding_type == "rope":
-        cos, sin = rope_table(length, config.head_dim, config.rotary_base, CPU)
-        rotation = cos[at.t(), 0], sin[at.t(), 0]
-    seen = torch.ones(length, length).tril().bool()
-    mask = seen.expand(len(tokens), 1, length, length)
-    if attention:
-        mask = mask & (number[:, None, :, None] == number[:, None, None, :])
-    if config.position_embedding_type == "alibi":
-        slope = alibi_bias(alibi_slopes(config.num_attention_heads), length, length, CPU)
-        mask = slope.expand(len(tokens), -1, -1, -1).masked_fill(~mask, -torch.inf)
-    for block in model.layers.values():
-        x_SBH = block(x_SBH, AttentionContext(rotation, SDPA(mask)))
-    return model.head(model.final_norm(x_SBH), None, None, model.embedding.word.weight)
-
-
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize(("positions", "attention"), [(True, False), (False, True), (True, True)])
 def test_each_flag_has_its_own_effect(position: str, positions: bool, attention: bool) -> None:
     model = build(PackingOptions(EOD, positions, attention), position_embedding_type=position)
+    rows = [split(row) for row in TOKENS.tolist()]
+    documents = torch.tensor([[i for i, one in enumerate(row) for _ in one] for row in rows])
+    places = torch.tensor([[p for one in row for p in range(len(one))] for row in rows])
     with torch.no_grad():
-        expected = dense_logits(model, TOKENS, positions=positions, attention=attention)
-        torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
-        plain = build(None, position_embedding_type=position)(TOKENS)
+        expected = dense_logits(
+            model.config,
+            dict(model.named_parameters()),
+            TOKENS,
+            documents_BS=documents if attention else None,
+            positions_BS=places if positions else None,
+        ).float()
+        plain = build(None, position_embedding_type=position)(TOKENS)[..., :50]
+        found = model(TOKENS)[..., :50]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     no_effect = positions and not attention and position in ("alibi", "none")
     assert torch.allclose(plain, expected, rtol=1e-3, atol=1e-4) == no_effect
 

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import shutil
-import struct
 import subprocess
 import sys
 from itertools import pairwise
@@ -41,6 +40,7 @@ from tests.preprocess_runs import (
     run_uninterrupted,
 )
 from tests.problems import raises_problem
+from tests.token_files import reference_bytes
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -224,23 +224,6 @@ class Lines:
         return text.split("\n")
 
 
-def reference_bytes(
-    documents: list[list[list[int]]], letter: str, code: int
-) -> tuple[bytes, bytes]:
-    """Reference pair of documents, each a list of sentences, by the format's description."""
-    sentences = [sentence for document in documents for sentence in document]
-    ends = [0]
-    for document in documents:
-        ends.append(ends[-1] + len(document))
-    content = b"".join(struct.pack(f"<{len(one)}{letter}", *one) for one in sentences)
-    sizes = [len(one) for one in sentences]
-    item = struct.calcsize("<" + letter)
-    offsets = [item * sum(sizes[:at]) for at in range(len(sizes))]
-    index = struct.pack("<9sQBQQ", b"MMIDIDX", 1, code, len(sizes), len(ends))
-    index += struct.pack(f"<{len(sizes)}i{len(sizes)}q", *sizes, *offsets)
-    return content, index + struct.pack(f"<{len(ends)}q", *ends)
-
-
 def as_megatron(
     texts: list[str], splitter: Splitter, tokenizer: Tokenizer, append_eod: bool
 ) -> list[list[list[int]]]:
@@ -302,7 +285,7 @@ def test_bytes_equal_megatrons_for_any_keys_workers_and_chunks(
         preprocess(given, tokenizer)
         for key in "ab":
             documents = as_megatron([row[key] for row in rows], Lines(), tokenizer, append_eod)
-            expected = reference_bytes(documents, letter, code)
+            expected = reference_bytes(documents, code, letter)
             assert pair(tmp_path / f"in_{key}_sentence") == expected
 
 
@@ -321,7 +304,7 @@ def test_t5_data_of_the_tutorial_equal_megatrons(
     given = options(tmp_path, rows, name="my-t5", append_eod=True, workers=2, splitter=splitter)
     preprocess(given, tokenizer)
     documents = as_megatron(texts, splitter, tokenizer, append_eod=True)
-    assert pair(tmp_path / "my-t5_text_sentence") == reference_bytes(documents, "H", 8)
+    assert pair(tmp_path / "my-t5_text_sentence") == reference_bytes(documents)
     assert sum(map(len, documents)) > 20 * len(documents)
 
 

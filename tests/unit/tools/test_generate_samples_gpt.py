@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -414,28 +413,3 @@ def test_output_without_a_file_goes_to_the_terminal(
     options = parse("--load", tmp_path, "--num-samples", 2)
     write_output(options, [Prompt(None, [9])] * 2, [[1, 9], [2]])
     assert capsys.readouterr() == ("Sample 1: éx\n\nSample 2: éxx\n\n", "")
-
-
-CODE = """
-import runpy, sys
-try:
-    runpy.run_path(f"tools/{sys.argv.pop(1)}.py", run_name="__main__")
-except SystemExit as end:
-    slow = ("torch", "deepspeed", "transformers", "fastapi")
-    print("status", end.code, [name for name in slow if name in sys.modules], file=sys.stderr)
-"""
-
-
-@pytest.mark.parametrize(
-    ("command", "status", "shown"),
-    [
-        ("generate_samples_gpt --help", 0, "--temperature"),
-        ("generate_samples_gpt --top-k -1", 2, ""),
-        ("run_text_generation_server --help", 0, "127.0.0.1"),
-    ],
-)
-def test_help_and_problems_load_no_torch(command: str, status: int, shown: str) -> None:
-    argv = [sys.executable, "-c", CODE, *command.split()]
-    done = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stderr.splitlines()[-1] == f"status {status} []"
-    assert shown in done.stdout

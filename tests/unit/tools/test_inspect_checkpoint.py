@@ -19,6 +19,7 @@ from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint
 from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN, read_run
 from tests.problems import printed_codes
+from tests.unit.checkpoint.fakes import flipped, truncated
 from tests.unit.checkpoint.formats.hf_models import random_model
 from tests.unit.checkpoint.native_writer import MODEL, STEPS, random_states, write_checkpoint
 from tests.unit.tools.conftest import Run, closed_stdout
@@ -192,15 +193,6 @@ def test_every_kind_of_megatron_checkpoint_is_described(
 
 
 # Verification
-
-
-def flipped(content: bytes, draw: random.Random) -> bytes:
-    place = draw.randrange(len(content))
-    return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
-
-
-def truncated(content: bytes, draw: random.Random) -> bytes:
-    return content[: draw.randrange(len(content))]
 
 
 def problems_of(run: Run, *arguments: object, status: int = 1) -> list[str]:
