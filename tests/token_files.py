@@ -57,11 +57,9 @@ def reference_bytes(
 
 def write_reference(prefix: Path, *description: Any, **more: Any) -> None:
     """Writes the pair of `reference_bytes`."""
-    pair = reference_bytes(*description, **more)
-    for suffix, content in zip(
-        (".bin", ".idx"), reference_bytes(*description, **more), strict=True
-    ):
-        Path(f"{prefix}{suffix}").write_bytes(content)
+    content, index = reference_bytes(*description, **more)
+    Path(f"{prefix}.bin").write_bytes(content)
+    Path(f"{prefix}.idx").write_bytes(index)
 
 
 def write_texts(path: Path, texts: Iterable[str]) -> Path:

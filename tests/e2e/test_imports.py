@@ -84,6 +84,18 @@ def test_help_and_problems_load_no_torch(command: str, status: int, shown: str) 
     assert shown in done.stdout
 
 
+def test_preprocessing_imports_what_it_uses() -> None:
+    code = """
+import sys, megatron_ds.preprocess.pipeline, megatron_ds.tokenizer.gpt2
+from megatron_ds.preprocess.sentence_splitter import choose_splitter
+choose_splitter("english", False, "rules")("A b. C.")
+slow = ("torch", "transformers", "deepspeed", "rich", "nltk")
+sys.exit(str([name for name in slow if name in sys.modules] or ""))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True)
+    assert done.stderr == b"\n"
+
+
 def test_a_script_runs_from_any_folder(tmp_path: Path) -> None:
     random_model("llama").save_pretrained(tmp_path / "theirs")
     path = Path(convert_checkpoint.__file__).parent / "zero_to_fp32.py"

@@ -34,24 +34,26 @@ def test_the_bytes_of_a_storage_are_those_of_all_of_its_views() -> None:
     assert bytes_of_storage(values[2:4].untyped_storage()).view(torch.int16).equal(values)
 
 
-def test_threads_are_as_many_as_cores_and_their_errors_are_raised(cores: int) -> None:
-    started = threading.Barrier(cores)
+def test_errors_of_the_threads_are_raised(cores: int) -> None:
     seen: list[int] = []
-
-    def work(item: int) -> None:
-        if item < cores:
-            started.wait(timeout=30)
-        seen.append(item)
-
-    in_threads(work, range(7))
+    in_threads(seen.append, range(7))
     assert sorted(seen) == list(range(7))
     with pytest.raises(ZeroDivisionError):
         in_threads(lambda item: 1 // item, range(7))
 
 
-def test_processes_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("processes", "expected"), [(4, 1), (2, 2)])
+def test_processes_of_a_host_share_its_cores(
+    processes: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(parallel_copy, "available_cores", lambda: 4)
-    monkeypatch.setattr(parallel_copy, "local_world_size", lambda: 4)
+    monkeypatch.setattr(parallel_copy, "local_world_size", lambda: processes)
+    started = threading.Barrier(expected)
     threads = set()
-    in_threads(lambda item: threads.add(threading.get_ident()), range(7))
-    assert threads == {threading.get_ident()}
+
+    def work(item: int) -> None:
+        threads.add(threading.get_ident())
+        started.wait(timeout=30)
+
+    in_threads(work, range(2 * expected))
+    assert len(threads) == expected

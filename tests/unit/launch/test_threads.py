@@ -45,18 +45,12 @@ def start(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, proc: Pa
         monkeypatch.setenv(name, value)
 
 
-def test_default_of_torchrun_is_not_the_user_s_choice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    start({"PATH": "/bin"}, monkeypatch, tmp_path)
-    assert threads.is_default_of_torchrun()
-
-
+@pytest.mark.parametrize("chosen", [{}, {"OMP_NUM_THREADS": "1"}])
 def test_variable_that_torchrun_was_started_with_is_the_user_s_choice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    start({"PATH": "/bin", "OMP_NUM_THREADS": "1"}, monkeypatch, tmp_path)
-    assert not threads.is_default_of_torchrun()
+    start({"PATH": "/bin", **chosen}, monkeypatch, tmp_path)
+    assert threads.is_default_of_torchrun() == (not chosen)
 
 
 def test_unknown_launcher_s_variable_is_kept(
