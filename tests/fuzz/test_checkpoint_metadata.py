@@ -25,12 +25,7 @@ from tests.fuzz.fuzz_helpers import (
     read_or_error,
     replaced,
 )
-
-FLAGS = (
-    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 10 "
-    "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --data-path p --vocab-file v "
-    "--merge-file m"
-)
+from tests.unit.checkpoint.test_resume import FLAGS
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import functools
 import itertools
 import os
@@ -16,6 +17,7 @@ import torch
 
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.saved_states import SavedStates
+from megatron_ds.config import CheckpointConfig, Config, ModelConfig
 from megatron_ds.engine.ds_checkpoint_io import Snapshot
 from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
 from megatron_ds.engine.tensor_files import read_tensors
@@ -169,3 +171,15 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
 
 def truncated(content: bytes, draw: random.Random) -> bytes:
     return content[: draw.randrange(len(content))]
+
+
+def run_of(load: object, **options: Any) -> Config:
+    """A configuration that loads; other options of checkpoints, or of the model if it has them."""
+    names = {item.name for item in dataclasses.fields(CheckpointConfig)}
+    model = {name: value for name, value in options.items() if name not in names}
+    checkpoint = {name: value for name, value in options.items() if name in names}
+    return Config(
+        model=ModelConfig(**model),
+        checkpoint=CheckpointConfig(load=None if load is None else str(load), **checkpoint),
+        given=frozenset(options),
+    )

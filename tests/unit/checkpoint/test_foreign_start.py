@@ -17,10 +17,11 @@ from megatron_ds.checkpoint.foreign_start import (
     open_foreign,
 )
 from megatron_ds.checkpoint.lazy_tensors import LazyTensor
-from megatron_ds.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig
+from megatron_ds.config import ModelConfig, OptimizerConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
+from tests.unit.checkpoint.fakes import run_of
 from tests.unit.checkpoint.formats.megatron_writer import Layout, write_checkpoint
 from tests.unit.checkpoint.formats.models import SMALL, random_source
 
@@ -35,15 +36,6 @@ def write(folder: Path, *, has_optimizer: bool = True, **layout: Any) -> Path:
     layout = {"version": 3, **layout}
     states = optimizer if has_optimizer else None
     return write_checkpoint(folder, MODEL, random_source(MODEL), Layout(**layout), states)
-
-
-def run_of(folder: Path, **given: Any) -> Config:
-    """A configuration in which only these options of the model are given."""
-    return Config(
-        model=ModelConfig(**given),
-        checkpoint=CheckpointConfig(load=str(folder)),
-        given=frozenset(given),
-    )
 
 
 def test_options_of_the_model_come_from_the_checkpoint(tmp_path: Path) -> None:

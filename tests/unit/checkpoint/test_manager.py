@@ -31,10 +31,8 @@ from megatron_ds.data.blend_history import SourceId, resume_history
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (
-    Crash,
     FakeEngine,
     Managers,
-    fail_at,
     load,
     names_in,
     records_of,
@@ -453,21 +451,6 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(
     checkpoints.save(engine, state_at(4))
     assert load(checkpoints)[1].content == "of another run"
     assert [path.name for path in folder.glob(".*")] == []
-
-
-def test_a_replaced_checkpoint_is_restored_if_its_replacement_was_not_completed(
-    checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(checkpoints, 4)
-    with monkeypatch.context() as patch:
-        # run.json, manifest, the older folder, the folder
-        fail_at(3, Crash(), patch, folder, "rename")
-        with pytest.raises(Crash):
-            save(checkpoints, 4)
-    assert not (folder / "global_step4").exists()
-    state, engine = load(checkpoints)
-    assert state == state_at(4)
-    assert engine.content == "of iteration 4"
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")

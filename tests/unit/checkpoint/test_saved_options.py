@@ -26,20 +26,8 @@ from megatron_ds.config import (
 from megatron_ds.config.problems import Problem
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
-from tests.unit.checkpoint.fakes import Managers, save
+from tests.unit.checkpoint.fakes import Managers, run_of, save
 from tests.unit.checkpoint.formats.models import SMALL, random_source
-
-
-def run_of(load: object, **options: Any) -> Config:
-    """A configuration that loads; other options of checkpoints, or of the model if it has them."""
-    names = {item.name for item in dataclasses.fields(CheckpointConfig)}
-    model = {name: value for name, value in options.items() if name not in names}
-    checkpoint = {name: value for name, value in options.items() if name in names}
-    return Config(
-        model=ModelConfig(**model),
-        checkpoint=CheckpointConfig(load=None if load is None else str(load), **checkpoint),
-        given=frozenset(options),
-    )
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
+from tests.unit.checkpoint.fakes import run_of
 from tests.unit.checkpoint.formats.hf_models import VOCAB, random_model
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
 
@@ -44,15 +45,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     random_model("mistral-window").save_pretrained(tmp_path / "hf")
     write_weights_folder(open_hf(tmp_path / "hf"), tmp_path / "native")
     return tmp_path / str(request.param)
-
-
-def run_of(load: object, **given: Any) -> Config:
-    """A configuration in which only these options of the model are given."""
-    return Config(
-        model=ModelConfig(**given),
-        checkpoint=CheckpointConfig(load=str(load)),
-        given=frozenset(given),
-    )
 
 
 @pytest.mark.parametrize("prefix", [True, False])

@@ -38,6 +38,10 @@ def test_muon_updates_the_matrices_of_layers_and_stacked_ones() -> None:
     }
     assert all(rule(name, shape).is_matrix for name, shape in matrices.items())
     assert not any(rule(name, shape).is_matrix for name, shape in others.items())
+    groups, multipliers = parameter_groups(model := Named(), 0.1, rule)
+    chosen = [group["params"] for group in groups if group.get("is_matrix")]
+    assert chosen == [[model.layers["0"].weight]]
+    assert sum(factors.is_matrix for factors in multipliers) == 1
 
 
 def test_rule_scales_learning_rate_and_weight_decay_of_each_parameter() -> None:
@@ -91,15 +95,6 @@ def test_embeddings_and_output_layer_may_have_their_own_settings() -> None:
     undecayed = OptimizerConfig(lr=1.0, weight_decay=0.5, embedding_weight_decay=0.0)
     assert settings_of(Named(), undecayed)["embedding.word.weight"] == (0.5, 0.0)
     assert settings_of(Named(), undecayed)["head.weight"] == (0.5, 0.25)
-
-
-def test_muon_gets_the_matrices_of_the_layers_only() -> None:
-    rule = multiplier_rule(OptimizerConfig(optimizer="muon", lr=1.0))
-    model = Named()
-    groups, multipliers = parameter_groups(model, 0.1, rule)
-    chosen = [group["params"] for group in groups if group.get("is_matrix")]
-    assert chosen == [[model.layers["0"].weight]]
-    assert sum(factors.is_matrix for factors in multipliers) == 1
 
 
 def test_parameter_partitioned_by_zero3_is_grouped_by_its_original_shape() -> None:

@@ -44,15 +44,6 @@ def test_files_of_a_dead_process_are_removed(tmp_path: Path) -> None:
     assert [path.name for path in folder.path.iterdir()] == ["lock"]
 
 
-def test_rate_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
-    try:
-        rate = disk_rate.measure(tmp_path / "new")
-    except OSError as error:
-        pytest.skip(f"the temporary folder has no direct access: {error}")
-    assert min(rate) > 0
-    assert list((tmp_path / "new").iterdir()) == []
-
-
 def test_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
