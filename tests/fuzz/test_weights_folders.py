@@ -16,10 +16,7 @@ from megatron_ds.checkpoint.formats.huggingface import open_hf, write_hf
 from megatron_ds.checkpoint.formats.megatron import open_checkpoint
 from megatron_ds.checkpoint.formats.megatron_folders import find_checkpoint
 from megatron_ds.checkpoint.formats.safetensors_files import INDEX, SINGLE
-from megatron_ds.checkpoint.formats.weights_folder import (
-    open_weights_folder,
-    write_weights_folder,
-)
+from megatron_ds.checkpoint.formats.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG, SETTINGS
 from megatron_ds.config import ModelConfig
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, MISSING, paths_in, read_or_error, replaced

@@ -31,10 +31,7 @@ def test_results_are_those_of_the_report(tmp_path: Path) -> None:
     layouts = results["tests/dist/test_layouts.py::test_layout_equals_one_process"]
     failed = {"test_layout_equals_one_process[b]": "TypeError: no stream"}
     assert layouts == {"cases": 2, "failed": failed}
-    assert results["tests/dist/test_nonfinite.py"] == {
-        "cases": 1,
-        "failed": {"test_x": "no ranks"},
-    }
+    assert results["tests/dist/test_nonfinite.py"] == {"cases": 1, "failed": {"test_x": "no ranks"}}
     assert sum(result["cases"] for result in results.values()) == 3
     text = run.page({"1.2.3": results})
     assert "| **1 of 2** |" in text

@@ -111,11 +111,7 @@ def test_files_equal_those_of_a_synchronous_save(
 def test_a_second_save_waits_for_the_first(
     checkpoints: CheckpointManager, folder: Path, disk: threading.Event, logged: list[str]
 ) -> None:
-    saver = Saver(
-        CheckpointConfig(save=str(folder), async_save=True),
-        checkpoints,
-        FakeEngine(),
-    )
+    saver = Saver(CheckpointConfig(save=str(folder), async_save=True), checkpoints, FakeEngine())
     saver.save(state_at(4), lambda: None, final=False)
     advance_until(checkpoints, (folder / ".incomplete-global_step4").is_dir)
     threading.Timer(0.1, disk.set).start()

@@ -330,10 +330,7 @@ def test_an_error_of_the_engine_is_reported_and_leaves_no_files(
 
 
 def test_too_little_space_gives_a_warning_before_the_save(
-    checkpoints: CheckpointManager,
-    folder: Path,
-    logged: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: CheckpointManager, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compared with the model's size (30 numbers of 16 bytes), then with the last checkpoint's."""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=16 * 30))

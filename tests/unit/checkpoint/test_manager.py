@@ -19,13 +19,7 @@ from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text, read_manifest
 from megatron_ds.checkpoint.saved_states import SavedStates
-from megatron_ds.config import (
-    Config,
-    DataConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RuntimeConfig,
-)
+from megatron_ds.config import Config, DataConfig, OptimizerConfig, PrecisionConfig, RuntimeConfig
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend_history import SourceId, resume_history
 from megatron_ds.train_state import TrainState

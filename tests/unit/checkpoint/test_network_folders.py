@@ -161,10 +161,7 @@ def first_reads_fail(
 
 
 def test_a_stale_handle_is_opened_again(
-    checkpoints: CheckpointManager,
-    folder: Path,
-    logged: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: CheckpointManager, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint is not taken for damaged, nor a pointer for missing."""
     save(checkpoints, 2, 4)
@@ -178,10 +175,7 @@ def test_a_stale_handle_is_opened_again(
 
 
 def test_a_handle_that_remains_stale_selects_an_older_checkpoint(
-    checkpoints: CheckpointManager,
-    folder: Path,
-    logged: list[str],
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: CheckpointManager, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoints, 2, 4)
     first_reads_fail(monkeypatch, folder / "global_step4", errno.ESTALE, 1000)

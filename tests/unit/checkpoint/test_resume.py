@@ -9,12 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.branch import Branch
-from megatron_ds.checkpoint.metadata import (
-    CheckpointMetadata,
-    DataOrder,
-    ParallelLayout,
-    RunRecord,
-)
+from megatron_ds.checkpoint.metadata import CheckpointMetadata, DataOrder, ParallelLayout, RunRecord
 from megatron_ds.checkpoint.resume import (
     changed_settings,
     layout_changes,

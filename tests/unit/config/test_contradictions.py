@@ -598,12 +598,7 @@ def test_every_conditional_flag_has_a_case_without_effect() -> None:
         ({"split": "1"}, []),
         ({"data_path": None, "per_split_data_args_path": "x", "split": "1"}, [("split",)]),
         (
-            {
-                "data_path": None,
-                "train_data_path": ("x",),
-                "valid_data_path": ("x",),
-                "split": "1",
-            },
+            {"data_path": None, "train_data_path": ("x",), "valid_data_path": ("x",), "split": "1"},
             [("split",)],
         ),
     ],

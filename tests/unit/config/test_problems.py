@@ -7,14 +7,7 @@ import re
 
 import pytest
 
-from megatron_ds.config.problems import (
-    Problem,
-    UserError,
-    catalogue,
-    counted,
-    option,
-    raise_if_any,
-)
+from megatron_ds.config.problems import Problem, UserError, catalogue, counted, option, raise_if_any
 from tests.problems import raises_problem
 from tools import make_messages
 

@@ -76,10 +76,7 @@ def test_splits_without_samples_or_data_are_empty(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("split", "samples", "code"),
-    [
-        ("0,1,1", (1, 0, 0), "split-without-train"),
-        ("1,999,0", (1, 3, 0), "split-without-tokens"),
-    ],
+    [("0,1,1", (1, 0, 0), "split-without-train"), ("1,999,0", (1, 3, 0), "split-without-tokens")],
 )
 def test_split_without_documents_is_rejected(
     tmp_path: Path, split: str | None, samples: tuple[int, int, int], code: str

@@ -9,12 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from megatron_ds.config import (
-    Config,
-    DataConfig,
-    RecomputeConfig,
-    RuntimeConfig,
-)
+from megatron_ds.config import Config, DataConfig, RecomputeConfig, RuntimeConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine import build
 from megatron_ds.engine.build import selective_recompute_note

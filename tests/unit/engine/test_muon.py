@@ -56,10 +56,7 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
 @pytest.mark.parametrize(
     ("adjust", "scale"),
-    [
-        ("match_rms_adamw", {}),
-        ("original", {"scale_mode": "shape_scaling", "scale_factor": 1.0}),
-    ],
+    [("match_rms_adamw", {}), ("original", {"scale_mode": "shape_scaling", "scale_factor": 1.0})],
 )
 def test_update_is_that_of_torch(shape: tuple[int, int], adjust: str, scale: dict) -> None:
     muon = getattr(torch.optim, "Muon", None)

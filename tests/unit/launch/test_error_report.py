@@ -71,10 +71,7 @@ def test_single_process_prints_only_the_traceback(monkeypatch: pytest.MonkeyPatc
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
             "out-of-host-memory",
         ),
-        (
-            RuntimeError("data loader process (pid 5) was killed by signal 9"),
-            "loader-process-lost",
-        ),
+        (RuntimeError("data loader process (pid 5) was killed by signal 9"), "loader-process-lost"),
         (
             RuntimeError(f"data loader process (pid 5) was killed by signal {int(signal.SIGBUS)}"),
             "token-file-changed",

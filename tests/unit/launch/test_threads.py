@@ -65,10 +65,7 @@ def test_unknown_launcher_s_variable_is_kept(
 
 @pytest.mark.parametrize(("given", "torch_threads", "variable"), [(None, [3], "3"), ("2", [], "2")])
 def test_threads_of_torch_and_of_later_libraries(
-    given: str | None,
-    torch_threads: list[int],
-    variable: str,
-    monkeypatch: pytest.MonkeyPatch,
+    given: str | None, torch_threads: list[int], variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", chosen.append)

@@ -29,10 +29,7 @@ from megatron_ds.model.packed_attention import (
     find_documents,
     sequence_starts,
 )
-from megatron_ds.model.position_embedding import (
-    alibi_bias,
-    alibi_slopes,
-)
+from megatron_ds.model.position_embedding import alibi_bias, alibi_slopes
 from tests.dense_gpt import dense_logits
 from tests.unit.model.dense import TINY, build_model, dense_flex, dense_varlen, gradients
 

@@ -133,10 +133,7 @@ def test_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("lines", "ahead", "shown"),
-    [
-        ([*numbered(3), *["x"] * 500], 100_000, PROBLEMS_SHOWN),
-        (["x", *numbered(200), "y"], 10, 1),
-    ],
+    [([*numbered(3), *["x"] * 500], 100_000, PROBLEMS_SHOWN), (["x", *numbered(200), "y"], 10, 1)],
 )
 def test_reported_rejects_and_the_check_for_more_are_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Any], ahead: int, shown: int

@@ -138,10 +138,7 @@ def test_wrong_folders_are_rejected(tmp_path: Path, run: Run) -> None:
     assert codes("--load", tmp_path / "empty", "--to", "hf") == ["weights-format-unknown"]
     prefixed = ("--load", f"hf:{tmp_path / 'empty'}", "--to", "hf")
     assert codes(*prefixed) == ["hf-folder-without-config"]
-    for name, code in (
-        ("native", "checkpoint-missing"),
-        ("hf", "hf-folder-without-config"),
-    ):
+    for name, code in (("native", "checkpoint-missing"), ("hf", "hf-folder-without-config")):
         assert codes("--load", tmp_path / "empty", "--from", name, "--to", "hf") == [code]
     write_weights_folder(random_source(ModelConfig(**SMALL)), tmp_path / "ours")
     (tmp_path / "ours" / "weights.json").write_text("{}")

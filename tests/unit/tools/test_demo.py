@@ -88,8 +88,7 @@ def test_failing_command_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("validation", "comparison"),
-    [(4.25, "the GPT is 1.75 better"), (6.5, "the GPT is 0.50 WORSE")],
+    ("validation", "comparison"), [(4.25, "the GPT is 1.75 better"), (6.5, "the GPT is 0.50 WORSE")]
 )
 def test_summary_compares_the_last_losses_with_the_unigram_model(
     tmp_path: Path, validation: float, comparison: str

@@ -83,10 +83,7 @@ def test_damaged_files_are_rejected(tmp_path: Path, run: Run) -> None:
         ("--check --vocab-size 5", 2, "vocab-size-without-tokenizer"),
         ("--samples 1 --seq-length 0", 2, "out-of-range"),
         ("--samples 5 --seq-length 1 --num-samples 5", 1, "sample-beyond-run"),
-        (
-            *("--samples 5 --seq-length 1 --split 1,0 --part valid", 1),
-            "split-without-documents",
-        ),
+        (*("--samples 5 --seq-length 1 --split 1,0 --part valid", 1), "split-without-documents"),
     ],
 )
 def test_invalid_options_are_rejected(

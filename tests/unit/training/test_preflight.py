@@ -360,18 +360,9 @@ def checkpoints(tmp_path: Path) -> Path:
                 (ORDER, ("seed",)),
             ],
         ),
-        (
-            "--global-batch-size 4 --rampup-batch-size 2 2 4 --train-samples 16 --train-iters -",
-            [],
-        ),
-        (
-            "--step-batch-size-schedule 0:2 128:4 --train-samples 16 --train-iters -",
-            [],
-        ),
-        (
-            "--vocab-size 129",
-            [("resume-vocabulary-changed", ("vocab_size",))],
-        ),
+        ("--global-batch-size 4 --rampup-batch-size 2 2 4 --train-samples 16 --train-iters -", []),
+        ("--step-batch-size-schedule 0:2 128:4 --train-samples 16 --train-iters -", []),
+        ("--vocab-size 129", [("resume-vocabulary-changed", ("vocab_size",))]),
     ],
 )
 def test_a_checkpoint_of_other_settings_is_rejected(

@@ -6,12 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import (
-    EventAccumulator,
-)
-from tensorboard.plugins.hparams.metadata import (
-    parse_session_start_info_plugin_data,
-)
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState

@@ -22,11 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
-from megatron_ds.checkpoint.formats.foreign_pickle import (
-    StandIn,
-    read_dcp_metadata,
-    read_foreign,
-)
+from megatron_ds.checkpoint.formats.foreign_pickle import StandIn, read_dcp_metadata, read_foreign
 from tests.problems import raises_problem
 
 

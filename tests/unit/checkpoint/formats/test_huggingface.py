@@ -19,10 +19,7 @@ from megatron_ds.checkpoint.formats.huggingface import (
     write_hf,
 )
 from megatron_ds.checkpoint.formats.safetensors_files import INDEX, SINGLE
-from megatron_ds.checkpoint.formats.weights_folder import (
-    open_weights_folder,
-    write_weights_folder,
-)
+from megatron_ds.checkpoint.formats.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG, is_hf
 from megatron_ds.config import ModelConfig
 from tests.problems import raises_problem
@@ -34,12 +31,7 @@ from tests.unit.checkpoint.formats.hf_models import (
     logits_of,
     random_model,
 )
-from tests.unit.checkpoint.formats.models import (
-    SMALL,
-    assert_same_tensors,
-    logits,
-    random_source,
-)
+from tests.unit.checkpoint.formats.models import SMALL, assert_same_tensors, logits, random_source
 from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.tokenizer.test_tokenizers import END, gpt2_files
 
@@ -389,11 +381,7 @@ def test_a_window_limits_the_sequence_length(tmp_path: Path) -> None:
         ({**LLAMA_LIKE, "add_qkv_bias": True}, "qwen2"),
         ({"position_embedding_type": "alibi", "embed_layernorm": True}, "bloom"),
         (
-            {
-                "position_embedding_type": "rope",
-                "add_bias_linear": False,
-                "num_query_groups": 1,
-            },
+            {"position_embedding_type": "rope", "add_bias_linear": False, "num_query_groups": 1},
             "falcon",
         ),
     ],

@@ -293,10 +293,7 @@ def test_a_decay_in_the_gradient_is_mentioned(files: str, tmp_path: Path) -> Non
 def test_rows_in_an_unknown_order_are_rejected(tmp_path: Path) -> None:
     config = model(**LLAMA)
     layout = Layout(
-        files="universal",
-        tp=2,
-        thirds=True,
-        arguments={"tensor_model_parallel_size": None},
+        files="universal", tp=2, thirds=True, arguments={"tensor_model_parallel_size": None}
     )
     moments = {kind: random_source(config, seed=2) for kind in MOMENTS}
     folder = write_checkpoint(tmp_path, config, random_source(config), layout, moments)

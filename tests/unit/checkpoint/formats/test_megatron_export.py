@@ -15,12 +15,7 @@ from megatron_ds.checkpoint.formats.megatron import open_megatron
 from megatron_ds.checkpoint.formats.megatron_export import write_megatron
 from megatron_ds.config import ModelConfig
 from tests.problems import raises_problem
-from tests.unit.checkpoint.formats.models import (
-    SMALL,
-    assert_same_tensors,
-    logits,
-    random_source,
-)
+from tests.unit.checkpoint.formats.models import SMALL, assert_same_tensors, logits, random_source
 
 LLAMA: dict[str, Any] = {
     "activation": "swiglu",

@@ -11,11 +11,7 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.formats import megatron_buffers, torch_dist
-from megatron_ds.checkpoint.formats.megatron import (
-    MegatronModel,
-    find_checkpoint,
-    open_checkpoint,
-)
+from megatron_ds.checkpoint.formats.megatron import MegatronModel, find_checkpoint, open_checkpoint
 from tests.conftest import extracted
 
 LAYOUTS = ("tp2", "tp2_pp2_gated_bf16", "dp2_buckets_bf16")

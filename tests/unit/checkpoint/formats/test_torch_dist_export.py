@@ -30,11 +30,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.engine.full_states import MASTER
 from tests.problems import raises_problem
 from tests.unit.checkpoint.formats.megatron_writer import core_entries
-from tests.unit.checkpoint.formats.models import (
-    assert_same_tensors,
-    random_source,
-    random_training,
-)
+from tests.unit.checkpoint.formats.models import assert_same_tensors, random_source, random_training
 from tests.unit.checkpoint.formats.test_megatron_export import LLAMA, model
 
 MODELS: dict[str, dict[str, Any]] = {
