@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,7 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
     path, fixed = found.path, CHANGEABLE_FIELDS.union(VOCABULARY)
     problems = [
         Problem("resume-model-changed", name, label=label, saved=saved, path=path, now=now)
-        for group in ("model", "moe")
-        for name, label, saved, now in _changed_fields(found, config, group)
+        for name, label, saved, now in _changed_fields(found, config, ("model", "moe"))
         if name not in fixed
     ]
     before, after = (model.get("vocab_size") for model in (run.config["model"], settings["model"]))
@@ -172,10 +171,9 @@ def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) ->
     model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
     changes = [
         change
-        for group in REPORTED_GROUPS
-        for change in _changed_fields(found, config, group)
+        for change in _changed_fields(found, config, REPORTED_GROUPS)
         if change[0] not in UNREPORTED | (model - CHANGEABLE_FIELDS)
-        and (group != "data" or change[0] in REPORTED_DATA_FIELDS)
+        and (GROUP_OF_FIELD.get(change[0]) != "data" or change[0] in REPORTED_DATA_FIELDS)
     ]
     changes += [change for change in _changes(*order) if change[0] in CHANGEABLE_BATCH_SIZES]
     if config.checkpoint.override_opt_param_scheduler:
@@ -253,20 +251,21 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
             yield name, _label(name), old, new
 
 
-def _changed_fields(found: CheckpointMetadata, config: Config, group: str) -> Iterator[Change]:
-    """Differences of the fields that have an effect in both runs.
+def _changed_fields(
+    found: CheckpointMetadata, config: Config, groups: Iterable[str]
+) -> Iterator[Change]:
+    """Differences of the fields of some groups that have an effect in both runs.
 
     A field that was not given in either run differs only as a consequence of another one.
     """
-    saved = saved_config(found)
-    before, now = _effective_values(saved)[group], _effective_values(config)[group]
-    given = {
-        name
-        for name, *_ in _changes(
-            _as_json(saved.to_dict())[group], _as_json(config.to_dict())[group]
-        )
-    }
-    yield from _changes(before, {name: now[name] for name in now if name in given & before.keys()})
+    runs = saved_config(found), config
+    effective = [_effective_values(each) for each in runs]
+    given_in = [_as_json(each.to_dict()) for each in runs]
+    for group in groups:
+        before, now = (values[group] for values in effective)
+        given = {name for name, *_ in _changes(*(values[group] for values in given_in))}
+        kept = {name: now[name] for name in now if name in given & before.keys()}
+        yield from _changes(before, kept)
 
 
 def _effective_values(config: Config) -> dict[str, dict[str, Any]]:

@@ -36,6 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = random_source(ModelConfig(**SMALL, **LLAMA))
     write_hf(source, parent / "hf")
     write_weights_folder(source, parent / "ours")
+    shutil.copytree(parent / "hf", parent / "indexed")
     return parent
 
 
@@ -123,7 +124,6 @@ def test_changed_states_of_megatron_are_rejected_or_read(
 @given(content=JSON)
 def test_any_index_is_rejected_or_read(folders: Path, content: Any) -> None:
     folder = folders / "indexed"
-    shutil.copytree(folders / "hf", folder, dirs_exist_ok=True)
     for index in (content, {"weight_map": content}, {"weight_map": {"x": content}}):
         (folder / INDEX).write_text(json.dumps(index))
         check(folder)

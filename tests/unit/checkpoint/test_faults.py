@@ -66,7 +66,7 @@ def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
     path = folder / "global_step8" / name
     original = path.read_bytes()
     draw = random.Random(name)
-    for _ in range(25):
+    for _ in range(12):
         path.write_bytes(change(original, draw))
         logged.clear()
         state, engine = load(checkpoints)
