@@ -11,11 +11,12 @@ the point, as `POINTS` describes; `number+` selects all from that one on. The ac
 * `FAULT=iteration:2:hang FAULT_RANK=1 python tests/faults.py ARGUMENTS` in pretrain_gpt.py, on that
   rank or on all ranks. `Launcher.start(..., fault=...)` does this.
 
-Errors of the disk below a path are injected by a preloaded library, see `build_faulty_disk`.
+Errors of the disk below a path are injected by a preloaded library, see `faulty_disk`.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import importlib
@@ -25,6 +26,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -123,13 +125,16 @@ def is_killed_at(text: str, run: Callable[[], object]) -> bool:
     return status != 0
 
 
-def build_faulty_disk(folder: Path) -> Path:
-    """Compiles faulty_disk.cpp, which LD_PRELOAD loads and DISK_FAULT controls."""
+@functools.cache
+def faulty_disk() -> Path:
+    """The library of faulty_disk.cpp, which LD_PRELOAD loads and DISK_FAULT controls."""
     import pytest
 
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
     library = folder / "faulty_disk.so"
     source = REPOSITORY / "tests" / "e2e" / "faulty_disk.cpp"
     subprocess.run(

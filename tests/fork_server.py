@@ -73,18 +73,25 @@ def rank_environments(count: int, **other: str) -> list[dict[str, str]]:
 
 
 class ForkServer:
-    """A client of the server, which it starts in this process's environment."""
+    """A client of the server, which it starts in this process's environment.
+
+    Args:
+        preload: A library that the system loads into the server and its processes.
+    """
 
     running: ClassVar[set[int]] = set()
     """The pids of all servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Path | None = None) -> None:
+        environment = {**clean_environment(), MARK[0]: MARK[1]}
+        if preload is not None:
+            environment["LD_PRELOAD"] = str(preload)
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
-            env={**clean_environment(), MARK[0]: MARK[1]},
+            env=environment,
             text=True,
         )
         self.running.add(self._process.pid)
@@ -131,9 +138,9 @@ class ForkServer:
 
 
 @functools.cache
-def shared_fork_server() -> ForkServer:
+def shared_fork_server(preload: Path | None = None) -> ForkServer:
     """The server of this test session; it ends with this process."""
-    server = ForkServer()
+    server = ForkServer(preload)
     atexit.register(server.close)
     return server
 

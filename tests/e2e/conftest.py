@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.runs import Launcher, Settings
+from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Settings
 from tests.token_files import write_pair
 
 VOCAB = 120
@@ -59,6 +59,16 @@ def base(corpus: Path) -> Settings:
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
     return Launcher(tmp_path_factory.mktemp("output"))
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(
+    launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a run of SCHEDULE without a crash."""
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    launcher.start({**base, **SCHEDULE, "save": folder}, ranks=RANKS).succeed()
+    return folder
 
 
 @pytest.fixture(autouse=True)

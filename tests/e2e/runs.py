@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from megatron_ds.engine.tensor_files import read_tensors
+from tests.faults import faulty_disk
 from tests.fork_server import (
     DEADLINE,
     MARK,
@@ -34,6 +35,9 @@ from tests.fork_server import (
     rank_environments,
     shared_fork_server,
 )
+
+Settings = Mapping[str, Any]
+Record = dict[str, Any]
 
 PROGRAMS = Path(sys.executable).parent
 PRETRAIN = REPOSITORY / "pretrain_gpt.py"
@@ -49,12 +53,19 @@ TERMINAL = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sy
 """Runs a command in a terminal, whose lines are copied to the output."""
 ENDLESS = 100_000
 """Iterations of a run that something else must end."""
+RANKS = 2
+"""Of the runs that are shared."""
+SCHEDULE: Settings = {
+    "global_batch_size": 8,
+    "train_iters": 6,
+    "save_interval": 2,
+    "eval_interval": 3,
+    "eval_iters": 1,
+}
+"""Of the run that the fixture `uninterrupted` has."""
 FAULTS = REPOSITORY / "tests" / "faults.py"
 TIMING_KEYS = ("seconds", "tokens_per_second", "tflops", "warm_up")
 """Keys of a step's record that differ between equal runs: timings, and whether it was a warm-up."""
-
-Settings = Mapping[str, Any]
-Record = dict[str, Any]
 
 
 def to_flags(settings: Settings | Sequence[str]) -> list[str]:
@@ -145,11 +156,10 @@ class Launcher:
 
     Args:
         folder: For the output of the runs.
-        server: Forks the ranks. None: the server of the test session.
     """
 
-    def __init__(self, folder: Path, server: ForkServer | None = None) -> None:
-        self._folder, self._server = folder, server
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._runs: list[Run] = []
 
     def start(
@@ -162,6 +172,7 @@ class Launcher:
         per_rank: Sequence[Mapping[str, str]] | None = None,
         fault: str | None = None,
         fault_rank: int | None = None,
+        disk_fault: str | None = None,
         folder: Path = REPOSITORY,
     ) -> Run:
         """Forks `ranks` processes that run a script (pretrain_gpt.py), without a launcher.
@@ -174,6 +185,7 @@ class Launcher:
             per_rank: The variables by which each rank knows its own, instead of a launcher's.
             fault: Fault to inject, as tests/faults.py describes; runs pretrain_gpt.py.
             fault_rank: Rank on which the fault occurs. If None, it occurs on all ranks.
+            disk_fault: Fault of the disk, as faulty_disk.cpp describes.
             folder: Working directory.
         """
         environment = dict(environment or {})
@@ -181,13 +193,15 @@ class Launcher:
             script, environment["FAULT"] = FAULTS, fault
         if fault_rank is not None:
             environment["FAULT_RANK"] = str(fault_rank)
+        if disk_fault is not None:
+            environment["DISK_FAULT"] = disk_fault
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environments = rank_environments(ranks, **address, **environment)
         if per_rank is not None:
             environments = [{**clean_environment(), **environment, **own} for own in per_rank]
         environments = [{MARK[0]: MARK[1], **each} for each in environments]
         logs = [self._log() for _ in environments]
-        server = self._server or shared_fork_server()
+        server = shared_fork_server(None if disk_fault is None else faulty_disk())
         processes = server.start(script, to_flags(settings), environments, logs, folder)
         return self._register(Run(processes, logs))
 

@@ -17,6 +17,8 @@ import pytest
 from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_run
 from megatron_ds.checkpoint.run_lock import LOCK
 from tests.e2e.runs import (
+    RANKS,
+    SCHEDULE,
     Launcher,
     Run,
     Settings,
@@ -25,14 +27,6 @@ from tests.e2e.runs import (
     steps,
 )
 
-RANKS = 2
-SCHEDULE: Settings = {
-    "global_batch_size": 8,
-    "train_iters": 6,
-    "save_interval": 2,
-    "eval_interval": 3,
-    "eval_iters": 1,
-}
 CRASHED_AT = 4
 
 COMPLETE_BEFORE = {
@@ -46,16 +40,6 @@ COMPLETE_BEFORE = {
 """Stage of the crash -> iteration of the newest complete checkpoint after it."""
 IN_BACKGROUND = ("between-engine-files", "before-manifest", "between-pointers")
 """Stages of asynchronous saves at which runs are killed."""
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(
-    launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """The folder of a run without a crash."""
-    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    launcher.start({**base, **SCHEDULE, "save": folder}, ranks=RANKS).succeed()
-    return folder
 
 
 def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
@@ -100,6 +84,7 @@ def test_a_crash_during_a_save_loses_at_most_that_save(
     assert f"loading checkpoint from {run} at iteration {COMPLETE_BEFORE[stage]}\n" in output
     assert "[checkpoint-skipped]" not in output
     assert "waiting up to" not in output
+    assert ("written in the background" in crashed.output) == async_save
     assert_equal_runs(run, uninterrupted)
     assert [path.name for path in run.glob(".*")] == []
 
@@ -163,32 +148,24 @@ EVENTS = (
     "name",
     "pointer",
 )
-KILLS = 2 * len(EVENTS)
 CLOSELY = 0.0002
 """Seconds between looks for events that last less than a millisecond."""
 LATER_SAVES = 8
-ITERATIONS = 4 * KILLS + 1
 
 
-def moments(seed: int) -> list[Moment]:
-    """Every event twice: all ranks at once, and one rank or all after up to the time of a save."""
-    draw = random.Random(seed)
-    found = [Moment(event, 0.0, None) for event in EVENTS]
-    for number, event in enumerate(EVENTS):
-        victim = number // 2 % RANKS if number % 2 else None
-        found.append(Moment(event, draw.uniform(0.0, 0.02), victim))
-    draw.shuffle(found)
+def moments(count: int) -> list[Moment]:
+    """All ranks at once at an event, or one or all of them up to the time of a save after it."""
+    draw = random.Random(0)
+    found = []
+    for number in range(count):
+        event, delay = EVENTS[(3 * number + 1) % len(EVENTS)], draw.uniform(0.0, 0.03)
+        victim = (0, 1, None)[number % 3]
+        found.append(Moment(event, delay, victim) if number % 2 else Moment(event, 0.0, None))
     return found
 
 
 def read_pointer(run: Path) -> str:
     return (run / "latest").read_text() if (run / "latest").exists() else ""
-
-
-def newest_complete(run: Path) -> int:
-    return next(
-        (read_run(path).iteration for path in list_checkpoints(run) if find_damage(path) is None), 0
-    )
 
 
 def kill_at(run: Run, moment: Moment, folder: Path, iteration: int) -> None:
@@ -199,7 +176,7 @@ def kill_at(run: Run, moment: Moment, folder: Path, iteration: int) -> None:
     saves = range(iteration, iteration + LATER_SAVES)
     run.wait_until(lambda: any(moment.has_happened(folder, each) for each in saves), CLOSELY)
     time.sleep(moment.delay)
-    if moment.victim is None:
+    if moment.victim is None or len(run.pids) == 1:  # the process of a launcher
         run.kill()
     else:
         os.kill(run.pids[moment.victim], signal.SIGKILL)
@@ -208,36 +185,52 @@ def kill_at(run: Run, moment: Moment, folder: Path, iteration: int) -> None:
         assert codes[1 - moment.victim] != 0
 
 
-def test_kills_during_saves_lose_no_checkpoint_and_change_no_bit(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
-    """One run is killed sixteen times during saves and resumed from the newest complete checkpoint.
+def check_after_kill(run: Path, full: Path) -> int:
+    """All checkpoints are complete and those of `full`; returns the newest iteration."""
+    found = list_checkpoints(run)
+    for path in found:
+        assert find_damage(path) is None
+        if (full / path.name).exists():
+            assert not checkpoint_differences(full / path.name, path)
+    assert not read_pointer(run) or run / read_pointer(run) in found
+    return read_run(found[0]).iteration if found else 0
 
-    Every step's loss finally equals that of an uninterrupted run.
+
+@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("kills", [3, pytest.param(150, marks=pytest.mark.proof)])
+def test_kills_during_saves_lose_no_checkpoint_and_change_no_bit(
+    kills: int, async_save: bool, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """One run that saves after every step is killed again and again, and resumed each time.
+
+    Every 25th time it has a launcher, which is killed. Every step's loss finally equals that of an
+    uninterrupted run.
     """
     full, run = tmp_path / "full", tmp_path / "run"
-    # Each kill is at the first or second save after a resume.
-    settings = {**base, "global_batch_size": 4, "train_iters": ITERATIONS}
-    uninterrupted = launcher.start({**settings, "save": full}, ranks=RANKS)
+    # Each kill is at the first or second save after a resume, or at one of the next ones.
+    last = 4 * kills + LATER_SAVES
+    settings = {**base, "global_batch_size": 4, "train_iters": last, "save": full}
+    launcher.start({**settings, "save_interval": 3}, ranks=RANKS).succeed()
     settings |= {"save": run, "load": run, "save_interval": 1, "keep_last": 3}
-    draw = random.Random(1)
-    uninterrupted.succeed()
-    partial_saves = 0
-    for number, moment in enumerate(moments(seed=0)):
-        newest = newest_complete(run)
-        started = launcher.start(settings, ranks=RANKS)
-        kill_at(started, moment, run, newest + draw.choice((1, 1, 2)))
-        assert (f"loading checkpoint from {run} at iteration {newest}\n" in started.output) == (
-            newest > 0
-        ), f"kill {number}: {moment}"
+    settings |= {"async_save": async_save}
+    newest = interrupted = 0
+    for number, moment in enumerate(moments(kills), start=1):
+        if number % 25:
+            started = launcher.start(settings, ranks=RANKS)
+        else:
+            started, _ = launcher.launch("torchrun", settings)
+        kill_at(started, moment, run, newest + 1 + number % 2)
+        launcher.wait_until_all_ended()
+        loaded = f"loading checkpoint from {run} at iteration {newest}\n" in started.output
+        assert loaded == (newest > 0), f"kill {number}: {moment}"
         assert "[checkpoint-skipped]" not in started.output
-        partial_saves += any(path.is_dir() for path in run.glob(".incomplete-*"))
-    assert newest_complete(run) > 3
+        interrupted += any(path.is_dir() for path in run.glob(".incomplete-*"))
+        newest = check_after_kill(run, full)
     # Most events precede the rename; if all kills came later, nothing was tested.
-    assert partial_saves > 0
+    assert interrupted > 0
 
-    launcher.start({**settings, "save_interval": None}, ranks=RANKS).succeed()
+    launcher.start(settings, ranks=RANKS).succeed()
     assert steps(run) == steps(full)
-    last = f"global_step{ITERATIONS}"
-    assert not checkpoint_differences(full / last, run / last)
+    assert not checkpoint_differences(full / f"global_step{last}", run / f"global_step{last}")
+    assert len(list_checkpoints(run)) == settings["keep_last"]
     assert not list(run.glob(".*"))
