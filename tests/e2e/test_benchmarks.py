@@ -1,9 +1,13 @@
-"""The benchmarks: their processes, what they compute from measurements, and a tiny run of each."""
+"""The benchmarks: their processes, what they compute from measurements, and a tiny run of each.
+
+Tiny runs that take seconds are left to `make proofs`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
 import math
 import operator
@@ -16,7 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import checkpoint, data, documents, long_sequences, preprocess, startup, train_step
+from benchmarks import (
+    checkpoint,
+    data,
+    documents,
+    long_sequences,
+    preprocess,
+    startup,
+    train_step,
+)
+from benchmarks.accelerator.models import SIZES
 from benchmarks.common import Contender, in_turn, paired_ratio
 from benchmarks.train_step import (
     BARE,
@@ -32,8 +45,21 @@ from benchmarks.train_step import (
 )
 from megatron_ds.data import build_datasets
 from megatron_ds.launch.startup_timer import StartupTimer
+from tests.fork_server import REPOSITORY
 
 TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, vocab=128, micro_batch=2)
+
+
+@pytest.mark.parametrize("program", sorted((REPOSITORY / "benchmarks").glob("[!_]*.py")))
+def test_a_program_imports_what_it_needs(
+    program: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"benchmarks.{program.stem}")
+    if hasattr(module, "main"):
+        monkeypatch.setattr("sys.argv", [program.name, "--help"])
+        with pytest.raises(SystemExit):
+            module.main()
+        assert capsys.readouterr().out.startswith(f"usage: {program.name}")
 
 
 def test_contenders_take_turns_in_their_own_processes() -> None:
@@ -114,6 +140,7 @@ def test_summary_of_a_contender() -> None:
     assert figures["model_gflops"] == pytest.approx(200e-9)
 
 
+@pytest.mark.proof
 def test_all_contenders_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
     table = train_step.measure(
         Setting(TINY, "bf16", threads=1),
@@ -139,6 +166,7 @@ def test_all_contenders_train_the_same_model(capsys: pytest.CaptureFixture[str])
     assert DEEPSPEED in capsys.readouterr().out
 
 
+@pytest.mark.proof
 def test_preprocessing_writes_the_tokens_of_its_floor(tmp_path: Path) -> None:
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "work"
     folder.mkdir()
@@ -187,6 +215,7 @@ def test_startup_parses_the_line_of_a_run() -> None:
     assert startup.parts_of(starts) == {"launcher": 4.0, "libraries": 4.0, "data": 1.0}
 
 
+@pytest.mark.proof
 def test_packed_attention_is_compared_with_a_causal_document_mask() -> None:
     mask = documents.dense(torch.tensor([[0, 0, 1]], dtype=torch.int32))
     assert mask.int().tolist() == [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
@@ -198,6 +227,7 @@ def test_packed_attention_is_compared_with_a_causal_document_mask() -> None:
     assert documents.speedups(rounds) == {documents.MASKED: 2, documents.CAUSAL: 0.5}
 
 
+@pytest.mark.proof
 def test_memory_per_token_of_a_long_sequence(tmp_path: Path) -> None:
     file = tmp_path / "memory.json"
     shape = "--layers 2 --hidden 128 --heads 2 --vocab 64 --document 256"
@@ -236,6 +266,7 @@ def test_reading_is_measured_in_every_way(tmp_path: Path, cold: bool) -> None:
         assert data.run_reading(way, prefix, cold)(40) > 0
 
 
+@pytest.mark.proof
 def test_checkpoints_are_measured_in_every_way(tmp_path: Path) -> None:
     result = checkpoint.measure(checkpoint.SMALL, tmp_path, rounds=2)
     rates = result["MB_per_s"]
@@ -253,3 +284,8 @@ def test_ratios_of_checkpoints_pair_rounds() -> None:
     rates |= {checkpoint.SAVE: [2.0, 8.0, 3.0], checkpoint.TORCH_SAVE: [1.0, 4.0, 1.0]}
     first = checkpoint.ratios(rates)[0]
     assert (first["job"], first["ratio"], first["target"]) == (checkpoint.SAVE, 2.0, 0.9)
+
+
+def test_model_flops_utilization() -> None:
+    # 124 million parameters at 470,000 tokens per second: 403 of 989 TFLOP/s.
+    assert SIZES["124m"].mfu(470_000, 989.0) == pytest.approx(0.408, abs=0.002)

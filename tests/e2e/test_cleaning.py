@@ -1,4 +1,4 @@
-"""Cleanings that are killed, with SIGKILL, again and again, and those of the old names."""
+"""Cleanings, also by the scripts of the peers, that are killed again and again with SIGKILL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kill_everywhere(
     return kills
 
 
-def test_a_run_that_is_killed_anywhere_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_anywhere_ends_with_uninterrupted_output(tmp_path: Path) -> None:
     """Killed once, and then again on its way."""
     corpus(tmp_path)
     clean(everything(tmp_path))
@@ -72,7 +72,7 @@ def addresses(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("main", "made"), [(find_duplicates.main, duplicates), (blacklist_urls.main, addresses)]
 )
-def test_the_old_names_go_on_after_a_kill(
+def test_peer_scripts_resume_after_a_kill(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -20,7 +20,7 @@ from tests.problems import printed_codes
     ("name", "statuses"),
     # DeepSpeed's launcher polls once a second and returns the first status it finds: usually the
     # victim's, 256 - 9, and on a busy machine its peer's.
-    [("deepspeed", (247, 4)), ("torchrun", (1,))],
+    [pytest.param("deepspeed", (247, 4), marks=pytest.mark.proof), ("torchrun", (1,))],
 )
 def test_killed_rank_of_a_launcher(
     name: str, statuses: tuple[int, ...], launcher: Launcher, base: Settings, tmp_path: Path

@@ -64,15 +64,11 @@ EXPECTED = "".join(
 """Exceeds the training's 16 tokens: rotary positions are relative."""
 
 
-@pytest.mark.parametrize("name", ["torchrun", "deepspeed"])
-def test_every_launcher_gives_the_same_texts(name: str, trained: Path, launcher: Launcher) -> None:
+def test_two_ranks_of_a_launcher_give_the_same_texts(trained: Path, launcher: Launcher) -> None:
     settings = {"load": trained, "prompt": PROMPTS, "greedy": True, "out_seq_length": 24}
-    run, _ = launcher.launch(name, settings, TOOL)
+    run, _ = launcher.launch("torchrun", settings, TOOL)
     run.succeed()
-    if name == "deepspeed":  # which writes its own messages there
-        assert EXPECTED in run.stdout
-    else:
-        assert run.stdout == EXPECTED
+    assert run.stdout == EXPECTED
 
 
 def test_interactive_prompts_are_continued_without_deepspeed(

@@ -2,16 +2,12 @@
 
 The reference (tests/independent) writes token files and initial weights, reads its own files in
 Megatron's order, and computes losses, gradient norms, learning rates and batch sizes of every step
-in fp64. One training of a model is the reference of all its layouts. `make test` runs some of them;
-all run with
-
-    MEGATRON_DS_PROOFS=1 python -m pytest tests/e2e/test_independent_reference.py
+in fp64. One training of a model is the reference of all its layouts.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,6 @@ from tests.independent.token_order import (
 )
 from tests.independent.training import Step, train
 
-ALL = "MEGATRON_DS_PROOFS" in os.environ
 LOSS_ERROR, NORM_ERROR = 3e-6, 1e-5
 """Absolute and relative; the largest differences seen are 1.7e-6 (four units of the last place) and
 2.3e-6."""
@@ -122,7 +117,6 @@ MORE: dict[str, tuple[str, int, Settings]] = {
     "ramp-up, one": ("ramp-up", 1, parallel(zero_stage=0)),
     "ramp-up, TP 2 x Ulysses 2": ("ramp-up", 4, parallel(tp=2, ulysses=2)),
 }
-LAYOUTS = SOME | MORE if ALL else SOME
 RATES = {"activation": 0.2, "attention": 0.1}
 DROPOUT: dict[str, tuple[int, int, int, Settings]] = {
     "PP 2 x DP 2": (1, 2, 2, {}),
@@ -186,11 +180,13 @@ def flags_of(options: Mapping[str, Any], prefix: Path, weights: Path, folder: Pa
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [*SOME, *(pytest.param(name, marks=pytest.mark.proof) for name in MORE)]
+)
 def test_layout_equals_the_reference(
     name: str, prefix: Path, launcher: Launcher, tmp_path: Path
 ) -> None:
-    model, ranks, layout = LAYOUTS[name]
+    model, ranks, layout = (SOME | MORE)[name]
     weights = write_weights(tmp_path / "weights", options_of(model), weights_of(model))
     flags = flags_of(options_of(model), prefix, weights, tmp_path)
     launcher.start({**flags, **layout}, ranks=ranks).succeed()
@@ -220,7 +216,15 @@ def test_references_show_what_they_should(prefix: Path) -> None:
         assert min(step.token_drop_rate for step in steps_of[model]) > 0, model
 
 
-@pytest.mark.parametrize("name", DROPOUT if ALL else list(DROPOUT)[:2])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PP 2 x DP 2",
+        "TP 2 x DP 2, ZeRO 3",
+        pytest.param("DP 2, recomputed", marks=pytest.mark.proof),
+        pytest.param("TP 2 x PP 2", marks=pytest.mark.proof),
+    ],
+)
 def test_dropout_equals_the_reference_with_the_same_masks(
     name: str, prefix: Path, launcher: Launcher, tmp_path: Path
 ) -> None:

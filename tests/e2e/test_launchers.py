@@ -108,13 +108,3 @@ def test_slow_first_rank_still_reports_the_problem(launcher: Launcher, base: Set
     result = launcher.command([*command, PRETRAIN, *flags]).wait()
     assert result.output.count("pretrain_gpt.py: 1 problem with the settings") == 1, result.output
     assert "[hidden-size-not-divisible-by-heads]" in result.output
-
-
-def test_invalid_setting_is_reported_once_by_a_launched_run(
-    launcher: Launcher, base: Settings
-) -> None:
-    settings = {**base, "global_batch_size": 7, "train_iters": 3}
-    result = launcher.launch("deepspeed", settings)[0].wait()
-    assert result.codes == (2,)
-    assert result.output.count("[batch-size-not-divisible]") == 1
-    assert "Traceback" not in result.output

@@ -1,9 +1,9 @@
 """A killed and resumed run is bit-identical to an uninterrupted one.
 
-All layouts are killed during the batch-size ramp-up, in the middle of a step, with dropout. They
-cover every supported pair of a ZeRO stage, data or tensor parallelism, and fp32 or bf16, both kinds
-of offload, stage 3 with both kinds of parallelism, and ranks that share every sequence. Other
-combinations differ from these only in ways that the tests of several ranks cover.
+All layouts are killed during the batch-size ramp-up, in the middle of a step, with dropout. Those
+of `make proofs` cover every supported pair of a ZeRO stage, data or tensor parallelism, and fp32 or
+bf16, both kinds of offload, stage 3 with both kinds of parallelism, and ranks that share every
+sequence. Other combinations differ from these only in ways that the tests of several ranks cover.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.e2e.runs import (
     Launcher,
     Settings,
     checkpoint_differences,
-    has_trained,
     records,
     steps,
 )
@@ -53,73 +51,34 @@ GUARD: Settings = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Parallel layout, precision, offloading and optimizer."""
-
-    stage: int
-    tp: int = 1
-    dp: int = 1
-    pp: int = 1
-    sp: int = 1
-    """Ranks that share every sequence."""
-    bf16: bool = False
-    offload: tuple[str, ...] = ()
-    sequence: bool = False
-    """Sequence parallelism."""
-    guard: bool = False
-    """Skip an iteration, and every step whose loss or norm is above the mean."""
-    optimizer: str = "adam"
-    folded: bool = False
-    """Two stages per pipeline rank."""
-
-    @property
-    def name(self) -> str:
-        parts = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "dp", "pp", "sp")]
-        switches = {"bf16": self.bf16, "sequence": self.sequence, "guard": self.guard}
-        switches["folded"] = self.folded
-        parts += [*(name for name in switches if switches[name]), *self.offload, self.optimizer]
-        return "-".join([f"zero{self.stage}", *parts])
-
-    @property
-    def ranks(self) -> int:
-        return self.tp * self.dp * self.pp * self.sp
-
-    def settings(self, folder: Path) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.stage}
-        if self.stage == 3:
-            zero["stage3_param_persistence_threshold"] = 0  # else a small model is not partitioned
-        for what in self.offload:
-            zero[f"offload_{what}"] = {"device": "cpu"}
-        file = folder / "ds.json"
-        file.write_text(json.dumps({"zero_optimization": zero}))
-        folded = {"pipeline_schedule": "dualpipev", "num_layers": 4, "micro_batch_size": 1}
-        return {
-            **(folded if self.folded else {}),
-            "deepspeed_config": file,
-            "tensor_model_parallel_size": self.tp,
-            "sequence_parallel": self.sequence,
-            "ds_sequence_parallel_size": self.sp,
-            **(GUARD if self.guard else {}),
-            "pipeline_model_parallel_size": self.pp,
-            "bf16": self.bf16,
-            "optimizer": self.optimizer,
-        }
+def zero3(**values: Any) -> dict[str, Any]:
+    """Else a small model is not partitioned."""
+    return {"stage": 3, "stage3_param_persistence_threshold": 0, **values}
 
 
-LAYOUTS = [
-    Layout(0, dp=2),
-    Layout(0, tp=2),
-    Layout(1, dp=2, bf16=True),
-    Layout(1, tp=2, sequence=True, optimizer="lion"),
-    Layout(2, dp=2, offload=("optimizer",)),
-    Layout(2, tp=2, bf16=True, guard=True),
-    Layout(3, dp=2, bf16=True, offload=("optimizer", "param")),
-    Layout(3, sp=2),
-    Layout(3, tp=2, dp=2, bf16=True, sequence=True, optimizer="muon"),
-    Layout(0, pp=2, folded=True),
-    Layout(1, pp=2, dp=2, bf16=True, guard=True),
-]
+ON_CPU = {"device": "cpu"}
+FOLDED = {"pipeline_schedule": "dualpipev", "num_layers": 4, "micro_batch_size": 1}
+TP2, SEQUENCE = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
+    "zero0-tp2": (2, {"stage": 0}, TP2),
+    "zero1-pp2-dp2-bf16-guard": (4, {"stage": 1}, {**PP2, "bf16": True, **GUARD}),
+    "zero2-dp2-offload": (2, {"stage": 2, "offload_optimizer": ON_CPU}, {}),
+    "zero3-sp2": (2, zero3(), {"ds_sequence_parallel_size": 2}),
+    "zero3-tp2-dp2-bf16-muon": (4, zero3(), {**TP2, **SEQUENCE, "bf16": True, "optimizer": "muon"}),
+}
+"""Ranks, `zero_optimization` of the DeepSpeed file, and further flags."""
+MORE: dict[str, tuple[int, dict[str, Any], Settings]] = {
+    "zero0-dp2": (2, {"stage": 0}, {}),
+    "zero1-dp2-bf16": (2, {"stage": 1}, {"bf16": True}),
+    "zero1-tp2-lion": (2, {"stage": 1}, {**TP2, **SEQUENCE, "optimizer": "lion"}),
+    "zero2-tp2-bf16-guard": (2, {"stage": 2}, {**TP2, "bf16": True, **GUARD}),
+    "zero3-dp2-bf16-offload": (
+        *(2, zero3(offload_optimizer=ON_CPU, offload_param=ON_CPU)),
+        {"bf16": True},
+    ),
+    "zero0-folded": (2, {"stage": 0}, {**PP2, **FOLDED}),
+}
 
 
 def run_both(
@@ -144,17 +103,23 @@ def run_both(
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(LAYOUTS[0], marks=pytest.mark.smoke), *LAYOUTS[1:]],
-    ids=lambda layout: layout.name,
+    "name",
+    [
+        pytest.param("zero0-tp2", marks=pytest.mark.smoke),
+        *list(LAYOUTS)[1:],
+        *(pytest.param(name, marks=pytest.mark.proof) for name in MORE),
+    ],
 )
 def test_killed_and_resumed_equals_uninterrupted(
-    layout: Layout, launcher: Launcher, base: Settings, tmp_path: Path
+    name: str, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    settings = {**base, **SCHEDULE, **layout.settings(tmp_path)}
-    parts = run_both(launcher, settings, tmp_path, layout.ranks, KILL_POSITION)
+    ranks, zero, flags = (LAYOUTS | MORE)[name]
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    settings = {**base, **SCHEDULE, **flags, "deepspeed_config": file}
+    parts = run_both(launcher, settings, tmp_path, ranks, KILL_POSITION)
     sizes = dict(enumerate([4, 4, 4, 8, 8, 12, 12, 12], 1))
-    if layout.guard:
+    if "guard" in name:
         del sizes[SKIPPED]
         assert any(record["skipped"] for record in steps(parts) if record["iteration"] > SAVED)
     assert {record["iteration"]: record["global_batch_size"] for record in steps(parts)} == sizes
@@ -179,7 +144,7 @@ BY_TOKENS: Settings = {
 def test_token_schedules_resume_bit_for_bit(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    settings = {**base, **BY_TOKENS, **Layout(2, dp=2).settings(tmp_path)}
+    settings = {**base, **BY_TOKENS, "zero_stage": 2}
     records_of_steps = steps(run_both(launcher, settings, tmp_path, 2, kill_position=28))
     found = [
         (record["curriculum_seqlen"], record["global_batch_size"], record["consumed_tokens"])
@@ -242,51 +207,15 @@ def test_another_global_batch_size_continues_with_the_next_samples(
     assert not checkpoint_differences(full / "global_step8", parts / "global_step8")
 
 
-def test_a_run_killed_at_arbitrary_times_and_resumed_twice_equals_uninterrupted(
+def test_a_run_that_has_ended_is_started_again_and_only_evaluates(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """No fault is injected: the kills come at any time after some steps that follow a save."""
-    full, parts = tmp_path / "full", tmp_path / "parts"
-    settings = {
-        **base,
-        "global_batch_size": 16,
-        "train_iters": 60,
-        "save_interval": 10,
-        "num_workers": 1,
-    }
-    pointer = parts / "latest_checkpointed_iteration.txt"
-
-    def is_beyond(iteration: int) -> bool:
-        is_saved = pointer.exists() and int(pointer.read_text()) >= iteration
-        return is_saved and has_trained(parts, iteration + 1)()
-
-    for kill_after in (10, 30):
-        run = launcher.start({**settings, "save": parts, "load": parts}, ranks=2)
-        run.wait_until(lambda after=kill_after: is_beyond(after))  # type: ignore[misc]
-        run.kill()
-        assert not (parts / "global_step60").exists(), "the kill came too late to test anything"
-    launcher.start({**settings, "save": parts, "load": parts}, ranks=2).succeed()
-    launcher.start({**settings, "save": full}, ranks=2).succeed()
-
-    assert steps(parts) == steps(full)
-    assert not checkpoint_differences(full / "global_step60", parts / "global_step60")
-
-
-def test_a_folder_without_a_checkpoint_starts_a_new_run(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
-    settings = {**base, "train_iters": 2, "save": tmp_path / "run", "load": tmp_path / "run"}
-    output = launcher.start(settings).succeed()
-    assert output.count("[no-checkpoint-to-load]") == 2  # the second one follows the banner
-    assert [record["iteration"] for record in steps(tmp_path / "run")] == [1, 2]
-
-
-def test_a_finished_run_that_is_started_again_only_evaluates(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
+    """Its first start finds no checkpoint."""
     run = tmp_path / "run"
     settings = {**base, "train_iters": 2, "eval_iters": 1, "save": run, "load": run}
-    launcher.start(settings).succeed()
+    output = launcher.start(settings).succeed()
+    assert output.count("[no-checkpoint-to-load]") == 2  # the second one follows the banner
+    assert [record["iteration"] for record in steps(run)] == [1, 2]
     before = records(run)
     output = launcher.start(settings).succeed()
     assert "at iteration 2" in output

@@ -48,7 +48,9 @@ def assert_resumes(launcher: Launcher, settings: Settings, save: Path, *, ranks:
     [
         # The wrapper is killed by the signal without forwarding it; its ranks notice.
         ("deepspeed", -signal.SIGTERM, "exiting program since its launcher is gone."),
-        ("torchrun", 1, "exiting program after receiving SIGTERM."),
+        pytest.param(
+            *("torchrun", 1, "exiting program after receiving SIGTERM."), marks=pytest.mark.proof
+        ),
     ],
 )
 def test_sigterm_to_the_launcher(

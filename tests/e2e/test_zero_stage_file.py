@@ -53,10 +53,10 @@ def test_stage_of_a_copied_file_switches_zero(
 @pytest.mark.parametrize(
     "name",
     [
-        "zero2_offload.json",
+        pytest.param("zero2_offload.json", marks=pytest.mark.proof),
         "zero3_hpz.json",
         "zero3_offload.json",
-        pytest.param("zero3_nvme.json", marks=pytest.mark.libaio),
+        pytest.param("zero3_nvme.json", marks=[pytest.mark.libaio, pytest.mark.proof]),
     ],
 )
 def test_provided_files_run_and_are_saved_with_the_checkpoints(
