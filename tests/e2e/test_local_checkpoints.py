@@ -10,40 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Launcher, Settings, checkpoint_differences, steps
+from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Settings, checkpoint_differences, steps
 from tests.problems import printed_codes
 
-RANKS = 2
-SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 8, "zero_stage": 2}
 STATES = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    settings = {**base, **SCHEDULE, "save": folder}
-    launcher.start(settings, ranks=RANKS).succeed()
-    return folder
-
-
-@pytest.fixture(scope="module")
 def crashed(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was killed in iteration 7: saved at 3, and locally at 2, 4 and 6."""
+    """A run that was killed in iteration 6: saved at 2 and 4, and locally after each step."""
     folder = tmp_path_factory.mktemp("crashed")
     run = launcher.start(
-        settings_in(folder, base), ranks=RANKS, fault="iteration:7:kill-all", folder=folder
+        settings_in(folder, base), ranks=RANKS, fault="iteration:6:kill-all", folder=folder
     )
     assert set(run.wait().codes) == {-9}
-    assert "saved local checkpoint at iteration       6 on all nodes\n" in run.output
+    assert "saved local checkpoint at iteration       5 on all nodes\n" in run.output
     for rank in range(RANKS):
         node = folder / f"node-{rank}"
         kept = {path.name for path in node.iterdir() if path.is_dir()}
-        assert kept == {"global_step4", "global_step6"}
+        assert kept == {"global_step4", "global_step5"}
         # Its own states and those of the other node.
         for other in range(RANKS):
-            assert (node / "global_step6" / STATES.format(other)).is_file()
+            assert (node / "global_step5" / STATES.format(other)).is_file()
     return folder
 
 
@@ -53,16 +41,15 @@ def settings_in(folder: Path, base: Settings) -> Settings:
         **SCHEDULE,
         "save": "run",
         "load": "run",
-        "save_interval": 3,
         "local_checkpoint_dir": "node-$RANK",
-        "local_save_interval": 2,
+        "local_save_interval": 1,
     }
 
 
 def resumed(crashed: Path, folder: Path) -> Path:
     shutil.copytree(crashed, folder)
-    shutil.rmtree(folder / "run" / "global_step6")  # the iteration of a local one
-    for name, text in (("latest", "global_step3"), ("latest_checkpointed_iteration.txt", "3")):
+    shutil.rmtree(folder / "run" / "global_step4")  # the iteration of a local one
+    for name, text in (("latest", "global_step2"), ("latest_checkpointed_iteration.txt", "2")):
         (folder / "run" / name).write_text(text)
     return folder
 
@@ -70,7 +57,7 @@ def resumed(crashed: Path, folder: Path) -> Path:
 def assert_equal(folder: Path, uninterrupted: Path) -> None:
     run = folder / "run"
     assert steps(run) == steps(uninterrupted)
-    assert not checkpoint_differences(uninterrupted / "global_step8", run / "global_step8")
+    assert not checkpoint_differences(uninterrupted / "global_step6", run / "global_step6")
 
 
 @pytest.mark.parametrize("lost", [None, 0, pytest.param(1, marks=pytest.mark.smoke)])
@@ -87,7 +74,7 @@ def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
         shutil.rmtree(folder / f"node-{lost}")
     settings = settings_in(folder, base)
     output = launcher.start(settings, ranks=RANKS, folder=folder).succeed()
-    assert " at iteration 6\n" in output
+    assert " at iteration 5\n" in output
     restored = [line for line in output.splitlines() if "[local-checkpoint-restored]" in line]
     if lost is None:
         assert not restored
@@ -105,10 +92,10 @@ def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
     base: Settings,
     tmp_path: Path,
 ) -> None:
-    """Iteration 6 has lost a file on both nodes, iteration 4 a byte on one; then all is lost."""
+    """Iteration 5 has lost a file on both nodes, iteration 4 a byte on one; then all is lost."""
     folder = resumed(crashed, tmp_path / "again")
     for rank in range(RANKS):
-        (folder / f"node-{rank}" / "global_step6" / STATES.format(1)).unlink()
+        (folder / f"node-{rank}" / "global_step5" / STATES.format(1)).unlink()
     damaged = folder / "node-1" / "global_step4" / STATES.format(1)
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
@@ -125,5 +112,5 @@ def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
     for rank in range(RANKS):
         shutil.rmtree(folder / f"node-{rank}")
     output = launcher.start(settings, ranks=RANKS, folder=folder).succeed()
-    assert "loading checkpoint from run at iteration 3\n" in output
+    assert "loading checkpoint from run at iteration 2\n" in output
     assert_equal(folder, uninterrupted)

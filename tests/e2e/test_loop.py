@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +58,11 @@ def test_the_kill_switch_stops_the_run(launcher: Launcher, base: Settings, tmp_p
     assert f"Detected kill switch at {switch}. Exiting, iteration={last}" in output
     assert saved(run) == [f"global_step{last}"]
 
+    # An existing one prevents training.
+    output = launcher.start({**settings, "save": tmp_path / "other"}).succeed()
+    assert output.endswith(f"\nDetected kill switch at {switch}. Exiting, iteration=0\n")
+    assert " iteration " not in output
+
 
 def test_exit_duration_stops_the_run(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
     """It counts from the start of the program: start-up alone takes longer than this limit."""
@@ -68,22 +71,6 @@ def test_exit_duration_stops_the_run(launcher: Launcher, base: Settings, tmp_pat
     assert "exiting program after 0.003 minutes" in output
     assert len(losses(tmp_path)) == 1
     assert saved(tmp_path) == ["global_step1"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_rank_stops_all_with_a_save(
-    rank: int, launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
-    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    run = launcher.start(settings, ranks=2)
-    run.wait_until(has_trained(tmp_path))
-    os.kill(run.pids[rank], signal.SIGTERM)
-    result = run.wait()
-    assert set(result.codes) == {143}
-    assert "exiting program after receiving SIGTERM." in result.output
-    last = len(losses(tmp_path))
-    assert saved(tmp_path) == [f"global_step{last}"]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
 
 
 # Evaluations and logs.

@@ -59,9 +59,10 @@ def zero3(**values: Any) -> dict[str, Any]:
 ON_CPU = {"device": "cpu"}
 FOLDED = {"pipeline_schedule": "dualpipev", "num_layers": 4, "micro_batch_size": 1}
 TP2, SEQUENCE = {"tensor_model_parallel_size": 2}, {"sequence_parallel": True}
+PACKED = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), True)
 PP2 = {"pipeline_model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any], Settings]] = {
-    "zero0-tp2": (2, {"stage": 0}, TP2),
+    "zero0-tp2-packed": (2, {"stage": 0}, {**TP2, **PACKED}),
     "zero1-pp2-dp2-bf16-guard": (4, {"stage": 1}, {**PP2, "bf16": True, **GUARD}),
     "zero2-dp2-offload": (2, {"stage": 2, "offload_optimizer": ON_CPU}, {}),
     "zero3-sp2": (2, zero3(), {"ds_sequence_parallel_size": 2}),
@@ -105,7 +106,7 @@ def run_both(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("zero0-tp2", marks=pytest.mark.smoke),
+        pytest.param("zero0-tp2-packed", marks=pytest.mark.smoke),
         *list(LAYOUTS)[1:],
         *(pytest.param(name, marks=pytest.mark.proof) for name in MORE),
     ],

@@ -67,16 +67,23 @@ def test_sigterm_to_the_launcher(
     assert_resumes(launcher, settings, tmp_path)
 
 
-def test_sigint_to_all_processes(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_signal_to_a_rank_or_all_stops_all_with_a_save(
+    rank: int | None, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
     """A terminal sends Ctrl-C to all processes, including the data loaders."""
     settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
     run = launcher.start(settings, ranks=2)
     run.wait_until(has_trained(tmp_path))
-    os.killpg(run.pids[0], signal.SIGINT)
+    if rank is None:
+        os.killpg(run.pids[0], signal.SIGINT)
+    else:
+        os.kill(run.pids[rank], signal.SIGTERM)
     result = run.wait()
-    assert result.codes == (130, 130)
-    assert "received Ctrl-C: saving a checkpoint" in result.output
-    assert "exiting program after receiving SIGINT." in result.output
+    assert result.codes == ((130, 130) if rank is None else (143, 143))
+    assert ("received Ctrl-C: saving a checkpoint" in result.output) == (rank is None)
+    name = "SIGINT" if rank is None else "SIGTERM"
+    assert f"exiting program after receiving {name}." in result.output
     assert "Traceback" not in result.output
     assert_resumes(launcher, {**settings, "num_workers": 0}, tmp_path)
 
@@ -172,14 +179,3 @@ def test_signal_interrupts_an_evaluation_and_saves(
     assert len(evaluations(tmp_path)) == micro_batch // 6
     assert result.output.count(f"evaluation micro-batch {micro_batch}\n") == 2
     assert f"evaluation micro-batch {unread}\n" not in result.output
-
-
-def test_existing_kill_switch_prevents_training(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
-    switch = tmp_path / "switch"
-    switch.touch()
-    settings = {**base, "train_iters": 3, "save": tmp_path, "kill_switch_path": switch}
-    output = launcher.start(settings).succeed()
-    assert output.endswith(f"\nDetected kill switch at {switch}. Exiting, iteration=0\n")
-    assert " iteration " not in output
