@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.runs import Launcher
 from tools import demo, make_corpus
 
 ITERATIONS = 20
@@ -35,7 +34,10 @@ def smaller(flags: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def test_the_demo_trains_resumes_and_generates_from_the_users_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    launcher: Launcher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(demo.REPOSITORY)
     text, folder = tmp_path / "my.jsonl", tmp_path / "run"
@@ -72,6 +74,5 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     shutil.rmtree(folder)
     tool = demo.REPOSITORY / "tools" / "generate_samples_gpt.py"
     options = ["--prompt", "One", "--out-seq-length", "4", "--greedy", "--load", "moved"]
-    monkeypatch.chdir(moved.parent)
-    assert subprocess.run([sys.executable, tool, *options], check=False).returncode == 0
-    assert "Context: One\nGenerated: " in capfd.readouterr().out
+    output = launcher.start(options, script=tool, folder=moved.parent).succeed()
+    assert "Context: One\nGenerated: " in output
