@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test test-libaio test-deepspeed test-gpu test-interop mutants lint unit \
+.PHONY: help demo quick test proofs test-libaio test-deepspeed test-gpu test-interop mutants lint unit \
   install ops clean
 
 help: ## show this list
@@ -39,13 +39,17 @@ quick: lint $(TESTED) ## lint, unit tests and one case of each proof, in about t
 	$(PARALLEL) tests/unit
 	$(PARALLEL) -m smoke tests/dist tests/e2e
 
-test: lint $(TESTED) ## lint, then all tests: unit, fuzz, multi-process and end-to-end
+test: lint $(TESTED) ## lint, then unit, fuzz, multi-process and end-to-end tests: every claim once
 	$(PARALLEL) tests/unit tests/fuzz
 	$(PARALLEL) tests/dist tests/e2e
 
+proofs: lint $(TESTED) $(INTEROP)/.installed ## everything that proves something, more than an hour; ONLY="layouts mutants" selects sections
+	@$(RUN)/python tools/build_ops.py aio || echo "The proofs that offload to NVMe will be skipped"
+	$(RUN)/python tests/proofs/run.py $(ONLY)
+
 test-libaio: $(TESTED) ## the tests that offload to NVMe, which need libaio and its headers
 	@$(RUN)/python tools/build_ops.py aio
-	$(PARALLEL) -m libaio tests/dist tests/e2e tests/unit  # pytest enters no folder "dist" by itself
+	$(PARALLEL) -m 'libaio and not proof' tests/dist tests/e2e tests/unit  # pytest enters no folder "dist" by itself
 
 test-gpu: $(VENV)/.dev-installed ## the tests that need an accelerator, on the one that DeepSpeed finds
 	$(RUN)/python -m pytest -m gpu tests

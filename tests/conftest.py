@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.proofs.marked import MARKERS
+
 # A shell without job control starts background jobs with SIGINT ignored, and the processes that the
 # tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -40,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        # For the record of the tests that `make test` leaves out.
+        item.user_properties += [(each, "1") for each in MARKERS if item.get_closest_marker(each)]
     _skip_without_accelerator(config, items)
     if on_disk := [item for item in items if item.get_closest_marker("libaio")]:
         from megatron_ds.launch import libaio

@@ -15,6 +15,7 @@ import pytest
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.cli.flags import dashed, training_flags
 from tests.problems import codes
+from tests.proofs.marked import marked_tests
 from tools.make_docs import tool_tables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -72,24 +73,35 @@ def names_of_tests(path: Path) -> set[str]:
 
 
 CLAIMS = re.findall(
-    r"^\| (?!claim \|).* \| `?([^|`]*)`? \|$",
+    r"^\| (?!claim \|)(.*) \| ([^|]*) \| (\w+) \|$",
     (DOCS / "development" / "verified.md").read_text(encoding="utf-8"),
     flags=re.MULTILINE,
 )
-"""Second column of the tables of verified claims."""
+"""Claim, tests and tier of the tables of verified claims."""
 
 
-@pytest.mark.parametrize("test", CLAIMS)
-def test_every_verified_claim_names_a_test(test: str) -> None:
+def markers_of(test: str) -> list[str | None]:
+    """Of the tests of a name or a file: the marker by which `make test` leaves all cases out."""
     file, _, name = test.partition("::")
     found = names_of_tests(REPOSITORY / file)
+    assert found, test
+    assert not name or name in found, test
+    names = [f"{file}::{each}" for each in ([name] if name else sorted(found))]
+    marked = marked_tests()
+    return [
+        marked[each].marker if each in marked and marked[each].is_complete else None
+        for each in names
+    ]
 
-    assert found
-    assert not name or name in found
 
-
-def test_verified_claims_are_found() -> None:
+def test_verified_claims_name_tests_and_their_tier() -> None:
     assert len(CLAIMS) > 70
+    for claim, cell, tier in CLAIMS:
+        tests = re.findall(r"`(tests/[^`]*)`", cell)
+        assert tests, claim
+        found = {marker for test in tests for marker in markers_of(test)}
+        expected = "test" if None in found else "interop" if found == {"interop"} else "proofs"
+        assert tier == expected, claim
 
 
 def test_files_and_tests_in_backquotes_exist() -> None:

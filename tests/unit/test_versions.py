@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from megatron_ds.config.support import AXES
+from tests.reports import read_cases
 from tests.versions import run
 from tools import support_matrix
 
@@ -26,7 +27,7 @@ def test_results_are_those_of_the_report(tmp_path: Path) -> None:
     path = tmp_path / "report.xml"
     path.write_text(REPORT, encoding="utf-8")
 
-    results = run.read_report(path)
+    results = run.results_of(read_cases(path))
 
     layouts = results["tests/dist/test_layouts.py::test_layout_equals_one_process"]
     failed = {"test_layout_equals_one_process[b]": "TypeError: no stream"}

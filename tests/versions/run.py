@@ -15,17 +15,16 @@ import argparse
 import fnmatch
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 from tests.dist.proofs import PROOFS  # noqa: E402 (the repository is on the path now)
+from tests.reports import Case, run_pytest  # noqa: E402
 
 INSTALLED = REPOSITORY / "build" / "deepspeed"
 RESULTS = Path(__file__).with_name("results.json")
@@ -76,8 +75,6 @@ def install(version: str) -> Path:
 
 def run_suite(folder: Path, tests: Sequence[str]) -> dict[str, Result]:
     """The results of tests with the version in a folder."""
-    report = folder / "report.xml"
-    report.unlink(missing_ok=True)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)]),
@@ -85,38 +82,22 @@ def run_suite(folder: Path, tests: Sequence[str]) -> dict[str, Result]:
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [f"--junitxml={report}", *tests]
-    subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
-    return read_report(report, tests)
+    return results_of(run_pytest(folder / "report.xml", tests, environment), tests)
 
 
-def read_report(path: Path, tests: Sequence[str] = TESTS) -> dict[str, Result]:
-    """The results in a report of pytest, by test."""
+def results_of(cases: Iterable[Case], tests: Sequence[str] = TESTS) -> dict[str, Result]:
+    """The results of cases by test."""
     results: dict[str, Result] = {test: {"cases": 0, "failed": {}} for test in tests}
-    for case in ElementTree.parse(path).iter("testcase"):
-        file = case.get("classname", "").replace(".", "/") + ".py"
-        name = case.get("name", "")
-        test = f"{file}::{name.partition('[')[0]}"
-        result = results.get(test) or results.get(file)
+    for case in cases:
+        result = results.get(case.test) or results.get(case.test.partition("::")[0])
         if result is None:
             continue
         result["cases"] += 1
-        for each in case.iter("property"):
-            if each.get("name") == "layout":
-                result.setdefault("layouts", {})[name] = json.loads(each.get("value", "{}"))
-        error = next((found for kind in ("failure", "error") for found in case.iter(kind)), None)
-        if error is not None:
-            result["failed"][name] = _first_error(error)
+        if "layout" in case.properties:
+            result.setdefault("layouts", {})[case.name] = json.loads(case.properties["layout"])
+        if case.error is not None:
+            result["failed"][case.name] = case.error
     return results
-
-
-def _first_error(failure: ElementTree.Element) -> str:
-    """The line of a failure that says most: the exception of a rank, or what the test says."""
-    message = failure.get("message", "").partition("\n")[0]
-    errors = re.findall(r"^(?:E +)?(\w+(?:\.\w+)*Error: .*)", failure.text or "", re.MULTILINE)
-    is_of_a_rank = message.endswith("did not finish") or "did not finish Traceback" in message
-    return (errors[-1] if is_of_a_rank and errors else message)[:200]
 
 
 def page(results: dict[str, dict[str, Result]]) -> str:
@@ -157,6 +138,19 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
+def update(numbers: Sequence[str], tests: Sequence[str]) -> dict[str, dict[str, Result]]:
+    """Runs tests with versions, writes what they gave, and returns it by version."""
+    stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    found = {}
+    for version in numbers:
+        print(f"== DeepSpeed {version}", flush=True)
+        found[version] = run_suite(install(version), tests)
+        stored[version] = {**stored.get(version, {}), **found[version]}
+        RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        OUTPUT.write_text(page(stored), encoding="utf-8")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("versions", nargs="+", help="such as 0.19.8")
@@ -164,13 +158,7 @@ def main() -> None:
     arguments = parser.parse_args()
     patterns = arguments.only or ["*"]
     tests = [test for test in TESTS if any(fnmatch.fnmatch(test, pattern) for pattern in patterns)]
-    stored = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    for version in arguments.versions:
-        print(f"== DeepSpeed {version}", flush=True)
-        results = run_suite(install(version), tests)
-        stored[version] = {**stored.get(version, {}), **results}
-        RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        OUTPUT.write_text(page(stored), encoding="utf-8")
+    update(arguments.versions, tests)
     print(f"wrote {OUTPUT}; python tools/make_docs.py writes docs/reference/support_matrix.md")
 
 
