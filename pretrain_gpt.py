@@ -12,17 +12,17 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_ds.checkpoint.foreign_start import merge_settings
-from megatron_ds.checkpoint.saved_options import with_saved_schedule
-from megatron_ds.checkpoint.staging import stage
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch import environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
+from megatron_ds.loading.initial_load import merge_settings
+from megatron_ds.loading.locations import stage
+from megatron_ds.loading.options_from_checkpoint import with_saved_schedule
 
 if TYPE_CHECKING:
     from megatron_ds.training.preflight import RunInputs

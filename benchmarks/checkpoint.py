@@ -241,7 +241,7 @@ def _measure_writes(engine: Any, manager: Any, native: Path, other: Path) -> dic
 def _measure_reads(engine: Any, manager: Any, native: Path) -> dict[str, Any]:
     import torch
 
-    from megatron_ds.engine.tensor_files import safe_classes
+    from megatron_ds.engine.deepspeed.tensor_files import safe_classes
 
     files = tensor_files(native)
 
@@ -293,8 +293,8 @@ def build_background(shape: Shape, folder: Path) -> Work:
 def build_conversion(folder: Path) -> Work:
     """Conversions of the weights of the checkpoint, and back."""
     start_process_group(1)
-    from megatron_ds.checkpoint.formats import convert
-    from megatron_ds.checkpoint.formats.open_source import open_source
+    from megatron_ds.conversion import convert
+    from megatron_ds.conversion.registry import open_source
 
     def converted(source: Path, target: Path, name: str) -> dict[str, float]:
         shutil.rmtree(target, ignore_errors=True)
@@ -353,8 +353,8 @@ def build_engine_and_manager(shape: Shape, folder: Path, *, zero_stage: int) -> 
     device = start_process_group(1)
     import dataclasses
 
+    from megatron_ds.checkpoint.collective_io import RankAgreement
     from megatron_ds.checkpoint.manager import CheckpointManager
-    from megatron_ds.checkpoint.rank_agreement import RankAgreement
     from megatron_ds.config import CheckpointConfig, TokenizerConfig
     from megatron_ds.engine.build import build_engine
     from megatron_ds.parallel.mesh import Mesh

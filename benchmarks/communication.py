@@ -207,7 +207,7 @@ def _as_a_large_model(config: Any) -> Any:
     import json
     import tempfile
 
-    from megatron_ds.engine.ds_config_merge import merge_file
+    from megatron_ds.engine.ds_config.merge import merge_file
 
     if config.deepspeed.zero_stage != 3:
         return config

@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.user_properties += [(each, "1") for each in MARKERS if item.get_closest_marker(each)]
     _skip_without_accelerator(config, items)
     if on_disk := [item for item in items if item.get_closest_marker("libaio")]:
-        from megatron_ds.launch import libaio
+        from megatron_ds.planning import libaio
 
         if (problem := libaio.find_problem()) is not None:
             for item in on_disk:

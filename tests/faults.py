@@ -281,7 +281,7 @@ def _at_engine_build(fault: Fault, action: Action) -> None:
 
 def _after_engine_save(fault: Fault, action: Action) -> None:
     """After the engine's files of iteration `number`; the other files are missing."""
-    from megatron_ds.engine.ds_checkpoint_io import Snapshot
+    from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot
 
     write = Snapshot.write
 
@@ -296,7 +296,7 @@ def _after_engine_save(fault: Fault, action: Action) -> None:
 
 def _between_engine_files(fault: Fault, action: Action) -> None:
     """In the save of iteration `number`: rank 0 has written half a file, its peers none."""
-    from megatron_ds.engine.ds_checkpoint_io import Snapshot
+    from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot
 
     def is_due(snapshot: Snapshot, folder: Path) -> bool:
         return folder.name.endswith(f"global_step{fault.number}")
@@ -314,7 +314,7 @@ def _before_writing(name: str) -> Callable[[Fault, Action], None]:
     """Before a text file of the save of iteration `number`."""
 
     def install(fault: Fault, action: Action) -> None:
-        from megatron_ds.checkpoint import storage
+        from megatron_ds.checkpoint import local_files
 
         tag = f"global_step{fault.number}"
 
@@ -322,19 +322,19 @@ def _before_writing(name: str) -> Callable[[Fault, Action], None]:
             belongs = tag in path.parent.name or text in (str(fault.number), tag)
             return path.name == name and belongs
 
-        before_call(storage, storage.write_text.__name__, action, is_due)
+        before_call(local_files, local_files.write_text.__name__, action, is_due)
 
     return install
 
 
 def _before_rename(fault: Fault, action: Action) -> None:
     """The checkpoint of iteration `number` is complete under its temporary name."""
-    from megatron_ds.checkpoint import storage
+    from megatron_ds.checkpoint import local_files
 
     def is_due(temporary: Path, target: Path) -> bool:
         return target.name == f"global_step{fault.number}"
 
-    before_call(storage, storage.publish.__name__, action, is_due)
+    before_call(local_files, local_files.publish.__name__, action, is_due)
 
 
 POINTS: dict[str, Callable[[Fault, Action], None]] = {

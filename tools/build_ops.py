@@ -24,10 +24,11 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
-from megatron_ds.launch import cpp_ops, libaio
+from megatron_ds.launch import cpp_ops
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, CppOp
 from megatron_ds.launch.environment import prepare_environment
 from megatron_ds.launch.extension_locks import find_stale_locks
+from megatron_ds.planning import libaio
 
 OPS = {"adam": (CPU_ADAM,), "aio": (ASYNC_IO,), "all": (CPU_ADAM, ASYNC_IO)}
 BUILD = """

@@ -1,6 +1,6 @@
 """Convert the weights of a checkpoint to another format.
 
-The command line of `megatron_ds.checkpoint.formats`.
+The command line of `megatron_ds.conversion`.
 """
 
 from __future__ import annotations
@@ -127,11 +127,12 @@ class Options:
 def work(options: Options) -> None:
     # torch takes seconds to import.
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
-        from megatron_ds.checkpoint.formats import convert, hf_tokenizer
-        from megatron_ds.checkpoint.formats.native import DTYPES
-        from megatron_ds.checkpoint.formats.open_source import open_source
-        from megatron_ds.checkpoint.formats.training_states import with_masters, with_training
-        from megatron_ds.checkpoint.staging import staged_location
+        from megatron_ds.conversion import convert
+        from megatron_ds.conversion.adam_states import with_masters, with_training
+        from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
+        from megatron_ds.conversion.native import DTYPES
+        from megatron_ds.conversion.registry import open_source
+        from megatron_ds.loading.locations import staged_location
 
     def warn(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -21,9 +21,9 @@ from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.adam_kernels import available_on, only_torch
-from megatron_ds.engine.ds_config import build_ds_config, value_origins
-from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
+from megatron_ds.engine.ds_config.merge import merge_file
+from megatron_ds.engine.optimizers.adam_kernels import available_on, only_torch
 from megatron_ds.launch import device
 from megatron_ds.tokenizer import build_tokenizer
 

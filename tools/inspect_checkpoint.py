@@ -1,6 +1,6 @@
 """Show what a checkpoint of any format contains, verify it, compare it with another.
 
-The command line of `megatron_ds.checkpoint.inspection`, `verification` and `comparison`.
+The command line of `megatron_ds.conversion.inspect.open`, `verification` and `comparison`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from megatron_ds.config.problems import Problem, UserError, counted
 from megatron_ds.training.loss_curves import Curves, chart, read_curves
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from megatron_ds.checkpoint.comparison import Comparison, TensorDifference
-    from megatron_ds.checkpoint.inspection import OpenedCheckpoint
-    from megatron_ds.checkpoint.lazy_tensors import LazyTensor
-    from megatron_ds.checkpoint.verification import Verification
+    from megatron_ds.checkpoint.tensor_reader import LazyTensor
+    from megatron_ds.conversion.inspect.compare import Comparison, TensorDifference
+    from megatron_ds.conversion.inspect.open import OpenedCheckpoint
+    from megatron_ds.conversion.inspect.verify import Verification
 
 WIDTH = 100
 SHOWN_DIFFERENCES = 40
@@ -87,7 +87,9 @@ class Inspection:
     def run(self) -> None:
         # torch takes seconds to import.
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
-            from megatron_ds.checkpoint import comparison, inspection, verification
+            from megatron_ds.conversion.inspect import compare as comparison
+            from megatron_ds.conversion.inspect import open as inspection
+            from megatron_ds.conversion.inspect import verify as verification
 
         options = self._options
         name, folder = _location(options.path)

@@ -24,7 +24,7 @@ all of them; `python tools/make_messages.py` writes it from `megatron_ds/config/
 CREATORS: dict[str, set[str]] = {"Problem": set(), "user_error": set(), "library_errors": {"why"}}
 """Functions that create a problem, with the values that they add."""
 RULE_VALUES = frozenset({"combination", "closest"})
-"""Values of the problem of a `Rule` of megatron_ds/config/support.py, which adds them itself."""
+"""Values that a `Rule` of megatron_ds/config/support_matrix.py adds to its problem itself."""
 
 
 @dataclass(frozen=True)

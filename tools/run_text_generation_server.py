@@ -34,7 +34,7 @@ from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from megatron_ds.checkpoint.formats.source import WeightsSource
+    from megatron_ds.conversion.source import WeightsSource
     from megatron_ds.inference.service import GenerationJob, GenerationResult, TextGenerationService
     from megatron_ds.inference.tp_group import TpWorkerGroup
 

@@ -1,4 +1,4 @@
-"""The page docs/reference/support_matrix.md, from the tables of megatron_ds/config/support.py."""
+"""The page docs/reference/support_matrix.md, from the tables of the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import passed_keys, support
+from megatron_ds.config import passed_keys, support_matrix
 from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import catalogue
 from tests.dist.proofs import EVERYTHING, PROOFS, Proof
@@ -21,8 +21,8 @@ OUTPUT = REPOSITORY / "docs" / "reference" / "support_matrix.md"
 HEAD = """\
 # Support matrix
 
-Written by `python tools/make_docs.py` from `megatron_ds/config/support.py`, the table by which
-`pretrain_gpt.py` accepts or rejects a layout before anything is allocated.
+Written by `python tools/make_docs.py` from `megatron_ds/config/support_matrix.py`, the table by
+which `pretrain_gpt.py` accepts or rejects a layout before anything is allocated.
 
 A layout is one value for each axis. Each table below has the pairs of one axis with all later ones:
 a letter names the [test](#tests) that compares the pair with one process, a code names the
@@ -73,10 +73,10 @@ def page(record: Record | None = None) -> str:
     """
     if record is None:
         record = json.loads(RECORD.read_text(encoding="utf-8"))
-    axes = list(support.AXES)
+    axes = list(support_matrix.AXES)
     parts = [HEAD, "## Axes\n", _axes()]
     for one, name in enumerate(axes[:-1]):
-        title = support.AXES[name].title
+        title = support_matrix.AXES[name].title
         # Names keep their own case: ZeRO, hpZ, DeepSpeed.
         title = title[0].upper() + title[1:] if title.split()[0].islower() else title
         parts += [f"### {title}\n", _pairs(name, axes[one + 1 :])]
@@ -97,24 +97,24 @@ def page(record: Record | None = None) -> str:
 def _axes() -> str:
     rows = [
         (axis.title, f"{value}{' (default)' if value == axis.default else ''}", _code(flags))
-        for axis in support.AXES.values()
+        for axis in support_matrix.AXES.values()
         for value, flags in axis.values.items()
     ]
     return _table(("axis", "value", "flags"), rows)
 
 
 def _pairs(name: str, others: Iterable[str]) -> str:
-    values = support.AXES[name].values
+    values = support_matrix.AXES[name].values
     rows = []
     for other in others:
-        for value in support.AXES[other].values:
+        for value in support_matrix.AXES[other].values:
             cells = [_cell({name: one, other: value}) for one in values]
-            rows.append((f"{support.AXES[other].title}: {value}", *cells))
+            rows.append((f"{support_matrix.AXES[other].title}: {value}", *cells))
     return _table(("", *values), rows)
 
 
-def _cell(part: support.Layout) -> str:
-    rule = support.obstacle(part)
+def _cell(part: support_matrix.Layout) -> str:
+    rule = support_matrix.obstacle(part)
     if rule is not None:
         return f"no: `{rule.code}`" if rule.code else "-"
     return " ".join(letter for letter, proof in _lettered() if proof.covers(part))
@@ -147,7 +147,7 @@ def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, str]]:
     result = record.get(version, {}).get(LAYOUTS, {})
     if "layouts" not in result:
         return []  # A itself is not recorded
-    defaults = {name: axis.default for name, axis in support.AXES.items()}
+    defaults = {name: axis.default for name, axis in support_matrix.AXES.items()}
     passed = [
         {**defaults, **layout}.items()
         for name, layout in result.get("layouts", {}).items()
@@ -155,29 +155,31 @@ def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, str]]:
     ]
     accepted = (
         pair
-        for axes in itertools.combinations(support.AXES, 2)
-        for pair in support.pairs(*axes)
-        if support.obstacle(pair) is None
+        for axes in itertools.combinations(support_matrix.AXES, 2)
+        for pair in support_matrix.pairs(*axes)
+        if support_matrix.obstacle(pair) is None
     )
     missing = [pair for pair in accepted if not any(pair.items() <= run for run in passed)]
     return [
         (words[0], words[1])
         for pair in missing
-        if (words := [f"{support.AXES[axis].title} {value}" for axis, value in pair.items()])
+        if (words := [f"{support_matrix.AXES[axis].title} {value}" for axis, value in pair.items()])
     ]
 
 
 def _alternatives(values: Mapping[str, Iterable[str]]) -> list[str]:
     """Each axis with its values: `ZeRO stage 1 or 2`."""
-    return [f"{support.AXES[axis].title} {' or '.join(each)}" for axis, each in values.items()]
+    return [
+        f"{support_matrix.AXES[axis].title} {' or '.join(each)}" for axis, each in values.items()
+    ]
 
 
 def _rules() -> str:
     rows = []
-    for rule in support.RULES:
+    for rule in support_matrix.RULES:
         values = ", with ".join(_alternatives(rule.values))
         instead = listed(
-            f"`{support.AXES[axis].words(value)}`" for axis, value in rule.instead.items()
+            f"`{support_matrix.AXES[axis].words(value)}`" for axis, value in rule.instead.items()
         )
         text = readable(catalogue()[rule.code]["text"])
         reason = text.removeprefix("{combination}: ").partition("; use {closest}")[0]
@@ -198,7 +200,7 @@ def _tests(record: Record) -> str:
     rows = []
     for letter, proof in _lettered():
         covered = "; ".join(
-            f"{support.AXES[axis].title} {', '.join(values)}"
+            f"{support_matrix.AXES[axis].title} {', '.join(values)}"
             for axis, values in proof.values.items()
         )
         if proof.values == EVERYTHING:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.lazy_tensors import LazyTensor
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, ParallelLayout, read_manifest
+from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config.problems import user_error
-from megatron_ds.engine.expert_files import expert_file
-from megatron_ds.engine.full_states import VOCABULARY_TABLES
-from megatron_ds.engine.tensor_files import read_tensors
+from megatron_ds.engine.deepspeed.expert_files import expert_file
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
+from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 

@@ -24,10 +24,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint import metadata, storage, store_save
-from megatron_ds.checkpoint.branch import Branch
-from megatron_ds.checkpoint.loaded_files import FileReaders
-from megatron_ds.checkpoint.local_copies import LocalCheckpoints
+from megatron_ds.checkpoint import local_files, metadata
+from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.compatibility import (
+    changed_settings,
+    layout_changes,
+    part_conflicts,
+    partition_conflicts,
+    resume_conflicts,
+    tokenizer_conflicts,
+)
+from megatron_ds.checkpoint.file_assignment import FileReaders
+from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     MANIFEST,
@@ -41,26 +50,18 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     read_run,
 )
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
-from megatron_ds.checkpoint.resume import (
-    changed_settings,
-    layout_changes,
-    part_conflicts,
-    partition_conflicts,
-    resume_conflicts,
-    tokenizer_conflicts,
-)
 from megatron_ds.checkpoint.run_lock import RunLock
-from megatron_ds.checkpoint.run_stores import RunStores
 from megatron_ds.checkpoint.save_steps import SaveInProgress, SaveSteps
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
     list_folder,
     select_checkpoint,
 )
-from megatron_ds.checkpoint.store_folder import IsNeeded
-from megatron_ds.checkpoint.store_save import StoreSaveSteps
-from megatron_ds.checkpoint.universal_states import open_states
+from megatron_ds.checkpoint.store import save as store_save
+from megatron_ds.checkpoint.store.claim import RunStores
+from megatron_ds.checkpoint.store.fetch import IsNeeded
+from megatron_ds.checkpoint.store.save import StoreSaveSteps
+from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
 from megatron_ds.data.blend_history import BlendHistory
@@ -290,7 +291,7 @@ class CheckpointManager:
             lock=self._lock,
             retention=None
             if options.keep_last is None
-            else storage.Retention(options.keep_last, options.keep_every),
+            else local_files.Retention(options.keep_last, options.keep_every),
         )
 
     def select(self) -> CheckpointMetadata | None:
@@ -425,7 +426,7 @@ class CheckpointManager:
         if found is not None:
             self._branch = found.run.branch.fork(start) if newer else found.run.branch
             if folder.samefile(found.path.parent) and not found.is_universal:
-                storage.write_pointers(found.path)
+                local_files.write_pointers(found.path)
                 if self._stores.save is not None:
                     store_save.write_pointers(self._stores.save.store, found.path.name)
         find_damage = metadata.find_damage
@@ -457,12 +458,14 @@ class CheckpointManager:
             parts = self._ranks.on_all(lambda: self._find_damaged_files(path, mine))
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
-        return storage.files_damaged({name: why for part in parts for name, why in part.items()})
+        return local_files.files_damaged(
+            {name: why for part in parts for name, why in part.items()}
+        )
 
     def _find_damaged_files(self, path: Path, own: Mapping[str, FileRecord]) -> dict[str, str]:
         """Checks the files that this rank reads. The first rank has seen all with their sizes."""
-        storage.wait_for_files(path, own)
-        return storage.find_damaged_files(path, own)
+        local_files.wait_for_files(path, own)
+        return local_files.find_damaged_files(path, own)
 
     @property
     def _file_readers(self) -> FileReaders:
@@ -483,5 +486,5 @@ class CheckpointManager:
 
 
 def _list_restored(folder: Path) -> CheckpointListing:
-    storage.restore_replaced(folder)
+    local_files.restore_replaced(folder)
     return list_folder(folder)

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.checkpoint.branch import Branch
-from megatron_ds.checkpoint.universal_folders import is_universal, source_folder
+from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.universal.folders import is_universal, source_folder
 from megatron_ds.config import Config, DataConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.blend_history import BlendHistory
-from megatron_ds.engine.ds_config import partition_keys, zero_stage
-from megatron_ds.engine.partitions import FlatPartition
+from megatron_ds.engine.deepspeed.partitions import FlatPartition
+from megatron_ds.engine.ds_config.generate import partition_keys, zero_stage
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.fileio.safe_names import is_safe_name

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.checkpoint import storage
+from megatron_ds.checkpoint import local_files
+from megatron_ds.checkpoint.collective_io import Outcome, RankAgreement, RankWork
+from megatron_ds.checkpoint.local_files import Retention
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     POINTER_PENDING,
@@ -28,9 +30,7 @@ from megatron_ds.checkpoint.metadata import (
     RunRecord,
     manifest_text,
 )
-from megatron_ds.checkpoint.rank_agreement import Outcome, RankAgreement, RankWork
 from megatron_ds.checkpoint.run_lock import RunLock
-from megatron_ds.checkpoint.storage import Retention
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.protocol import Snapshot
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
@@ -94,7 +94,7 @@ class SaveSteps:
 
     @property
     def temporary(self) -> Path:
-        return self.folder / f"{storage.INCOMPLETE}{self.target.name}"
+        return self.folder / f"{local_files.INCOMPLETE}{self.target.name}"
 
     def steps(self) -> Steps:
         """The work of the save in its order. An error of one rank is an error of all.
@@ -144,10 +144,10 @@ class SaveSteps:
     def _prepare(self) -> list[Problem]:
         """Creates the temporary folder; warns if the disk may become full."""
         self._require_folder()
-        storage.remove_temporary(self.folder)
+        local_files.remove_temporary(self.folder)
         self.temporary.mkdir(parents=True)
         assert self.run is not None
-        newest = storage.size_of_newest(self.folder, has_optimizer=self.run.has_optimizer)
+        newest = local_files.size_of_newest(self.folder, has_optimizer=self.run.has_optimizer)
         return self._check_free_space(newest or self.estimate)
 
     def _check_free_space(self, needed: float) -> list[Problem]:
@@ -177,14 +177,14 @@ class SaveSteps:
         """
         self._describe({name: record for part in written for name, record in part.items()})
         self._require_folder()
-        storage.publish(self.temporary, self.target)
+        local_files.publish(self.temporary, self.target)
         return self._update_pointers()
 
     def small_files(self) -> dict[str, bytes]:
         """Contents of run.json and of the tokenizer's files by name."""
         assert self.run is not None
         tokenizer = {f"{TOKENIZER}/{name}": text for name, text in self.tokenizer_files.items()}
-        return {**tokenizer, RUN: storage.json_text(self.run.to_dict()).encode()}
+        return {**tokenizer, RUN: local_files.json_text(self.run.to_dict()).encode()}
 
     def _describe(self, files: dict[str, FileRecord]) -> None:
         """Writes what a checkpoint has besides the files of the ranks, the manifest last."""
@@ -194,29 +194,29 @@ class SaveSteps:
             path.parent.mkdir(parents=True, exist_ok=True)
             files[f"{TOKENIZER}/{name}"] = write_atomically(path, content)
             fsync_path(self.temporary / TOKENIZER)
-        files[RUN] = storage.write_json(self.temporary / RUN, self.run.to_dict())
+        files[RUN] = local_files.write_json(self.temporary / RUN, self.run.to_dict())
         self._wait_for(files)
         (self.temporary / POINTER_PENDING).touch()
-        storage.write_text(self.temporary / MANIFEST, manifest_text(files))
+        local_files.write_text(self.temporary / MANIFEST, manifest_text(files))
 
     def _wait_for(self, files: Mapping[str, FileRecord]) -> None:
         """Waits until the files of all ranks are visible here."""
-        storage.wait_for_files(self.temporary, files)
+        local_files.wait_for_files(self.temporary, files)
 
     def _update_pointers(self) -> list[Problem]:
         """Updates pointers and removes old checkpoints; errors here do not fail the save."""
         assert self.run is not None
         try:
-            storage.write_pointers(self.target)
+            local_files.write_pointers(self.target)
             if self.retention is not None:
-                storage.remove_older(self.target, self.run.branch, self.retention)
+                local_files.remove_older(self.target, self.run.branch, self.retention)
         except OSError as error:
             return [Problem("save-pointers-failed", target=self.target, error=error)]
         return []
 
     def _clean_up(self) -> None:
         self._require_folder()
-        storage.remove_temporary(self.folder)
+        local_files.remove_temporary(self.folder)
 
 
 class SaveInProgress:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint.branch import Branch
+from megatron_ds.checkpoint.lineage import Branch
 from megatron_ds.checkpoint.metadata import (
     POINTER_PENDING,
     RUN,
@@ -25,7 +25,7 @@ from megatron_ds.checkpoint.metadata import (
     read_run,
     run_folder,
 )
-from megatron_ds.checkpoint.universal_folders import list_universal, universal_iteration
+from megatron_ds.checkpoint.universal.folders import list_universal, universal_iteration
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import SharedLock

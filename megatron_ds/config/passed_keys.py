@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config import Config, support
+from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import Problem
-from megatron_ds.config.support import Layout, Values
+from megatron_ds.config.support_matrix import Layout, Values
 
 SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
 CORES = "zero_optimization.offload_optimizer.cpuadam_cores_perc"
@@ -40,13 +40,13 @@ class PassedKey:
         return {
             axis: value
             for axis, value in layout.items()
-            if value not in self.values.get(axis, (support.AXES[axis].default,))
+            if value not in self.values.get(axis, (support_matrix.AXES[axis].default,))
         }
 
 
 QUANTIZED: Values = {
     "zero": ("3",),
-    "hpz": ("1", support.MANY),
+    "hpz": ("1", support_matrix.MANY),
     "precision": ("fp32", "bf16", "fp16"),
     "recompute": ("none", "selective", "full"),
     "documents": ("off", "on"),
@@ -94,7 +94,7 @@ def find(config: Config) -> list[PassedKey]:
     if file is None:
         return []
     # Elsewhere quantization has no effect, with a warning.
-    is_quantizing = support.layout_of(config)["zero"] == "3"
+    is_quantizing = support_matrix.layout_of(config)["zero"] == "3"
     return [
         passed
         for passed in PASSED
@@ -104,11 +104,13 @@ def find(config: Config) -> list[PassedKey]:
 
 def problems(config: Config) -> Iterator[Problem]:
     """Settings with which the keys of a complete configuration are not passed on."""
-    layout, file = support.layout_of(config), config.deepspeed_file
+    layout, file = support_matrix.layout_of(config), config.deepspeed_file
     passed = find(config)
     for one in passed:
         if excluded := one.excluded(layout):
-            words = listed(support.AXES[axis].words(value) for axis, value in excluded.items())
+            words = listed(
+                support_matrix.AXES[axis].words(value) for axis, value in excluded.items()
+            )
             yield file.at(one.key, Problem("passed-key-with-layout", key=one.key, layout=words))
     keys = {one.key for one in passed}
     if DEEPCOMPILE in keys and config.runtime.compile:

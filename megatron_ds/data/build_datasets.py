@@ -45,13 +45,13 @@ from megatron_ds.data.lazy_indexes import (
     OpenedFile,
 )
 from megatron_ds.data.megatron_blend import core_samples_per_source, normalized
+from megatron_ds.data.remaining_dataset import (
+    NumberedDataset,
+    UnreadDataset,
+)
 from megatron_ds.data.sample_index import (
     samples_per_source,
     total_samples,
-)
-from megatron_ds.data.unread_dataset import (
-    NumberedDataset,
-    UnreadDataset,
 )
 from megatron_ds.data.usage_report import FileUsage, describe_change
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary

@@ -16,17 +16,17 @@ from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.data.blend_spec import BlendSource
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.remaining_dataset import (
+    NumberedDataset,
+    UnreadIndexes,
+    build_unread_indexes,
+    unread_samples,
+)
 from megatron_ds.data.sample_index import (
     SampleIndexes,
     build_indexes,
     index_bytes,
     total_samples,
-)
-from megatron_ds.data.unread_dataset import (
-    NumberedDataset,
-    UnreadIndexes,
-    build_unread_indexes,
-    unread_samples,
 )
 
 INDEX_FORMAT = 1

@@ -21,12 +21,14 @@ from torch import Tensor
 from megatron_ds.config import Config, RecomputeConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.engine import deepspeed_patches, readback, swapped_states
-from megatron_ds.engine.adam_kernels import available_on
+from megatron_ds.engine import readback
+from megatron_ds.engine.deepspeed import nvme_states
+from megatron_ds.engine.deepspeed import patches as deepspeed_patches
 from megatron_ds.engine.deferred_compiler import defer_compiler
-from megatron_ds.engine.ds_config import build_ds_config, cpp_ops
-from megatron_ds.engine.optimizers import attach_matrices, client_optimizer
-from megatron_ds.engine.param_groups import multiplier_rule, parameter_groups
+from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
+from megatron_ds.engine.optimizers.adam_kernels import available_on
+from megatron_ds.engine.optimizers.build import attach_matrices, client_optimizer
+from megatron_ds.engine.optimizers.param_groups import multiplier_rule, parameter_groups
 from megatron_ds.engine.pipeline import PipelineEngine
 from megatron_ds.engine.pipeline_module import PipelineStage, build_stage
 from megatron_ds.engine.zero import ZeroEngine
@@ -124,7 +126,7 @@ def build_engine(
         model.compiled = "the model by DeepSpeed's DeepCompile"
     deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
     deepspeed_patches.drop_skipped_gradients(engine.optimizer)
-    swapped_states.align_gradients(engine.optimizer)
+    nvme_states.align_gradients(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
     kind = ZeroEngine if mesh.pp.size == 1 else PipelineEngine
     return kind(

@@ -17,13 +17,13 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from megatron_ds.engine.deepspeed_patches import (
+from megatron_ds.engine.deepspeed.partitions import FlatPartition
+from megatron_ds.engine.deepspeed.patches import (
     reduce_norm_once,
     replace_pipeline_instructions,
     reset_cpu_adam_beta_powers,
 )
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.engine.partitions import FlatPartition
 from megatron_ds.engine.pipeline_module import FoldedStages, PipelineStage, WeightedBatch
 from megatron_ds.engine.protocol import LossSum
 from megatron_ds.engine.router_metrics import router_metrics

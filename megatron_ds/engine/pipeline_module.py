@@ -22,7 +22,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from megatron_ds.config import Config
-from megatron_ds.engine.deepspeed_patches import replace_pipeline_grid
+from megatron_ds.engine.deepspeed.patches import replace_pipeline_grid
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.output_layer import TokenLoss

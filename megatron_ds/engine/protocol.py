@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine.deepspeed.partitions import FlatPartition
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
-from megatron_ds.engine.full_states import FullStates
-from megatron_ds.engine.partitions import FlatPartition
+from megatron_ds.engine.states.state_reader import FullStates
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.sharding import ShardSpec

@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_ds.config import Config, PrecisionConfig, passed_keys
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import user_error
-from megatron_ds.engine.ds_config import adam_kernel, zero_stage
-from megatron_ds.engine.param_groups import Multipliers
+from megatron_ds.engine.ds_config.generate import adam_kernel, zero_stage
+from megatron_ds.engine.optimizers.param_groups import Multipliers
 from megatron_ds.engine.protocol import (
     ON_DEVICE,
     ON_HOST,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ds.engine.deepspeed_patches import skip_step_if
+from megatron_ds.engine.deepspeed.patches import skip_step_if
 from megatron_ds.train_state import SpikeLimits
 
 

@@ -18,31 +18,31 @@ from torch import Tensor, nn
 
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
-from megatron_ds.engine import swapped_states
-from megatron_ds.engine.deepspeed_patches import (
+from megatron_ds.engine.deepspeed import nvme_states
+from megatron_ds.engine.deepspeed.checkpoint_io import SafeCheckpointEngine, Snapshot
+from megatron_ds.engine.deepspeed.expert_files import ExpertFiles
+from megatron_ds.engine.deepspeed.loss_scaler import LossScale
+from megatron_ds.engine.deepspeed.partitions import FlatPartition, read_partitions
+from megatron_ds.engine.deepspeed.patches import (
     clip_by_known_norm,
     experts_saved_by_caller,
     reset_cpu_adam_beta_powers,
     silent_bf16_load,
 )
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
-from megatron_ds.engine.ds_checkpoint_io import SafeCheckpointEngine, Snapshot
-from megatron_ds.engine.expert_files import ExpertFiles
-from megatron_ds.engine.full_states import FullStates
-from megatron_ds.engine.host_copies import HostCopies
-from megatron_ds.engine.loss_scaler import LossScale
-from megatron_ds.engine.param_groups import (
+from megatron_ds.engine.optimizers.param_groups import (
     Multipliers,
     keep_settings_on_load,
     reused_states,
     set_lr_and_weight_decay,
 )
-from megatron_ds.engine.partitions import FlatPartition, read_partitions
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
-from megatron_ds.engine.resharding import Resharding
 from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.engine.spike_guard import SpikeGuard
+from megatron_ds.engine.states.host_staging import HostCopies
+from megatron_ds.engine.states.resharding import Resharding
+from megatron_ds.engine.states.state_reader import FullStates
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
@@ -242,7 +242,7 @@ class ZeroEngine:
 
     def snapshot(self, *, copy: bool) -> Snapshot:
         save = partial(self._engine.save_checkpoint, "snapshot", tag="snapshot", save_latest=False)
-        with experts_saved_by_caller(self._engine), swapped_states.as_tensors(self._engine):
+        with experts_saved_by_caller(self._engine), nvme_states.as_tensors(self._engine):
             return self._files.collect(save, self._copies if copy else None)
 
     def load(self, folder: Path, tag: str) -> None:
@@ -250,7 +250,7 @@ class ZeroEngine:
         with (
             silent_bf16_load(),
             experts_saved_by_caller(self._engine),
-            swapped_states.as_tensors(self._engine),
+            nvme_states.as_tensors(self._engine),
             reused_states(self._engine.basic_optimizer),
             nullcontext() if scale is None else scale.keep_settings_on_load(),
         ):

@@ -23,7 +23,7 @@ from megatron_ds.config.problems import Problem, option
 from megatron_ds.launch import distributed, environment
 
 if TYPE_CHECKING:
-    from megatron_ds.checkpoint.formats.source import WeightsSource
+    from megatron_ds.conversion.source import WeightsSource
     from megatron_ds.model.gpt import GPTModel
     from megatron_ds.tokenizer import Tokenizer
 
@@ -133,9 +133,9 @@ def open_checkpoint(
         UserError: If there is no checkpoint, or its tokenizer cannot be built.
         SystemExit: With status 2, if flags and checkpoint contradict each other.
     """
-    from megatron_ds.checkpoint.formats.open_source import open_source
-    from megatron_ds.checkpoint.staging import staged_location
+    from megatron_ds.conversion.registry import open_source
     from megatron_ds.inference import load_checkpoint
+    from megatron_ds.loading.locations import staged_location
 
     staging = options.training.checkpoint.checkpoint_staging_dir
     load = staged_location(options.checkpoint.load, staging, log_rank0)
@@ -174,7 +174,7 @@ def loaded_model(
         source: The weights.
         endless: Whether ranks wait for each other indefinitely, unless a flag limits it.
     """
-    from megatron_ds.checkpoint.formats.open_source import open_source
+    from megatron_ds.conversion.registry import open_source
     from megatron_ds.inference import load_checkpoint
     from megatron_ds.parallel.mesh import Mesh
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron_ds.checkpoint.formats.native import DTYPES
-from megatron_ds.checkpoint.formats.source import WeightsSource
 from megatron_ds.checkpoint.full_weights import load_full_weights
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.conversion.native import DTYPES
+from megatron_ds.conversion.source import WeightsSource
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams

@@ -54,6 +54,12 @@ def compiler_command() -> str:
     return os.environ.get("CXX") or "c++"
 
 
+def compiler_flags() -> list[str]:
+    """The flags of the user for programs that are compiled and linked."""
+    names = ("CFLAGS", "LDFLAGS")
+    return [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
+
+
 def find_problem(op: CppOp) -> Problem | None:
     """What this machine lacks to build an op."""
     compiler = compiler_command()

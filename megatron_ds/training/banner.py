@@ -19,12 +19,12 @@ from megatron_ds import schedules
 from megatron_ds.config import Config, MoEConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
-from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import matrix_parameters, parameter_sizes, parameters_per_rank
 from megatron_ds.model.norm import select_norm_kernel
 from megatron_ds.model.stages import layers_per_stage, stage_parameters
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.train_state import TrainState
 
 WIDTH = 100

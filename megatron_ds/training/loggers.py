@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import WaitPolicy, locked

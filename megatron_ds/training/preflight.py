@@ -13,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds import schedule_validation, schedules
-from megatron_ds.checkpoint import foreign_start
+from megatron_ds.checkpoint.compatibility import resume_conflicts, tokenizer_conflicts
 from megatron_ds.checkpoint.metadata import REPLACED, find_damage, find_record_damage
-from megatron_ds.checkpoint.resume import resume_conflicts, tokenizer_conflicts
 from megatron_ds.checkpoint.selection import DamageCheck, list_folder, select_checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
-from megatron_ds.engine.ds_config import bucket_warnings
-from megatron_ds.fileio.disk_rate import DiskRate
+from megatron_ds.engine.ds_config.generate import bucket_warnings
 from megatron_ds.launch import device, environment
+from megatron_ds.loading import initial_load
+from megatron_ds.planning import swap_disk
+from megatron_ds.planning.disk_rate import DiskRate
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
-from megatron_ds.training import swap_disk
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ def check(
     disk, disk_problems = _check_disk(config)
     is_merged = config.deepspeed_file is not None or config.deepspeed.deepspeed_config is None
     if is_sound and is_merged and not problems:
-        from megatron_ds.training import capacity  # imports torch, as the run does next
+        from megatron_ds.planning import host_checks
 
         complete = config.with_vocab(vocab_size or given or 0)
         processes = environment.local_world_size() or 1
-        problems += capacity.problems(complete, dp_size, processes, disk, warn)
+        problems += host_checks.problems(complete, dp_size, processes, disk, warn)
     problems += disk_problems
     return problems, None if tokenizer is None else RunInputs(tokenizer, data)
 
@@ -133,11 +133,11 @@ def _checkpoint_problems(
     """Why the checkpoint to load does not fit; its tensors are checked when it is loaded."""
     if config.checkpoint.load is None:
         return
-    if foreign_start.find_foreign(config) is not None:
+    if initial_load.find_foreign(config) is not None:
         size = None if tokenizer is None else tokenizer.vocab_size
-        yield from foreign_start.conflicts(config, size)
+        yield from initial_load.conflicts(config, size)
         if environment.local_rank() == 0:
-            yield from foreign_start.find_damage(config)
+            yield from initial_load.find_damage(config)
         return
     folder = Path(config.checkpoint.load)
     try:

@@ -15,28 +15,28 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds import schedules
-from megatron_ds.checkpoint.folders import claimed_folders
-from megatron_ds.checkpoint.foreign_start import StartStates, open_foreign
-from megatron_ds.checkpoint.local_copies import LocalCheckpoints
+from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.folder_checks import claimed_folders
+from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
-from megatron_ds.checkpoint.run_stores import claimed_stores
+from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.deepspeed_patches import require_precision
-from megatron_ds.engine.memory_estimate import MemoryEstimate, memory_inputs
-from megatron_ds.engine.memory_estimate import estimate as memory_estimate
+from megatron_ds.engine.deepspeed.patches import require_precision
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.lifecycle import ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
+from megatron_ds.loading.initial_load import StartStates, open_foreign
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.planning.memory_estimate import MemoryEstimate, memory_inputs
+from megatron_ds.planning.memory_estimate import estimate as memory_estimate
 from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import rank_settings

@@ -18,18 +18,18 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megatron_ds import schedules
-from megatron_ds.checkpoint.storage import write_json
+from megatron_ds.checkpoint.local_files import write_json
 from megatron_ds.config import Config, ModelConfig
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.usage_report import USAGE_FILE
-from megatron_ds.engine.memory_estimate import MemoryEstimate
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.engine.readback import loaded_ops
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
+from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import MIB, WIDTH, BannerData, banner
 from megatron_ds.training.loggers import is_short

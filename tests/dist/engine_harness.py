@@ -28,7 +28,7 @@ from torch.nn import functional
 from megatron_ds.config import Config, ParallelConfig
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.deepspeed_patches import require_precision
+from megatron_ds.engine.deepspeed.patches import require_precision
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.parallel.collectives import all_gather

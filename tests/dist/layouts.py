@@ -1,9 +1,9 @@
 """Layouts of the support matrix as runs: their command lines, references and covering array.
 
-A run is a layout of `megatron_ds.config.support` with a number of ranks, an accumulation and a
-model (`EXTRA`). Its configuration is that of the flags which the matrix names, read by the command
-line's own validator. The covering array has *every pair of values of any two axes that the matrix
-accepts*, in as few runs as a greedy search finds; `random_runs` draws whole runs.
+A run is a layout of `megatron_ds.config.support_matrix` with a number of ranks, an accumulation and
+a model (`EXTRA`). Its configuration is that of the flags which the matrix names, read by the
+command line's own validator. The covering array has *every pair of values of any two axes that the
+matrix accepts*, in as few runs as a greedy search finds; `random_runs` draws whole runs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hypothesis import strategies
 
 from megatron_ds import schedules
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.config import Config, support
+from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO
@@ -52,14 +52,14 @@ EXTRA: dict[str, dict[str, str]] = {
     },
 }
 """What varies besides the layout, with its flags."""
-VALUES = {name: tuple(axis.values) for name, axis in support.AXES.items()} | {
+VALUES = {name: tuple(axis.values) for name, axis in support_matrix.AXES.items()} | {
     name: tuple(values) for name, values in EXTRA.items()
 }
 SIZES = ("tp", "sp", "pp")
 """Axes whose sizes multiply to the ranks of a replica."""
 NOT_COMPARABLE = (
     # Each rank of a shared sequence draws the masks of its own part: not those of one process.
-    {"dropout": "hidden", "sp": support.MANY},
+    {"dropout": "hidden", "sp": support_matrix.MANY},
     # It needs at least four micro-batches.
     {"schedule": "dualpipev", "accumulation": "1"},
 )
@@ -90,8 +90,8 @@ def name_of(run: RunLayout) -> str:
     """What differs from the defaults: `zero3-tp>1-2ranks`."""
     changed = [
         f"{axis}-{run[axis]}".replace(" ", "")
-        for axis in support.AXES
-        if run[axis] != support.AXES[axis].default
+        for axis in support_matrix.AXES
+        if run[axis] != support_matrix.AXES[axis].default
     ]
     extra = [f"{run['world']}ranks", f"acc{run['accumulation']}", run["model"]]
     return " ".join([*extra, *[f"dropout-{run['dropout']}"] * (run["dropout"] != "off"), *changed])
@@ -110,8 +110,8 @@ def configure(run: RunLayout) -> tuple[Config, list[Problem]]:
     words += [f"--train-iters {STEPS} --global-batch-size {SAMPLES_PER_STEP}"]
     words += [f"--micro-batch-size {_micro_batch_size(run)}"]
     for axis, value in run.items():
-        flags = support.AXES[axis].values if axis in support.AXES else EXTRA[axis]
-        on_disk = flags.get(value, "").replace(support.DISK, str(folder() / "disk"))
+        flags = support_matrix.AXES[axis].values if axis in support_matrix.AXES else EXTRA[axis]
+        on_disk = flags.get(value, "").replace(support_matrix.DISK, str(folder() / "disk"))
         words += [on_disk, TEST_FLAGS.get((axis, value), "")]
     return build_config(
         " ".join(words).split(),
@@ -178,7 +178,7 @@ def _reference(values: tuple[tuple[str, str], ...], micro_batch_size: int | None
 def _train_reference(
     values: RunLayout, micro_batch_size: int | None, steps: int, replay: Replay | None
 ) -> Run:
-    run = {axis: axis_.default for axis, axis_ in support.AXES.items()}
+    run = {axis: axis_.default for axis, axis_ in support_matrix.AXES.items()}
     run |= {"world": "1", "accumulation": "1", **values}
     config, problems = configure(run)
     assert problems == []
@@ -203,7 +203,7 @@ def is_accepted(run: RunLayout) -> bool:
         return False
     return not any(
         rule.values.keys() <= run.keys() and rule.forbids(run)
-        for rule in (*support.RULES, *support.WITHOUT_EFFECT)
+        for rule in (*support_matrix.RULES, *support_matrix.WITHOUT_EFFECT)
     )
 
 
@@ -259,7 +259,7 @@ def random_runs(seed: int, count: int, *, accepted: bool) -> list[RunLayout]:
         run: dict[str, str] = {}
         for axis in draw(strategies.permutations(list(VALUES))):
             # The ranks run those that are accepted.
-            left_out = support.ON_DISK if accepted and WITHOUT_LIBAIO is not None else ()
+            left_out = support_matrix.ON_DISK if accepted and WITHOUT_LIBAIO is not None else ()
             values = [
                 value
                 for value in VALUES[axis]

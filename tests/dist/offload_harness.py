@@ -13,8 +13,8 @@ from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swa
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 from megatron_ds.config import Config
-from megatron_ds.launch import libaio
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.planning import libaio
 from tests.dist.engine_harness import batches_of, full_weights
 from tests.dist.nonfinite_harness import Training
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of

@@ -31,7 +31,7 @@ from megatron_ds.config import (
     ParallelConfig,
     ScheduleConfig,
 )
-from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.train_state import StepPlan
 from tests.dist.reference import Run, Samples, train_reference
 

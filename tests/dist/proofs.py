@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_ds.config.support import AXES, MANY, Layout, Values
+from megatron_ds.config.support_matrix import AXES, MANY, Layout, Values
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d
 
-from megatron_ds.checkpoint import storage
-from megatron_ds.checkpoint.folders import claimed_folders
+from megatron_ds.checkpoint import local_files
+from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.folder_checks import claimed_folders
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import find_damage, read_manifest
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import UserError
-from megatron_ds.engine import ds_checkpoint_io
+from megatron_ds.engine.deepspeed import checkpoint_io
 from megatron_ds.fileio import visibility
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.tokenizer import TokenizerFingerprint
@@ -85,9 +85,11 @@ def _save_and_load(rank: int, folder: str) -> Seen:
 
     if rank == 0:  # its listings lag, and its disk is slow at the end
         _hide_from_listings(OF_RANK_1)
-        before_call(storage, "write_text", wait, lambda path, text: path.name == "manifest.json")
+        before_call(
+            local_files, "write_text", wait, lambda path, text: path.name == "manifest.json"
+        )
     else:
-        before_call(ds_checkpoint_io, "write_tensors", wait)
+        before_call(checkpoint_io, "write_tensors", wait)
     opened = _record_reads()
     start = time.monotonic()
     manager.save(engine, TrainState(iteration=3))

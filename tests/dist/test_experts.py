@@ -24,14 +24,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megatron_ds.checkpoint.formats.native import source_of
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.full_weights import lazy_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import find_damage, read_manifest, read_run
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.conversion.native import source_of
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.readback import master_weights
-from megatron_ds.engine.tensor_files import read_tensors
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.moe import MoE

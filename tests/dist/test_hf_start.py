@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.checkpoint.foreign_start import StartStates, merge_settings, open_foreign
-from megatron_ds.checkpoint.formats.huggingface import open_hf, write_hf
-from megatron_ds.checkpoint.formats.native import open_native
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
@@ -26,12 +23,15 @@ from megatron_ds.config import (
     PrecisionConfig,
     ScheduleConfig,
 )
+from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
+from megatron_ds.conversion.native import open_native
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.device_batches import DeviceBatch
+from megatron_ds.loading.initial_load import StartStates, merge_settings, open_foreign
 from megatron_ds.train_state import StepPlan, TrainState
 from tests.dist.engine_harness import full_weights, prepare
 from tests.distributed import run_ranks
-from tests.unit.checkpoint.formats.hf_models import (
+from tests.unit.conversion.hf_models import (
     TOKENS,
     VOCAB,
     load_strictly,

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.config import support
+from megatron_ds.config import support_matrix
 from tests.dist import layouts
 from tests.dist.compare import (
     DECIDED_STEPS,
@@ -40,7 +40,7 @@ SEED = int(os.environ.get("MEGATRON_DS_LAYOUT_SEED", "7"))
 EXACT_GAP, HALF_GAP = 1e-5, 0.07
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
-ON_DISK = [name for name, run in COVERING.items() if run["offload"] in support.ON_DISK]
+ON_DISK = [name for name, run in COVERING.items() if run["offload"] in support_matrix.ON_DISK]
 
 
 @functools.cache
@@ -124,7 +124,7 @@ def test_layout_equals_one_process(
     name: str, outcomes: JobResults, record_property: Callable[[str, str], None]
 ) -> None:
     # For the record of the pairs that ran with a version of DeepSpeed.
-    layout = {axis: COVERING[name][axis] for axis in support.AXES}
+    layout = {axis: COVERING[name][axis] for axis in support_matrix.AXES}
     record_property("layout", json.dumps(layout))
     assert check(name, COVERING[name], outcomes) == []
 
@@ -136,10 +136,10 @@ def test_random_layouts_equal_one_process(outcomes: JobResults) -> None:
 
 
 def test_command_line_accepts_what_the_matrix_accepts() -> None:
-    known = {rule.code for rule in support.RULES}
+    known = {rule.code for rule in support_matrix.RULES}
     for run in layouts.random_runs(SEED, 10 * COUNT, accepted=False):
         config, problems = layouts.configure(run)
-        accepted = not support.broken_rules(support.layout_of(config))
+        accepted = not support_matrix.broken_rules(support_matrix.layout_of(config))
         assert accepted == known.isdisjoint(codes(problems)), name_of(run)
         if layouts.is_accepted(run):
             assert problems == [], f"MEGATRON_DS_LAYOUT_SEED={SEED}"
@@ -148,6 +148,8 @@ def test_command_line_accepts_what_the_matrix_accepts() -> None:
 def test_every_accepted_pair_is_in_a_run() -> None:
     """Checks the covering array independently of its construction."""
     found = set().union(*map(layouts.pairs_of, COVERING.values()))
-    for one, other in itertools.combinations(support.AXES, 2):
-        for pair in support.pairs(one, other):
-            assert (frozenset(pair.items()) in found) == (support.obstacle(pair) is None), pair
+    for one, other in itertools.combinations(support_matrix.AXES, 2):
+        for pair in support_matrix.pairs(one, other):
+            assert (frozenset(pair.items()) in found) == (support_matrix.obstacle(pair) is None), (
+                pair
+            )

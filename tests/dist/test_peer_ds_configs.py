@@ -18,7 +18,7 @@ import pytest
 from megatron_ds import schedules
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
-from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import batches_of, build

@@ -36,7 +36,8 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
 )
 
-from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint, open_verified
+from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.local_files import find_damaged_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
@@ -45,15 +46,14 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     read_run,
 )
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
-from megatron_ds.checkpoint.saved_states import SavedStates
-from megatron_ds.checkpoint.storage import find_damaged_files
-from megatron_ds.checkpoint.universal_folders import SUFFIX
-from megatron_ds.config import CheckpointConfig, Config, support
-from megatron_ds.engine.full_states import VOCABULARY_TABLES
-from megatron_ds.engine.loss_scaler import STATE
-from megatron_ds.engine.param_groups import is_hidden_matrix
+from megatron_ds.checkpoint.native_reader import SavedStates
+from megatron_ds.checkpoint.universal.folders import SUFFIX
+from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
+from megatron_ds.config import CheckpointConfig, Config, support_matrix
+from megatron_ds.engine.deepspeed.loss_scaler import STATE
+from megatron_ds.engine.optimizers.param_groups import is_hidden_matrix
 from megatron_ds.engine.readback import master_weights
+from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from tests.dist.compare import worst_difference
 from tests.dist.engine_harness import Meshes, batches_of, full_tensor, full_weights, of_all_stages
 from tests.dist.nonfinite_harness import RATES, Training
@@ -620,5 +620,5 @@ def test_stages_that_save_and_load_are_all_that_are_allowed(sizes: str, tmp_path
     config = layout.config(tmp_path)
     for stage in range(4):
         deepspeed = dataclasses.replace(config.deepspeed, zero_stage=stage)
-        problems = [*support.problems(dataclasses.replace(config, deepspeed=deepspeed))]
+        problems = [*support_matrix.problems(dataclasses.replace(config, deepspeed=deepspeed))]
         assert (problems == []) == (stage in used), problems

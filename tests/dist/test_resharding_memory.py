@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint, open_verified
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import list_checkpoints
-from megatron_ds.checkpoint.saved_states import SavedStates
-from megatron_ds.checkpoint.universal_folders import SUFFIX
-from megatron_ds.checkpoint.universal_states import UniversalStates
+from megatron_ds.checkpoint.native_reader import SavedStates
+from megatron_ds.checkpoint.universal.folders import SUFFIX
+from megatron_ds.checkpoint.universal.reader import UniversalStates
+from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
 from tests.dist.engine_harness import prepare
 from tests.dist.test_resharding import Continued, Layout
 from tests.distributed import run_ranks

@@ -28,9 +28,9 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from megatron_ds.checkpoint.metadata import ParallelLayout
 from megatron_ds.config import Config
-from megatron_ds.engine.ds_config import PARTITION_KEYS, is_read_at
-from megatron_ds.engine.ds_fields import replace_fields
-from megatron_ds.engine.ds_keys import BLOCKS
+from megatron_ds.engine.ds_config.fields import replace_fields
+from megatron_ds.engine.ds_config.generate import PARTITION_KEYS, is_read_at
+from megatron_ds.engine.ds_config.keys import BLOCKS
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.parallel.collectives import all_gather

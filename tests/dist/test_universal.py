@@ -24,12 +24,12 @@ from deepspeed.checkpoint import ds_to_universal
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from megatron_ds.checkpoint.formats.open_source import format_of, open_source
-from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint, open_verified
 from megatron_ds.checkpoint.metadata import list_checkpoints
-from megatron_ds.checkpoint.universal_folders import SUFFIX, is_universal
-from megatron_ds.engine import zero_to_fp32
-from megatron_ds.engine.full_states import VOCABULARY_TABLES
+from megatron_ds.checkpoint.universal.folders import SUFFIX, is_universal
+from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
+from megatron_ds.conversion.registry import format_of, open_source
+from megatron_ds.engine.deepspeed import zero_to_fp32
+from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -45,7 +45,7 @@ from tests.dist.test_resharding import (
 )
 from tests.distributed import run_ranks
 from tests.problems import printed_codes
-from tests.unit.checkpoint.formats.models import assert_same_tensors
+from tests.unit.conversion.models import assert_same_tensors
 from tools import convert_checkpoint as convert_tool
 from tools import make_docs
 

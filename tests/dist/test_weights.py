@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 
-from megatron_ds.checkpoint.formats.native import source_of
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import read_run
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import (
     CheckpointConfig,
     Config,
@@ -28,6 +27,7 @@ from megatron_ds.config import (
     PrecisionConfig,
     ScheduleConfig,
 )
+from megatron_ds.conversion.native import source_of
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.mesh import Mesh

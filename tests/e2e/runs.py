@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_ds.engine.tensor_files import read_tensors
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from tests.faults import faulty_disk
 from tests.fork_server import (
     DEADLINE,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.import_graph import REPOSITORY, module_of, sources
-from tests.unit.checkpoint.formats.hf_models import random_model
+from tests.unit.conversion.hf_models import random_model
 from tools import convert_checkpoint, make_corpus
 
 IMPORT_ALL = """
@@ -34,7 +34,7 @@ def refuse(self=None, *arguments, **keywords):
 sys.modules["deepspeed"] = None  # importing it raises ImportError
 load(f"megatron_ds.{name}" for name in (
     "model.gpt", "inference.service", "inference.load_checkpoint", "launch.distributed",
-    "checkpoint.formats.open_source",
+    "conversion.registry",
 ))
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.metadata import MANIFEST, find_damage, iteration_of, list_checkpoints
-from megatron_ds.fileio.object_store import ObjectStore
+from megatron_ds.checkpoint.store.object_store import ObjectStore
 from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Run, Settings, checkpoint_differences, steps
 from tests.object_server import BUCKET, s3_server
 

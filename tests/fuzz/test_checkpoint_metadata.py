@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.checkpoint import metadata, resume
-from megatron_ds.checkpoint.branch import Branch
+from megatron_ds.checkpoint import compatibility, metadata
+from megatron_ds.checkpoint.lineage import Branch
 from megatron_ds.checkpoint.selection import list_folder
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
@@ -70,14 +70,14 @@ def check(path: Path, config: Config) -> bool:
         return False
     found = metadata.read_run(path)
     assert found.iteration == 7
-    problems = read_or_error(lambda: resume.resume_conflicts(found, config, 1), str(path))
+    problems = read_or_error(lambda: compatibility.resume_conflicts(found, config, 1), str(path))
     return problems is not REJECTED
 
 
 def test_a_valid_checkpoint_is_accepted(path: Path, config: Config, run: dict[str, Any]) -> None:
     write(path, json.dumps(run).encode())
     assert metadata.find_damage(path) is None
-    assert resume.resume_conflicts(metadata.read_run(path), config, 1) == []
+    assert compatibility.resume_conflicts(metadata.read_run(path), config, 1) == []
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from megatron_ds import schedule_validation
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine import ds_keys
-from megatron_ds.engine.ds_config import build_ds_config
-from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_config import keys as ds_keys
+from megatron_ds.engine.ds_config.generate import build_ds_config
+from megatron_ds.engine.ds_config.merge import merge_file
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON
 from tests.problems import codes
 

@@ -12,16 +12,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.checkpoint.formats.huggingface import open_hf, write_hf
-from megatron_ds.checkpoint.formats.megatron import open_checkpoint
-from megatron_ds.checkpoint.formats.megatron_folders import find_checkpoint
-from megatron_ds.checkpoint.formats.safetensors_files import INDEX, SINGLE
-from megatron_ds.checkpoint.formats.weights_folder import open_weights_folder, write_weights_folder
-from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG, SETTINGS
 from megatron_ds.config import ModelConfig
+from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
+from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.megatron.open import open_checkpoint
+from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
+from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
+from megatron_ds.conversion.weights_locations import HF_CONFIG, SETTINGS
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, MISSING, paths_in, read_or_error, replaced
-from tests.unit.checkpoint.formats.megatron_writer import Layout, write_checkpoint
-from tests.unit.checkpoint.formats.models import SMALL, random_source
+from tests.unit.conversion.megatron_writer import Layout, write_checkpoint
+from tests.unit.conversion.models import SMALL, random_source
 
 SETTINGS_OF_FUZZ = settings(
     FUZZ_SETTINGS, max_examples=100, suppress_health_check=[HealthCheck.too_slow]

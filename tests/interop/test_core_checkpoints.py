@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ds.checkpoint.formats.megatron_layout import grouped, padded
-from megatron_ds.checkpoint.formats.megatron_names import canonical_name
-from megatron_ds.checkpoint.formats.megatron_optimizer import MOMENTS
-from megatron_ds.checkpoint.formats.torch_dist_export import write_torch_dist
-from megatron_ds.checkpoint.lazy_tensors import LazyTensors
+from megatron_ds.checkpoint.tensor_reader import LazyTensors
 from megatron_ds.config import ModelConfig
-from megatron_ds.engine.full_states import MASTER, VOCABULARY_TABLES
+from megatron_ds.conversion.megatron.names import canonical_name
+from megatron_ds.conversion.megatron.optimizer import MOMENTS
+from megatron_ds.conversion.megatron.write_common import grouped, padded
+from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
 from tests.interop.on_cpu import OnCpu, patch_devices
-from tests.unit.checkpoint.formats.models import logits, random_source, random_training
-from tests.unit.checkpoint.formats.test_megatron_export import LLAMA, model
+from tests.unit.conversion.models import logits, random_source, random_training
+from tests.unit.conversion.test_write_legacy import LLAMA, model
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 

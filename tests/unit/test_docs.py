@@ -10,8 +10,6 @@ import shlex
 import tomllib
 from pathlib import Path
 
-import pytest
-
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.cli.flags import dashed, training_flags
 from tests.problems import codes

@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from megatron_ds.config.support import AXES
+from megatron_ds.config.support_matrix import AXES
 from tests.reports import read_cases
 from tests.versions import run
 from tools import support_matrix

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write megatron_ds/engine/ds_keys.json: the keys of DeepSpeed's configuration models.
+"""Write megatron_ds/engine/keys.json: the keys of DeepSpeed's configuration models.
 
 Run it after installing another DeepSpeed version and review the difference: a new key is accepted
 in files unless `ds_keys.REFUSED` has it.
@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
-OUTPUT = Path(__file__).resolve().parents[2] / "megatron_ds" / "engine" / "ds_keys.json"
+OUTPUT = Path(__file__).resolve().parents[2] / "megatron_ds" / "engine" / "ds_config" / "keys.json"
 
 
 def models() -> dict[str, Any]:

@@ -74,8 +74,8 @@ class Options:
 def work(options: Options) -> None:
     # torch takes seconds to import.
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
-        from megatron_ds.checkpoint.formats import universal_export
-        from megatron_ds.checkpoint.saved_states import SavedStates
+        from megatron_ds.checkpoint.native_reader import SavedStates
+        from megatron_ds.checkpoint.universal import writer as universal_export
 
     start = time.perf_counter()
     found = universal_export.open_verified(Path(options.input_folder))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.config import GROUPS, CheckpointConfig, Config, ModelConfig, ScheduleConfig
 from megatron_ds.parallel.mesh import Mesh
 

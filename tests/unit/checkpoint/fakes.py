@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.saved_states import SavedStates
+from megatron_ds.checkpoint.native_reader import SavedStates
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig
-from megatron_ds.engine.ds_checkpoint_io import Snapshot
-from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
-from megatron_ds.engine.tensor_files import read_tensors
+from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot
+from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import GATE_UP, ShardSpec
 from megatron_ds.train_state import TrainState

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.branch import Branch
-from megatron_ds.checkpoint.formats.source import abstract_model
+from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.local_files import write_json, write_pointers, write_text
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     RUN,
@@ -26,11 +26,11 @@ from megatron_ds.checkpoint.metadata import (
     ShardRecord,
     manifest_text,
 )
-from megatron_ds.checkpoint.storage import write_json, write_pointers, write_text
 from megatron_ds.config import Config, DataConfig, ModelConfig, MoEConfig, ScheduleConfig
+from megatron_ds.conversion.source import abstract_model
 from megatron_ds.data.blend_history import BlendHistory, BlendPhase, SourceId, SourceProgress
-from megatron_ds.engine.ds_checkpoint_io import write_tensors
-from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
+from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
+from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
 from megatron_ds.parallel.sharding import shard_spec, take_shard
 from megatron_ds.train_state import TrainState
 

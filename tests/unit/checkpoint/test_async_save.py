@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint import manager as manager_module
-from megatron_ds.checkpoint import storage
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_manifest
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import CheckpointConfig
-from megatron_ds.engine import ds_checkpoint_io
-from megatron_ds.engine.ds_checkpoint_io import Snapshot
+from megatron_ds.engine.deepspeed import checkpoint_io
+from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot
 from megatron_ds.training.saving import Saver
 from tests.unit.checkpoint.fakes import (
     FakeEngine,
@@ -156,7 +156,7 @@ def test_a_failure_surfaces_at_the_next_step(
             pytest.fail("the failure does not surface")
     saver.save(state_at(8), lambda: None, final=False)
     saver.finish(final=True)
-    assert names_in(folder) == {"global_step8", *storage.POINTERS}
+    assert names_in(folder) == {"global_step8", *local_files.POINTERS}
 
 
 def test_the_failure_of_a_runs_last_save_is_an_error(
@@ -175,16 +175,16 @@ def test_an_abandoned_save_ends_and_stays_incomplete(
 ) -> None:
     """No thread writes into a folder that is no longer owned."""
     save(checkpoints, 4)
-    monkeypatch.setattr(ds_checkpoint_io, "CHUNK", 8)
+    monkeypatch.setattr(checkpoint_io, "CHUNK", 8)
     begun = threading.Event()
-    write = ds_checkpoint_io._HashingFile.write
+    write = checkpoint_io._HashingFile.write
 
     def write_slowly(file: Any, data: bytes) -> int:
         begun.set()
         time.sleep(0.01)
         return write(file, data)
 
-    monkeypatch.setattr(ds_checkpoint_io._HashingFile, "write", write_slowly)
+    monkeypatch.setattr(checkpoint_io._HashingFile, "write", write_slowly)
     engine = FakeEngine()
     engine.snapshot = lambda *, copy: Snapshot({"a.pt": [0] * 100_000})
     begin(checkpoints, 8, engine)

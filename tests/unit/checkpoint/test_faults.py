@@ -21,16 +21,16 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from megatron_ds.checkpoint import storage
-from megatron_ds.checkpoint.formats import megatron_folders
+from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text
+from megatron_ds.checkpoint.native_settings import find_checkpoint
 from megatron_ds.checkpoint.save_steps import SaveError
-from megatron_ds.checkpoint.saved_model import find_checkpoint
-from megatron_ds.checkpoint.universal_folders import POINTER
+from megatron_ds.checkpoint.universal.folders import POINTER
 from megatron_ds.config.problems import UserError
-from megatron_ds.engine.ds_checkpoint_io import Snapshot, write_tensors
-from megatron_ds.engine.tensor_files import read_tensors
+from megatron_ds.conversion.megatron import detect as megatron_folders
+from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot, write_tensors
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.fakes import (
@@ -105,7 +105,7 @@ def test_generation_is_given_no_advice_for_a_training(
         assert ours != trainings
 
 
-@pytest.mark.parametrize("name", storage.POINTERS)
+@pytest.mark.parametrize("name", local_files.POINTERS)
 def test_a_damaged_pointer_is_ignored_with_a_warning(
     name: str, checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
@@ -171,13 +171,13 @@ def test_load_starts_no_new_run_if_all_checkpoints_are_damaged(
     assert "manifest.json" in raised.problem[oldest:]
 
 
-@pytest.mark.parametrize("name", storage.POINTERS)
+@pytest.mark.parametrize("name", local_files.POINTERS)
 def test_load_starts_no_new_run_if_a_pointer_names_a_missing_checkpoint(
     name: str, checkpoints: CheckpointManager, folder: Path
 ) -> None:
     save(checkpoints, 4)
     shutil.rmtree(folder / "global_step4")
-    for other in set(storage.POINTERS) - {name}:
+    for other in set(local_files.POINTERS) - {name}:
         (folder / other).unlink()
     with raises_problem("checkpoint-pointer-dangling", "load", contains=str(folder / name)):
         load(checkpoints)
@@ -326,7 +326,7 @@ def test_an_error_of_the_engine_is_reported_and_leaves_no_files(
         checkpoints.save(engine, state_at(8))
     place = folder / ".incomplete-global_step8" / "x.pt"
     assert str(place) in str(error.value)
-    assert names_in(folder) == {"global_step4", *storage.POINTERS}
+    assert names_in(folder) == {"global_step4", *local_files.POINTERS}
 
 
 def test_too_little_space_gives_a_warning_before_the_save(
@@ -348,20 +348,20 @@ def test_too_little_space_gives_a_warning_before_the_save(
 def test_keep_last_keeps_that_many_checkpoints(manager: Managers, folder: Path) -> None:
     keeping = manager(keep_last=2)
     save(keeping, 2, 4, 6)
-    assert names_in(folder) == {"global_step4", "global_step6", *storage.POINTERS}
+    assert names_in(folder) == {"global_step4", "global_step6", *local_files.POINTERS}
     # Later iterations, which this run has not reached, and damaged checkpoints are kept.
     save(manager(), 12)
     (folder / "global_step4" / "run.json").unlink()
     save(keeping, 8, 10)
     kept = {"global_step4", "global_step8", "global_step10", "global_step12"}
-    assert names_in(folder) == {*kept, *storage.POINTERS}
+    assert names_in(folder) == {*kept, *local_files.POINTERS}
 
 
 def test_keep_every_keeps_milestones(manager: Managers, folder: Path) -> None:
     keeping = manager(keep_last=2, keep_every=6)
     save(keeping, *range(2, 17, 2))
     kept = {"global_step6", "global_step12", "global_step14", "global_step16"}
-    assert names_in(folder) == {*kept, *storage.POINTERS}
+    assert names_in(folder) == {*kept, *local_files.POINTERS}
 
 
 def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, folder: Path) -> None:
@@ -385,14 +385,14 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
         assert other.stdout.readline() == b"locked\n"
         save(keeping, 8)
         being_read = {"global_step2", "global_step4", "global_step6"}
-        assert names_in(folder) == {*being_read, "global_step8", *storage.POINTERS}
+        assert names_in(folder) == {*being_read, "global_step8", *local_files.POINTERS}
         other.kill()
     reading.load(FakeEngine(), found)
     save(keeping, 10)
-    assert names_in(folder) == {"global_step4", "global_step10", *storage.POINTERS}
+    assert names_in(folder) == {"global_step4", "global_step10", *local_files.POINTERS}
     del of_tool
     save(keeping, 12)
-    assert names_in(folder) == {"global_step12", *storage.POINTERS}
+    assert names_in(folder) == {"global_step12", *local_files.POINTERS}
 
 
 def test_of_a_linked_checkpoint_the_link_is_removed(
@@ -403,7 +403,7 @@ def test_of_a_linked_checkpoint_the_link_is_removed(
     (folder / "global_step2").rename(tmp_path / "elsewhere")
     (folder / "global_step2").symlink_to(tmp_path / "elsewhere")
     save(keeping, 4)
-    assert names_in(folder) == {"global_step4", *storage.POINTERS}
+    assert names_in(folder) == {"global_step4", *local_files.POINTERS}
     assert (tmp_path / "elsewhere" / "model_states.pt").is_file()
     assert "save-pointers-failed" not in printed_codes("\n".join(logged))
 
@@ -411,7 +411,7 @@ def test_of_a_linked_checkpoint_the_link_is_removed(
 @pytest.mark.timeout(60)
 def test_pointers_that_are_no_files_are_ignored(manager: Managers, folder: Path) -> None:
     save(manager(), 2)
-    for name in (*storage.POINTERS, POINTER):
+    for name in (*local_files.POINTERS, POINTER):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
     assert megatron_folders.find_checkpoint(folder) is None
@@ -433,7 +433,7 @@ def test_a_folder_without_locks_is_read_and_cleaned_up(
     assert load(keeping)[0] == state_at(2)
     save(keeping, 4)
     assert found.iteration == 2
-    assert names_in(folder) == {"global_step4", *storage.POINTERS}
+    assert names_in(folder) == {"global_step4", *local_files.POINTERS}
 
 
 def test_a_save_that_fails_removes_no_older_checkpoint(
@@ -444,7 +444,7 @@ def test_a_save_that_fails_removes_no_older_checkpoint(
     fail_at(3, DISK_FULL, monkeypatch, folder)
     with pytest.raises(SaveError):
         save(keeping, 4)
-    assert names_in(folder) == {"global_step2", *storage.POINTERS}
+    assert names_in(folder) == {"global_step2", *local_files.POINTERS}
 
 
 def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(
@@ -462,10 +462,10 @@ def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(
         patch.setattr(shutil, "rmtree", crashing)
         with pytest.raises(Crash):
             save(keeping, 4)
-    assert [path.name for path in storage.list_checkpoints(folder)] == ["global_step4"]
+    assert [path.name for path in local_files.list_checkpoints(folder)] == ["global_step4"]
     assert load(keeping)[0] == state_at(4)
     save(keeping, 6)
-    assert names_in(folder) == {"global_step6", *storage.POINTERS}
+    assert names_in(folder) == {"global_step6", *local_files.POINTERS}
 
 
 def test_members_of_an_enum_are_read_back_whatever_the_version_of_python(

@@ -11,8 +11,8 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
-from megatron_ds.checkpoint.branch import Branch
 from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights, load_full_weights
+from megatron_ds.checkpoint.lineage import Branch
 from megatron_ds.checkpoint.metadata import (
     CheckpointMetadata,
     DataOrder,

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import xxhash
 
-from megatron_ds.checkpoint import storage
+from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text, read_manifest
-from megatron_ds.checkpoint.saved_states import SavedStates
+from megatron_ds.checkpoint.native_reader import SavedStates
 from megatron_ds.config import Config, DataConfig, OptimizerConfig, PrecisionConfig, RuntimeConfig
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend_history import SourceId, resume_history
@@ -45,8 +45,8 @@ def test_save_writes_one_folder_and_two_pointers(
 ) -> None:
     save(checkpoints, 7)
     path = folder / "global_step7"
-    assert names_in(folder) == {path.name, *storage.POINTERS}
-    assert [(folder / name).read_text() for name in storage.POINTERS] == ["global_step7", "7"]
+    assert names_in(folder) == {path.name, *local_files.POINTERS}
+    assert [(folder / name).read_text() for name in local_files.POINTERS] == ["global_step7", "7"]
     others = ["below/optim_states.pt", "model_states.pt", "run.json"]
     written = (str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     assert sorted(written) == sorted(["manifest.json", *others])
@@ -434,7 +434,7 @@ def test_the_next_save_removes_leftovers_of_a_crash(
         (folder / name).mkdir(parents=True)
         (folder / name / "half").write_bytes(b"of a file")
     save(checkpoints, 4)
-    assert names_in(folder) == {"global_step4", *storage.POINTERS}
+    assert names_in(folder) == {"global_step4", *local_files.POINTERS}
 
 
 def test_a_checkpoint_of_the_same_iteration_is_replaced(

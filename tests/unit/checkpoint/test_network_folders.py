@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint import storage
+from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import REPLACED
 from megatron_ds.checkpoint.save_steps import SaveError, SaveSteps
@@ -70,7 +70,7 @@ def test_checkpoints_with_open_files_are_removed_and_replaced(
         (leftover / SILLY_RENAMED).touch()
         save(keeping, iteration)
         shown = {name for name in names_in(folder) if not name.startswith(".")}
-        assert shown == {f"global_step{iteration}", *storage.POINTERS}
+        assert shown == {f"global_step{iteration}", *local_files.POINTERS}
         assert load(keeping)[0] == state_at(iteration)
     assert not any("WARNING" in line for line in logged)
 
@@ -78,11 +78,11 @@ def test_checkpoints_with_open_files_are_removed_and_replaced(
 def test_what_was_open_is_deleted_later(manager: Managers, folder: Path) -> None:
     keeping = manager(keep_last=1)
     for kind in ("", "incomplete-", "replaced-"):
-        leftover = folder / f"{storage.REMOVED}{kind}global_step2-0123abcd"
+        leftover = folder / f"{local_files.REMOVED}{kind}global_step2-0123abcd"
         leftover.mkdir(parents=True)
         (leftover / SILLY_RENAMED).touch()
     save(keeping, 4)
-    assert names_in(folder) == {"global_step4", *storage.POINTERS}
+    assert names_in(folder) == {"global_step4", *local_files.POINTERS}
 
 
 def test_an_error_of_the_disk_during_a_removal_is_a_warning(
@@ -118,7 +118,7 @@ def lost_answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_repeated_rename_is_no_error(manager: Managers, folder: Path) -> None:
     keeping = manager(keep_last=1)
     save(keeping, 2, 4, 4)
-    assert names_in(folder) == {"global_step4", *storage.POINTERS}
+    assert names_in(folder) == {"global_step4", *local_files.POINTERS}
     assert (folder / "latest").read_text() == "global_step4"
     assert load(keeping)[0] == state_at(4)
 
@@ -170,7 +170,7 @@ def test_a_stale_handle_is_opened_again(
         reads = first_reads_fail(patch, folder, errno.ESTALE, 2)
         found = checkpoints.select()
     assert found.iteration == 4
-    assert {*storage.POINTERS, "run.json", "manifest.json", "model_states.pt"} <= reads.keys()
+    assert {*local_files.POINTERS, "run.json", "manifest.json", "model_states.pt"} <= reads.keys()
     assert not any("WARNING" in line for line in logged)
 
 
@@ -216,7 +216,7 @@ def test_a_rank_waits_for_the_folder_of_a_save(
 
     def write_late(self: SaveSteps) -> Any:
         with monkeypatch.context() as patch:
-            late.append(LateEntries(patch, storage.INCOMPLETE, 5))
+            late.append(LateEntries(patch, local_files.INCOMPLETE, 5))
             return write(self)
 
     monkeypatch.setattr(SaveSteps, "_write", write_late)
@@ -249,7 +249,7 @@ def test_a_file_that_stays_invisible_fails_the_save(
 ) -> None:
     save(checkpoints, 2)
     monkeypatch.setattr(visibility, "VISIBLE_WITHIN_S", 0.01)
-    wait = storage.wait_for_files
+    wait = local_files.wait_for_files
 
     def wait_in_vain(path: Path, files: Any) -> None:
         with monkeypatch.context() as patch:
@@ -257,7 +257,7 @@ def test_a_file_that_stays_invisible_fails_the_save(
             wait(path, files)
 
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "wait_for_files", wait_in_vain)
+        patch.setattr(local_files, "wait_for_files", wait_in_vain)
         with pytest.raises(SaveError, match="is not visible"):
             save(checkpoints, 4)
-    assert names_in(folder) == {"global_step2", *storage.POINTERS}
+    assert names_in(folder) == {"global_step2", *local_files.POINTERS}

@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.branch import Branch
-from megatron_ds.checkpoint.metadata import CheckpointMetadata, DataOrder, ParallelLayout, RunRecord
-from megatron_ds.checkpoint.resume import (
+from megatron_ds.checkpoint.compatibility import (
     changed_settings,
     layout_changes,
     partition_conflicts,
     resume_conflicts,
 )
+from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.metadata import CheckpointMetadata, DataOrder, ParallelLayout, RunRecord
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
-from megatron_ds.engine.ds_config_merge import merge_file
-from megatron_ds.engine.ds_fields import replace_fields
-from megatron_ds.engine.partitions import FlatPartition, ParameterPlace
+from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
+from megatron_ds.engine.ds_config.fields import replace_fields
+from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.train_state import TrainState
 from tests.problems import codes
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint import run_lock
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
 from megatron_ds.checkpoint.run_lock import LOCK, Owner, acquire
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import Config

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.formats.source import ModelSettings, WeightsSource
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, read_manifest
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
-from megatron_ds.checkpoint.saved_model import find_checkpoint, tokenizer_config
+from megatron_ds.checkpoint.native_settings import find_checkpoint, tokenizer_config
 from megatron_ds.config import Config, TokenizerConfig
+from megatron_ds.conversion.source import ModelSettings, WeightsSource
 from megatron_ds.inference import load_checkpoint
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import build_tokenizer

@@ -18,21 +18,23 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from megatron_ds.checkpoint import run_lock, store_lock
+from megatron_ds.checkpoint import run_lock
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import list_checkpoints, manifest_text, read_manifest
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.native_settings import find_checkpoint
 from megatron_ds.checkpoint.run_lock import LOCK, acquire_lock
-from megatron_ds.checkpoint.run_stores import claimed_stores
 from megatron_ds.checkpoint.save_steps import SaveError
-from megatron_ds.checkpoint.saved_model import find_checkpoint
-from megatron_ds.checkpoint.saved_options import with_pretrained
-from megatron_ds.checkpoint.staging import fetch, stage, staged_location
-from megatron_ds.checkpoint.store_lock import StoreLockFile
+from megatron_ds.checkpoint.store import lock as store_lock
+from megatron_ds.checkpoint.store import object_store
+from megatron_ds.checkpoint.store.claim import claimed_stores
+from megatron_ds.checkpoint.store.lock import StoreLockFile
+from megatron_ds.checkpoint.store.mirror import fetch
+from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.config import Config
-from megatron_ds.fileio import object_store
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.fileio.object_store import ObjectStore
+from megatron_ds.loading.locations import stage, staged_location
+from megatron_ds.loading.options_from_checkpoint import with_pretrained
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, raises_problem
@@ -429,7 +431,7 @@ def test_what_another_run_saved_before_it_released_the_url_is_loaded(
     run: Runs, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It saved after this run had looked at the store for the first time."""
-    from megatron_ds.checkpoint import run_stores
+    from megatron_ds.checkpoint.store import claim as run_stores
 
     with run() as manager:
         save(manager, 4)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.formats.universal_export import UniversalContent, write_states
+from megatron_ds.checkpoint.local_files import write_text
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN, manifest_text
-from megatron_ds.checkpoint.storage import write_text
-from megatron_ds.checkpoint.universal_folders import POINTER, list_universal
-from megatron_ds.checkpoint.universal_states import UniversalStates
-from megatron_ds.engine.full_states import MASTER
+from megatron_ds.checkpoint.universal.folders import POINTER, list_universal
+from megatron_ds.checkpoint.universal.reader import UniversalStates
+from megatron_ds.checkpoint.universal.writer import UniversalContent, write_states
+from megatron_ds.engine.states.state_reader import MASTER
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec
 from tests.problems import codes, raises_problem

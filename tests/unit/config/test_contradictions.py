@@ -11,8 +11,8 @@ from megatron_ds import schedule_validation
 from megatron_ds.config import GROUPS, Config
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config_merge import merge_file
-from megatron_ds.engine.ds_fields import replace_fields
+from megatron_ds.engine.ds_config.fields import replace_fields
+from megatron_ds.engine.ds_config.merge import merge_file
 from tests.problems import codes, fields
 
 VALID = {

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_fields import replace_fields
+from megatron_ds.engine.ds_config.fields import replace_fields
 from tests.problems import codes
 
 VALID = {

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.config import Config, support
+from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.optimizer import OptimizerConfig
 from megatron_ds.config.problems import Problem
-from megatron_ds.config.support import AXES, RULES, Layout, Rule
-from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.config.support_matrix import AXES, RULES, Layout, Rule
+from megatron_ds.engine.ds_config.merge import merge_file
 from tests.dist import layouts
 from tests.dist.proofs import EVERYTHING, PROOFS
 from tests.problems import codes
@@ -51,7 +51,7 @@ def test_forbidden_layouts_are_rejected_and_the_closest_ones_are_not() -> None:
     wrong = []
     for rule, part in ((each, part) for each in RULES for part in forbidden(each)):
         config, problems = configure(part)
-        wanted = support.closest(support.layout_of(config))
+        wanted = support_matrix.closest(support_matrix.layout_of(config))
         is_kept = not rule.forbids(DEFAULTS | dict(part) | dict(rule.instead))
         if rule.code not in codes(problems) or not is_kept or configure(wanted)[1]:
             wrong.append((rule.code, part, problems, wanted))
@@ -84,7 +84,7 @@ def test_message_names_the_flags_and_those_that_work(layout: Layout, start: str,
 def test_closest_layout_keeps_experts() -> None:
     """Without them, two rules would be kept by one change."""
     layout = {"experts": "distributed", "zero": "3", "precision": "bf16", "masters": "bf16"}
-    wanted = support.closest(DEFAULTS | layout)
+    wanted = support_matrix.closest(DEFAULTS | layout)
 
     assert wanted == DEFAULTS | {"experts": "distributed", "zero": "2", "precision": "bf16"}
 
@@ -95,23 +95,23 @@ def test_pairs_are_accepted_unless_a_rule_forbids_them() -> None:
     wrong = [
         pair
         for one, other in itertools.combinations(AXES, 2)
-        for pair in support.pairs(one, other)
+        for pair in support_matrix.pairs(one, other)
         if not is_as_the_matrix_says(pair)
-        or (frozenset(pair.items()) in compared) != (support.obstacle(pair) is None)
+        or (frozenset(pair.items()) in compared) != (support_matrix.obstacle(pair) is None)
     ]
     assert wrong == []
 
 
 def is_as_the_matrix_says(pair: Layout) -> bool:
     """Whether the command line accepts a pair, rejects it or warns, as the table says."""
-    layout = support.completed(pair)
+    layout = support_matrix.completed(pair)
     config, problems = configure(layout)
-    rule = support.obstacle(pair)
+    rule = support_matrix.obstacle(pair)
     if rule is None:
-        return support.layout_of(config) == layout and problems == []
+        return support_matrix.layout_of(config) == layout and problems == []
     if rule.code:
         return rule.code in codes(problems)
-    return support.layout_of(config) != layout and "no-effect" in codes(config.warnings())
+    return support_matrix.layout_of(config) != layout and "no-effect" in codes(config.warnings())
 
 
 def test_proofs_name_tests_and_values() -> None:
@@ -144,4 +144,4 @@ def test_no_flags_are_the_default_layout() -> None:
     config, problems = configure({})
 
     assert problems == []
-    assert support.layout_of(config) == DEFAULTS
+    assert support_matrix.layout_of(config) == DEFAULTS

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config_merge import merge_file
-from megatron_ds.engine.ds_fields import replace_fields
+from megatron_ds.engine.ds_config.fields import replace_fields
+from megatron_ds.engine.ds_config.merge import merge_file
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = sorted((ROOT / "ds_configs").glob("*.json"))

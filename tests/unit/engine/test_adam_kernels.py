@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.engine import adam_kernels
-from megatron_ds.engine.adam_kernels import AdamKernel, apex_adam, available_on, select_adam_kernel
+from megatron_ds.engine.optimizers import adam_kernels
+from megatron_ds.engine.optimizers.adam_kernels import (
+    AdamKernel,
+    apex_adam,
+    available_on,
+    select_adam_kernel,
+)
 
 TORCH_FUSED, APEX, DEEPSPEED = adam_kernels.PREFERENCE
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.engine import miscompilation
-from megatron_ds.engine.ds_config import build_ds_config, cpp_ops
+from megatron_ds.engine.deepspeed import miscompilation
+from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from tests.problems import codes
 from tests.unit.engine.ds_files import FLAGS_OF, ROOT, SHIPPED, Merge, merged
 

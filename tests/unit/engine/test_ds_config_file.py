@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from megatron_ds.config.checks import json_remedy
-from megatron_ds.engine import ds_values
-from megatron_ds.engine.ds_config import (
+from megatron_ds.engine.ds_config import values as ds_values
+from megatron_ds.engine.ds_config.generate import (
     ZERO3_DEFAULTS,
     ZERO12_DEFAULTS,
     ZERO_DEFAULTS,
     build_ds_config,
     zero_stage,
 )
-from megatron_ds.engine.ds_keys import (
+from megatron_ds.engine.ds_config.keys import (
     BLOCKS,
     IGNORED_KEYS,
     OLD_PIN_KEY,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
-from megatron_ds.engine.loss_scaler import LossScale
+from megatron_ds.engine.deepspeed.loss_scaler import LossScale
 
 
 class Optimizer:

@@ -8,9 +8,14 @@ import sys
 import pytest
 import torch
 
-from megatron_ds.engine.full_matrices import FullMatrices, Owner, Piece, assign_owners
-from megatron_ds.engine.muon import Muon, orthogonalize
-from megatron_ds.engine.optimizers import client_optimizer
+from megatron_ds.engine.optimizers.build import client_optimizer
+from megatron_ds.engine.optimizers.distributed_matrices import (
+    FullMatrices,
+    Owner,
+    Piece,
+    assign_owners,
+)
+from megatron_ds.engine.optimizers.muon import Muon, orthogonalize
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import ShardSpec
 from tests.problems import raises_problem

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_ds.config import OptimizerConfig
-from megatron_ds.engine.param_groups import (
+from megatron_ds.engine.optimizers.param_groups import (
     Multipliers,
     keep_settings_on_load,
     multiplier_rule,

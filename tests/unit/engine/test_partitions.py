@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_ds.engine.partitions import ParameterPlace, locate
+from megatron_ds.engine.deepspeed.partitions import ParameterPlace, locate
 
 SIZES = (5, 12, 1, 7)
 

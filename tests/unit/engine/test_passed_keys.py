@@ -13,11 +13,11 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.compile import util
 from deepspeed.runtime.superoffload import superoffload_stage3
 
-from megatron_ds.config import passed_keys, support
+from megatron_ds.config import passed_keys, support_matrix
 from megatron_ds.config.passed_keys import CORES, DEEPCOMPILE, PASSED, SUPER_OFFLOAD
-from megatron_ds.engine.device_support import find_obstacle
-from megatron_ds.engine.ds_config import build_ds_config
-from megatron_ds.engine.ds_values import get
+from megatron_ds.engine.ds_config.device_support import find_obstacle
+from megatron_ds.engine.ds_config.generate import build_ds_config
+from megatron_ds.engine.ds_config.values import get
 from tests.problems import codes
 from tests.unit.engine.ds_files import Merge
 from tests.unit.engine.passed_key_files import KEYS
@@ -42,18 +42,18 @@ def test_key_is_passed_on_with_the_values_of_its_row_only(
     one: passed_keys.PassedKey, merge: Merge
 ) -> None:
     values, flags = KEYS[one.key]
-    layout = support.layout_of(merge(values, flags).config)
-    for name, axis in support.AXES.items():
+    layout = support_matrix.layout_of(merge(values, flags).config)
+    for name, axis in support_matrix.AXES.items():
         for value in axis.values:
             part = layout | {name: value}
             is_row = value in one.values.get(name, (axis.default,))
             assert (one.excluded(part) == {}) == is_row
     # Axes whose flags do not contradict the file's keys.
     for name in ("tp", "sequence", "pp", "sp", "experts", "mlp", "optimizer"):
-        for value in support.AXES[name].values:
-            flags = f"{KEYS[one.key][1]} {support.AXES[name].values[value]}"
+        for value in support_matrix.AXES[name].values:
+            flags = f"{KEYS[one.key][1]} {support_matrix.AXES[name].values[value]}"
             config, problems, _ = merge(values, flags)
-            is_row = not one.excluded(support.layout_of(config))
+            is_row = not one.excluded(support_matrix.layout_of(config))
             assert ("passed-key-with-layout" in codes(problems)) != is_row
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.engine import resharding
-from megatron_ds.engine.full_states import MASTER
-from megatron_ds.engine.partitions import ParameterPlace
-from megatron_ds.engine.resharding import Resharding
+from megatron_ds.engine.deepspeed.partitions import ParameterPlace
+from megatron_ds.engine.states import resharding
+from megatron_ds.engine.states.resharding import Resharding
+from megatron_ds.engine.states.state_reader import MASTER
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import ShardSpec, mark_sharded
 from tests.problems import raises_problem

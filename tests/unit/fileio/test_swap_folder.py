@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.fileio import disk_rate
 from megatron_ds.fileio.swap_folder import SwapFolder
+from megatron_ds.planning import disk_rate
 
 DIES = """
 import os, sys

@@ -10,13 +10,13 @@ import torch
 import transformers
 
 from megatron_ds import cli
-from megatron_ds.checkpoint.formats.open_source import open_source
-from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
+from megatron_ds.conversion.registry import open_source
+from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.inference.cli import open_checkpoint
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import raises_problem
-from tests.unit.checkpoint.formats.hf_models import TOKENS, VOCAB, logits_of, random_model
+from tests.unit.conversion.hf_models import TOKENS, VOCAB, logits_of, random_model
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
 from tools import generate_samples_gpt as tool
 

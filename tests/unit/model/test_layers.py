@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.checkpoint.formats.source import abstract_model
 from megatron_ds.config import MoEConfig
+from megatron_ds.conversion.source import abstract_model
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.sharding import shard_spec

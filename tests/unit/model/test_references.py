@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.formats.huggingface import open_hf
 from megatron_ds.config.model import ACTIVATIONS, ModelConfig
+from megatron_ds.conversion.huggingface.read_write import open_hf
 from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
-from tests.unit.checkpoint.formats.hf_models import random_model
-from tests.unit.checkpoint.formats.models import model_of
+from tests.unit.conversion.hf_models import random_model
+from tests.unit.conversion.models import model_of
 from tests.unit.model.dense import TINY, build_model, gradients
 
 VOCAB, LENGTH = 50, 12

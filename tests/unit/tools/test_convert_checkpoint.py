@@ -15,17 +15,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_ds.checkpoint.formats import convert
-from megatron_ds.checkpoint.formats.hf_families import FAMILIES
-from megatron_ds.checkpoint.formats.open_source import format_of, open_source
-from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
-from megatron_ds.checkpoint.formats.source import WeightsSource
-from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
-from megatron_ds.checkpoint.formats.weights_locations import HF_CONFIG
 from megatron_ds.config import ModelConfig
+from megatron_ds.conversion import convert
+from megatron_ds.conversion.huggingface.families import FAMILIES
+from megatron_ds.conversion.registry import format_of, open_source
+from megatron_ds.conversion.safetensors_files import SINGLE
+from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.conversion.weights_folder import write_weights_folder
+from megatron_ds.conversion.weights_locations import HF_CONFIG
 from tests.problems import printed_codes, raises_problem
-from tests.unit.checkpoint.formats.hf_models import load_strictly, random_model
-from tests.unit.checkpoint.formats.models import SMALL, assert_same_tensors, random_source
+from tests.unit.conversion.hf_models import load_strictly, random_model
+from tests.unit.conversion.models import SMALL, assert_same_tensors, random_source
 from tests.unit.tools.conftest import Run
 from tools import convert_checkpoint, make_docs
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.engine.ds_config import build_ds_config
-from megatron_ds.engine.ds_config_merge import merge_file
+from megatron_ds.engine.ds_config.generate import build_ds_config
+from megatron_ds.engine.ds_config.merge import merge_file
 from tools import ds_config
 
 FLAGS = (

@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_ds.checkpoint.formats.open_source import open_source
-from megatron_ds.checkpoint.formats.safetensors_files import SINGLE
-from megatron_ds.checkpoint.formats.universal_export import convert_checkpoint
-from megatron_ds.checkpoint.formats.weights_folder import write_weights_folder
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN, read_run
+from megatron_ds.checkpoint.universal.writer import convert_checkpoint
+from megatron_ds.conversion.registry import open_source
+from megatron_ds.conversion.safetensors_files import SINGLE
+from megatron_ds.conversion.weights_folder import write_weights_folder
 from tests.problems import printed_codes
 from tests.unit.checkpoint.fakes import flipped, truncated
-from tests.unit.checkpoint.formats.hf_models import random_model
 from tests.unit.checkpoint.native_writer import MODEL, STEPS, random_states, write_checkpoint
+from tests.unit.conversion.hf_models import random_model
 from tests.unit.tools.conftest import Run, closed_stdout
 from tools import inspect_checkpoint
 

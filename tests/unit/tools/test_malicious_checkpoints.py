@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.checkpoint.formats.foreign_pickle import read_dcp_metadata
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN, manifest_text, read_manifest
 from megatron_ds.config import ModelConfig
+from megatron_ds.conversion.safe_unpickle import read_dcp_metadata
 from megatron_ds.fileio.atomic import FileRecord
-from tests.unit.checkpoint.formats.hf_models import random_model
-from tests.unit.checkpoint.formats.megatron_writer import Layout
-from tests.unit.checkpoint.formats.megatron_writer import write_checkpoint as write_megatron
-from tests.unit.checkpoint.formats.models import SMALL, random_source
 from tests.unit.checkpoint.native_writer import random_states, write_checkpoint
 from tests.unit.checkpoint.test_full_weights import Trap
+from tests.unit.conversion.hf_models import random_model
+from tests.unit.conversion.megatron_writer import Layout
+from tests.unit.conversion.megatron_writer import write_checkpoint as write_megatron
+from tests.unit.conversion.models import SMALL, random_source
 from tools import convert_checkpoint, inspect_checkpoint
 
 PICKLES = (".pt", ".bin", ".distcp", ".metadata")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.rank_agreement import RankAgreement
+from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.config import Config
 from megatron_ds.fileio.file_lock import WaitPolicy
 from megatron_ds.train_state import TrainState

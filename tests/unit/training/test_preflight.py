@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megatron_ds.checkpoint.branch import Branch
+from megatron_ds.checkpoint.lineage import Branch
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     RUN,
@@ -27,8 +27,9 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import pair_writer
-from megatron_ds.engine.ds_config_merge import merge_file
-from megatron_ds.launch import device, libaio
+from megatron_ds.engine.ds_config.merge import merge_file
+from megatron_ds.launch import device
+from megatron_ds.planning import libaio
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import preflight, rank_settings

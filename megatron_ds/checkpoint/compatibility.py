@@ -1,0 +1,297 @@
+"""Compares a run with the checkpoint that it resumes from.
+
+Owns which settings must be those of the checkpoint, and which may change with a warning. Values in
+effect are compared: a default that is spelled out equals the default, and a flag without an effect
+is not compared. Imports no torch, so a run that does not fit is rejected before it starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.checkpoint.metadata import (
+    EIGHT_BIT,
+    TOKENIZER,
+    CheckpointMetadata,
+    DataOrder,
+    ParallelLayout,
+)
+from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, flag_of
+from megatron_ds.config.data import SPLIT_DATA_FIELDS
+from megatron_ds.config.problems import Problem, default_flag, option
+from megatron_ds.config.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
+from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
+from megatron_ds.engine.ds_config.generate import PARTITION_KEYS
+from megatron_ds.tokenizer import TokenizerFingerprint
+
+Parts = Mapping[str, Sequence[str]]
+"""Names of the parts of fused parameters, in their order, by canonical name of the parameter."""
+CHANGEABLE_MODEL_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
+"""Fields of the model that may change on a resume."""
+CHANGEABLE_MOE_FIELDS = frozenset(
+    {
+        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"),
+        *("moe_expert_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity"),
+        *("moe_token_drop_policy", "moe_token_dropping"),
+    }
+)
+"""The same of a mixture of experts."""
+CHANGEABLE_FIELDS = frozenset(
+    {
+        *("seq_length", "make_vocab_size_divisible_by"),
+        *CHANGEABLE_MODEL_FIELDS,
+        *CHANGEABLE_MOE_FIELDS,
+    }
+)
+"""Fields of the model that do not change its weights, or only their padding."""
+VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
+"""Fields of the model that determine the rows of its embedding table."""
+CHANGEABLE_BATCH_SIZES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
+"""Fields of the data's order that may change: they determine how many of the next samples a step
+takes, but not their order."""
+SCHEDULER_FIELDS = frozenset(
+    {
+        *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
+        *("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init", "lr_warmup_fraction"),
+        *(f"{stem}_{unit}" for stem in ("train", *SCHEDULE_LENGTHS) for unit in SCHEDULE_UNITS),
+        *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    }
+)
+"""Fields that --override-opt_param-scheduler takes from the command line without a warning."""
+REPORTED_GROUPS = ("model", "moe", "data", "optimizer", "schedule", "precision")
+UNREPORTED = {
+    *("init_method_std", *VOCABULARY),  # not used, or compared otherwise
+    *CHANGEABLE_BATCH_SIZES,  # compared as part of the data's order
+    *("max_consecutive_skipped_steps", "allow_fp16_on_cpu"),
+}
+"""Fields of these groups that do not change what a step computes, or are compared otherwise."""
+REPORTED_DATA_FIELDS = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
+
+
+def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
+    """The settings of a run that contradict the checkpoint it would resume from."""
+    run, settings = found.run, config.to_dict()
+    layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
+    path, fixed = found.path, CHANGEABLE_FIELDS.union(VOCABULARY)
+    problems = [
+        Problem("resume-model-changed", name, label=label, saved=saved, path=path, now=now)
+        for name, label, saved, now in _changed_fields(found, config, ("model", "moe"))
+        if name not in fixed
+    ]
+    before, after = (model.get("vocab_size") for model in (run.config["model"], settings["model"]))
+    if all(problem.fields != ("max_position_embeddings",) for problem in problems):
+        problems += _position_conflicts(found, config)
+    if before != after:
+        problems.append(
+            Problem(
+                "resume-vocabulary-changed", "vocab_size", before=before, path=path, after=after
+            )
+        )
+    if not (config.checkpoint.finetune or config.checkpoint.no_load_optim):
+        if not run.has_optimizer:
+            names = "no_load_optim", "finetune"
+            problems.append(Problem("checkpoint-without-optimizer", *names, path=path))
+        problems += _layout_conflicts(found, layout)
+    if config.checkpoint.is_new_run:
+        return problems
+    data = run.config.get("data", {}), settings["data"]
+    # Without --split in both runs, the blend history compares the document ranges instead.
+    both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
+    problems += [
+        Problem("resume-data-order-changed", name, label=label, saved=saved, path=path, now=now)
+        for name, label, saved, now in _changes(asdict(run.data_order), asdict(order))
+        if name not in CHANGEABLE_BATCH_SIZES and (name != "split" or both_split)
+    ]
+    return problems
+
+
+def _position_conflicts(found: CheckpointMetadata, config: Config) -> Iterator[Problem]:
+    """Whether learned position embeddings have rows for the positions of the run."""
+    rows, now = saved_config(found).model.num_positions, config.model.num_positions
+    if config.model.position_embedding_type == "learned_absolute" and rows != now:
+        length = config.model.seq_length
+        yield Problem(
+            "resume-positions-changed", "seq_length", now=length, path=found.path, rows=rows
+        )
+
+
+def _layout_conflicts(found: CheckpointMetadata, now: ParallelLayout) -> Iterator[Problem]:
+    """Why the states of a checkpoint cannot be resharded to a layout."""
+    saved, path = found.run.layout, found.path
+    if saved.optimizer != now.optimizer:
+        yield Problem(
+            "resume-optimizer-changed",
+            "optimizer",
+            saved=saved.optimizer,
+            path=path,
+            now=now.optimizer,
+        )
+    elif saved.optimizer == EIGHT_BIT and (changes := layout_changes(saved, now)):
+        yield Problem("resume-8-bit-moments", path=path, changes="; ".join(changes))
+
+
+def layout_changes(saved: ParallelLayout, now: ParallelLayout) -> list[str]:
+    """What differs between two layouts, in words."""
+    return [
+        f"{_words(name)} {_value(before)} -> {_value(after)}"
+        for name, _, before, after in _changes(asdict(saved), asdict(now))
+    ]
+
+
+def _value(value: object) -> str:
+    return "none" if value == "" else str(value)
+
+
+def _words(name: str) -> str:
+    """A field of the layout for a log line."""
+    return f"zero_optimization.{name}" if name in PARTITION_KEYS else name.replace("_", " ")
+
+
+def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) -> Iterator[Problem]:
+    """Whether a run's tokenizer gives other ids than the checkpoint's.
+
+    A NullTokenizer stands for any: it says nothing of the ids in the data.
+    """
+    saved = found.run.tokenizer
+    if saved is None or "NullTokenizer" in (saved.kind, now.kind) or saved.same_as(now):
+        return
+    yield Problem("resume-tokenizer-changed", saved=saved, path=found.path, now=now, copy=TOKENIZER)
+
+
+def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
+    """Warnings of the changed settings that a resume allows and that affect training."""
+    if config.checkpoint.finetune:
+        return []
+    order = asdict(found.run.data_order), asdict(DataOrder.of(config, dp_size))
+    model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
+    changes = [
+        change
+        for change in _changed_fields(found, config, REPORTED_GROUPS)
+        if change[0] not in UNREPORTED | (model - CHANGEABLE_FIELDS)
+        and (GROUP_OF_FIELD.get(change[0]) != "data" or change[0] in REPORTED_DATA_FIELDS)
+    ]
+    changes += [change for change in _changes(*order) if change[0] in CHANGEABLE_BATCH_SIZES]
+    if config.checkpoint.override_opt_param_scheduler:
+        changes = [change for change in changes if change[0] not in SCHEDULER_FIELDS]
+    return [
+        Problem("resume-setting-changed", name, label=label, saved=saved, path=found.path, now=now)
+        for name, label, saved, now in changes
+    ]
+
+
+def partition_conflicts(
+    found: CheckpointMetadata, partitions: Sequence[FlatPartition]
+) -> list[Problem]:
+    """The problem of an optimizer that keeps other elements at the places of its flat tensors."""
+    saved, now = found.run.partitions, tuple(partitions)
+    if saved == now:
+        return []
+    number = next(
+        (index for index, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b),
+        min(len(saved), len(now)),
+    )
+    difference = (
+        f"{len(saved)} flat tensors in the checkpoint, {len(now)} in this run"
+        if len(saved) != len(now)
+        else f"flat tensor {number}: {_difference(saved[number], now[number])}"
+    )
+    return [Problem("resume-partitions-changed", path=found.path, difference=difference)]
+
+
+def part_conflicts(saved: Parts, own: Parts, path: Path) -> list[Problem]:
+    """The fused parameters whose parts are other ones than those of the model, or in other order.
+
+    Args:
+        saved: Names of the parts by parameter, as the file declares them.
+        own: The same of the model.
+        path: The file, for the message.
+    """
+    return [
+        Problem(
+            "fused-parts-changed",
+            name=name,
+            saved=", ".join(saved[name]),
+            path=path,
+            now=", ".join(parts) or "none",
+        )
+        for name, parts in own.items()
+        if saved.get(name) and tuple(saved[name]) != tuple(parts)
+    ]
+
+
+def _difference(saved: FlatPartition, now: FlatPartition) -> str:
+    for one, other in zip(saved.parameters, now.parameters, strict=False):
+        if one != other:
+            return f"{_place(one)} in the checkpoint, {_place(other)} in this run"
+    counts = [
+        f"{len(each.parameters)} parameters in {each.size} elements per rank"
+        for each in (saved, now)
+    ]
+    return f"{counts[0]} in the checkpoint, {counts[1]} in this run"
+
+
+def _place(place: ParameterPlace) -> str:
+    return f"{place.name} {list(place.shape)} at {place.offset}"
+
+
+Change = tuple[str, str, Any, Any]
+"""Name and label of a setting, saved value and value of this run."""
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    for name, value in now.items():
+        before = saved.get(name)
+        if before != value and (before == before or value == value):  # two NaN are equal
+            old, new = ("the default" if each is None else each for each in (before, value))
+            yield name, _label(name), old, new
+
+
+def _changed_fields(
+    found: CheckpointMetadata, config: Config, groups: Iterable[str]
+) -> Iterator[Change]:
+    """Differences of the fields of some groups that have an effect in both runs.
+
+    A field that was not given in either run differs only as a consequence of another one.
+    """
+    runs = saved_config(found), config
+    effective = [_effective_values(each) for each in runs]
+    given_in = [_as_json(each.to_dict()) for each in runs]
+    for group in groups:
+        before, now = (values[group] for values in effective)
+        given = {name for name, *_ in _changes(*(values[group] for values in given_in))}
+        kept = {name: now[name] for name in now if name in given & before.keys()}
+        yield from _changes(before, kept)
+
+
+def _effective_values(config: Config) -> dict[str, dict[str, Any]]:
+    """Values in effect; all values if some of them are of wrong types."""
+    try:
+        return _as_json(config.effective_values())
+    except (TypeError, ValueError, ArithmeticError, AttributeError):
+        return _as_json(config.to_dict())
+
+
+def _as_json(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(values))
+    return plain
+
+
+def saved_config(found: CheckpointMetadata) -> Config:
+    """The configuration of the run that saved; fields that it did not know have their defaults."""
+    saved = found.run.config
+    groups = {}
+    for name, kind in GROUPS.items():
+        known = {item.name for item in dataclasses.fields(kind)}
+        values = {key: value for key, value in saved.get(name, {}).items() if key in known}
+        groups[name] = kind(**values)
+    return Config(**groups)
+
+
+def _label(name: str) -> str:
+    """A field's flag, unless the flag negates the field; the plain name of anything else."""
+    return option(name) if name in GROUP_OF_FIELD and flag_of(name) == default_flag(name) else name

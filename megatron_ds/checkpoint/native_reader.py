@@ -1,0 +1,286 @@
+"""Weights and optimizer states of a checkpoint by canonical name, from the files of any layout.
+
+Reads what is asked for from memory-mapped files, element by element: `run.json` records where each
+parameter is in the optimizer's flat tensors, and how it is sharded. Knows DeepSpeed's file names
+and no engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.engine.deepspeed.expert_files import expert_file
+from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace, locate
+from megatron_ds.engine.deepspeed.tensor_files import OPTIMIZER_KEYS, read_tensors
+from megatron_ds.engine.states.state_reader import MASTER, full_shape
+from megatron_ds.parallel.sharding import ShardSpec
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+OPTIMIZER_SETTINGS = (
+    *("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad"),
+    *("zero_stage", "partition_count", "ds_version"),
+)
+"""Entries of DeepSpeed's files that are no tensors."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Where the states of a parameter are."""
+
+    place: ParameterPlace
+    partition: FlatPartition
+    pp_rank: int
+    group: int
+    """Number of the flat tensor in its pipeline stage."""
+    number: int
+    """Number of its states in the optimizer's state dict."""
+
+
+class SavedStates:
+    """The states of one checkpoint; implements `FullStates`.
+
+    Args:
+        found: The checkpoint.
+        has_optimizer: Read the states of the optimizer, too, and not only the weights.
+
+    Attributes:
+        bytes_read: Bytes of all values that were read.
+    """
+
+    def __init__(self, found: CheckpointMetadata, *, has_optimizer: bool = True) -> None:
+        self._has_optimizer = has_optimizer
+        self._path, self._layout = found.path, found.run.layout
+        self._tp_size = self._layout.tensor_model_parallel_size
+        self._experts = frozenset(found.run.experts)
+        self._specs = {
+            name: ShardSpec(shard.dim, shard.sections) for name, shard in found.run.shards.items()
+        }
+        self._files: dict[str, Any] = {}
+        self._reader = found.reader  # not released while states may be read
+        self._partitions = found.run.partitions
+        self.bytes_read = 0
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {
+            name: full_shape(saved.place.shape, self._specs.get(name), self._ep_size(name))
+            for name, saved in self._saved.items()
+        }
+
+    @cached_property
+    def counters(self) -> Mapping[str, int]:
+        values = self._open(self._first_file)
+        return {name: values[name] for name in COUNTERS}
+
+    @property
+    def _first_file(self) -> str:
+        stem = "zero_pp_rank_0_" if self._layout.zero_stage == 3 else ""
+        return f"{stem}mp_rank_00_model_states.pt"
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self._file(0, 0, 0).get("loss_scaler") if self._has_optimizer else None
+
+    @property
+    def optimizer_settings(self) -> Mapping[str, Any]:
+        """What DeepSpeed keeps of the optimizer besides flat tensors, of the first rank."""
+        file = self._file(0, 0, 0)
+        kept = {name: file[name] for name in OPTIMIZER_SETTINGS if name in file}
+        groups = _inner(file)["param_groups"] if self._has_optimizer else []
+        return {**kept, "param_groups": groups}
+
+    @property
+    def run_settings(self) -> Mapping[str, Any]:
+        """What DeepSpeed keeps of the run besides weights and states, of the first rank."""
+        file = self._open(self._first_file)
+        return {name: value for name, value in file.items() if name not in ("module", "optimizer")}
+
+    def moments(self, name: str) -> tuple[str, ...]:
+        if not self._has_optimizer:
+            return ()
+        state = self._state(self._saved[name], 0, 0)
+        return tuple(
+            kind
+            for kind, value in state.items()
+            if kind != "step" and isinstance(value, Tensor) and value.dim() > 0
+        )
+
+    def steps(self, name: str) -> int | None:
+        if not self._has_optimizer:
+            return None
+        saved = self._saved[name]
+        state = self._state(saved, 0, 0)
+        if "step" in state:
+            return int(state["step"])
+        for group in self._optimizer(saved, 0, 0)["param_groups"]:
+            if saved.number in group["params"] and "step" in group:
+                return int(group["step"])
+        return None
+
+    def read(
+        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
+    ) -> Tensor:
+        saved, shape, ep_size = self._saved[name], self.shapes[name], self._ep_size(name)
+        inside = range(min(rows.start, shape[0]), min(rows.stop, shape[0]))
+        parts = [
+            self._read_columns(saved, kind, ep_rank, local, columns)
+            for ep_rank, local in ShardSpec(0, shape[:1]).locate(inside, ep_size)
+        ]
+        missing = len(rows) - len(inside)  # padding of the vocabulary
+        if missing or not parts:
+            parts.append(torch.zeros(missing, *shape[1:]))
+        return join(parts)
+
+    def _read_columns(
+        self,
+        saved: _Saved,
+        kind: str,
+        ep_rank: int,
+        rows: range,
+        columns: tuple[int, Sequence[range]] | None,
+    ) -> Tensor:
+        """Rows of one expert-parallel rank, of which columns are kept."""
+        spec, tp_size = self._specs.get(saved.place.name), self._tp_size
+        if spec is None or spec.dim == 0:
+            # Of a replicated parameter, the first rank's copy.
+            places = [(0, rows)] if spec is None else spec.locate(rows, tp_size)
+            full = join([self._read_shard(saved, kind, tp, ep_rank, at) for tp, at in places])
+            return full if columns is None else select(full, *columns)
+        dim, wanted = columns or (spec.dim, [range(sum(spec.sections))])
+        assert dim == spec.dim
+        shards: dict[int, Tensor] = {}
+        found = []
+        for tp_rank, local in (each for part in wanted for each in spec.locate(part, tp_size)):
+            if tp_rank not in shards:
+                shards[tp_rank] = self._read_shard(saved, kind, tp_rank, ep_rank, rows)
+            found.append(shards[tp_rank].narrow(dim, local.start, len(local)))
+        return join(found, dim)
+
+    def _read_shard(
+        self, saved: _Saved, kind: str, tp_rank: int, ep_rank: int, rows: range
+    ) -> Tensor:
+        """Rows of the shard of a tensor- and an expert-parallel rank."""
+        layout, place = self._layout, saved.place
+        ep_size, stage = self._ep_size(place.name), layout.zero_stage
+        width = math.prod(place.shape[1:])
+        elements = range(rows.start * width, rows.stop * width)
+        slices = layout.ds_sequence_parallel_size
+        num_ranks = layout.data_parallel_size * slices // ep_size
+        parts = []
+        for rank, position, found in locate(
+            place, saved.partition.size, stage, num_ranks, elements
+        ):
+            # The ranks are ordered (data, expert, sequence).
+            outer, inner = divmod(rank, slices)
+            dp_rank = (outer * ep_size + ep_rank) * slices + inner
+            flat = self._flat(saved, kind, tp_rank, dp_rank)
+            parts.append(flat[position : position + len(found)])
+        values = join(parts)
+        self.bytes_read += values.nbytes
+        return values.view(len(rows), *place.shape[1:])
+
+    def _flat(self, saved: _Saved, kind: str, tp_rank: int, dp_rank: int) -> Tensor:
+        """The flat tensor of a rank; without ZeRO the flattened parameter."""
+        if kind != MASTER:
+            values: Tensor = self._state(saved, tp_rank, dp_rank)[kind]
+        elif self._layout.zero_stage == 0:
+            if self._ep_size(saved.place.name) > 1:
+                file = self._expert_file(saved, tp_rank, dp_rank, "model_states")
+            else:
+                file = self._file(saved.pp_rank, tp_rank, dp_rank)["module"]
+            values = file[saved.place.name]
+        else:
+            file = self._file(saved.pp_rank, tp_rank, dp_rank)
+            key = (
+                "fp32_flat_groups"
+                if self._layout.zero_stage == 3
+                else "single_partition_of_fp32_groups"
+            )
+            values = file[key][saved.group]
+        return values.flatten()
+
+    def _state(self, saved: _Saved, tp_rank: int, dp_rank: int) -> Mapping[str, Any]:
+        if self._layout.zero_stage == 0 and self._ep_size(saved.place.name) > 1:
+            states = self._expert_file(saved, tp_rank, dp_rank, "optim_states")
+        else:
+            states = self._optimizer(saved, tp_rank, dp_rank)["state"]
+        state: Mapping[str, Any] = states.get(saved.number, {})
+        return state
+
+    def _optimizer(self, saved: _Saved, tp_rank: int, dp_rank: int) -> Any:
+        return _inner(self._file(saved.pp_rank, tp_rank, dp_rank))
+
+    def _file(self, pp_rank: int, tp_rank: int, dp_rank: int) -> Any:
+        """The states of a rank."""
+        model_rank = pp_rank * self._tp_size + tp_rank
+        if self._layout.zero_stage == 0:  # the data-parallel ranks have the same
+            return self._open(f"mp_rank_{model_rank:02d}_model_states.pt")
+        prefix = "bf16_" if self._layout.precision == "bf16" else ""
+        stem = f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{model_rank:02d}"
+        return self._open(f"{stem}_optim_states.pt")["optimizer_state_dict"]
+
+    def _expert_file(self, saved: _Saved, tp_rank: int, dp_rank: int, kind: str) -> Any:
+        """The experts of a rank without ZeRO."""
+        layout = self._layout
+        ep_rank = dp_rank // layout.ds_sequence_parallel_size % layout.expert_model_parallel_size
+        name = expert_file(ep_rank, saved.pp_rank * self._tp_size + tp_rank)
+        return self._open(name.replace("model_states", kind))
+
+    def _open(self, name: str) -> Any:
+        """The content of a file, memory-mapped."""
+        if name not in self._files:
+            self._files[name] = read_tensors(self._path / name, mmap=True)
+        return self._files[name]
+
+    @cached_property
+    def _saved(self) -> Mapping[str, _Saved]:
+        found: dict[str, _Saved] = {}
+        for saved in self._all_saved():
+            # The first stage's copy of a tied embedding.
+            found.setdefault(saved.place.name, saved)
+        return found
+
+    def _all_saved(self) -> Iterator[_Saved]:
+        left = list(self._partitions)
+        for pp_rank in range(self._layout.pipeline_model_parallel_size):
+            number = 0
+            for group in range(self._num_flats(pp_rank)):
+                partition = left.pop(0)
+                for place in partition.parameters:
+                    yield _Saved(place, partition, pp_rank, group, number)
+                    number += self._layout.zero_stage == 0
+                number += self._layout.zero_stage > 0
+        assert not left
+
+    def _num_flats(self, pp_rank: int) -> int:
+        """Number of flat tensors of a pipeline stage; without ZeRO of parameter groups."""
+        file = self._file(pp_rank, 0, 0)
+        if self._layout.zero_stage == 3:
+            return len(file["fp32_flat_groups"])
+        return len(_inner(file)["param_groups"])
+
+    def _ep_size(self, name: str) -> int:
+        return self._layout.expert_model_parallel_size if name in self._experts else 1
+
+
+def _inner(file: Any) -> Any:
+    """The state dict of torch's optimizer in a file of any stage."""
+    return next(file[key] for key in OPTIMIZER_KEYS if key in file)
+
+
+def select(full: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
+    """Parts of a tensor along a dimension, concatenated."""
+    return join([full.narrow(dim, each.start, len(each)) for each in ranges], dim)
+
+
+def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenates tensors; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

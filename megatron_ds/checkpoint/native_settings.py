@@ -1,0 +1,91 @@
+"""What a training checkpoint says of its model: which one is loaded, its options, its tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_ds.checkpoint import full_weights, local_files, metadata, selection
+from megatron_ds.checkpoint.metadata import RUN, TOKENIZER, CheckpointMetadata
+from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
+from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.tokenizer.stored_files import with_copies
+
+Settings = TypeVar("Settings", ModelConfig, MoEConfig, TokenizerConfig)
+
+
+def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMetadata:
+    """Selects the last undamaged checkpoint of a --save folder, or the folder's own.
+
+    The files with weights are checked against their checksums.
+
+    Args:
+        folder: A --save folder, or the folder of one checkpoint.
+        warn: Called with a line for each newer checkpoint that is damaged.
+
+    Raises:
+        UserError: If there is none.
+    """
+    is_checkpoint = (folder / RUN).is_file()
+    if is_checkpoint:
+        listing = selection.CheckpointListing(folder, (folder,))
+    else:
+        listing = selection.list_folder(folder)
+    found = selection.select_checkpoint(
+        listing, None, _find_damage, lambda problem: warn(f"WARNING: {problem.render()}")
+    )
+    assert found is not None
+    return found
+
+
+def _find_damage(path: Path) -> Problem | None:
+    try:
+        if (damage := metadata.find_damage(path)) is not None:
+            return damage
+        files = full_weights.files_with_weights(metadata.read_run(path))
+        return local_files.files_damaged(local_files.find_damaged_files(path, files))
+    except OSError as error:
+        return metadata.unreadable_checkpoint(error)  # a running training may have removed it
+
+
+def model_config(found: CheckpointMetadata) -> ModelConfig:
+    """The model's configuration.
+
+    Raises:
+        UserError: If the checkpoint has a field unknown to this version.
+    """
+    return _from_dict(ModelConfig, found.run.config["model"], found)
+
+
+def moe_config(found: CheckpointMetadata) -> MoEConfig:
+    """The model's mixture of experts.
+
+    Raises:
+        UserError: If the checkpoint has a field unknown to this version.
+    """
+    values = dict(found.run.config.get("moe", {}))
+    if "num_experts" in values:
+        values["num_experts"] = tuple(values["num_experts"])
+    return _from_dict(MoEConfig, values, found)
+
+
+def tokenizer_config(found: CheckpointMetadata) -> TokenizerConfig:
+    """The run's tokenizer configuration, with the files in the checkpoint.
+
+    Raises:
+        UserError: If the checkpoint has a field unknown to this version.
+    """
+    saved = with_copies(found.run.config["tokenizer"], found.path / TOKENIZER)
+    return _from_dict(TokenizerConfig, saved, found)
+
+
+def _from_dict(
+    kind: type[Settings], values: Mapping[str, Any], found: CheckpointMetadata
+) -> Settings:
+    known = {item.name for item in dataclasses.fields(kind)}
+    if unknown := ", ".join(sorted(values.keys() - known)):
+        path, group = found.path / RUN, kind.__name__
+        raise user_error("checkpoint-of-newer-version", path=path, group=group, unknown=unknown)
+    return kind(**values)

@@ -1,0 +1,127 @@
+"""Weights and optimizer states of a universal checkpoint by canonical name.
+
+Knows the files of DeepSpeed's format and no engines. Files are memory-mapped, and only the
+requested values are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.native_reader import COUNTERS, SavedStates, join, select
+from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, STATES, STEP, ZERO
+from megatron_ds.config.problems import user_error
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
+from megatron_ds.engine.states.state_reader import MASTER
+
+PARAM = "param"
+
+
+class UniversalStates:
+    """The states of one checkpoint; implements `FullStates`.
+
+    Args:
+        path: The folder.
+        has_optimizer: Read the states of the optimizer, too, and not only the weights.
+
+    Attributes:
+        bytes_read: Bytes of all values that were read.
+    """
+
+    def __init__(self, path: Path, *, has_optimizer: bool = True) -> None:
+        self._path, self._has_optimizer = path, has_optimizer
+        self._files: dict[tuple[str, str], Any] = {}
+        self.bytes_read = 0
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        names = sorted(path.parent.name for path in (self._path / ZERO).glob(f"*/{FP32}.pt"))
+        return {name: tuple(self._tensor(name, FP32).shape) for name in names}
+
+    @cached_property
+    def counters(self) -> Mapping[str, int]:
+        return {name: self._run[name] for name in COUNTERS}
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self._common.get("loss_scaler") if self._has_optimizer else None
+
+    def moments(self, name: str) -> tuple[str, ...]:
+        if not self._has_optimizer:
+            return ()
+        stems = sorted(path.stem for path in (self._path / ZERO / name).glob("*.pt"))
+        return tuple(stem for stem in stems if stem not in (FP32, STEP))
+
+    def steps(self, name: str) -> int | None:
+        if not self._has_optimizer:
+            return None
+        path = self._path / ZERO / name / f"{STEP}.pt"
+        if path.is_file():
+            return int(read_tensors(path))
+        inner = self._common.get("optimizer_state_dict") or {}
+        sources = [*self._common.get("param_groups", ()), *inner.get("state", {}).values()]
+        return next((int(each[STEP]) for each in sources if STEP in each), None)
+
+    def read(
+        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
+    ) -> Tensor:
+        full = self._tensor(name, FP32 if kind == MASTER else kind)
+        inside = full[rows.start : rows.stop]
+        missing = len(rows) - len(inside)  # padding of the vocabulary
+        if columns is not None:
+            inside = select(inside, *columns)
+        self.bytes_read += inside.nbytes
+        if missing:
+            return join([inside, inside.new_zeros(missing, *inside.shape[1:])])
+        return inside
+
+    @cached_property
+    def _run(self) -> Mapping[str, Any]:
+        """DeepSpeed's file of the run."""
+        path = next(iter(sorted(self._path.glob(STATES))), None)
+        if path is None:
+            raise user_error("checkpoint-file-missing", name=f"mp_rank_00{STATES[1:]}")
+        found: Mapping[str, Any] = read_tensors(path, mmap=True)
+        return found
+
+    @cached_property
+    def _flat_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the parameters that DeepSpeed's converter has left flat, as from ZeRO 3."""
+        groups = self._run.get("param_shapes") or []
+        return {name: tuple(shape) for group in groups for name, shape in group.items()}
+
+    @cached_property
+    def _common(self) -> Mapping[str, Any]:
+        path = self._path / ZERO / OPTIMIZER_STATE
+        found: Mapping[str, Any] = read_tensors(path, mmap=True)
+        return found
+
+    def _tensor(self, name: str, stem: str) -> Tensor:
+        """The full tensor of a file, memory-mapped."""
+        key = name, stem
+        if key not in self._files:
+            path = self._path / ZERO / name / f"{stem}.pt"
+            content = read_tensors(path, mmap=True)
+            if isinstance(content, Tensor) and name in self._flat_shapes:
+                content = {PARAM: content.view(self._flat_shapes[name])}
+            tensor = content.get(PARAM) if isinstance(content, dict) else None
+            if not isinstance(tensor, Tensor):
+                raise user_error("tensor-file-unreadable", path=path, error="it has no tensor")
+            self._files[key] = tensor
+        full: Tensor = self._files[key]
+        return full
+
+
+def open_states(
+    found: CheckpointMetadata, *, has_optimizer: bool = True
+) -> SavedStates | UniversalStates:
+    """The states of a checkpoint of either kind."""
+    if found.is_universal:
+        return UniversalStates(found.path, has_optimizer=has_optimizer)
+    return SavedStates(found, has_optimizer=has_optimizer)

@@ -1,0 +1,214 @@
+"""Writes DeepSpeed's universal format: full tensors of every parameter and of its states.
+
+`checkpoint/universal/folders.py` has the files. What DeepSpeed's own loader needs to shard a tensor
+for tensor parallelism is declared in the same file: the dimension, and the matrices that are fused
+along it. One tensor at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+from torch import Tensor
+
+from megatron_ds.checkpoint.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.metadata import (
+    EIGHT_BIT,
+    MANIFEST,
+    RUN,
+    TOKENIZER,
+    CheckpointMetadata,
+    find_damage,
+    hold,
+    manifest_text,
+    read_manifest,
+    read_run,
+)
+from megatron_ds.checkpoint.native_reader import SavedStates
+from megatron_ds.checkpoint.native_settings import model_config
+from megatron_ds.checkpoint.output_folder import output_folder
+from megatron_ds.checkpoint.tensor_reader import OnTensor
+from megatron_ds.checkpoint.universal.folders import (
+    FP32,
+    OPTIMIZER_STATE,
+    POINTER,
+    STEP,
+    ZERO,
+    is_universal,
+)
+from megatron_ds.checkpoint.universal.reader import PARAM
+from megatron_ds.config.problems import user_error
+from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
+from megatron_ds.engine.states.resharding import BLOCK
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, FullStates
+from megatron_ds.fileio.atomic import FileRecord, write_atomically
+from megatron_ds.parallel.sharding import ShardSpec
+
+INFO = "universal_checkpoint_info"
+VERSION = 0.4
+"""Of the format, as DeepSpeed 0.19 numbers it."""
+STATE_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""Names under which DeepSpeed looks for its counters, below ZeRO 3 and with it."""
+
+
+@dataclass(frozen=True)
+class UniversalContent:
+    """What is written besides the states of the parameters."""
+
+    specs: Mapping[str, ShardSpec]
+    """Sharded parameters."""
+    rows: int
+    """Rows of the vocabulary tables without padding."""
+    experts: frozenset[str]
+    """Parameters whose dimension 0 counts experts that were sharded."""
+    run: Mapping[str, Any]
+    """Entries of DeepSpeed's file of the run, counters included."""
+    optimizer: Mapping[str, Any]
+    """Entries of DeepSpeed's file of the optimizer."""
+
+
+def convert_checkpoint(found: CheckpointMetadata, folder: Path, on_tensor: OnTensor) -> None:
+    """Converts a checkpoint of this program, and makes the pointer in the parent folder name it.
+
+    Args:
+        found: The checkpoint, of any layout.
+        folder: New folder.
+        on_tensor: Called with name and bytes of each tensor that was written.
+
+    Raises:
+        UserError: If the folder has files already, or the states depend on the layout.
+        OSError: If the disk fails.
+    """
+    run = found.run
+    if run.layout.optimizer == EIGHT_BIT:
+        raise user_error("universal-8-bit-moments", path=found.path)
+    states = SavedStates(found, has_optimizer=run.has_optimizer)
+    content = UniversalContent(
+        specs={name: ShardSpec(shard.dim, shard.sections) for name, shard in run.shards.items()},
+        rows=model_config(found).softmax_rows,
+        experts=frozenset(run.experts),
+        run=states.run_settings,
+        optimizer=states.optimizer_settings,
+    )
+    with output_folder(folder) as temporary:
+        records = write_states(temporary, states, content, on_tensor)
+        for path in (found.path / RUN, *(found.path / TOKENIZER).glob("**/*")):
+            if path.is_file():
+                name = str(path.relative_to(found.path))
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, temporary / name)
+                records[name] = FileRecord.of_file(temporary / name)
+        write_atomically(temporary / MANIFEST, manifest_text(records).encode())
+    write_atomically(folder.absolute().with_name(POINTER), folder.name.encode())
+
+
+def open_verified(path: Path) -> CheckpointMetadata:
+    """The checkpoint in a folder, all of whose files match its checksums.
+
+    Raises:
+        UserError: If it has none, or a damaged one.
+    """
+    if not (path / RUN).is_file() or is_universal(path):
+        raise user_error("universal-input-missing", path=path)
+    reader = hold(path)
+    damage = find_damage(path) or files_damaged(find_damaged_files(path, read_manifest(path)))
+    if damage is not None:
+        raise user_error("checkpoint-damaged", path=path, damage=damage, hint="")
+    return dataclasses.replace(read_run(path), reader=reader)
+
+
+def total_bytes(states: FullStates) -> int:
+    """Bytes of all tensors, padding of the vocabulary included."""
+    return sum(
+        4 * math.prod(shape) * (1 + len(states.moments(name)))
+        for name, shape in states.shapes.items()
+    )
+
+
+def write_states(
+    folder: Path, states: FullStates, content: UniversalContent, on_tensor: OnTensor
+) -> dict[str, FileRecord]:
+    """Writes the states of all parameters, and DeepSpeed's own files.
+
+    Returns:
+        What was written, by path relative to the folder.
+    """
+    values: dict[str, Any] = {f"{ZERO}/{OPTIMIZER_STATE}": _optimizer_state(states, content)}
+    state_file = {**content.run, "module": {}, "optimizer": None, INFO: _info(content)}
+    values |= dict.fromkeys(STATE_FILES, state_file)
+    (folder / ZERO).mkdir()
+    records = {name: write_tensors(value, folder / name) for name, value in values.items()}
+    for name, shape in states.shapes.items():
+        if name in VOCABULARY_TABLES:
+            shape = (content.rows, *shape[1:])
+        declared = _declared(name, shape, content)
+        (folder / ZERO / name).mkdir()
+        for kind in (MASTER, *states.moments(name)):
+            file = f"{ZERO}/{name}/{FP32 if kind == MASTER else kind}.pt"
+            full = read_full(states, name, kind, shape)
+            records[file] = write_tensors({PARAM: full, **declared}, folder / file)
+            on_tensor(name, full.nbytes)
+            del full  # before the next one is read
+        if (steps := states.steps(name)) is not None:
+            file = f"{ZERO}/{name}/{STEP}.pt"
+            records[file] = write_tensors(torch.tensor(float(steps)), folder / file)
+    return records
+
+
+def read_full(states: FullStates, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+    """A full tensor, which is read in blocks of rows, so that it exists once."""
+    step = max(1, BLOCK // math.prod(shape[1:]))
+    if step >= shape[0]:
+        return states.read(name, kind, range(shape[0]))
+    full: Tensor | None = None
+    for start in range(0, shape[0], step):
+        rows = range(start, min(start + step, shape[0]))
+        block = states.read(name, kind, rows)
+        full = torch.empty(shape, dtype=block.dtype) if full is None else full
+        full[rows.start : rows.stop] = block
+    assert full is not None
+    return full
+
+
+def _declared(name: str, shape: tuple[int, ...], content: UniversalContent) -> dict[str, Any]:
+    """How DeepSpeed's loader shards a parameter."""
+    spec = content.specs.get(name)
+    found: dict[str, Any] = {}
+    if name in VOCABULARY_TABLES:
+        found["vocab_tensor"] = True
+    elif spec is not None:
+        found["cat_dim"] = spec.dim
+        if len(spec.sections) > 1:
+            sizes = (*shape[: spec.dim], spec.sections, *shape[spec.dim + 1 :])
+            found["sub_param_shape"] = SubparamShape([name], sizes, spec.dim)
+    if name in content.experts:
+        found |= {"is_expert_param": True, "ep_num_experts": shape[0]}
+    return found
+
+
+def _optimizer_state(states: FullStates, content: UniversalContent) -> dict[str, Any]:
+    """Entries for the loaders of all stages: that of ZeRO 3 looks for them one level deeper."""
+    common = dict(content.optimizer)
+    steps = (states.steps(name) for name in states.shapes)
+    step = next((each for each in steps if each is not None), None)
+    state = {} if step is None else {0: {STEP: torch.tensor(float(step))}}
+    inner = {"state": state, "param_groups": common["param_groups"]}
+    return {"ds_version": deepspeed.__version__, **common, "optimizer_state_dict": inner}
+
+
+def _info(content: UniversalContent) -> dict[str, Any]:
+    tables = [f"^{name.replace('.', '[.]')}$" for name in VOCABULARY_TABLES]
+    return {
+        "universal_checkpoint_version": VERSION,
+        "vocabulary_parameter_patterns": tables,
+        "original_vocab_size": content.rows,
+    }

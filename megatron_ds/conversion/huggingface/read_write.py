@@ -1,0 +1,398 @@
+"""Models in Hugging Face's format: read from and written to folders of `transformers`.
+
+`hf_families.py` has what is known of each family of models. Neither transformers nor code of a
+folder runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.checkpoint.output_folder import output_folder
+from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors, OnTensor
+from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config.fields import field_problems
+from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
+from megatron_ds.conversion.huggingface.config_rows import ConfigValues
+from megatron_ds.conversion.huggingface.families import FAMILIES, LACKING, Family
+from megatron_ds.conversion.safe_unpickle import is_mappable, malformed_values
+from megatron_ds.conversion.safetensors_files import (
+    INDEX,
+    SHARD_BYTES,
+    SINGLE,
+    files_of_index,
+    open_safetensors,
+    read_json_object,
+    write_sharded,
+)
+from megatron_ds.conversion.source import (
+    ModelSettings,
+    WeightsSource,
+    abstract_model,
+    check_sizes,
+)
+from megatron_ds.conversion.weights_locations import HF_CONFIG
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
+from megatron_ds.parallel.sharding import shard_spec
+
+GENERATION = "generation_config.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TRANSPOSED_ROWS = 64
+"""Rows that are transposed at once."""
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FROM_MODEL_CONFIG = "_from_model_config"
+"""Entry of a generation_config.json that has only the special ids of config.json."""
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def open_hf(path: Path) -> WeightsSource:
+    """Opens the model of a folder.
+
+    Raises:
+        UserError: If files are missing or damaged, or the model has parts that ours lacks.
+    """
+    with malformed_values(path):
+        return _open(path)
+
+
+def _open(path: Path) -> WeightsSource:
+    if not (path / HF_CONFIG).is_file():
+        raise user_error("hf-folder-without-config", path=path)
+    family, settings = read_settings(path)
+    theirs = _without_prefix(_open_tensors(path), family)
+    if not settings.fixed["untie_embeddings_and_output_weights"]:
+        _remove_copy(theirs, family, path)
+    check_sizes(settings, theirs, path / HF_CONFIG)
+    tensors: dict[str, LazyTensor] = {}
+    used: set[str] = set()
+    for name, parts in _parts(family, settings).items():
+        missing = [each.name for each in parts if each.name not in theirs]
+        if missing:
+            raise user_error("hf-tensors-missing", path=path, names=", ".join(missing))
+        used.update(each.name for each in parts)
+        tensors[name] = _joined(parts, [theirs[each.name] for each in parts])
+    left = theirs.keys() - used
+    if unknown := sorted(name for name in left if not name.endswith(family.buffers)):
+        raise user_error("hf-tensors-unknown", path=path, names=", ".join(unknown))
+    return WeightsSource(path, "hf", settings, tensors).checked(may_be_padded=False)
+
+
+def read_settings(path: Path) -> tuple[Family, ModelSettings]:
+    """The family of a folder's model, and its settings.
+
+    Raises:
+        UserError: If config.json is damaged, or the model has parts that ours lacks.
+    """
+    values = read_json_object(path / HF_CONFIG)
+    kind = values.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None:
+        if lacking := LACKING.get(str(kind)):
+            raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(lacking))
+        known = ", ".join(FAMILIES)
+        raise user_error("hf-model-type", path=path / HF_CONFIG, kind=kind, known=known)
+    config = ConfigValues(path / HF_CONFIG, values)
+    settings = _settings_of(family, config)
+    for key in ("quantization_config", "transformers_weights"):
+        if values.get(key) is not None:
+            config.lack("weights that are quantized or have another file name", key, "...")
+    if config.lacking:
+        raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
+    file = path / GENERATION
+    generation = read_json_object(file) if file.is_file() else {}
+    written = {FROM_MODEL_CONFIG, "transformers_version"}
+    return family, dataclasses.replace(
+        settings,
+        tokenizer=hf_tokenizer.settings_of_folder(path),
+        special_ids={name: values[name] for name in SPECIAL_IDS if name in values},
+        generation={name: value for name, value in generation.items() if name not in written},
+    )
+
+
+def write_hf(
+    source: WeightsSource,
+    folder: Path,
+    *,
+    model_type: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> None:
+    """Writes a folder for `from_pretrained`, complete, or not at all.
+
+    Args:
+        source: The weights.
+        folder: Must not exist, or be empty.
+        model_type: Family to write. None: the first one that has the parts of the model.
+        shard_bytes: Size of a file.
+        on_tensor: Reports progress.
+
+    Raises:
+        UserError: If no family has the parts of the model, or the folder has files already.
+        OSError: If the disk fails.
+    """
+    kind, values = config_of(source, model_type)
+    family = FAMILIES[kind]
+    special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS, kind)
+    values |= special
+    known_ids = {name: value for name, value in special.items() if value is not None}
+    generation = source.settings.generation
+    if generation.items() <= known_ids.items():
+        generation = {**known_ids, FROM_MODEL_CONFIG: True}
+    with output_folder(folder) as temporary:
+        tensors = _their_tensors(family, source)
+        write_sharded(temporary, tensors, shard_bytes=shard_bytes, on_tensor=on_tensor)
+        _write_json(temporary / HF_CONFIG, values)
+        _write_json(temporary / GENERATION, generation)
+        for name, content in hf_tokenizer.files_of(source.settings).items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).write_bytes(content)
+
+
+def config_of(source: WeightsSource, model_type: str | None) -> tuple[str, dict[str, Any]]:
+    """The family that a model is written as, and its config.json.
+
+    Raises:
+        UserError: If no family, or not the given one, has the parts of the model.
+    """
+    settings = _canonical(source.settings)
+    kinds = [model_type] if model_type is not None else [settings.model_type, *FAMILIES]
+    tried = []
+    for kind in dict.fromkeys(kind for kind in kinds if kind is not None):
+        family = FAMILIES[kind]
+        values: dict[str, Any] = {"model_type": kind, "architectures": [family.architecture]}
+        for row in family.rows:
+            values |= row.write(settings.model)
+        if family.default_window is not None:
+            values["sliding_window"] = settings.longest_sequence
+            if settings.max_positions is not None:
+                values["max_position_embeddings"] = settings.max_positions
+        differences = _differences(family, values, settings)
+        if not differences:
+            dtypes = {tensor.dtype for tensor in source.tensors.values()}
+            if len(dtypes) == 1 and (name := DTYPE_NAMES.get(*dtypes)) is not None:
+                values["torch_dtype"] = name
+            return kind, values
+        tried.append(f"{kind} lacks {differences}")
+    raise user_error("hf-no-family", tried="".join(f"\n  - {each}" for each in tried))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of their tensors, and its place in ours."""
+
+    name: str
+    rows: range
+    """Of our tensor."""
+    groups: tuple[int, int, int] | None = None
+    """Query groups, queries of each, size of a head, where they interleave them."""
+    is_transposed: bool = False
+
+    def to_theirs(self, full: Tensor) -> Tensor:
+        value = full[self.rows.start : self.rows.stop]
+        if self.groups is not None:
+            groups, queries, size = self.groups
+            q, k, v = value.split([groups * queries * size, groups * size, groups * size])
+            parts = [part.unflatten(0, (groups, -1)) for part in (q, k, v)]
+            value = torch.cat(parts, dim=1).flatten(0, 1)
+        return _transposed(value) if self.is_transposed else value
+
+    def to_ours(self, value: Tensor) -> Tensor:
+        value = _transposed(value) if self.is_transposed else value
+        if self.groups is None:
+            return value
+        groups, queries, size = self.groups
+        parts = value.unflatten(0, (groups, -1)).split([queries * size, size, size], dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _transposed(matrix: Tensor) -> Tensor:
+    """The transposed matrix in memory of its own, copied in blocks of rows that fit the cache."""
+    result = matrix.new_empty(matrix.shape[::-1])
+    for start in range(0, len(matrix), TRANSPOSED_ROWS):
+        rows = matrix[start : start + TRANSPOSED_ROWS]
+        result[:, start : start + len(rows)] = rows.t()
+    return result
+
+
+def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
+    """Their tensors, without the prefix, for each parameter of ours, in order."""
+    model = settings.model
+    found = {}
+    for name, parameter in abstract_model(model, settings.moe).named_parameters():
+        module, _, kind = name.rpartition(".")
+        layer, inner = _layer_of(module)
+        theirs = family.names[module] if layer is None else family.inner[inner]
+        path = "" if layer is None else f"{family.layer.format(layer)}."
+        names = [f"{path}{each}.{kind}" for each in theirs.split()]
+        spec = shard_spec(parameter)
+        sections = (len(parameter),) if spec is None or spec.dim else spec.sections
+        if len(names) == 1:
+            sections = (sum(sections),)
+        starts = [sum(sections[:index]) for index in range(len(sections))]
+        grouped = family.grouped_qkv and inner == "attention.qkv"
+        queries = model.num_attention_heads // model.kv_heads
+        is_matrix = layer is not None and parameter.dim() == 2
+        found[name] = [
+            _Part(
+                each,
+                range(start, start + size),
+                (model.kv_heads, queries, model.head_dim) if grouped else None,
+                family.is_transposed and is_matrix,
+            )
+            for each, start, size in zip(names, starts, sections, strict=True)
+        ]
+    return found
+
+
+def _layer_of(module: str) -> tuple[int | None, str]:
+    """The number of a module's layer and its name inside; None outside of the layers."""
+    if not module.startswith("layers."):
+        return None, module
+    _, number, inner = module.split(".", 2)
+    return int(number), inner
+
+
+def _joined(parts: Sequence[_Part], tensors: Sequence[LazyTensor]) -> LazyTensor:
+    """Our tensor of theirs."""
+    shapes = [
+        each.shape[::-1] if part.is_transposed else each.shape
+        for part, each in zip(parts, tensors, strict=True)
+    ]
+    shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+    # The smallest type that has the values of all.
+    dtype = functools.reduce(torch.promote_types, [each.dtype for each in tensors])
+
+    def read() -> Tensor:
+        own = [part.to_ours(each.read()) for part, each in zip(parts, tensors, strict=True)]
+        return own[0] if len(own) == 1 else torch.cat([each.to(dtype) for each in own])
+
+    return LazyTensor(shape, dtype, read)
+
+
+def _their_tensors(family: Family, source: WeightsSource) -> LazyTensors:
+    """Their tensors of ours, under their complete names.
+
+    Consecutive tensors are parts of one of ours, which is read once.
+    """
+    ours = source.tensors
+
+    @functools.lru_cache(maxsize=1)
+    def read(name: str) -> Tensor:
+        return ours[name].read()
+
+    def read_part(name: str, part: _Part) -> Tensor:
+        return part.to_theirs(read(name))
+
+    found = {}
+    for name, parts in _parts(family, source.settings).items():
+        for part in parts:
+            shape = (len(part.rows), *ours[name].shape[1:])
+            shape = shape[::-1] if part.is_transposed else shape
+            lazy = LazyTensor(shape, ours[name].dtype, functools.partial(read_part, name, part))
+            found[f"{'' if name == 'head.weight' else family.prefix}{part.name}"] = lazy
+    return found
+
+
+def _open_tensors(path: Path) -> dict[str, LazyTensor]:
+    """All tensors of a folder, under their names: of the files that transformers reads.
+
+    Raises:
+        UserError: If files are missing or damaged, or hold anything but tensors.
+    """
+    for single, index in ((SINGLE, INDEX), (PICKLED, PICKLED_INDEX)):
+        if (path / single).is_file():
+            files = [path / single]
+        elif (path / index).is_file():
+            files = files_of_index(path / index)
+        else:
+            continue
+        found: dict[str, LazyTensor] = {}
+        for file in files:
+            if not file.is_file():
+                raise user_error("checkpoint-file-missing", name=file)
+            found |= open_safetensors(file) if single == SINGLE else _open_pickled(file)
+        return found
+    raise user_error("hf-folder-without-weights", path=path)
+
+
+def _open_pickled(path: Path) -> dict[str, LazyTensor]:
+    values = read_tensors(path, mmap=is_mappable(path))
+    if not isinstance(values, dict) or not all(isinstance(v, Tensor) for v in values.values()):
+        raise user_error("foreign-file-unreadable", path=path, error="it has other than tensors")
+    return {str(name): LazyTensor.of(value) for name, value in values.items()}
+
+
+def _without_prefix(tensors: LazyTensors, family: Family) -> dict[str, LazyTensor]:
+    return {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
+
+
+def _remove_copy(tensors: dict[str, LazyTensor], family: Family, path: Path) -> None:
+    """Leaves a tied embedding under its own name, whichever of both names the files have.
+
+    Raises:
+        UserError: If both are there and differ: version 5 of transformers unties them, others not.
+    """
+    head, table = (f"{family.names[name]}.weight" for name in ("head", "embedding.word"))
+    if (copy := tensors.pop(head, None)) is None:
+        return
+    own = tensors.setdefault(table, copy)
+    is_same = (own.shape, own.dtype) == (copy.shape, copy.dtype)
+    if not is_same or not torch.equal(own.read(), copy.read()):
+        raise user_error("hf-tied-weights-differ", path=path, head=head, table=table)
+
+
+def _settings_of(family: Family, config: ConfigValues) -> ModelSettings:
+    fields: dict[str, Any] = {}
+    for row in family.rows:
+        fields |= row.read(config)
+    window, positions = family.default_window, None
+    if window is not None:
+        window = config.number("sliding_window", int, window)
+    if window is not None:
+        positions = fields["seq_length"]
+        fields["seq_length"] = min(positions, window)
+    model = ModelConfig(**fields)
+    if not config.lacking and (problems := [*field_problems(model), *model.problems(1)]):
+        shown = "; ".join(problem.render() for problem in problems)
+        raise user_error("foreign-file-unreadable", path=config.path, error=shown)
+    settings = ModelSettings.of(model, MoEConfig(), None, None)
+    kind = config.get("model_type")
+    return dataclasses.replace(
+        settings, longest_sequence=window, max_positions=positions, model_type=kind
+    )
+
+
+def _canonical(settings: ModelSettings) -> ModelSettings:
+    """The settings with one of two spellings of the same activation function."""
+    if settings.fixed.get("activation") != "openai-gelu":
+        return settings
+    fixed = {**settings.fixed, "activation": "gelu", "gelu_approximation": "tanh"}
+    return dataclasses.replace(settings, fixed=fixed)
+
+
+def _differences(family: Family, values: Mapping[str, Any], settings: ModelSettings) -> str:
+    """What a family cannot express: where a config.json read back is another model."""
+    config = ConfigValues(Path(HF_CONFIG), values)
+    try:
+        read = _settings_of(family, config)
+    except UserError as error:
+        return str(error)
+    if config.lacking:
+        return "; ".join(config.lacking)
+    names = {*read.fixed, *settings.fixed}
+    different = sorted(name for name in names if read.fixed.get(name) != settings.fixed.get(name))
+    return ", ".join(f"{name} {settings.fixed.get(name)}" for name in different)
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,126 @@
+"""Optimizer states in the files of Megatron-DeepSpeed with ZeRO or the bf16 optimizer.
+
+    zero_pp_rank_D_mp_rank_XX_optim_states.pt    partition D of model-parallel rank XX
+
+A partition is flat. Up to ZeRO 2, `param_slice_mappings` records which part of which weight is
+where; with ZeRO 3, each rank has a part of every weight. Weights are named as DeepSpeed's engine
+names them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.checkpoint.tensor_reader import LazyTensor
+from megatron_ds.conversion.megatron.optimizer import MOMENTS, steps_of
+from megatron_ds.engine.states.state_reader import MASTER
+
+OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+States = dict[str, dict[str, list[LazyTensor]]]
+"""By kind and name of the weight: one tensor for each tensor-parallel rank."""
+
+
+def read_states(
+    folder: Path,
+    weights: Mapping[str, Sequence[LazyTensor]],
+    rename: Callable[[str], str],
+    read: Callable[[Path], Mapping[str, Any]],
+) -> tuple[States, int | None, str]:
+    """Opens the optimizer states of a folder.
+
+    Args:
+        folder: A `global_step*` folder.
+        weights: The weights by name in the whole model, one for each tensor-parallel rank.
+        rename: Gives a weight's name in the whole model.
+        read: Reads a file.
+
+    Returns:
+        The states, the number of steps, and why there are none.
+    """
+    partitions: dict[int, dict[int, Path]] = defaultdict(dict)
+    for path in folder.iterdir():
+        if found := OPTIMIZER_FILE.fullmatch(path.name):
+            partitions[int(found[2])][int(found[1])] = path
+    if not partitions:
+        return {}, None, "it has no optimizer states, or they are not partitioned by ZeRO"
+    kinds: States = {kind: defaultdict(list) for kind in (*MOMENTS, MASTER)}
+    steps: int | None = None
+    tp_size = max(map(len, weights.values()), default=1)
+    for model_rank, paths in sorted(partitions.items()):
+        tp_rank = model_rank % tp_size
+        loaded = [read(paths[rank])["optimizer_state_dict"] for rank in sorted(paths)]
+        if any("param_slice_mappings" not in each for each in loaded):
+            return {}, None, "its optimizer states lack the places of the weights"
+        for group in range(len(loaded[0]["param_slice_mappings"])):
+            flats = [_flat_tensors(each, group) for each in loaded]
+            if any(flat.keys() != kinds.keys() for flat in flats):
+                return {}, None, "its optimizer states are not those of Adam"
+            places = [each["param_slice_mappings"][group] for each in loaded]
+            for saved in dict.fromkeys(name for mapping in places for name in mapping):
+                name = rename(saved)
+                if name not in weights or len(kinds[MASTER][name]) > tp_rank:
+                    continue  # a stage's copy of another one's
+                shape = weights[name][tp_rank].shape
+                for kind, tensors in kinds.items():
+                    parts = [flat[kind] for flat in flats]
+                    read_one = partial(_read_weight, saved, shape, parts, places)
+                    tensors[name].append(LazyTensor(shape, torch.float32, read_one))
+            base = loaded[0]["base_optimizer_state"]
+            steps = steps_of(base["param_groups"][group], base["state"][group]) or steps
+    return {kind: dict(tensors) for kind, tensors in kinds.items()}, steps, ""
+
+
+def zero3_states(
+    files: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, list[list[Tensor]]], int | None, str]:
+    """Opens the flat tensors of ZeRO 3.
+
+    Args:
+        files: What each data-parallel rank has of the optimizer.
+
+    Returns:
+        The flat tensors of each rank by kind, master weights always; the number of steps; why the
+        other states are not read.
+    """
+    found = {MASTER: [list(each["fp32_flat_groups"]) for each in files]}
+    inner = [each.get("optimizer_state_dict") or {} for each in files]
+    numbers = range(len(found[MASTER][0]))
+    states = [[each.get("state", {}).get(number, {}) for number in numbers] for each in inner]
+    for kind in MOMENTS:
+        if not all(kind in state for rank in states for state in rank):
+            return found, None, "its optimizer states are not those of Adam"
+        found[kind] = [[state[kind] for state in rank] for rank in states]
+    groups = inner[0].get("param_groups") or [{}]
+    steps = steps_of(groups[0], states[0][0])
+    return found, steps, "" if steps is not None else "it does not contain the number of steps"
+
+
+def _flat_tensors(loaded: Mapping[str, Any], group: int) -> dict[str, Tensor]:
+    """The flat tensors of one group of one partition, by kind."""
+    base = loaded["base_optimizer_state"]
+    state = base["state"].get(group, {}) if isinstance(base, Mapping) and "state" in base else {}
+    found = {kind: state[kind] for kind in MOMENTS if kind in state}
+    return {**found, MASTER: loaded["single_partition_of_fp32_groups"][group]}
+
+
+def _read_weight(
+    name: str,
+    shape: tuple[int, ...],
+    flats: Sequence[Tensor],
+    places: Sequence[Mapping[str, Any]],
+) -> Tensor:
+    parts = []
+    for flat, mapping in zip(flats, places, strict=True):
+        if name in mapping:
+            place = mapping[name].state
+            parts.append(flat[place["start"] : place["start"] + place["numel"]])
+    return torch.cat(parts).view(shape)

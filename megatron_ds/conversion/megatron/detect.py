@@ -1,0 +1,111 @@
+"""Which folders are checkpoints of Megatron's programs. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds.checkpoint.metadata import MANIFEST, RUN, run_folder
+from megatron_ds.checkpoint.universal.folders import (
+    is_universal,
+    list_universal,
+    universal_iteration,
+)
+
+TRACKER = "latest_checkpointed_iteration.txt"
+DEEPSPEED_TRACKER = "latest"
+LEGACY, TORCH_DIST, DEEPSPEED = "megatron", "torch_dist", "megatron-deepspeed"
+UNIVERSAL = "universal"
+
+
+@dataclass(frozen=True)
+class MegatronCheckpoint:
+    """A folder of one of the formats."""
+
+    path: Path
+    kind: str
+
+
+def is_megatron(path: Path) -> bool:
+    """Whether a folder has a checkpoint of Megatron-LM or Megatron-DeepSpeed."""
+    found = find_checkpoint(path)
+    return found is not None and found.kind not in (TORCH_DIST, UNIVERSAL)
+
+
+def is_universal_of_megatron(path: Path) -> bool:
+    """Whether a folder has a universal checkpoint of Megatron-DeepSpeed."""
+    found = find_checkpoint(path)
+    return found is not None and found.kind == UNIVERSAL
+
+
+def is_torch_dist(path: Path) -> bool:
+    """Whether a folder has a checkpoint of Megatron Core's `torch_dist` format."""
+    found = find_checkpoint(path)
+    return found is not None and found.kind == TORCH_DIST
+
+
+def find_checkpoint(
+    folder: Path, step: int | None = None, *, universal: bool = False
+) -> MegatronCheckpoint | None:
+    """The checkpoint that the pointers of a folder name, or the folder's own.
+
+    Args:
+        folder: A --save folder of one of the programs, or one of its checkpoints.
+        step: Iteration of the checkpoint instead.
+        universal: Prefer a universal checkpoint, which is otherwise the last choice.
+
+    Returns:
+        None if the folder has none of these formats.
+    """
+    names = [_pointer(folder / DEEPSPEED_TRACKER), _pointer(folder / TRACKER)]
+    if step is not None:
+        names = [str(step)]
+    paths = [
+        path
+        for name in filter(None, names)
+        for path in (folder / _folder_name(name), folder / f"global_step{name}")
+    ]
+    converted = [path for path in list_universal(folder) if _is_step(path, step)]
+    paths = [*converted, *paths] if universal else [*paths, *converted]
+    for path in paths:
+        if _is_own(path):
+            return None
+        if (kind := _kind(path)) is not None:
+            return MegatronCheckpoint(path, kind)
+    kind = None if step is not None or _is_own(folder) else _kind(folder)
+    return None if kind is None else MegatronCheckpoint(folder, kind)
+
+
+def _is_step(path: Path, step: int | None) -> bool:
+    return step in (None, universal_iteration(path))
+
+
+def _pointer(path: Path) -> str:
+    try:
+        text = path.read_text(errors="replace").strip() if path.is_file() else ""
+    except OSError:
+        return ""
+    return text if re.fullmatch(r"\w+", text, re.ASCII) else ""
+
+
+def _folder_name(pointer: str) -> str:
+    """The folder that a tracker names: an iteration, `release`, or the name itself."""
+    return f"iter_{int(pointer):07d}" if pointer.isdigit() else pointer
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a folder is a checkpoint of this program, damaged or not."""
+    return any((run_folder(path) / name).is_file() for name in (RUN, MANIFEST))
+
+
+def _kind(path: Path) -> str | None:
+    if not path.is_dir():
+        return None
+    if is_universal(path):
+        return UNIVERSAL
+    if any((path / name).is_file() for name in ("metadata.json", ".metadata")):
+        return TORCH_DIST
+    if any(each.is_dir() for each in path.glob("mp_rank_*")):
+        return LEGACY
+    return DEEPSPEED if any(path.glob("*_model_states.pt")) else None

@@ -1,0 +1,209 @@
+"""Checkpoints of Megatron-LM, Megatron Core and Megatron-DeepSpeed as full tensors of our model.
+
+Owns the result of reading one: canonical names, rows in our order, and the options of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors
+from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.conversion.megatron import arguments as megatron_args
+from megatron_ds.conversion.megatron import neox_arguments as neox_args
+from megatron_ds.conversion.megatron.detect import (
+    DEEPSPEED,
+    LEGACY,
+    TORCH_DIST,
+    TRACKER,
+    UNIVERSAL,
+    MegatronCheckpoint,
+    find_checkpoint,
+)
+from megatron_ds.conversion.megatron.names import (
+    QkvOrder,
+    RowOrders,
+    canonical_name,
+    join,
+    joined_shape,
+)
+from megatron_ds.conversion.megatron.optimizer import has_coupled_decay
+from megatron_ds.conversion.megatron.rank_files import (
+    Shards,
+    read_deepspeed,
+    read_legacy,
+)
+from megatron_ds.conversion.megatron.torch_dist import read_torch_dist
+from megatron_ds.conversion.megatron.universal import read_universal
+from megatron_ds.conversion.safe_unpickle import malformed_values
+from megatron_ds.conversion.source import ModelSettings, WeightsSource, check_sizes
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """The model of a checkpoint."""
+
+    source: WeightsSource
+    """Vocabulary tables have their padding, and its `vocab_size` counts it if it is not known."""
+    vocab_size: int | None
+    """Number of tokens without padding; None if the checkpoint does not tell."""
+    iteration: int
+    consumed_samples: int | None
+    """Samples of the run so far; None if the checkpoint does not tell."""
+    applied_samples: int | None
+    """Those in steps that were not skipped, by which the learning rate is scheduled."""
+    optimizer: Mapping[str, LazyTensors]
+    """The optimizer's states by kind, as `tensors` of the source; empty if they are not read."""
+    steps: int | None
+    """Steps of the optimizer."""
+    unread: str
+    """Why the optimizer's states are not read."""
+    notes: tuple[Problem, ...]
+    """What a user should know."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The saved arguments."""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """State dict of the scheduler of learning rate and weight decay; empty if it is not saved."""
+    softmax_rows: int | None = None
+    """Rows over which the loss normalizes, if a checkpoint of this program was converted."""
+
+
+def open_megatron(path: Path, warn: Callable[[str], None] = lambda text: None) -> WeightsSource:
+    """Opens the checkpoint that the pointers of a folder name, or the folder's own.
+
+    Args:
+        path: The folder.
+        warn: Called with each warning.
+
+    Raises:
+        UserError: If files are missing or damaged, or the model lacks a part.
+    """
+    found = find_checkpoint(path)
+    if found is None:
+        raise user_error("megatron-files-missing", folder=path, names=TRACKER)
+    model = open_checkpoint(found)
+    notes = [*model.notes]
+    if model.vocab_size is None:
+        rows = model.source.settings.model.vocab_size
+        notes.append(Problem("megatron-vocabulary-unknown", path=found.path, rows=rows))
+    for note in notes:
+        warn(f"WARNING: {note.render()}")
+    return model.source.checked()
+
+
+def open_checkpoint(
+    found: MegatronCheckpoint, given: Mapping[str, Any] | None = None
+) -> MegatronModel:
+    """Opens a checkpoint; tensors are read when they are used.
+
+    Args:
+        found: The checkpoint.
+        given: Options of the model for a checkpoint that has no arguments.
+
+    Raises:
+        UserError: If files are missing or damaged, or our model lacks a part.
+    """
+    with malformed_values(found.path):
+        return _open(found, given)
+
+
+def _open(found: MegatronCheckpoint, given: Mapping[str, Any] | None) -> MegatronModel:
+    readers = {
+        LEGACY: read_legacy,
+        DEEPSPEED: read_deepspeed,
+        TORCH_DIST: read_torch_dist,
+        UNIVERSAL: read_universal,
+    }
+    weights = readers[found.kind](found.path)
+    state = weights.state
+    args = megatron_args.arguments_of(state.get("args"))
+    is_neox = neox_args.is_neox(state)
+    if is_neox:
+        args = neox_args.arguments(state, found.path)
+    for part in megatron_args.unsupported_parts(args):
+        raise user_error("megatron-part-unsupported", path=found.path, part=part)
+    settings = megatron_args.model_settings(args)
+    complete = settings or dict(given or {})
+    if not complete.get("num_attention_heads"):
+        raise user_error("megatron-without-arguments", path=found.path)
+    if found.kind == TORCH_DIST or is_neox:
+        orders = megatron_args.row_orders(complete, {}, 3.0)  # the same in all versions
+        if is_neox and orders.groups != orders.heads:
+            orders = dataclasses.replace(orders, qkv=QkvOrder.BLOCKS)
+    else:
+        orders = megatron_args.row_orders(complete, args, state.get("checkpoint_version"))
+    tensors = _canonical(found.path, weights.shards, orders, complete)
+    optimizer = {
+        kind: _canonical(found.path, shards, orders, complete)
+        for kind, shards in weights.optimizer.items()
+    }
+    rows = tensors["embedding.word.weight"].shape[0] if "embedding.word.weight" in tensors else 0
+    vocab_size = megatron_args.true_vocab_size(state, args)
+    described = ModelSettings({}, {"vocab_size": rows})
+    if settings:
+        config = ModelConfig(**settings, vocab_size=vocab_size or rows)
+        described = ModelSettings.of(config, MoEConfig(), None, None)
+        tokenizer = megatron_args.tokenizer_settings(args)
+        described = dataclasses.replace(
+            described, tokenizer=tokenizer, may_have_padding=vocab_size is None
+        )
+        check_sizes(described, tensors, found.path)
+    is_coupled = bool(optimizer) and has_coupled_decay(state)
+    coupled = [Problem("foreign-decay-coupled", path=found.path)] if is_coupled else []
+    return MegatronModel(
+        WeightsSource(found.path, found.kind, described, tensors),
+        vocab_size=vocab_size,
+        iteration=int(state.get("iteration", state.get("total_iters")) or 0),
+        consumed_samples=args.get("consumed_train_samples"),
+        applied_samples=megatron_args.scheduled_samples(state),
+        optimizer=optimizer,
+        steps=weights.steps,
+        unread=weights.unread,
+        notes=(*megatron_args.notes(args), *coupled),
+        arguments=args,
+        softmax_rows=(state.get("checkpoint_info") or {}).get("softmax_vocab_size"),
+        scheduler=state.get("opt_param_scheduler") or state.get("lr_scheduler") or {},
+    )
+
+
+def _canonical(
+    path: Path,
+    found: Shards,
+    orders: RowOrders,
+    settings: Mapping[str, Any],
+) -> dict[str, LazyTensor]:
+    """Our names and rows, without a tied embedding's second copy."""
+    tied = not settings.get("untie_embeddings_and_output_weights", False)
+    tensors: dict[str, LazyTensor] = {}
+    unknown = []
+    for foreign, shards in found.items():
+        name = canonical_name(foreign)
+        if name is None:
+            unknown.append(foreign)
+        elif not (name == "head.weight" and tied):
+            tensors[name] = _joined(path, name, shards, orders)
+    if unknown:
+        raise user_error("megatron-weights-unknown", path=path, names=", ".join(sorted(unknown)))
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    expected = settings.get("num_layers") or len(layers)
+    if len(layers) != expected or layers != {str(layer) for layer in range(expected)}:
+        raise user_error("megatron-layers-missing", path=path, found=len(layers), expected=expected)
+    return tensors
+
+
+def _joined(path: Path, name: str, shards: list[LazyTensor], orders: RowOrders) -> LazyTensor:
+    shape = joined_shape(name, shards[0].shape, len(shards))
+    return LazyTensor(shape, shards[0].dtype, partial(_read, path, name, shards, orders))
+
+
+def _read(path: Path, name: str, shards: list[LazyTensor], orders: RowOrders) -> Tensor:
+    with malformed_values(path):
+        return join(name, [shard.read() for shard in shards], orders)

@@ -1,0 +1,304 @@
+"""Files of Megatron-LM's `torch` checkpoints and of both forks of Megatron-DeepSpeed.
+
+Owns which file has which pipeline stage and tensor-parallel rank, and where a layer of a stage is
+in the whole model. Files are memory-mapped. Names and rows stay those of Megatron.
+
+    iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt    Megatron-LM; layers restart at 0 in a stage
+    iter_0001000/mp_rank_TT[_PPP]/distrib_optim.pt      states of its distributed optimizer
+    global_step1000/layer_NN-model_TT-model_states.pt   DeepSpeed with pipeline engine
+    global_step1000/mp_rank_TT_model_states.pt          DeepSpeed without
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ds.checkpoint.full_weights import zero3_parameters
+from megatron_ds.checkpoint.tensor_reader import LazyTensor
+from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.megatron.deepspeed import read_states, zero3_states
+from megatron_ds.conversion.megatron.distributed_optimizer import assign_buffers, buckets_of
+from megatron_ds.conversion.megatron.names import PREFIX, is_copy, is_ignored
+from megatron_ds.conversion.megatron.optimizer import (
+    OptimizerStates,
+    assign_states,
+    steps_of,
+)
+from megatron_ds.conversion.safe_unpickle import read_foreign
+from megatron_ds.engine.states.state_reader import MASTER
+
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+STATE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+ZERO3_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+LAYER_NAME = re.compile(r"layers\.(\d+)\.")
+WEIGHTS = "weights"
+BUFFERS = "distrib_optim.pt"
+"""File of Megatron's distributed optimizer, in the folder of the weights."""
+NORM_KEYS = {"weight", "bias", "scale"}
+
+Shards = dict[str, list[LazyTensor]]
+"""By Megatron's name, with layers counted over the whole model: one tensor per rank."""
+
+
+@dataclass(frozen=True)
+class FoundWeights:
+    """The contents of a checkpoint, as its program names and orders them."""
+
+    state: Mapping[str, Any]
+    """Everything but the weights: arguments, version, counters."""
+    shards: Shards
+    optimizer: Mapping[str, Shards] = field(default_factory=dict)
+    """The same of the optimizer's states, by kind; empty if they cannot be read."""
+    steps: int | None = None
+    """Steps of the optimizer."""
+    unread: str = ""
+    """Why the optimizer's states cannot be read."""
+
+
+def read_legacy(folder: Path) -> FoundWeights:
+    """Opens `mp_rank_*` folders below an `iter_*` or `release` folder."""
+    files: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.glob("mp_rank_*")):
+        if (found := RANK_FOLDER.fullmatch(path.name)) is None:
+            continue
+        if int(found[3] or 0) > 0:
+            raise user_error("megatron-part-unsupported", path=folder, part="expert parallelism")
+        files[int(found[2] or 0), int(found[1])] = path / "model_optim_rng.pt"
+    stages, ranks = _sizes(folder, files)
+    kinds: dict[str, Shards] = defaultdict(lambda: defaultdict(list))
+    state: dict[str, Any] = {}
+    states: list[OptimizerStates] = []
+    for rank in range(ranks):
+        loaded = [read_state_dict(files[stage, rank]) for stage in range(stages)]
+        state = state or {key: value for key, value in loaded[0].items() if key != "model"}
+        chunks = [_chunks(each) for each in loaded]
+        _add(kinds[WEIGHTS], chunks, rank)
+        own = [
+            _optimizer_states(each, loaded[stage].get("optimizer"), files[stage, rank].parent)
+            for stage, each in enumerate(chunks)
+        ]
+        states += own
+        for kind in own[0].by_kind if not any(each.unread for each in states) else ():
+            _add(kinds[kind], [each.by_kind[kind] for each in own], rank)
+    complete = {kind: _complete(folder, shards, ranks) for kind, shards in kinds.items()}
+    weights = complete.pop(WEIGHTS)
+    unread = next((each.unread for each in states if each.unread), "")
+    return FoundWeights(state, weights, {} if unread else complete, states[0].steps, unread)
+
+
+def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path) -> OptimizerStates:
+    """The states of a rank, in its file or in that of the distributed optimizer."""
+    path = folder / BUFFERS
+    if not isinstance(saved, Mapping) or not path.is_file():
+        return assign_states(chunks, saved)
+    groups = saved.get("optimizer", saved).get("param_groups") or [{}]
+    return assign_buffers(chunks, buckets_of(read_state_dict(path)), steps_of(groups[0], {}))
+
+
+def read_deepspeed(folder: Path) -> FoundWeights:
+    """Opens a `global_step*` folder of a Megatron-DeepSpeed fork."""
+    layers: dict[tuple[int, int], Path] = {}
+    states: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if found := LAYER_FILE.fullmatch(path.name):
+            layers[int(found[1]), int(found[2])] = path
+        elif found := STATE_FILE.fullmatch(path.name):
+            states[int(found[1])] = path
+    zero3 = sorted(path for path in folder.iterdir() if ZERO3_FILE.fullmatch(path.name))
+    if not states and not zero3:
+        name = "mp_rank_00_model_states.pt"
+        raise user_error("megatron-files-missing", folder=folder, names=name)
+    first = read_state_dict(states[min(states)] if states else zero3[0])
+    state = {key: value for key, value in first.items() if key != "module"}
+    if optimizer := min(folder.glob("*_optim_states.pt"), default=None):
+        state["optimizer"] = read_state_dict(optimizer)
+    state["configs"] = [path.read_text() for path in sorted(folder.glob("configs/*.yml"))]
+    if layers:
+        pipeline, prefixes = _layer_files(folder, layers)
+        saved = read_states(folder, pipeline, partial(pipeline_name, prefixes), read_state_dict)
+        return FoundWeights(state, pipeline, *saved)
+    if not states:
+        return _zero3_files(folder, zero3, state)
+    files = {(0, rank): path for rank, path in states.items()}
+    _, ranks = _sizes(folder, files)
+    shards: Shards = defaultdict(list)
+    for rank in range(ranks):
+        module = first["module"] if rank == 0 else read_state_dict(files[0, rank])["module"]
+        for name, tensor in _flatten(module):
+            shards[PREFIX.sub("", name)].append(LazyTensor.of(tensor))
+    saved = read_states(folder, shards, lambda name: PREFIX.sub("", name), read_state_dict)
+    return FoundWeights(state, _complete(folder, shards, ranks), *saved)
+
+
+def pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
+    """A weight's name in the whole model, of its name in the pipeline engine."""
+    if name.startswith("tied_modules."):
+        return name.split(".", 2)[2]
+    number, _, inner = name.partition(".")
+    return f"{prefixes.get(int(number), '')}{inner}"
+
+
+def _layer_files(
+    folder: Path, files: Mapping[tuple[int, int], Path]
+) -> tuple[Shards, dict[int, str]]:
+    """One file per layer of the pipeline engine; what a layer is follows from its contents.
+
+    Returns:
+        The weights, and by the number of a file the prefix of their names.
+    """
+    numbers = sorted({number for number, _ in files})
+    ranks = 1 + max(rank for _, rank in files)
+    missing = [
+        f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
+        for number in numbers
+        for rank in range(ranks)
+        if (number, rank) not in files
+    ]
+    if missing:
+        raise user_error("megatron-files-missing", folder=folder, names=", ".join(missing))
+    shards: Shards = defaultdict(list)
+    blocks: list[int] = []
+    prefixes: dict[int, str] = {}
+    for number in numbers:
+        loaded = [dict(_flatten(read_state_dict(files[number, rank]))) for rank in range(ranks)]
+        prefix = ""
+        if any("attention." in name for name in loaded[0]):
+            prefix = f"layers.{len(blocks)}."
+            blocks.append(number)
+        elif loaded[0] and loaded[0].keys() <= NORM_KEYS:
+            prefix = "final_norm."
+        prefixes[number] = prefix
+        for each in loaded:
+            for name, tensor in each.items():
+                if len(shards[f"{prefix}{name}"]) < ranks:  # not a tied embedding's second file
+                    shards[f"{prefix}{name}"].append(LazyTensor.of(tensor))
+    if gaps := set(range(blocks[0], blocks[-1] + 1)) - set(blocks) if blocks else set():
+        names = ", ".join(f"layer_{number:02d}-model_00-model_states.pt" for number in sorted(gaps))
+        raise user_error("megatron-files-missing", folder=folder, names=names)
+    return _complete(folder, shards, ranks), prefixes
+
+
+def _zero3_files(folder: Path, paths: Sequence[Path], state: Mapping[str, Any]) -> FoundWeights:
+    """fp32 partitions of each flattened parameter and of its states, one per data-parallel rank."""
+    ranks = [(int(found[2]), int(found[1])) for found in map(_zero3_ranks, paths)]
+    tp_size, dp_size = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
+    kinds: dict[str, Shards] = defaultdict(lambda: defaultdict(list))
+    steps, unread = None, ""
+    for tp_rank in range(tp_size):
+        stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
+        shapes = read_state_dict(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
+        files = [
+            read_state_dict(_optimizer_file(folder, stem))["optimizer_state_dict"] for stem in stems
+        ]
+        found, steps, reason = zero3_states(files)
+        unread = unread or reason
+        for kind, flats in {WEIGHTS: found.get(MASTER, []), **found}.items():
+            for name, tensor in zero3_parameters(shapes, flats):
+                kinds[kind][PREFIX.sub("", name)].append(tensor)
+    complete = {kind: _complete(folder, shards, tp_size) for kind, shards in kinds.items()}
+    weights = complete.pop(WEIGHTS)
+    return FoundWeights(state, weights, {} if unread else complete, steps, unread)
+
+
+def _zero3_ranks(path: Path) -> re.Match[str]:
+    found = ZERO3_FILE.fullmatch(path.name)
+    assert found is not None
+    return found
+
+
+def _optimizer_file(folder: Path, stem: str) -> Path:
+    bf16 = folder / f"bf16_{stem}_optim_states.pt"
+    return bf16 if bf16.is_file() else folder / f"{stem}_optim_states.pt"
+
+
+def read_state_dict(path: Path) -> dict[str, Any]:
+    """The state dict in a file of Megatron's or DeepSpeed's.
+
+    Raises:
+        UserError: If the file is missing, cannot be read, or has no state dict.
+    """
+    if not path.is_file():
+        raise user_error("megatron-files-missing", folder=path.parent, names=path.name)
+    loaded = read_foreign(path)
+    if not isinstance(loaded, dict):
+        raise user_error("tensor-file-unreadable", path=path, error="it has no state dict")
+    return loaded
+
+
+def _sizes(folder: Path, files: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
+    """Pipeline stages and tensor-parallel ranks of complete files, by (stage, rank)."""
+    if not files:
+        raise user_error("megatron-files-missing", folder=folder, names="mp_rank_00")
+    stages, ranks = (1 + max(key[axis] for key in files) for axis in (0, 1))
+    missing = [
+        f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+        for stage in range(stages)
+        for rank in range(ranks)
+        if (stage, rank) not in files
+    ]
+    if missing:
+        raise user_error("megatron-files-missing", folder=folder, names=", ".join(missing))
+    return stages, ranks
+
+
+def _chunks(loaded: Mapping[str, Any]) -> list[dict[str, Tensor]]:
+    """The model of one stage: one chunk, or several with virtual pipeline stages."""
+    if "model" in loaded:
+        chunks = [loaded["model"]]
+    else:
+        chunks = [
+            loaded[f"model{index}"] for index in range(len(loaded)) if f"model{index}" in loaded
+        ]
+    return [{PREFIX.sub("", name): tensor for name, tensor in _flatten(each)} for each in chunks]
+
+
+def _add(shards: Shards, stages: Sequence[Sequence[Mapping[str, Tensor]]], rank: int) -> None:
+    """Adds the tensors of one rank's stages, without a stage's copy of another one's."""
+    for name, tensor in _stages_as_one(stages):
+        if not is_copy(name) and len(shards[name]) <= rank:
+            shards[name].append(LazyTensor.of(tensor))
+
+
+def _stages_as_one(
+    stages: Sequence[Sequence[Mapping[str, Tensor]]],
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of all stages, with layers counted over the whole model.
+
+    Chunk v of all stages comes before chunk v + 1 of any.
+    """
+    offset = 0
+    for chunk in zip(*stages, strict=True):
+        for weights in chunk:
+            layers = [int(found[1]) for name in weights if (found := LAYER_NAME.match(name))]
+            for name, tensor in weights.items():
+                if found := LAYER_NAME.match(name):
+                    name = f"layers.{int(found[1]) + offset}.{name[found.end() :]}"
+                yield name, tensor
+            offset += max(layers, default=-1) + 1
+
+
+def _flatten(nested: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested dicts, by dotted name."""
+    if isinstance(nested, Tensor):
+        yield prefix, nested
+    elif isinstance(nested, Mapping):
+        for key, value in nested.items():
+            name = f"{prefix}.{key}" if prefix else str(key)
+            if not is_ignored(name):
+                yield from _flatten(value, name)
+
+
+def _complete(folder: Path, shards: Shards, ranks: int) -> Shards:
+    for name, parts in shards.items():
+        if len(parts) != ranks:
+            raise user_error("megatron-rank-without-weight", folder=folder, name=name)
+    return dict(shards)

@@ -1,0 +1,250 @@
+"""Megatron Core's `torch_dist` checkpoints, read by torch's distributed-checkpoint reader.
+
+    iter_0001000/metadata.json            marks the format
+    iter_0001000/.metadata                names, shapes and places of all tensors
+    iter_0001000/__RANK_WRITER.distcp     their chunks
+    iter_0001000/common.pt                arguments and counters; since Core 0.19 an entry instead
+
+Tensors are stored whole, whatever layout wrote them, and those of all layers as one: each layer is
+read alone. Nothing else is unpickled than by `foreign_pickle`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_ds.checkpoint.tensor_reader import LazyTensor
+from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.megatron.arguments import arguments_of
+from megatron_ds.conversion.megatron.names import PREFIX, is_ignored
+from megatron_ds.conversion.megatron.optimizer import PARTITIONED, steps_of
+from megatron_ds.conversion.megatron.rank_files import WEIGHTS, FoundWeights, Shards
+from megatron_ds.conversion.megatron.torch_dist_optimizer import (
+    GROUPS_ENTRY,
+    Sizes,
+    WeightEntry,
+    has_buckets,
+    read_buckets,
+)
+from megatron_ds.conversion.safe_unpickle import read_dcp_metadata, read_foreign
+from megatron_ds.engine.states.state_reader import MASTER
+
+ALL_LAYERS = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
+"""A name without the number of a layer: the first axis counts layers."""
+NOT_WEIGHTS = ("optimizer.", "rng_state", "rerun_state_machine_state", "common_state")
+HALVES = re.compile(r"(.*\.linear_fc1\.weight)_([wv])")
+"""Gate (w) and up (v) of a gated MLP that were stored separately."""
+STATE_PREFIXES = {
+    WEIGHTS: "",
+    "exp_avg": "optimizer.state.exp_avg.",
+    "exp_avg_sq": "optimizer.state.exp_avg_sq.",
+    MASTER: "optimizer.state.fp32_param.",
+}
+PARTITIONED_MASTERS = "optimizer.state.param."
+"""Of the distributed optimizer, if its states are saved like weights."""
+COMMON_ENTRY = "common_state/shard_0_1"
+
+
+def read_torch_dist(folder: Path) -> FoundWeights:
+    """Opens an `iter_*` folder.
+
+    Raises:
+        UserError: If files are missing or damaged, or the backend is another one.
+    """
+    _require_backend(folder)
+    metadata = read_dcp_metadata(folder / ".metadata")
+    state = _common_state(folder, metadata)
+    kinds = {
+        kind: _read_entries(folder, metadata, prefix) for kind, prefix in STATE_PREFIXES.items()
+    }
+    weights = kinds.pop(WEIGHTS)
+    kinds[MASTER] = kinds[MASTER] or _read_entries(folder, metadata, PARTITIONED_MASTERS)
+    saved = state.get("optimizer") or {}
+    unread = ""
+    if any(key.startswith("optimizer.distributed.") for key in metadata.state_dict_metadata):
+        kinds, unread = _read_buckets(folder, metadata, arguments_of(state.get("args")))
+        saved = _read_object(folder, metadata, GROUPS_ENTRY) or saved
+    elif not kinds["exp_avg"]:
+        unread = "it has no optimizer states"
+    inner = saved.get("optimizer", saved)
+    groups = inner.get("param_groups") or [{}]
+    steps = steps_of(groups[0], inner.get("state") or {})
+    optimizer = {} if unread else {kind: found for kind, found in kinds.items() if found}
+    return FoundWeights(state, weights, optimizer, steps, unread)
+
+
+def _read_buckets(
+    folder: Path, metadata: Metadata, args: Mapping[str, Any]
+) -> tuple[dict[str, Shards], str]:
+    """The states of a distributed optimizer, or why they cannot be read."""
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
+    values = [args.get(name) for name in names]
+    sizes = [value for value in values if isinstance(value, int) and value > 0]
+    if not has_buckets(metadata) or len(sizes) < len(names):
+        return {}, PARTITIONED
+    weights: dict[str, WeightEntry] = {}
+    for key, entry in _weight_entries(metadata, ""):
+        if HALVES.fullmatch(key):
+            return {}, PARTITIONED
+        for name, layer in _layer_names(key, entry):
+            weights[name] = WeightEntry(key, layer, entry)
+    found, unread = read_buckets(
+        metadata, weights, Sizes(*sizes), partial(_read_part, folder, metadata)
+    )
+    return {
+        kind: {name: [each] for name, each in tensors.items()} for kind, tensors in found.items()
+    }, unread
+
+
+def _weight_entries(metadata: Metadata, prefix: str) -> Iterator[tuple[str, TensorStorageMetadata]]:
+    """The entries of one kind that belong to weights."""
+    for key, entry in sorted(metadata.state_dict_metadata.items(), reverse=True):
+        name = key.removeprefix(prefix)
+        if not key.startswith(prefix) or name.startswith(NOT_WEIGHTS):
+            continue
+        if isinstance(entry, TensorStorageMetadata) and not is_ignored(PREFIX.sub("", name)):
+            yield key, entry
+
+
+def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
+    """The entries of one kind by the names of the weights."""
+    found: dict[str, list[LazyTensor]] = defaultdict(list)
+    for key, entry in _weight_entries(metadata, prefix):
+        name = key.removeprefix(prefix)
+        halves = HALVES.fullmatch(name)
+        for layer_name, layer in _layer_names(halves[1] if halves else name, entry):
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            if layer is None:
+                read = partial(_read_part, folder, metadata, key, (0,) * len(shape), shape)
+            else:
+                shape = shape[1:]
+                read = partial(_read_layer, folder, metadata, key, layer, shape)
+            found[layer_name].append(LazyTensor(shape, dtype, read))
+    # w, the gate, comes before v in this order
+    return {name: [_stacked(parts)] for name, parts in found.items()}
+
+
+def _layer_names(name: str, entry: TensorStorageMetadata) -> list[tuple[str, int | None]]:
+    """The weights of an entry by name without prefix, with the layer of each if it has several."""
+    all_layers = ALL_LAYERS.fullmatch(name)
+    if all_layers is None:
+        return [(PREFIX.sub("", name), None)]
+    before, after = PREFIX.sub("", all_layers[1]), all_layers[2]
+    return [(f"{before}{layer}.{after}", layer) for layer in range(entry.size[0])]
+
+
+def _read_layer(
+    folder: Path, metadata: Metadata, key: str, layer: int, shape: tuple[int, ...]
+) -> Tensor:
+    offsets = (layer, *(0 for _ in shape))
+    return _read_part(folder, metadata, key, offsets, (1, *shape)).squeeze(0)
+
+
+def _read_part(
+    folder: Path, metadata: Metadata, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Tensor:
+    """Reads a part of a tensor from the chunks that it overlaps."""
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    items = create_read_items_for_chunk_list(key, entry, [wanted])
+    part = torch.empty(sizes, dtype=entry.properties.dtype)
+    if sum(item.lengths.numel() for item in items) != part.numel():
+        raise user_error("dcp-tensor-incomplete", folder=folder, key=key)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    try:
+        reader.read_data(LoadPlan(items), _IntoTensor(part)).wait()
+    except Exception as error:  # torch raises errors of its zip reader and its unpickler
+        raise user_error("tensor-file-unreadable", path=folder, error=error) from error
+    return part
+
+
+class _IntoTensor(LoadPlanner):
+    """Lets a reader write into one tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        self._target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        part = self._target
+        for dim, (start, size) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            part = part.narrow(dim, start, size)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        """Part of torch's interface."""
+
+    def create_local_plan(self) -> LoadPlan:
+        raise NotImplementedError
+
+    create_global_plan = finish_plan = load_bytes = create_local_plan  # type: ignore[assignment]
+
+
+def _stacked(parts: list[LazyTensor]) -> LazyTensor:
+    """One tensor, or gate and up as one."""
+    if len(parts) == 1:
+        return parts[0]
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]))
+
+
+def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:
+    """Arguments and counters, from the file or the entry."""
+    common = folder / "common.pt"
+    if common.is_file():
+        state = read_foreign(common)
+    else:
+        state = _read_object(folder, metadata, COMMON_ENTRY)
+        if state is None:
+            raise user_error("megatron-files-missing", folder=folder, names="common.pt")
+    if not isinstance(state, dict):
+        raise user_error("tensor-file-unreadable", path=common, error="it has no state dict")
+    return state
+
+
+def _read_object(folder: Path, metadata: Metadata, key: str) -> Any:
+    """An entry that is no tensor; None if there is none."""
+    stored = metadata.storage_data.get(MetadataIndex(key))
+    if stored is None:
+        return None
+    with open(folder / stored.relative_path, "rb") as file:
+        file.seek(stored.offset)
+        content = file.read(stored.length)
+    (value,) = read_foreign(content, f"{folder / stored.relative_path} ({key})")
+    return value
+
+
+def _require_backend(folder: Path) -> None:
+    path = folder / "metadata.json"
+    if not path.is_file():
+        return
+    try:
+        backend = json.loads(path.read_text())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise user_error("tensor-file-unreadable", path=path, error=error) from error
+    if backend != "torch_dist":
+        raise user_error("dcp-backend-unsupported", path=path, backend=backend)

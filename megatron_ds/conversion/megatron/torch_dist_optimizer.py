@@ -1,0 +1,262 @@
+"""States of Megatron Core's distributed optimizer in a `torch_dist` checkpoint: flat buckets.
+
+    optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(...).bucket_idx_K.{param,exp_avg,...}
+    optimizer.distributed.dp_group_idx_G.optimizer/shard_0_1    parameter groups, with the steps
+
+G counts the tensor-parallel ranks of the first pipeline stage, then those of the next one; B counts
+the model chunks of a stage, and K the buckets of a chunk. What a rank has of a weight are the
+chunks in which the weight was saved. Where a bucket has it is found by its values, as for
+`distrib_optim.pt`; see `megatron_buffers`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_ds.checkpoint.tensor_reader import LazyTensor
+from megatron_ds.conversion.megatron.distributed_optimizer import (
+    MISPLACED,
+    PARAM,
+    UNKNOWN_FORM,
+    Bucket,
+    find_places,
+)
+from megatron_ds.conversion.megatron.names import canonical_name
+from megatron_ds.conversion.megatron.optimizer import MOMENTS
+from megatron_ds.engine.states.state_reader import MASTER
+
+GROUPS_ENTRY = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
+BUCKET = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_.*\.bucket_idx_(\d+)\.(\w+)"
+)
+ORDER = (
+    *("embedding.word", "embedding.position"),
+    *("attention_norm", "attention.proj", "attention.qkv", "mlp_norm", "mlp.fc_in", "mlp.fc_out"),
+    *("final_norm", "head"),
+)
+"""In which a module of Megatron Core registers its parameters, by our names without the layer."""
+LAYER = re.compile(r"layers\.(\d+)\.")
+
+ReadPart = Callable[[str, Sequence[int], Sequence[int]], Tensor]
+"""Reads a part of an entry: its key, first elements and sizes."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the run that saved the checkpoint."""
+
+    tp: int
+    pp: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class WeightEntry:
+    """A weight of the checkpoint.
+
+    Attributes:
+        key: Of the entry, which may have the weights of all layers.
+        layer: Its layer in such an entry.
+        entry: Shape and chunks.
+    """
+
+    key: str
+    layer: int | None
+    entry: TensorStorageMetadata
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.entry.size[0 if self.layer is None else 1 :])
+
+    def parts_of(self, rank: int, tp: int) -> _Parts:
+        """What one of the tensor-parallel ranks has."""
+        skipped = 0 if self.layer is None else 1
+        chunks = [
+            each
+            for each in self.entry.chunks
+            if self.layer is None or each.offsets[0] == self.layer
+        ]
+        for axis in range(len(self.shape)):
+            spans = {(c.offsets[skipped + axis], c.sizes[skipped + axis]) for c in chunks}
+            if len(spans) in (tp, 2 * tp) and len(spans) > 1:
+                return _Parts(axis, sorted(spans)[rank::tp])
+        return _Parts(0, [(0, self.shape[0])])
+
+    def read(self, read_part: ReadPart, own: _Parts) -> Tensor:
+        """Reads what a rank has, as one tensor."""
+        read = []
+        for start, size in own.spans:
+            offsets, sizes = [0] * len(self.shape), list(self.shape)
+            offsets[own.axis], sizes[own.axis] = start, size
+            layer = [] if self.layer is None else [self.layer]
+            part = read_part(self.key, [*layer, *offsets], [*(1 for _ in layer), *sizes])
+            read.append(part.view(sizes))
+        return torch.cat(read, own.axis)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a tensor-parallel rank has of a weight.
+
+    Attributes:
+        axis: The sharded one.
+        spans: First element and number of elements of each part: all of a weight that is not
+            sharded, one part, or one of the gate and one of the up-projection.
+    """
+
+    axis: int
+    spans: list[tuple[int, int]]
+
+
+def has_buckets(metadata: Metadata) -> bool:
+    return any(BUCKET.fullmatch(key) for key in metadata.state_dict_metadata)
+
+
+def read_buckets(
+    metadata: Metadata, weights: Mapping[str, WeightEntry], sizes: Sizes, read_part: ReadPart
+) -> tuple[dict[str, dict[str, LazyTensor]], str]:
+    """The states by kind and Megatron's name of the weight, or why they cannot be read.
+
+    Args:
+        metadata: Of the checkpoint.
+        weights: Its weights by Megatron's names, with layers counted over the whole model.
+        sizes: Of the run that saved it.
+        read_part: Reads from the checkpoint.
+    """
+    buckets = _buckets(metadata, read_part)
+    groups = {group for group, _ in buckets}
+    num_chunks = len(buckets) // max(len(groups), 1)
+    stages = sizes.pp * num_chunks
+    found_layers = {int(layer[1]) for name in weights if (layer := LAYER.match(name))}
+    is_known = groups == {*range(sizes.tp * sizes.pp)} and sizes.layers % stages == 0
+    is_known &= found_layers == {*range(sizes.layers)}
+    if not is_known or not all(weight.shape for weight in weights.values()):
+        return {}, UNKNOWN_FORM
+    ranks: dict[str, list[_Found]] = defaultdict(list)
+    for (group, chunk), own in sorted(buckets.items()):
+        stage, rank = divmod(group, sizes.tp)
+        names = _stage_names(weights, chunk * sizes.pp + stage, stages, sizes.layers)
+        parts = {name: weights[name].parts_of(rank, sizes.tp) for name in names}
+        readers = {name: partial(weights[name].read, read_part, parts[name]) for name in names}
+        # The last stage has a tied embedding, too, in a bucket of its own, which is not needed.
+        places = find_places(_ReadOnce(readers), own)
+        if lost := [name for name in names if name not in places]:
+            return {}, f"{MISPLACED} ({lost[0]})"
+        for name in names:
+            ranks[name].append(_Found(own, places[name], parts[name]))
+    found: dict[str, dict[str, LazyTensor]] = {}
+    for kind in (*MOMENTS, MASTER):
+        found[kind] = {
+            name: LazyTensor(
+                weights[name].shape,
+                torch.float32,
+                partial(_join, weights[name], ranks[name], PARAM if kind == MASTER else kind),
+            )
+            for name in weights
+        }
+    return found, ""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A flat tensor in the checkpoint."""
+
+    key: str
+    size: int
+    read_part: ReadPart
+
+    def numel(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> Tensor:
+        start, stop, _ = part.indices(self.size)
+        return self.read_part(self.key, (start,), (stop - start,))
+
+
+def _buckets(metadata: Metadata, read_part: ReadPart) -> dict[tuple[int, int], list[Bucket]]:
+    """The buckets of each group's model chunks that have all states of Adam."""
+    found: dict[tuple[int, int], dict[int, dict[str, _Entry]]] = defaultdict(dict)
+    for key, entry in metadata.state_dict_metadata.items():
+        match = BUCKET.fullmatch(key)
+        if match is not None and isinstance(entry, TensorStorageMetadata):
+            group, chunk, number = map(int, match.groups()[:3])
+            bucket = found[group, chunk].setdefault(number, {})
+            bucket[match[4]] = _Entry(key, entry.size.numel(), read_part)
+    return {
+        place: [bucket for _, bucket in sorted(own.items())]
+        for place, own in found.items()
+        if all({PARAM, *MOMENTS} <= bucket.keys() for bucket in own.values())
+    }
+
+
+def _stage_names(
+    weights: Mapping[str, WeightEntry], stage: int, stages: int, layers: int
+) -> list[str]:
+    """The weights of a stage in the order in which its modules register them."""
+    found = []
+    for name in weights:
+        inner = LAYER.sub("", canonical_name(name) or name)
+        place = next((n for n, each in enumerate(ORDER) if inner.startswith(each)), len(ORDER))
+        if layer := LAYER.match(name):
+            number, section = int(layer[1]), 1
+            own = number * stages // layers
+        else:
+            number, section = 0, 0 if inner.startswith("embedding.") else 2
+            own = 0 if section == 0 else stages - 1
+        if own == stage:
+            found.append(((section, number, place, name.endswith("bias")), name))
+    return [name for _, name in sorted(found)]
+
+
+class _ReadOnce(Mapping[str, Tensor]):
+    """Tensors that are read when they are asked for; the last one is kept."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = name, self._readers[name]()
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where a rank has the states of a weight: bucket and first element."""
+
+    buckets: Sequence[Bucket]
+    place: tuple[int, int]
+    parts: _Parts
+
+
+def _join(weight: WeightEntry, ranks: Sequence[_Found], kind: str) -> Tensor:
+    """Reads a state of a weight from the buckets of the ranks."""
+    result = torch.empty(weight.shape)
+    left = result.numel()
+    for found in ranks:
+        bucket, start = found.place
+        for first, size in found.parts.spans:
+            target = result.narrow(found.parts.axis, first, size)
+            part = found.buckets[bucket][kind][start : start + target.numel()]
+            target.copy_(part.view(target.shape))
+            start += target.numel()
+            left -= target.numel()
+        if left == 0:  # the other ranks have the same if it is not sharded
+            break
+    assert left == 0, left
+    return result

@@ -1,0 +1,197 @@
+"""Universal checkpoints of the Megatron-DeepSpeed forks, as DeepSpeed's converter writes them.
+
+Owns how the tensor-parallel shards of a weight were joined: along the dimension that its
+file declares. Rows of fused weights whose parts are not declared are in the order of
+the ranks, so that they are joined again here. Names and rows stay those of Megatron.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron_ds.checkpoint.tensor_reader import LazyTensor
+from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, STATES, STEP, ZERO
+from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.megatron import arguments as megatron_args
+from megatron_ds.conversion.megatron.names import PREFIX, QkvOrder, canonical_name, is_copy
+from megatron_ds.conversion.megatron.optimizer import MOMENTS, steps_of
+from megatron_ds.conversion.megatron.rank_files import (
+    NORM_KEYS,
+    FoundWeights,
+    Shards,
+    pipeline_name,
+    read_state_dict,
+)
+from megatron_ds.conversion.safe_unpickle import read_foreign
+from megatron_ds.engine.states.state_reader import MASTER
+
+NUMBERED = re.compile(r"(\d+)\.(.+)")
+"""A name in DeepSpeed's pipeline engine: number of the layer, and the name in it."""
+PARTS = ("param_n_sub_params", "sub_param_shape")
+"""Entries that declare the parts of a fused weight; it is then stored as its complete parts."""
+KINDS = {FP32: MASTER, **{kind: kind for kind in MOMENTS}}
+
+
+def read_universal(folder: Path) -> FoundWeights:
+    """Opens a universal checkpoint.
+
+    Raises:
+        UserError: If files are missing or damaged, or the order of rows is not known.
+    """
+    paths = sorted(folder.glob(STATES))
+    if not paths:
+        raise user_error("megatron-files-missing", folder=folder, names=f"mp_rank_00{STATES[1:]}")
+    saved = read_state_dict(paths[0])
+    state = {key: value for key, value in saved.items() if key not in ("module", "optimizer")}
+    if (path := folder / ZERO / OPTIMIZER_STATE).is_file():
+        state["optimizer"] = read_state_dict(path)
+    layout = _Layout.of(folder, state)
+    names = sorted(path.parent.name for path in (folder / ZERO).glob(f"*/{FP32}.pt"))
+    prefixes = _prefixes(names)
+    kinds: dict[str, Shards] = {}
+    for stem, kind in KINDS.items():
+        found: Shards = {}
+        for saved_name in names:
+            path = folder / ZERO / saved_name / f"{stem}.pt"
+            name = pipeline_name(prefixes, saved_name) if prefixes else saved_name
+            name = PREFIX.sub("", name)
+            if not is_copy(name) and path.is_file():
+                found[name] = layout.shards(name, saved_name, path)
+        kinds[kind] = found
+    weights, steps = kinds[MASTER], _steps(folder, names[0])
+    unread = ""
+    if any(kinds[kind].keys() != weights.keys() for kind in MOMENTS):
+        unread = "its optimizer states are not those of Adam"
+    elif steps is None:
+        unread = "it does not contain the number of steps"
+    return FoundWeights(state, weights, {} if unread else kinds, steps, unread)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the weights were sharded before they were joined."""
+
+    folder: Path
+    tp_size: int | None
+    """None if it is unknown."""
+    qkv: QkvOrder
+    is_gated: bool
+    positions: int | None
+    """Rows of a table of learned positions."""
+    flat_shapes: Mapping[str, tuple[int, ...]]
+    """Of the weights that DeepSpeed's converter leaves flat, as from ZeRO 3."""
+    mapped: tuple[str, ...]
+    """Patterns of the weights that an affine map has joined."""
+
+    @classmethod
+    def of(cls, folder: Path, state: Mapping[str, Any]) -> _Layout:
+        args = megatron_args.arguments_of(state.get("args"))
+        settings = megatron_args.model_settings(args)
+        info = state.get("universal_checkpoint_info") or {}
+        groups = state.get("param_shapes") or []
+        return cls(
+            folder,
+            args.get("tensor_model_parallel_size"),
+            megatron_args.qkv_order(args, state.get("checkpoint_version")),
+            settings.get("activation") in megatron_args.GATED,
+            settings.get("max_position_embeddings"),
+            {
+                name: tuple(shape)
+                for group in (groups if isinstance(groups, list) else [groups])
+                if isinstance(group, Mapping)
+                for name, shape in group.items()
+            },
+            tuple((info.get("affine_map") or {}).get("params", ())),
+        )
+
+    def shards(self, name: str, saved_name: str, path: Path) -> list[LazyTensor]:
+        """A weight, or its rows of each tensor-parallel rank where their order depends on it."""
+        content = read_foreign(path)
+        if isinstance(content, Tensor) and saved_name in self.flat_shapes:
+            content = {"param": content.view(self.flat_shapes[saved_name])}
+        if not isinstance(content, Mapping) or not isinstance(content.get("param"), Tensor):
+            raise user_error("tensor-file-unreadable", path=path, error="it has no tensor")
+        tensor: Tensor = content["param"]
+        ranks = self._joined_ranks(name, saved_name, tensor, content)
+        size = tensor.shape[0] // ranks
+        shape = (size, *tensor.shape[1:])
+        if ranks == 1:
+            return [LazyTensor.of(tensor)]
+        return [
+            LazyTensor(shape, tensor.dtype, partial(_rows, tensor, rank * size, size))
+            for rank in range(ranks)
+        ]
+
+    def _joined_ranks(
+        self, name: str, saved_name: str, tensor: Tensor, content: Mapping[str, Any]
+    ) -> int:
+        """Tensor-parallel ranks whose rows are one after the other; 1 if their order is none.
+
+        Raises:
+            UserError: If the order is not known.
+        """
+        own, tp_size = canonical_name(name) or "", self.tp_size
+        declared = any(content.get(key) for key in PARTS) or any(
+            re.match(pattern, saved_name) for pattern in self.mapped
+        )
+        if ".attention.qkv." in own:
+            if self.qkv is not QkvOrder.BLOCKS:
+                if declared and tp_size != 1:
+                    raise self._ambiguous(saved_name)
+                return 1
+            return 1 if declared else self._known_size(saved_name)
+        if ".mlp.fc_in." in own and self.is_gated:
+            return 1 if declared else self._known_size(saved_name)
+        if own.endswith(("attention.proj.weight", "mlp.fc_out.weight")):
+            # Without a pattern for these, DeepSpeed joins dimension 0.
+            return tp_size if tp_size and content.get("cat_dim") == 0 else 1
+        if own == "embedding.position.weight" and self.positions and tp_size:
+            # bigscience's converter joins the copies of all ranks.
+            return tp_size if tensor.shape[0] == tp_size * self.positions else 1
+        return 1
+
+    def _known_size(self, name: str) -> int:
+        if self.tp_size is None:
+            raise self._ambiguous(name)
+        return self.tp_size
+
+    def _ambiguous(self, name: str) -> Exception:
+        return user_error("universal-rows-ambiguous", folder=self.folder, name=name)
+
+
+def _rows(tensor: Tensor, start: int, size: int) -> Tensor:
+    return tensor[start : start + size]
+
+
+def _prefixes(names: list[str]) -> dict[int, str]:
+    """By number in DeepSpeed's pipeline the prefix of its names in the complete model."""
+    inner: dict[int, set[str]] = {}
+    for name in names:
+        if found := NUMBERED.fullmatch(name):
+            inner.setdefault(int(found[1]), set()).add(found[2])
+    prefixes: dict[int, str] = {}
+    layer = 0
+    for number, own in sorted(inner.items()):
+        if any("attention." in name for name in own):
+            prefixes[number], layer = f"layers.{layer}.", layer + 1
+        elif own <= NORM_KEYS:
+            prefixes[number] = "final_norm."
+    return prefixes
+
+
+def _steps(folder: Path, name: str) -> int | None:
+    path = folder / ZERO / name / f"{STEP}.pt"
+    if path.is_file():
+        value = read_foreign(path)
+        return int(value) if isinstance(value, Tensor | int | float) else None
+    common = read_state_dict(folder / ZERO / OPTIMIZER_STATE)
+    inner = (common.get("optimizer_state_dict") or {}).get("state") or {}
+    groups = common.get("param_groups") or [{}]
+    return steps_of(groups[0], next(iter(inner.values()), {}))

@@ -1,0 +1,202 @@
+"""What the writers of Megatron's formats have in common.
+
+Owns the order of the QKV rows, the padding of the vocabulary, the arguments that Megatron compares
+or takes over, and what its models lack. Knows no files.
+"""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.conversion.source import TrainingStates, WeightsSource
+
+ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", "swiglu")
+POSITIONS = ("learned_absolute", "rope", "none")
+RELEASE = "release"
+"""Name and pointer of a checkpoint of weights alone."""
+FUSED, TORCH = "fused", "torch"
+"""Implementations of Adam: of Transformer Engine or apex, and torch's AdamW, which Megatron takes
+without these."""
+TORCH_GROUP = {
+    **dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), False),
+    **dict.fromkeys(("foreach", "fused"), None),
+    "decoupled_weight_decay": True,
+}
+"""Settings of torch's AdamW in a parameter group."""
+
+
+def check_parts(source: WeightsSource, tp_size: int, pp_size: int) -> None:
+    """Raises UserError if Megatron's model lacks a part, or the sizes do not divide it."""
+    model = source.settings.model
+    raise_if_any(model.problems(tp_size))
+    if lacking := ", ".join(_lacking_parts(source)):
+        raise user_error("megatron-export-unsupported", parts=lacking)
+    if model.num_layers % pp_size:
+        raise user_error("megatron-export-stages", num_layers=model.num_layers, pp_size=pp_size)
+
+
+def folder_and_pointer(training: TrainingStates | None) -> tuple[str, str]:
+    """Name of the checkpoint's folder, and what the tracker says."""
+    if training is None:
+        return RELEASE, RELEASE
+    return f"iter_{training.iteration:07d}", str(training.iteration)
+
+
+def common_state(
+    source: WeightsSource, tp_size: int, pp_size: int, **arguments: Any
+) -> dict[str, Any]:
+    """What a checkpoint has besides tensors.
+
+    Args:
+        source: The weights.
+        tp_size: Tensor-parallel size.
+        pp_size: Pipeline stages.
+        arguments: Further arguments of the run.
+    """
+    training = source.training
+    args = _arguments(source, tp_size, pp_size) | arguments
+    info = {"original_vocab_size": source.settings.model.vocab_size}  # as in bigscience's fork
+    state = {
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "num_floating_point_operations_so_far": 0,
+        "checkpoint_info": info,
+    }
+    if training is not None:
+        args.update(training.arguments)
+        args.update(
+            iteration=training.iteration,
+            consumed_train_samples=training.consumed_samples,
+            no_save_optim=False,
+        )
+        state["iteration"] = training.iteration
+        info["softmax_vocab_size"] = training.softmax_rows  # of this program alone
+        if training.scheduler:
+            state["opt_param_scheduler"] = dict(training.scheduler)
+    return {"args": Namespace(**args), **state}
+
+
+def adam_groups(training: TrainingStates, adam: str) -> list[dict[str, Any]]:
+    """The parameter groups of Megatron's optimizer: with weight decay, and without.
+
+    Args:
+        training: States of the run.
+        adam: FUSED or TORCH. Fused implementations count steps by group, torch's by parameter.
+    """
+    args = training.arguments
+    return [
+        {
+            "lr": args["lr"],
+            "max_lr": args["lr"],
+            "min_lr": args["min_lr"],
+            "betas": (args["adam_beta1"], args["adam_beta2"]),
+            "eps": args["adam_eps"],
+            "weight_decay": args["weight_decay"] * wd_mult,
+            "wd_mult": wd_mult,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            **({"bias_correction": True, "step": training.steps} if adam == FUSED else TORCH_GROUP),
+        }
+        for wd_mult in (1.0, 0.0)
+    ]
+
+
+def padded(full: Tensor, rows: int) -> Tensor:
+    """A vocabulary table with so many rows; those of the padding are zeros."""
+    return torch.nn.functional.pad(full, (0, 0, 0, rows - len(full)))
+
+
+def padded_vocab(source: WeightsSource, tp_size: int) -> int:
+    """Rows of the vocabulary tables, with Megatron's rule for padding."""
+    model, training = source.settings.model, source.training
+    rows = training.softmax_rows if training else model.vocab_size
+    if rows > model.vocab_size and rows % tp_size == 0:
+        return rows  # padding that was trained
+    unit = model.make_vocab_size_divisible_by * tp_size
+    return math.ceil(rows / unit) * unit
+
+
+def grouped(full: Tensor, model: ModelConfig) -> Tensor:
+    """[Q; K; V] to the queries, the key and the value of each key-value head."""
+    heads, groups, size = model.num_attention_heads, model.kv_heads, model.head_dim
+    parts = full.split([heads * size, groups * size, groups * size])
+    by_group = [part.view(groups, -1, size, *full.shape[1:]) for part in parts]
+    return torch.cat(by_group, dim=1).reshape(full.shape)
+
+
+def _lacking_parts(source: WeightsSource) -> Iterator[str]:
+    model = source.settings.model
+    if model.activation not in ACTIVATIONS:
+        yield f"activation {model.activation}"
+    if model.position_embedding_type not in POSITIONS:
+        yield f"positions {model.position_embedding_type}"
+    if model.embed_layernorm:
+        yield "a norm of the embedding"
+    if source.settings.moe.is_used:
+        yield "experts"
+
+
+def _arguments(source: WeightsSource, tp_size: int, pp_size: int) -> dict[str, Any]:
+    """The arguments that Megatron compares, or takes over with --use-checkpoint-args."""
+    model, tokenizer = source.settings.model, source.settings.tokenizer
+    dtypes = {tensor.dtype for tensor in source.tensors.values()}
+    kind = model.position_embedding_type
+    return {
+        "num_layers": model.num_layers,
+        "encoder_num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.mlp_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "kv_channels": model.head_dim,
+        "group_query_attention": model.kv_heads != model.num_attention_heads,
+        "num_query_groups": model.kv_heads,
+        "seq_length": model.seq_length,
+        "encoder_seq_length": model.seq_length,
+        "max_position_embeddings": model.num_positions,
+        "position_embedding_type": "learned_absolute" if kind == "none" else kind,
+        "add_position_embedding": kind == "learned_absolute",
+        "use_rotary_position_embeddings": kind == "rope",
+        "rotary_percent": model.rotary_percent,
+        "rotary_base": int(model.rotary_base),
+        "normalization": model.normalization,
+        "norm_epsilon": model.norm_epsilon,
+        "layernorm_epsilon": model.norm_epsilon,
+        "swiglu": model.activation == "swiglu",
+        "squared_relu": model.activation == "squared-relu",
+        "openai_gelu": model.activation == "openai-gelu",
+        "bias_gelu_fusion": model.activation == "gelu" and model.gelu_kind == "tanh",
+        "onnx_safe": None,
+        "add_bias_linear": model.add_bias_linear,
+        "add_qkv_bias": model.add_qkv_bias,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "apply_residual_connection_post_layernorm": False,
+        "apply_query_key_layer_scaling": False,
+        "attention_dropout": model.attention_dropout,
+        "hidden_dropout": model.hidden_dropout,
+        "init_method_std": model.init_method_std,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "padded_vocab_size": padded_vocab(source, tp_size),
+        "tokenizer_type": tokenizer.get("tokenizer_type"),
+        "tensor_model_parallel_size": tp_size,
+        "pipeline_model_parallel_size": pp_size,
+        "virtual_pipeline_model_parallel_size": None,
+        "fp16": dtypes == {torch.float16},
+        "bf16": dtypes == {torch.bfloat16},
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "iteration": 0,
+        "no_save_optim": True,
+        "no_save_rng": True,
+        "use_distributed_optimizer": False,
+        "data_parallel_size": 1,
+        "world_size": tp_size * pp_size,
+    }

@@ -1,0 +1,239 @@
+"""Writes a checkpoint of Megatron Core's `torch_dist` format, by torch's own writer.
+
+Owns the names and shapes of Core's distributed checkpoints. Tensors are written unsharded, those of
+all layers under one name with the layer as the first axis, so that any layout can load them.
+One tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron_ds.checkpoint.output_folder import output_folder
+from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors, OnTensor
+from megatron_ds.config import ModelConfig
+from megatron_ds.conversion.megatron.detect import TRACKER
+from megatron_ds.conversion.megatron.rank_files import WEIGHTS
+from megatron_ds.conversion.megatron.torch_dist import STATE_PREFIXES
+from megatron_ds.conversion.megatron.write_common import (
+    FUSED,
+    TORCH,
+    adam_groups,
+    check_parts,
+    common_state,
+    folder_and_pointer,
+    grouped,
+    padded,
+    padded_vocab,
+)
+from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
+
+NAMES = {
+    "embedding.word.weight": "embedding.word_embeddings.weight",
+    "embedding.position.weight": "embedding.position_embeddings.weight",
+    "final_norm.weight": "decoder.final_layernorm.weight",
+    "final_norm.bias": "decoder.final_layernorm.bias",
+    "head.weight": "output_layer.weight",
+}
+LAYER_NAMES = {
+    "attention_norm": "self_attention.linear_qkv.layer_norm_",
+    "attention.qkv": "self_attention.linear_qkv.",
+    "attention.proj": "self_attention.linear_proj.",
+    "mlp_norm": "mlp.linear_fc1.layer_norm_",
+    "mlp.fc_in": "mlp.linear_fc1.",
+    "mlp.fc_out": "mlp.linear_fc2.",
+}
+"""The norms have the names that Transformer Engine gives them, with Core's own layers, too."""
+LINEAR = (
+    *("self_attention.linear_qkv", "self_attention.linear_proj"),
+    *("mlp.linear_fc1", "mlp.linear_fc2"),
+)
+"""Modules with a state of fp8 arithmetic, which is empty."""
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""`metadata.json` of Core 0.8 to 0.18. Core 0.19 has no common backend of its own, but still reads
+`common.pt` where there is one."""
+CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""Which of Core's layouts the keys follow."""
+
+
+def write_torch_dist(
+    source: WeightsSource,
+    folder: Path,
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    adam: str = FUSED,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> None:
+    """Writes a folder for the --load of Megatron Core's training, complete, or not at all.
+
+    With the states of a training run, it is a checkpoint of its iteration, otherwise a `release`.
+
+    Args:
+        source: The weights, without padding.
+        folder: Must not exist, or be empty.
+        tp_size: Tensor-parallel size among the arguments; the vocabulary is padded for it.
+        pp_size: Pipeline stages among the arguments.
+        adam: Implementation of Adam that will load the states, FUSED or TORCH.
+        on_tensor: Reports progress.
+
+    Raises:
+        UserError: If Megatron's model lacks a part, the sizes do not divide it, or the folder has
+            files already.
+        OSError: If the disk fails.
+    """
+    check_parts(source, tp_size, pp_size)
+    changes = {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
+    state = common_state(source, tp_size, pp_size, **changes) | {"content_metadata": CONTENT}
+    training = source.training
+    chunks = list(_chunks(source, WEIGHTS, source.tensors, tp_size))
+    if training is not None:
+        counted = {"common_step": torch.tensor(float(training.steps))} if adam == TORCH else {}
+        inner = {"param_groups": adam_groups(training, adam), "state": counted}
+        state["optimizer"] = inner if MASTER not in training.optimizer else {"optimizer": inner}
+        for kind, tensors in training.optimizer.items():
+            chunks += _chunks(source, kind, tensors, tp_size)
+    name, pointer = folder_and_pointer(training)
+    with output_folder(folder) as temporary:
+        path = temporary / name
+        path.mkdir()
+        _save(path, _Planner(source.settings.model, chunks, on_tensor))
+        torch.save(state, path / "common.pt")
+        (path / "metadata.json").write_text(json.dumps(BACKEND))
+        (temporary / TRACKER).write_text(pointer)
+
+
+def _save(path: Path, planner: _Planner) -> None:
+    try:
+        # Files are flushed to the disk together, by `output_folder`.
+        writer = FileSystemWriter(path, sync_files=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+            save({}, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:  # torch wraps whatever was raised
+        raise next(failure for failure, _ in error.failures.values()) from error
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A part of an entry of the checkpoint: a full tensor, or one of its layers."""
+
+    name: str
+    """Canonical name of the parameter."""
+    key: str
+    size: tuple[int, ...]
+    """Shape of the entry."""
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    tensor: LazyTensor
+
+    @property
+    def item(self) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.shape))
+        properties = TensorProperties(dtype=self.tensor.dtype)
+        return WriteItem(
+            MetadataIndex(self.key, chunk.offsets),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, torch.Size(self.size)),
+        )
+
+    def read(self, model: ModelConfig) -> Tensor:
+        """The values, in Megatron's order and with its padding."""
+        full = self.tensor.read()
+        if self.name in VOCABULARY_TABLES:
+            full = padded(full, self.shape[0])
+        elif ".attention.qkv." in self.name:
+            full = grouped(full, model)
+        return full.view(self.shape)
+
+
+def _chunks(
+    source: WeightsSource, kind: str, tensors: LazyTensors, tp_size: int
+) -> Iterator[_Chunk]:
+    """The chunks of the weights, or of one kind of optimizer state."""
+    model, prefix = source.settings.model, STATE_PREFIXES[kind]
+    for name, tensor in tensors.items():
+        shape = tensor.shape
+        if name in VOCABULARY_TABLES:
+            shape = (padded_vocab(source, tp_size), *shape[1:])
+        if not name.startswith("layers."):
+            zeros = (0,) * len(shape)
+            yield _Chunk(name, f"{prefix}{NAMES[name]}", shape, zeros, shape, tensor)
+            continue
+        _, layer, rest = name.split(".", 2)
+        module, _, weight_or_bias = rest.rpartition(".")
+        key = f"{prefix}decoder.layers.{LAYER_NAMES[module]}{weight_or_bias}"
+        offsets = (int(layer), *(0 for _ in shape))
+        yield _Chunk(name, key, (model.num_layers, *shape), offsets, (1, *shape), tensor)
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives torch's writer one tensor after the other.
+
+    Args:
+        model: The model.
+        chunks: All parts of all entries.
+        on_tensor: Reports progress.
+    """
+
+    def __init__(self, model: ModelConfig, chunks: Sequence[_Chunk], on_tensor: OnTensor) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._model, self._on_tensor = model, on_tensor
+        self._chunks = {chunk.item.index: chunk for chunk in chunks}
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        """The plan follows from the chunks; the state dict is empty."""
+
+    def create_local_plan(self) -> SavePlan:
+        layers = self._model.num_layers
+        empty = [
+            WriteItem(
+                MetadataIndex(f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"),
+                WriteItemType.BYTE_IO,
+            )
+            for layer in range(layers)
+            for module in LINEAR
+        ]
+        return SavePlan([*empty, *(chunk.item for chunk in self._chunks.values())])
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is WriteItemType.BYTE_IO:
+            content = io.BytesIO()
+            torch.save([None], content)
+            return content
+        chunk = self._chunks[write_item.index]
+        values = chunk.read(self._model)
+        self._on_tensor(chunk.name, chunk.tensor.nbytes)
+        return values

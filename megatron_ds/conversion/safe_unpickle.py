@@ -1,0 +1,235 @@
+"""Reads files that other programs have pickled, without running code or importing their classes.
+
+Owns the list of classes that such files may name. torch's tensors are read as tensors; an object of
+a listed class becomes a `StandIn`, which keeps what was pickled and does nothing. A file that names
+anything else is rejected with that name.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
+
+MEGATRON_ENUMS = """
+    megatron.enums.AttnMaskType megatron.enums.AttnType megatron.enums.LayerType
+    megatron.enums.ModelType megatron.enums.PositionEmbeddingType
+    megatron.model.enums.AttnMaskType megatron.model.enums.AttnType megatron.model.enums.LayerType
+    megatron.model.enums.ModelType megatron.model.enums.PositionEmbeddingType
+    megatron.core.enums.Fp4Recipe megatron.core.enums.Fp8Recipe megatron.core.enums.ModelType
+    megatron.core.transformer.enums.AttnBackend megatron.core.transformer.enums.AttnMaskType
+    megatron.core.transformer.enums.AttnType megatron.core.transformer.enums.CudaGraphScope
+    megatron.core.transformer.enums.InferenceCudaGraphScope
+    megatron.core.transformer.enums.LayerType megatron.core.transformer.enums.ModelType
+"""
+NAMES = f"""
+    argparse.Namespace types.SimpleNamespace
+    {MEGATRON_ENUMS}
+    megatron.core.rerun_state_machine.RerunDiagnostic
+    megatron.core.rerun_state_machine.RerunMode megatron.core.rerun_state_machine.RerunState
+    megatron.core.rerun_state_machine.RerunErrorInjector
+    megatron.fp16_deprecated.loss_scaler.LossScaler
+    megatron.fp16_deprecated.loss_scaler.DynamicLossScaler
+    megatron.fp16.loss_scaler.LossScaler megatron.fp16.loss_scaler.DynamicLossScaler
+    fp16.loss_scaler.LossScaler fp16.loss_scaler.DynamicLossScaler
+    deepspeed.runtime.fp16.loss_scaler.LossScaler
+    deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
+    deepspeed.runtime.zero.config.ZeroStageEnum
+    deepspeed.runtime.zero.offload_config.OffloadDeviceEnum
+    deepspeed.utils.tensor_fragment.fragment_address
+    deepspeed.checkpoint.universal_checkpoint.SubparamShape
+    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct
+    numpy.core.multiarray.scalar numpy._core.multiarray.scalar
+    numpy.ndarray numpy.dtype
+    builtins.getattr
+    signal.Signals pathlib.PosixPath pathlib._local.PosixPath io.BytesIO _io.BytesIO
+"""
+"""Classes and functions of other programs that a file may name; none of them is imported.
+Python 3.11.0 to 3.11.3 pickle an enum's member as a call of getattr."""
+
+
+class StandIn:
+    """An object of a class that is not imported.
+
+    Attributes:
+        arguments: What the class or function was called with.
+        state: What its attributes were set from: a dict unless the class decided otherwise.
+    """
+
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> StandIn:
+        self = super().__new__(cls)
+        self.arguments, self.state = arguments, {}
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+STAND_INS = tuple((type(name, (StandIn,), {}), name) for name in NAMES.split())
+
+METADATA_CLASSES: dict[tuple[str, str], type] = {
+    (kind.__module__, kind.__qualname__): type(kind.__name__, (StandIn,), {})
+    for kind in (
+        *(metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata),
+        *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.StorageMeta),
+        *(metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING),
+        *(planner.SavePlan, planner.WriteItem, planner.WriteItemType),
+        *(planner.TensorWriteData, planner.BytesIOWriteData),
+        *(filesystem._StorageInfo, filesystem._StoragePrefix),
+        torch.serialization._get_layout,
+    )
+} | {
+    ("torch", "Size"): torch.Size,
+    ("builtins", "getattr"): StandIn,
+    ("pathlib", "PosixPath"): StandIn,
+    ("pathlib._local", "PosixPath"): StandIn,
+}
+"""What the metadata of a distributed checkpoint consists of: data classes of torch, and the folder
+that it was written to. Classes are stand-ins, because unpickling can change what is found here."""
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of code that gets a value of another type or size than it expects."""
+
+
+def read_foreign(file: Path | bytes, name: str = "", *, mmap: bool = True) -> Any:
+    """Reads a file that another program wrote with torch.save.
+
+    Args:
+        file: The file, or its contents.
+        name: Name for messages, of contents.
+        mmap: Read the bytes of a tensor when it is used, if the file allows it.
+
+    Raises:
+        UserError: If the file is damaged or names a class that is not listed.
+    """
+    source: Any = io.BytesIO(file) if isinstance(file, bytes) else file
+    name = name or str(file)
+    mapped = mmap and isinstance(file, Path) and is_mappable(file)
+    try:
+        return read_tensors(source, mmap=mapped, classes=STAND_INS, name=name)
+    except UserError as error:
+        rejected = re.search(r"GLOBAL (\S+)", str(error))
+        if rejected is None:
+            raise
+        raise user_error("foreign-class-rejected", path=name, name=rejected[1]) from error
+
+
+def read_dcp_metadata(path: Path) -> metadata.Metadata:
+    """Reads the `.metadata` of a distributed checkpoint.
+
+    Raises:
+        UserError: If the file is missing or damaged, or names a class that is not listed.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = _metadata_of(_MetadataUnpickler(file, path).load())
+        stored = sum(each.stat().st_size for each in path.parent.iterdir())
+        for name, entry in found.state_dict_metadata.items():
+            size = getattr(entry, "size", ())
+            if math.prod(max(1, each) for each in size) > stored:
+                raise ValueError(f"{name} of shape {list(size)} is larger than the files")
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise user_error("dcp-metadata-missing", path=path) from error
+    except Exception as error:  # a damaged pickle raises whatever its opcodes lead to
+        raise user_error("tensor-file-unreadable", path=path, error=error) from error
+    return found
+
+
+@contextmanager
+def malformed_values(path: Path) -> Iterator[None]:
+    """Rejects a file whose values are not of the types that its format has, wherever they are used.
+
+    Args:
+        path: For the message.
+
+    Raises:
+        UserError: If the block raises one of `MALFORMED`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except MALFORMED as error:
+        shown = f"{type(error).__name__}: {error}"
+        raise user_error("foreign-file-unreadable", path=path, error=shown) from error
+
+
+def _metadata_of(found: Any) -> metadata.Metadata:
+    """The metadata that stand-ins describe; raises anything if they describe none."""
+    storage = {}
+    for index, stored in found.state["storage_data"].items():
+        place = filesystem._StorageInfo(**stored.state)
+        _size((place.offset, place.length))
+        if not place.relative_path or Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"it names the file {place.relative_path}")
+        storage[metadata.MetadataIndex(**index.state)] = place
+    if not storage:
+        raise ValueError("it names no files")
+    entries = found.state["state_dict_metadata"].items()
+    return metadata.Metadata({str(key): _entry_of(entry) for key, entry in entries}, None, storage)
+
+
+def _entry_of(entry: Any) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
+    if type(entry).__name__ == metadata.BytesStorageMetadata.__name__:
+        return metadata.BytesStorageMetadata()
+    chunks = [
+        metadata.ChunkStorageMetadata(_size(each.state["offsets"]), _size(each.state["sizes"]))
+        for each in entry.state["chunks"]
+    ]
+    dtype = entry.state["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a type is {dtype!r}")
+    properties = metadata.TensorProperties(dtype)
+    return metadata.TensorStorageMetadata(properties, _size(entry.state["size"]), chunks)
+
+
+def _size(values: Any) -> torch.Size:
+    found = torch.Size(values)
+    if min(found, default=0) < 0:
+        raise ValueError(f"a size is {list(found)}")
+    return found
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Finds only `METADATA_CLASSES` and torch's data types."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == "torch" and global_name.isidentifier():
+            found = getattr(torch, global_name, None)
+            if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+                return found
+        kind = METADATA_CLASSES.get((module_name, global_name))
+        if kind is None:
+            name = f"{module_name}.{global_name}"
+            raise user_error("foreign-class-rejected", path=self._path, name=name)
+        return kind
+
+
+def is_mappable(path: Path) -> bool:
+    """Whether torch can map the file: an archive that another program has compressed is mapped to
+    the compressed bytes, and files of torch before 1.6 are no archives."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return False

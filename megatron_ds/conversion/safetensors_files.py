@@ -1,0 +1,233 @@
+"""Tensors in the safetensors format: one file, or several with an index as transformers writes.
+
+A file is the length of its header in 8 bytes, a JSON header with type, shape and place of each
+tensor, and the tensors' bytes. It is written one tensor at a time, while the next one is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors, OnTensor
+from megatron_ds.config.problems import user_error
+from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
+
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHARD_BYTES = 5 * 10**9
+"""Size of a file at which the next one is started, as in transformers."""
+WRITE_BYTES = 2**24
+"""Bytes that are written at once."""
+READ_AHEAD_BYTES = 2**25
+"""Bytes of tensors that are read before they are written, unless the next one is larger."""
+LARGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library."""
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Raises:
+    UserError: If the file is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise user_error("foreign-file-unreadable", path=path, error=error) from error
+    if not isinstance(value, dict):
+        raise user_error("foreign-file-unreadable", path=path, error="it is not a JSON object")
+    return value
+
+
+def files_of_index(path: Path) -> list[Path]:
+    """The files that an index names, beside it.
+
+    Raises:
+        UserError: If the index is damaged, or names a file elsewhere.
+    """
+    places = read_json_object(path).get("weight_map")
+    names = [*places.values()] if isinstance(places, dict) else [None]
+    if any(not isinstance(name, str) or not name or Path(name).name != name for name in names):
+        error = "its weight_map is not a map of tensors to files beside it"
+        raise user_error("foreign-file-unreadable", path=path, error=error)
+    return [path.with_name(name) for name in sorted({*map(str, names)})]
+
+
+def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+    """The tensors of a file.
+
+    Raises:
+        UserError: If it is damaged.
+    """
+    return {
+        name: LazyTensor(
+            tuple(entry["shape"]),
+            DTYPES[entry["dtype"]],
+            functools.partial(_read_tensor, path, name),
+        )
+        for name, entry in _read_header(path).items()
+    }
+
+
+def write_sharded(
+    folder: Path,
+    tensors: LazyTensors,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> dict[str, FileRecord]:
+    """Writes tensors in their order: one file, or several with an index.
+
+    Args:
+        folder: Existing folder.
+        tensors: What to write.
+        shard_bytes: Size of a file, except for one with a single larger tensor.
+        on_tensor: Reports progress.
+
+    Returns:
+        The files by name.
+    """
+    shards: list[dict[str, LazyTensor]] = [{}]
+    for name, tensor in tensors.items():
+        size = sum(each.nbytes for each in shards[-1].values())
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        return {SINGLE: _write_file(folder / SINGLE, shards[0], on_tensor)}
+    records: dict[str, FileRecord] = {}
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        records[file] = _write_file(folder / file, shard, on_tensor)
+        places |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    content = (json.dumps(index, indent=2) + "\n").encode()
+    (folder / INDEX).write_bytes(content)
+    return {**records, INDEX: FileRecord.of(content)}
+
+
+def _write_file(path: Path, tensors: LazyTensors, on_tensor: OnTensor) -> FileRecord:
+    # Larger elements first, so that each tensor's bytes are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        kind = NAMES[tensor.dtype]
+        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = new_checksum(), 0
+
+    def write(data: Any) -> None:
+        nonlocal size
+        rest = memoryview(data)
+        while len(rest) > 0:
+            written = file.write(rest[:WRITE_BYTES])
+            digest.update(rest[:written])
+            start_writeback(file, size, written)
+            size += written
+            rest = rest[written:]
+
+    with (
+        name_in_errors(path),
+        open(path, "wb", buffering=0) as file,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        write(len(text).to_bytes(8, "little") + text)
+        for (name, tensor), data in zip(ordered, _read_ahead(pool, ordered), strict=True):
+            write(data)
+            on_tensor(name, tensor.nbytes)
+        os.fsync(file.fileno())
+    return FileRecord(size, digest.hexdigest())
+
+
+def _read_ahead(pool: Executor, tensors: Iterable[tuple[str, LazyTensor]]) -> Iterator[Any]:
+    """The bytes of the tensors. While one is written the next ones are read: one of any size, or
+    several that have `READ_AHEAD_BYTES` together."""
+    pending: deque[tuple[int, Future[Any]]] = deque()
+    ahead = 0
+    for _, tensor in tensors:
+        pending.append((tensor.nbytes, pool.submit(_bytes_of, tensor)))
+        ahead += tensor.nbytes
+        while len(pending) > 1 and (ahead - pending[0][0] >= READ_AHEAD_BYTES):
+            size, data = pending.popleft()
+            yield data.result()
+            ahead -= size
+    for _, data in pending:
+        yield data.result()
+
+
+def _bytes_of(tensor: LazyTensor) -> Any:
+    value = tensor.read()
+    assert tuple(value.shape) == tensor.shape, (tuple(value.shape), tensor.shape)
+    assert value.dtype == tensor.dtype, (value.dtype, tensor.dtype)
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """The entries of a file's tensors.
+
+    Raises:
+        UserError: If it is damaged.
+    """
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > min(size, LARGEST_HEADER):
+                raise ValueError("its header is too long")
+            values: Any = json.loads(file.read(length))
+        header = {name: entry for name, entry in values.items() if name != "__metadata__"}
+        ends = [_check_entry(name, entry) for name, entry in header.items()]
+        if (expected := 8 + length + max(ends, default=0)) != size:
+            raise ValueError(f"it has {size} bytes instead of {expected}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise user_error("foreign-file-unreadable", path=path, error=error) from error
+    return header
+
+
+def _check_entry(name: str, entry: Any) -> int:
+    """The end of a tensor's bytes; raises ValueError, KeyError or TypeError if they do not fit."""
+    dtype, shape, (start, end) = DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+    if dtype is None:
+        raise ValueError(f"{name} has type {entry['dtype']}")
+    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
+        raise ValueError(f"{name} has a size that is not a natural number")
+    if end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} has {end - start} bytes for the shape {shape}")
+    return int(end)
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    try:
+        with safe_open(path, framework="pt") as file:
+            value: Tensor = file.get_tensor(name)
+            return value
+    except SafetensorError as error:
+        raise user_error("foreign-file-unreadable", path=path, error=error) from error

@@ -1,0 +1,295 @@
+"""Weights of a model in any format, as readers give and writers take them.
+
+Owns what a model is besides its tensors. Knows no format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ds.checkpoint.compatibility import (
+    CHANGEABLE_FIELDS,
+    Parts,
+    part_conflicts,
+)
+from megatron_ds.checkpoint.tensor_reader import LazyTensors
+from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
+from megatron_ds.config.fields import field_problems, option_fields
+from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
+from megatron_ds.fileio.file_lock import SharedLock
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.sharding import shard_spec
+
+SIZES = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+    *("vocab_size", "max_position_embeddings"),
+)
+"""Options of the model that are at most the size of a tensor."""
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of weights."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The options of a model, as a format stores them."""
+
+    fixed: Mapping[str, Any]
+    """Values by field of `ModelConfig` or `MoEConfig` that the weights determine. A run with other
+    values is another model. `vocab_size` counts the rows without padding."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The same for fields that a run may change, such as `seq_length` and dropout."""
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    """Values by field of `TokenizerConfig`, with the paths of existing files; empty if unknown."""
+    special_ids: Mapping[str, Any] = field(default_factory=dict)
+    """Token ids by name, such as `eos_token_id`, as far as they are known."""
+    longest_sequence: int | None = None
+    """Tokens up to which the model computes what the original does. None: any number."""
+    max_positions: int | None = None
+    """Tokens that the original accepts, if it computes them with a window. None: `seq_length`."""
+    model_type: str | None = None
+    """Name of the family in Hugging Face's library; None for a model of another origin."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of its generation_config.json, such as a temperature."""
+    may_have_padding: bool = False
+    """Whether `vocab_size` may count padding, because the format does not tell its rows."""
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, moe: MoEConfig, tokenizer: TokenizerConfig | None, eod: int | None
+    ) -> ModelSettings:
+        """The settings of a model of this program.
+
+        Args:
+            model: Its architecture, with the vocabulary size.
+            moe: Its experts.
+            tokenizer: Its tokenizer, with the paths of existing files. None: unknown.
+            eod: Id of the end-of-document token. None: unknown.
+        """
+        derived = model.derived_values
+        values = {
+            item.name: derived.get(item.name, getattr(group, item.name))
+            for group in (model, moe)
+            for item, spec in option_fields(group)
+            if spec.unmet(group) is None
+        }
+        present = {name: value for name, value in values.items() if value is not None}
+        return cls(
+            fixed={name: present[name] for name in present if name not in CHANGEABLE_FIELDS},
+            defaults={name: present[name] for name in present if name in CHANGEABLE_FIELDS},
+            tokenizer={} if tokenizer is None else dataclasses.asdict(tokenizer),
+            special_ids={} if eod is None else {"eos_token_id": eod},
+        )
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(**_fields_of(ModelConfig, self))
+
+    @property
+    def moe(self) -> MoEConfig:
+        return MoEConfig(**_fields_of(MoEConfig, self))
+
+    @property
+    def tokenizer_config(self) -> TokenizerConfig | None:
+        return TokenizerConfig(**self.tokenizer) if self.tokenizer else None
+
+
+@dataclass(frozen=True)
+class TrainingStates:
+    """What continues a training run with Adam, besides its weights."""
+
+    optimizer: Mapping[str, LazyTensors]
+    """Full states by kind and canonical name, in fp32: the moments and, for weights in half
+    precision, MASTER. A vocabulary table may be padded."""
+    steps: int
+    """Steps of the optimizer."""
+    iteration: int
+    consumed_samples: int
+    softmax_rows: int
+    """Rows of the vocabulary tables over which the loss normalizes; those after the vocabulary are
+    padding that is trained. The tables of the source have at least as many."""
+    arguments: Mapping[str, Any]
+    """Settings of the optimizer by Megatron's name, at least lr, min_lr, adam_beta1, adam_beta2,
+    adam_eps and weight_decay."""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """State dict of Megatron's scheduler of learning rate and weight decay; empty if unknown."""
+
+    def __post_init__(self) -> None:
+        assert self.optimizer.keys() >= {"exp_avg", "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class WeightsSource:
+    """The weights of one model; nothing is read before a tensor's `read` is called."""
+
+    path: Path
+    """For messages."""
+    format: str
+    settings: ModelSettings
+    tensors: LazyTensors
+    """Full tensors by canonical name: the parameter names of the model without tensor- and pipeline
+    parallelism. A vocabulary table may be padded; a tied output layer is absent."""
+    precision: torch.dtype | None = None
+    """Type in which the model was trained, where this is known and tensors may have another one."""
+    parts: Parts = field(default_factory=dict)
+    """What the file declares of fused tensors; empty if its format defines their order."""
+    training: TrainingStates | None = None
+    """None for weights alone."""
+    reader: SharedLock | None = field(default=None, compare=False)
+    """Keeps a checkpoint from being removed by the run that saves to its folder."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        states = self.training.optimizer.values() if self.training else ()
+        return sum(tensor.nbytes for each in (self.tensors, *states) for tensor in each.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the model: that of the run, otherwise that of most elements."""
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.dtype] += math.prod(tensor.shape)
+        return self.precision or sizes.most_common(1)[0][0]
+
+    def checked(self, *, may_be_padded: bool = True) -> WeightsSource:
+        """This source, without padding of the vocabulary that has no part in the loss.
+
+        Args:
+            may_be_padded: Whether the format has such padding.
+
+        Raises:
+            UserError: If names, types, shapes or parts are not those of the model.
+        """
+        model, training = self.settings.model, self.training
+        if training is not None:
+            model = dataclasses.replace(model, vocab_size=training.softmax_rows)
+        expected = expected_shapes(model, self.settings.moe)
+        if self.parts:
+            own = fused_parts(self.settings.model, self.settings.moe)
+            raise_if_any(part_conflicts(self.parts, own, self.path))
+        if training is not None:
+            states = training.optimizer.items()
+            optimizer = {kind: _fitted(each, expected) for kind, each in states}
+            training = dataclasses.replace(training, optimizer=optimizer)
+        tensors = _fitted(self.tensors, expected, may_be_padded)
+        return dataclasses.replace(self, tensors=tensors, training=training)
+
+    def with_vocab(self, vocab_size: int) -> WeightsSource:
+        """The source with another number of ids: the first rows of its vocabulary tables."""
+        fixed = {**self.settings.fixed, "vocab_size": vocab_size}
+        settings = dataclasses.replace(self.settings, fixed=fixed, may_have_padding=False)
+        return dataclasses.replace(self, settings=settings).checked()
+
+    def to(self, dtype: torch.dtype | None) -> WeightsSource:
+        """The source with all weights in a type. None: as they are.
+
+        With the states of a run, they are rounded from the master weights, and only weights in
+        half precision keep these.
+        """
+        if dtype is None:
+            return self
+        weights, training = self.tensors, self.training
+        if training is not None:
+            optimizer = dict(training.optimizer)
+            weights = optimizer.pop(MASTER, weights)
+            if dtype != torch.float32:
+                optimizer[MASTER] = {name: each.to(torch.float32) for name, each in weights.items()}
+            training = dataclasses.replace(training, optimizer=optimizer)
+        tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        return dataclasses.replace(self, tensors=tensors, precision=dtype, training=training)
+
+
+def _fitted(
+    tensors: LazyTensors, expected: Mapping[str, tuple[int, ...]], may_be_padded: bool = True
+) -> LazyTensors:
+    """Tensors in the model's order, without padding of the vocabulary.
+
+    Raises:
+        UserError: If names, types or shapes are not those of the model.
+    """
+    missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected
+    if missing or unknown:
+        raise user_error(
+            "weights-names-mismatch", parameters=sorted(missing), unknown=sorted(unknown)
+        )
+    fitted = {}
+    for name, shape in expected.items():
+        tensor = tensors[name]
+        if name in VOCABULARY_TABLES and may_be_padded:
+            tensor = tensor.first_rows(shape[0])
+        if tensor.dtype not in TYPES:
+            raise user_error("weights-type-unsupported", name=name, dtype=tensor.dtype)
+        if tensor.shape != shape:
+            raise user_error(
+                "weights-shape-mismatch",
+                name=name,
+                shape=list(tensor.shape),
+                expected=list(shape),
+            )
+        fitted[name] = tensor
+    return fitted
+
+
+def check_sizes(settings: ModelSettings, tensors: LazyTensors, path: Path) -> None:
+    """Checks the sizes of a model against its tensors, before the model is described with them.
+
+    Args:
+        settings: Options of the model.
+        tensors: Tensors in any layout.
+        path: For the message.
+
+    Raises:
+        UserError: If an option is invalid, or larger than anything in the files.
+    """
+    model = settings.model
+    problems = [*field_problems(model), *model.problems(1)]
+    largest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    limits = {**dict.fromkeys(SIZES, largest), "num_layers": len(tensors)}
+    shown = [problem.render() for problem in problems] + [
+        f"{name} {settings.fixed[name]} is larger than the tensors"
+        for name, limit in limits.items()
+        if settings.fixed.get(name, 0) > limit
+    ]
+    if shown:
+        raise user_error("foreign-file-unreadable", path=path, error="; ".join(shown))
+    abstract_model(model, settings.moe)  # raises if a value is of another type
+
+
+def expected_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:
+    """Full shape of every parameter by canonical name, in the model's order, without padding."""
+    parameters = abstract_model(model, moe).named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in parameters}
+
+
+def fused_parts(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[str, ...]]:
+    """The parts of every fused parameter, such as query, key and value, in their order."""
+    specs = {
+        name: shard_spec(parameter)
+        for name, parameter in abstract_model(model, moe).named_parameters()
+    }
+    return {name: spec.parts for name, spec in specs.items() if spec is not None and spec.parts}
+
+
+def abstract_model(model: ModelConfig, moe: MoEConfig) -> GPTModel:
+    """The model of one process without values; `shard_spec` of a parameter gives its sections."""
+    model = dataclasses.replace(model, make_vocab_size_divisible_by=1, softmax_vocab_size=None)
+    mesh, rng = Mesh.single(), RngStreams(0)
+    with torch.device("meta"):
+        return GPTModel(model, mesh=mesh, rng=rng, seed=None, moe=moe)
+
+
+def _fields_of(kind: type[ModelConfig | MoEConfig], settings: ModelSettings) -> dict[str, Any]:
+    known = {item.name for item in dataclasses.fields(kind)}
+    values = {**settings.defaults, **settings.fixed}
+    return {name: value for name, value in values.items() if name in known}

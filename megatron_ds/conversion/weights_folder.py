@@ -1,0 +1,179 @@
+"""The native folder of weights alone: what a training starts from, and the server loads.
+
+FOLDER/model*.safetensors   full tensors by canonical name, without padding, of any layout
+FOLDER/weights.json         options of the model, its tokenizer, special ids, parts of fused tensors
+FOLDER/tokenizer/           a copy of the tokenizer's files
+FOLDER/manifest.json        size and checksum of every other file, as in a checkpoint
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.checkpoint.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.metadata import MANIFEST, TOKENIZER, manifest_text, read_manifest
+from megatron_ds.checkpoint.output_folder import output_folder
+from megatron_ds.checkpoint.tensor_reader import LazyTensor, OnTensor
+from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
+from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.conversion.safetensors_files import (
+    SHARD_BYTES,
+    open_safetensors,
+    read_json_object,
+    write_sharded,
+)
+from megatron_ds.conversion.source import (
+    ModelSettings,
+    WeightsSource,
+    check_sizes,
+    fused_parts,
+)
+from megatron_ds.conversion.weights_locations import SETTINGS
+from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.tokenizer.stored_files import read_files, with_copies
+
+FORMAT_VERSION = 1
+
+
+def open_weights_folder(path: Path) -> WeightsSource:
+    """Opens the weights of a folder.
+
+    Raises:
+        UserError: If the folder is damaged or of another version. Checksums are not verified.
+    """
+    values = read_json_object(path / SETTINGS)
+    if values.get("format_version") != FORMAT_VERSION:
+        version = values.get("format_version")
+        age = "another"
+        raise user_error("checkpoint-of-other-format", name=SETTINGS, version=version, age=age)
+    settings = _settings_of(values, path)
+    tensors: dict[str, LazyTensor] = {}
+    for name, (size, _) in read_manifest(path).items():
+        file = path / name
+        if not file.is_file():
+            raise user_error("checkpoint-file-missing", name=name)
+        if (actual := file.stat().st_size) != size:
+            raise user_error("checkpoint-file-size", name=name, actual=actual, expected=size)
+        if name.endswith(".safetensors"):
+            tensors |= open_safetensors(file)
+    check_sizes(settings, tensors, path / SETTINGS)
+    return WeightsSource(path, "native", settings, tensors, parts=_parts_of(values, path)).checked()
+
+
+def find_damage(path: Path) -> Problem | None:
+    """Reads all files and compares them with their checksums."""
+    try:
+        return files_damaged(find_damaged_files(path, read_manifest(path)))
+    except UserError as error:
+        return error.problems[0]
+
+
+def write_weights_folder(
+    source: WeightsSource,
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> None:
+    """Writes a folder that exists, complete, or not at all.
+
+    Raises:
+        UserError: If the folder has files already.
+        OSError: If the disk fails.
+    """
+    settings = source.settings
+    with output_folder(folder) as temporary:
+        records = write_sharded(
+            temporary, source.tensors, shard_bytes=shard_bytes, on_tensor=on_tensor
+        )
+        tokenizer = settings.tokenizer_config
+        for name, content in ({} if tokenizer is None else read_files(tokenizer)).items():
+            records[f"{TOKENIZER}/{name}"] = _write(temporary / TOKENIZER / name, content)
+        parts = fused_parts(settings.model, settings.moe)
+        values = {
+            "format_version": FORMAT_VERSION,
+            **dataclasses.asdict(settings),
+            "parts": parts,
+        }
+        text = json.dumps(values, indent=1) + "\n"
+        records[SETTINGS] = _write(temporary / SETTINGS, text.encode())
+        _write(temporary / MANIFEST, manifest_text(records).encode())
+
+
+def _write(path: Path, content: bytes) -> FileRecord:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return FileRecord.of(content)
+
+
+def _parts_of(values: Mapping[str, Any], path: Path) -> dict[str, tuple[str, ...]]:
+    """The declared parts of fused tensors, which folders of older versions do not have."""
+    try:
+        return {name: tuple(map(str, parts)) for name, parts in values.get("parts", {}).items()}
+    except (TypeError, AttributeError) as error:
+        raise user_error("foreign-file-unreadable", path=path / SETTINGS, error=error) from error
+
+
+def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
+    try:
+        # Absent from folders of older versions.
+        values = {"generation": {}, "max_positions": None, **values}
+        names = [item.name for item in dataclasses.fields(ModelSettings)]
+        settings = ModelSettings(**{name: values[name] for name in names})
+        if not isinstance(settings.generation, dict):
+            raise TypeError(f"generation is {settings.generation!r}")
+        tokenizer = dict(settings.tokenizer)
+        if tokenizer:
+            tokenizer = with_copies(tokenizer, path / TOKENIZER)
+        kinds = (ModelConfig, MoEConfig)
+        known = {item.name for kind in kinds for item in dataclasses.fields(kind)}
+        if unknown := ", ".join(sorted({*settings.fixed, *settings.defaults} - known)):
+            raise user_error(
+                "checkpoint-of-newer-version",
+                path=path / SETTINGS,
+                group=ModelConfig.__name__,
+                unknown=unknown,
+            )
+        _check_types(settings)
+        groups = ({**group} for group in (settings.fixed, settings.defaults, tokenizer))
+        fixed, defaults, tokenizer = map(_with_tuples, groups)
+        return dataclasses.replace(settings, fixed=fixed, defaults=defaults, tokenizer=tokenizer)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise user_error("foreign-file-unreadable", path=path / SETTINGS, error=error) from error
+
+
+def _check_types(settings: ModelSettings) -> None:
+    """Raises TypeError if values are not of the types of their fields."""
+    hints = {
+        name: hint
+        for kind in (ModelConfig, MoEConfig, TokenizerConfig)
+        for name, hint in typing.get_type_hints(kind).items()
+    }
+    own = {"longest_sequence": int | None, "max_positions": int | None, "model_type": str | None}
+    hints |= own
+    values = {**settings.fixed, **settings.defaults, **settings.tokenizer}
+    values |= {name: getattr(settings, name) for name in own}
+    for name, value in values.items():
+        hint = hints[name]
+        choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        # The types of a list's elements are not compared.
+        kinds = {typing.get_origin(choice) or choice for choice in choices}
+        kinds |= {int} if float in kinds else set()
+        kind = tuple if isinstance(value, list) else type(value)
+        if kind not in kinds:
+            raise TypeError(f"{name} is {value!r}")
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists where options have tuples."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }

@@ -1,0 +1,269 @@
+"""The user's --deepspeed_config file: parsed, validated and normalized to current key names.
+
+Owns how old spellings are translated, what is dropped with a warning and what is refused. What a
+key means for the run is in `ds_config_merge`. Does not import deepspeed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config.checks import json_remedy
+from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.engine.ds_config.keys import (
+    BLOCKS,
+    DROPPED_IF,
+    IGNORED_KEYS,
+    OLD_PIN_KEY,
+    OLD_SWITCHES,
+    REFUSED,
+    RENAMED,
+    TOP_KEYS,
+)
+from megatron_ds.engine.ds_config.values import (
+    Json,
+    Kind,
+    as_bool,
+    as_object,
+    get,
+    has,
+    leaves,
+    pop,
+    put,
+)
+
+TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:\n]')
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """A file, whose keys `read_file` replaces by the current ones."""
+
+    path: str
+    values: Json
+    lines: dict[str, int]
+    """Line of each dotted key, by the spelling in the file and the current one."""
+    warnings: list[Problem] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def get(self, dotted: str) -> Any:
+        """A key's value; None if it is absent or "auto", which leave it to the flags."""
+        value = get(self.values, dotted)
+        return None if value == "auto" else value
+
+    def location(self, dotted: str) -> str:
+        """`ds.json:4`, or the path alone if the line is unknown."""
+        line = self.lines.get(dotted)
+        return self.path if line is None else f"{self.path}:{line}"
+
+    def describe(self, dotted: str) -> str:
+        """A key with value and location: `gradient_clipping 0.5 of ds.json:4`."""
+        return f"{dotted} {json.dumps(get(self.values, dotted))} of {self.location(dotted)}"
+
+    def at(self, dotted: str, problem: Problem) -> Problem:
+        """The problem with the location of a key before it."""
+        return problem.with_prefix(f"{self.location(dotted)}: ")
+
+    def invalid(self, dotted: str, reason: object, *fields: str) -> Problem:
+        """The problem of a key whose value is invalid."""
+        value = json.dumps(get(self.values, dotted))
+        problem = Problem("ds-value-invalid", *fields, key=dotted, value=value, reason=reason)
+        return self.at(dotted, problem)
+
+
+def read_file(path: str) -> DeepSpeedFile:
+    """Read a file, replace its old keys by the current ones, and find its problems.
+
+    Raises:
+        UserError: If it is not a JSON object.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        place = f"{path}:{error.lineno}:{error.colno}"
+        raise _unreadable(place, error.msg + json_remedy(error)) from error
+    except RecursionError:
+        raise _unreadable(path, "nested too deeply") from None
+    except (OSError, ValueError) as error:  # includes numbers of thousands of digits
+        raise _unreadable(path, error) from error
+    if not isinstance(values, dict):
+        raise _unreadable(path, "not a JSON object")
+    file = DeepSpeedFile(path, values, _key_lines(text))
+    _drop_inactive_curriculum(file)
+    _normalize_blocks(file)
+    _translate_old_keys(file)
+    _drop_or_refuse_keys(file)
+    _check_keys_and_values(file)
+    return file
+
+
+def _unreadable(location: str, reason: object) -> UserError:
+    return user_error("ds-config-unreadable", location=location, reason=reason)
+
+
+def _drop_inactive_curriculum(file: DeepSpeedFile) -> None:
+    # Before all else: the content of a disabled block is not even checked.
+    key = "curriculum_learning"
+    if get(file.values, key) == "auto":
+        pop(file.values, key)
+    elif has(file.values, key) and _is_off(get(file.values, key)):
+        pop(file.values, key)
+        _warn_dropped(file, key, "it is off")
+
+
+def _normalize_blocks(file: DeepSpeedFile) -> None:
+    """Drop blocks that are null or not objects, so that the rest is readable."""
+    values, zero = file.values, file.values.get("zero_optimization")
+    if isinstance(zero, bool):
+        values["zero_optimization"] = {"stage": int(zero)}
+        _warn_translated(file, "zero_optimization", f'{{"stage": {int(zero)}}}')
+    if "bfloat16" in values and "bf16" not in values:
+        _replace_key(file, "bfloat16", "bf16", values.pop("bfloat16"))
+    for block in BLOCKS:
+        value = get(values, block)
+        if value is None:
+            pop(values, block)
+        else:
+            _check_value(file, block, as_object, value)
+
+
+def _translate_old_keys(file: DeepSpeedFile) -> None:
+    values = file.values
+    for old, new in RENAMED.items():
+        if has(values, old):
+            _replace_key(file, old, new, pop(values, old))
+    pin, is_pin_used = pop(values, OLD_PIN_KEY), False
+    for old, (new, replacement) in OLD_SWITCHES.items():
+        value = get(values, old)
+        if value is not None and _check_value(file, old, as_bool, value):
+            if not value:
+                _warn_dropped(file, old, "it is off")
+            elif isinstance(replacement, dict) and isinstance(pin, bool):
+                is_pin_used = True
+                _replace_key(file, old, new, {**replacement, "pin_memory": pin})
+            else:
+                _replace_key(file, old, new, replacement)
+        pop(values, old)
+    if is_pin_used:
+        _warn_translated(file, OLD_PIN_KEY, "pin_memory")
+    elif pin is not None:
+        _warn_dropped(file, OLD_PIN_KEY, "nothing is offloaded")
+
+
+def _replace_key(file: DeepSpeedFile, old: str, new: str, value: Any) -> None:
+    """Set the current key that replaces an old one, unless it contradicts."""
+    present = get(file.values, new)
+    agrees = present == value
+    if isinstance(present, dict) and isinstance(value, dict):
+        agrees = all(present.get(key, one) == one for key, one in value.items())
+    if present is not None and not agrees:
+        problem = Problem("ds-old-key-contradicts", old=old, present=file.describe(new))
+        file.problems.append(file.at(old, problem))
+        return
+    if present is None:
+        put(file.values, new, value)
+        children = value if isinstance(value, dict) else ()
+        for key in (new, *(f"{new}.{child}" for child in children)):
+            file.lines.setdefault(key, file.lines.get(old, 1))
+    _warn_translated(file, old, f"{new} {json.dumps(value)}")
+
+
+def _drop_or_refuse_keys(file: DeepSpeedFile) -> None:
+    for key, reason in (IGNORED_KEYS | REFUSED).items():
+        if not has(file.values, key):
+            continue
+        value = pop(file.values, key)
+        if key in REFUSED and _is_off(value):
+            _warn_dropped(file, key, f"it is off, and not supported: {reason}")
+        elif key in IGNORED_KEYS and value == DROPPED_IF.get(key, value):
+            _warn_dropped(file, key, reason)
+        else:
+            problem = Problem("ds-key-unsupported", key=key, reason=reason)
+            file.problems.append(file.at(key, problem))
+
+
+def _check_keys_and_values(file: DeepSpeedFile) -> None:
+    has_other_params = not str(file.get("scheduler.type")).startswith("Warmup")
+    for block, kinds in {"": TOP_KEYS, **BLOCKS}.items():
+        if block == "scheduler.params" and has_other_params:
+            continue  # the scheduler is refused by its type
+        values = (get(file.values, block) or {}) if block else file.values
+        for key, value in list(values.items()):
+            dotted = f"{block}.{key}" if block else key
+            if key not in kinds:
+                near = difflib.get_close_matches(key, kinds, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                problem = Problem("ds-key-unknown", key=dotted, hint=hint)
+                file.problems.append(file.at(dotted, problem))
+            elif value not in (None, "auto"):
+                _check_value(file, dotted, kinds[key], value)
+
+
+def _check_value(file: DeepSpeedFile, key: str, kind: Kind, value: Any) -> bool:
+    """Whether a value is valid; an invalid one is removed, so that the others are readable."""
+    try:
+        kind(value)
+    except ValueError as error:
+        file.problems.append(file.invalid(key, error))
+        pop(file.values, key)
+        return False
+    return True
+
+
+def _warn_dropped(file: DeepSpeedFile, key: str, reason: str) -> None:
+    file.warnings.append(file.at(key, Problem("ds-key-dropped", key=key, reason=reason)))
+
+
+def _warn_translated(file: DeepSpeedFile, key: str, current: str) -> None:
+    file.warnings.append(file.at(key, Problem("ds-old-key", key=key, current=current)))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Json:
+    """Python's parser keeps the last of several equal keys, silently."""
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise ValueError(f"duplicate key {key!r}")
+        seen.add(key)
+    return dict(pairs)
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Line of every dotted key in valid JSON, without keys inside lists."""
+    lines: dict[str, int] = {}
+    stack: list[str | None] = []  # the key of each open object; None for a list
+    key, line, last = "", 1, ""
+    for match in TOKEN.finditer(text):
+        token = match.group()
+        if token == "\n":
+            line += 1
+        elif token == "{":
+            stack.append(key)
+        elif token == "[":
+            stack.append(None)
+        elif token in "}]":
+            stack.pop()
+        elif token == ":":
+            if None not in stack:
+                key = json.loads(last)
+                prefix = [name for name in stack[1:] if name is not None]
+                lines[".".join([*prefix, key])] = line
+        elif token != ",":
+            last = token
+    return lines
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a key or block disables its feature."""
+    if not isinstance(value, dict):
+        return not value
+    if "enabled" in value:
+        return value["enabled"] is False
+    switches = [key for key in leaves(value) if key.endswith(".enabled")]
+    return not value or (switches != [] and all(get(value, key) is False for key in switches))

@@ -1,0 +1,417 @@
+"""Generates the complete DeepSpeed configuration of a run.
+
+Writes every key that matters, even at its default, so that nothing depends on DeepSpeed's defaults,
+and passes the remaining keys of the user's file on. Pure functions; does not import deepspeed.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_ds.config import Config, ModelConfig, MoEConfig, flag_of
+from megatron_ds.config.fields import in_effect
+from megatron_ds.config.problems import Problem
+from megatron_ds.engine.deepspeed.miscompilation import compiles_efficient_linear
+from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
+from megatron_ds.engine.ds_config.keys import PASSED_KEYS
+from megatron_ds.engine.ds_config.values import Json, as_dtype, leaves
+from megatron_ds.engine.optimizers.adam_kernels import (
+    AdamKernel,
+    IsAvailable,
+    only_torch,
+    select_adam_kernel,
+)
+from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, FUSED_ADAM, CppOp
+from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
+
+STEPS_PER_PRINT_OFF = 1 << 30
+"""A steps_per_print that is never reached: the training loop logs progress itself."""
+
+HALF_PRECISION_DEFAULTS: dict[str, Json] = {
+    "fp16": {"auto_cast": False, "consecutive_hysteresis": False},
+    "bf16": {"check_grad_overflow": True, "immediate_grad_update": True},
+}
+"""Keys that no field of the configuration has. With immediate_grad_update, a bf16 gradient is added
+to its fp32 accumulator and freed as soon as it is computed."""
+
+BUCKET_BYTES = 10**9
+"""Largest message of a gradient reduction: DeepSpeed's 5e8 elements in bf16."""
+OVERLAPPED_BUCKET = 40_000_000
+"""Elements of a message that is sent during the backward pass, as in Megatron-Core: a bucket as
+large as the model would be sent at its end."""
+OVERLAPPED_BUCKET_PER_RANK = 1_000_000
+"""The same for each data-parallel rank, so that its share of the message stays large."""
+
+SWAPPED_SUB_GROUP = 100_000_000
+"""Elements of a flat tensor of optimizer states on a disk. DeepSpeed keeps buffers for the states
+of one in pinned memory."""
+
+ZERO_DEFAULTS: Json = {
+    "reduce_scatter": True,
+    "contiguous_gradients": True,
+    "round_robin_gradients": False,
+    "ignore_unused_parameters": True,
+    "load_from_fp32_weights": True,
+}
+ZERO12_DEFAULTS: Json = {
+    "allgather_partitions": True,
+    "allgather_bucket_size": 500_000_000,
+    "use_multi_rank_bucket_allreduce": True,
+}
+"""Keys that only stages 1 and 2 read."""
+ZERO3_DEFAULTS: Json = {
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_gather_16bit_weights_on_model_save": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "memory_efficient_linear": True,
+}
+"""Keys that only stage 3 reads."""
+
+
+PIPELINE_BLOCK: Json = {
+    "activation_checkpoint_interval": 0,
+    "pipe_partitioned": False,
+    "grad_partitioned": False,
+}
+"""The stages recompute their activations themselves, and send whole hidden states."""
+
+PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
+"""Keys of `zero_optimization` that decide where in the optimizer's flat tensors a parameter is."""
+
+
+def build_ds_config(
+    config: Config, dp_size: int, device: str = "cpu", is_there: IsAvailable = only_torch
+) -> Json:
+    """Generate the DeepSpeed configuration.
+
+    Args:
+        config: Configuration that `merge_file` has filled.
+        dp_size: Data-parallel size.
+        device: Kind of device, such as "cpu".
+        is_there: Whether a kernel of AdamW can be used on it.
+    """
+    file = config.deepspeed_file
+    assert file is not None or config.deepspeed.deepspeed_config is None, "merge_file comes first"
+    user: Json = {} if file is None else file.values
+    micro = config.schedule.micro_batch_size
+    total = config.final_global_batch_size(dp_size)
+    slices = config.parallel.ds_sequence_parallel_size
+    ranks = dp_size * slices
+    precision = config.precision
+    fp32_accumulation = precision.name == "fp32" or precision.accumulate_allreduce_grads_in_fp32
+    accumulation = "fp32" if fp32_accumulation else precision.name
+    result: Json = {
+        # DeepSpeed counts a slice of a sequence as a sample: see `Mpu`.
+        "train_batch_size": total * slices,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": total // (micro * dp_size),
+        "gradient_clipping": config.optimizer.clip_grad,
+        "prescale_gradients": False,
+        "gradient_predivide_factor": 1.0,
+        "steps_per_print": STEPS_PER_PRINT_OFF,
+        "wall_clock_breakdown": False,
+        "memory_breakdown": False,
+        "dump_state": False,
+        "disable_allgather": False,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": config.optimizer.optimizer == "adam",
+        "communication_data_type": accumulation,
+        "data_types": {"grad_accum_dtype": accumulation},
+        "fp16": {
+            **_passed(user, "fp16"),
+            "enabled": precision.fp16,
+            "loss_scale": precision.loss_scale or 0,
+            "initial_scale_power": int(math.log2(precision.initial_loss_scale)),
+            "loss_scale_window": precision.loss_scale_window,
+            "hysteresis": precision.hysteresis,
+            "min_loss_scale": int(precision.min_loss_scale),
+        },
+        "bf16": {
+            **_passed(user, "bf16"),
+            "enabled": precision.bf16,
+            "bf16_master_weights_and_grads": in_effect(precision).bf16_master_weights,
+            "bf16_optimizer_states": in_effect(precision).bf16_master_weights,
+        },
+        "zero_optimization": _zero_block(config, user, ranks, is_cpu=device == "cpu"),
+        "optimizer": _optimizer_block(config, user, is_there),
+        "activation_checkpointing": _checkpointing_block(config),
+    }
+    if config.parallel.pipeline_model_parallel_size > 1:
+        result["pipeline"] = copy.deepcopy(PIPELINE_BLOCK)
+    given = _without_auto(user)
+    for key in sorted(PASSED_KEYS.keys() & given.keys()):
+        result[key] = copy.deepcopy(given[key])
+    result["communication_data_type"] = as_dtype(result["communication_data_type"])
+    zero = result["zero_optimization"]
+    if "reduce_bucket_size" not in zero:
+        zero["reduce_bucket_size"] = _bucket_size(config, result, ranks)
+    return result
+
+
+def value_origins(config: Config) -> dict[str, str]:
+    """Where the values of `build_ds_config` that are not defaults come from.
+
+    Returns:
+        Dotted key -> flag, or key and location in the file.
+    """
+    origins: dict[str, str] = {}
+    for key, name, _ in mappings(config):
+        if name in config.origins:
+            origins[key] = config.origins[name]
+        elif name in config.given:
+            flag = as_flag(name, field_value(config, name), flag_of)
+            origins[key] = f"{origins[key]}, {flag}" if key in origins else flag
+    file = config.deepspeed_file
+    for key in [] if file is None else leaves(file.values):
+        is_translated = key.startswith(("scheduler.", "curriculum_learning."))
+        if key not in origins and not is_translated and file.get(key) is not None:
+            origins[key] = f"{key} of {file.location(key)}"
+    return dict(sorted(origins.items()))
+
+
+def zero_stage(config: Config) -> int:
+    """The ZeRO stage; 1 if neither a flag nor the file gives one."""
+    stage = config.deepspeed.zero_stage
+    return 1 if stage is None else stage
+
+
+def is_read_at(key: str, stage: int) -> bool:
+    """Whether a ZeRO stage reads a key of `zero_optimization`."""
+    if stage == 3:
+        return key not in ZERO12_DEFAULTS
+    return key not in ZERO3_DEFAULTS and not key.startswith("stage3_")
+
+
+def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
+    """The values of PARTITION_KEYS in effect: neutral ones for those that the stage ignores."""
+    stage, zero = zero_stage(config), build_ds_config(config, dp_size)["zero_optimization"]
+    in_order = {
+        key: stage in (1, 2) and bool(zero.get(key, False))
+        for key in ("round_robin_gradients", "parameter_alignment")
+    }
+    if stage != 3:
+        return {**in_order, "sub_group_size": 0}
+    largest = parameters_per_rank(*_sharded_model(config))
+    return {**in_order, "sub_group_size": min(int(zero["sub_group_size"]), largest)}
+
+
+def cpp_ops(ds_config: Json) -> list[CppOp]:
+    """DeepSpeed's C++ ops that an engine of a generated configuration uses."""
+    zero, optimizer = ds_config["zero_optimization"], ds_config["optimizer"]
+    ops = []
+    if optimizer["type"] == "AdamW" and not optimizer["params"]["torch_adam"]:
+        ops.append(CPU_ADAM if "offload_optimizer" in zero else FUSED_ADAM)
+    if any(
+        zero.get(f"offload_{what}", {}).get("device") == "nvme" for what in ("optimizer", "param")
+    ):
+        ops.append(ASYNC_IO)
+    return ops
+
+
+def adam_kernel(
+    config: Config, user: Mapping[str, Any], is_there: IsAvailable = only_torch
+) -> AdamKernel:
+    """The implementation of AdamW, by the user's file or else by the rule."""
+    block = user.get("optimizer") or {}
+    params = _without_auto(block.get("params") or {})
+    return select_adam_kernel(
+        str(block.get("type")),
+        params.get("torch_adam"),
+        params.get("fused"),
+        offloaded=config.deepspeed.optimizer_offload != "none",
+        is_there=is_there,
+    )
+
+
+def number_of_checkpoints(config: Config) -> int:
+    """Chunks of layers whose inputs activation checkpointing keeps."""
+    return -(-config.model.num_layers // max(1, in_effect(config.recompute).checkpoint_num_layers))
+
+
+def _passed(user: Json, block: str) -> Json:
+    """Values of the keys of a block that no field of the configuration has."""
+    given = _without_auto(user.get(block) or {})
+    return {key: given.get(key, value) for key, value in HALF_PRECISION_DEFAULTS[block].items()}
+
+
+def _without_auto(values: Mapping[str, Any]) -> Json:
+    """The keys that are not left to the flags."""
+    return {key: value for key, value in values.items() if value not in (None, "auto")}
+
+
+def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Json:
+    """All keys but a reduce_bucket_size that the file leaves open."""
+    stage = zero_stage(config)
+    result: Json = {"stage": stage, **ZERO_DEFAULTS}
+    result |= ZERO3_DEFAULTS if stage == 3 else ZERO12_DEFAULTS
+    if stage == 3 and config.runtime.compile:
+        result["memory_efficient_linear"] = compiles_efficient_linear()
+    given = _without_auto(user.get("zero_optimization") or {})
+    # Stage 1 reduces after the last backward pass only. Offloaded gradients are copied to the host
+    # from the buckets, and stage 2 would keep twice as many of them.
+    is_overlapping = (
+        stage == 2 and dp_size > 1 and not (is_cpu or config.deepspeed.optimizer_offload != "none")
+    )
+    fits = given.get("reduce_bucket_size", math.inf) >= _largest_parameter(config)
+    result["overlap_comm"] = stage == 3 or (is_overlapping and fits)
+    if stage == 3:
+        result["zero_hpz_partition_size"] = config.deepspeed.zero_hpz_partition_size
+        if config.deepspeed.nvme_optimizer:
+            result["sub_group_size"] = SWAPPED_SUB_GROUP
+        if config.deepspeed.param_offload == "nvme":
+            # A gathered parameter occupies one of few buffers until it is released.
+            result["stage3_max_reuse_distance"] = 0
+    for key, value in given.items():
+        if key != "stage" and is_read_at(key, stage):
+            result[key] = copy.deepcopy(value)
+    for key, device in (
+        ("offload_optimizer", config.deepspeed.optimizer_offload),
+        ("offload_param", config.deepspeed.param_offload),
+    ):
+        block = _without_auto(result.pop(key, None) or {})
+        if device != "none":
+            # Copies of pageable memory are slow, and the device waits for them.
+            block = {"pin_memory": not is_cpu} | block | {"device": device}
+            result[key] = _offload_defaults(config, key, device, block, dp_size) | block
+    return result
+
+
+def _offload_defaults(config: Config, key: str, device: str, block: Json, dp_size: int) -> Json:
+    """Keys of an offload block that the file leaves open."""
+    result: Json = {"nvme_path": config.deepspeed.nvme_path} if device == "nvme" else {}
+    if key == "offload_optimizer":
+        if zero_stage(config) == 3:
+            result["ratio"] = config.deepspeed.optimizer_offload_fraction
+        if device == "nvme":
+            # Weights, gradient and two moments of a flat tensor, of the next one and of the last.
+            at_once = 1 + sum(block.get(f"pipeline_{way}", False) for way in ("read", "write"))
+            result["buffer_count"] = 4 * at_once
+    elif device == "nvme":
+        # A buffer holds a rank's part of a parameter.
+        part = -(-_largest_parameter(config) // dp_size) if dp_size else 0
+        result |= {"buffer_size": part or 100_000_000, "max_in_cpu": 10**9}
+    return result
+
+
+def bucket_warnings(config: Config) -> Iterator[Problem]:
+    """An overlapped reduction that the file makes with too small a bucket.
+
+    Args:
+        config: Configuration whose vocabulary size is known.
+    """
+    file, key = config.deepspeed_file, "zero_optimization.reduce_bucket_size"
+    if file is None or zero_stage(config) != 2 or not file.get("zero_optimization.overlap_comm"):
+        return
+    bucket, largest = file.get(key), _largest_parameter(config)
+    if bucket is not None and bucket < largest:
+        yield file.at(key, Problem("ds-bucket-too-small", bucket=bucket, largest=largest))
+
+
+def swap_buffer_problems(config: Config, dp_size: int) -> Iterator[Problem]:
+    """Buffers of the file that do not hold what is swapped, with which DeepSpeed fails later.
+
+    Args:
+        config: Complete configuration whose vocabulary size is known.
+        dp_size: Data-parallel size.
+    """
+    file, ranks = config.deepspeed_file, dp_size * config.parallel.ds_sequence_parallel_size
+    if file is None:
+        return
+    for name, key, device in (
+        ("offload_optimizer", "buffer_count", config.deepspeed.optimizer_offload),
+        ("offload_param", "buffer_size", config.deepspeed.param_offload),
+    ):
+        given = file.get(f"zero_optimization.{name}.{key}")
+        if device == "nvme" and given is not None:
+            block = _without_auto(file.get(f"zero_optimization.{name}"))
+            least = _offload_defaults(config, name, device, block, ranks)[key]
+            if given < least:
+                yield file.invalid(f"zero_optimization.{name}.{key}", f"must be at least {least}")
+
+
+def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
+    """Elements of a reduction, at most the model's size: the bucket is allocated at once."""
+    largest = BUCKET_BYTES // (4 if generated["communication_data_type"] == "fp32" else 2)
+    zero = generated["zero_optimization"]
+    if zero["overlap_comm"]:
+        largest = min(largest, max(OVERLAPPED_BUCKET, OVERLAPPED_BUCKET_PER_RANK * dp_size))
+        if zero["stage"] == 2:
+            largest = max(largest, _largest_parameter(config))
+    if not config.model.vocab_size:
+        return largest
+    return min(largest, parameters_per_rank(*_sharded_model(config)))
+
+
+def _largest_parameter(config: Config) -> int:
+    """Elements of this rank's largest parameter; 0 while the vocabulary is unknown.
+
+    Stage 2 does not copy a gradient that exceeds the bucket. If it overlaps, it frees such a
+    gradient on ranks that own no part of it while another stream still reads it.
+    """
+    if not config.model.vocab_size:
+        return 0
+    return max(parameter_sizes(*_sharded_model(config)))
+
+
+def _sharded_model(config: Config) -> tuple[ModelConfig, int, MoEConfig, int]:
+    """The arguments of `parameter_sizes`."""
+    tp_size = config.parallel.tensor_model_parallel_size
+    return config.model, tp_size, config.moe, config.expert_parallel_size
+
+
+def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:
+    options = config.optimizer
+    params: Json = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if options.optimizer == "sgd":
+        return {"type": "SGD", "params": params | {"momentum": options.sgd_momentum}}
+    if options.optimizer == "lion":
+        return {
+            "type": "megatron_ds.Lion",
+            "params": params | {"betas": [options.lion_beta1, options.lion_beta2]},
+        }
+    kernel = adam_kernel(config, user, is_there)
+    params |= {"betas": [options.adam_beta1, options.adam_beta2], "eps": options.adam_eps}
+    if options.has_8_bit_moments:
+        return {"type": "bitsandbytes.AdamW8bit", "params": params}
+    if options.optimizer == "muon":
+        return {
+            "type": "megatron_ds.Muon",
+            "params": params
+            | {
+                "fused": is_there(AdamKernel.TORCH_FUSED),
+                "momentum": options.muon_momentum,
+                "nesterov": options.muon_nesterov,
+                "steps": options.muon_num_ns_steps,
+                "scale_mode": options.muon_scale_mode,
+                "scale_factor": options.muon_extra_scale_factor,
+            },
+        }
+    params |= {
+        "torch_adam": kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED),
+    }
+    if params["torch_adam"]:
+        params["fused"] = kernel is AdamKernel.TORCH_FUSED
+    # DeepSpeed does not know apex: `build_engine` passes its optimizer.
+    kind = "ApexFusedAdam" if kernel is AdamKernel.APEX else "AdamW"
+    return {"type": kind, "params": params}
+
+
+def _checkpointing_block(config: Config) -> Json:
+    recompute = in_effect(config.recompute)
+    return {
+        "partition_activations": recompute.partition_activations,
+        "cpu_checkpointing": recompute.checkpoint_in_cpu,
+        "contiguous_memory_optimization": recompute.contiguous_checkpointing,
+        "number_checkpoints": number_of_checkpoints(config),
+        "synchronize_checkpoint_boundary": recompute.synchronize_each_layer,
+        "profile": recompute.profile_backward,
+    }

@@ -1,0 +1,302 @@
+"""Fills the configuration from the user's DeepSpeed file, and finds contradictions between them.
+
+A key of the file sets its field unless the flag was given; `"auto"` and absent keys leave fields
+alone. Pure functions that do not import deepspeed, so that a wrong file is reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config import Config, passed_keys, support_matrix
+from megatron_ds.config.fields import in_effect
+from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.engine.deepspeed.miscompilation import compiles_efficient_linear
+from megatron_ds.engine.ds_config import schedules as ds_schedules
+from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings, replace_fields
+from megatron_ds.engine.ds_config.file import DeepSpeedFile, read_file
+from megatron_ds.engine.ds_config.generate import (
+    adam_kernel,
+    is_read_at,
+    number_of_checkpoints,
+    zero_stage,
+)
+from megatron_ds.engine.ds_config.values import Kind, as_optimizer
+from megatron_ds.engine.optimizers.adam_kernels import AdamKernel
+
+Warn = Callable[[Problem], None]
+NUMBER_OF_CHECKPOINTS = "activation_checkpointing.number_checkpoints"
+
+
+def merge_file(
+    config: Config, world_size: int, warn: Warn = lambda _: None
+) -> tuple[Config, list[Problem]]:
+    """Fill the configuration from its DeepSpeed file, if it has one.
+
+    Args:
+        config: Configuration of the flags.
+        world_size: Number of processes.
+        warn: Called with a warning for each key that was translated or has no effect.
+
+    Returns:
+        The filled configuration, which knows where its values come from, and every problem.
+    """
+    path = config.deepspeed.deepspeed_config
+    if path is None or not Path(path).is_file():
+        return config, list(_layout_problems(config, world_size))
+    try:
+        file = read_file(path)
+    except UserError as error:
+        return config, list(error.problems)
+    merger = _ConfigMerger(config, file, warn)
+    if file.get("optimizer.type") is not None:
+        merger.merge_key("optimizer.type", "optimizer", as_optimizer)
+    for key, name, convert in mappings(merger.filled()):
+        if file.get(key) is not None and name != "optimizer":
+            merger.merge_key(key, name, convert)
+    merger.merge_accumulation(world_size)
+    merger.merge_scheduler(world_size)
+    merger.merge_curriculum()
+    config = dataclasses.replace(merger.merged(), deepspeed_file=file)
+    is_contradicted = any("zero_stage" in problem.fields for problem in merger.problems)
+    for warning in (*file.warnings, *([] if is_contradicted else _ineffective_keys(config, file))):
+        warn(warning)
+    return config, [
+        *file.problems,
+        *merger.problems,
+        *_checkpoint_number_problems(config, file),
+        *_optimizer_problems(config, file),
+        *_zero_problems(config, file),
+        *passed_keys.problems(config),
+        *_layout_problems(config, world_size),
+    ]
+
+
+class _ConfigMerger:
+    """Carries keys of a file into a configuration, one at a time."""
+
+    def __init__(self, config: Config, file: DeepSpeedFile, warn: Warn) -> None:
+        self._config = config
+        self._file = file
+        self._warn = warn
+        self._values: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}
+        self.problems: list[Problem] = []
+
+    def filled(self) -> Config:
+        return replace_fields(self._config, self._values)
+
+    def merged(self) -> Config:
+        origins = {
+            name: f"{key} of {self._file.location(key)}"
+            for name, key in self._keys.items()
+            if name not in self._config.given
+        }
+        return dataclasses.replace(self.filled(), origins={**self._config.origins, **origins})
+
+    def merge_key(self, key: str, name: str, convert: Kind) -> None:
+        try:
+            value = convert(self._file.get(key))
+        except (ValueError, OverflowError) as error:
+            self.problems.append(self._file.invalid(key, error, name))
+        else:
+            self.set_field(key, name, value)
+
+    def set_field(self, key: str, name: str, value: Any) -> None:
+        """Set a field to the value that a key gives it, or note the contradiction."""
+        described = self._file.describe(key)
+        if name in self._config.given:
+            current = field_value(self._config, name)
+            if current != value:
+                flag = as_flag(name, current)
+                self.problems.append(
+                    Problem("ds-key-contradicts-flag", name, as_flag=flag, describe=described)
+                )
+            return
+        other = self._file.describe(self._keys.setdefault(name, key))
+        if self._values.setdefault(name, value) != value:
+            flag = option(name)
+            self.problems.append(
+                Problem("ds-keys-contradict", name, first=described, second=other, flag=flag)
+            )
+
+    def set_fields(self, values: ds_schedules.FieldValues, problems: Iterator[Problem]) -> str:
+        """Set the fields of a block, and return their flags; "" if there is any problem."""
+        before, flags = len(self.problems), []
+        self.problems += problems
+        for key, name, value in values:
+            self.set_field(key, name, value)
+            flags.append(as_flag(name, value))
+        return " ".join(flags) if len(self.problems) == before else ""
+
+    def merge_accumulation(self, world_size: int) -> None:
+        """Check gradient_accumulation_steps, or compute the global batch size from it."""
+        key = "gradient_accumulation_steps"
+        steps, config = self._file.get(key), self.filled()
+        if steps is None:
+            return
+        if steps < 1:
+            self.problems.append(self._file.invalid(key, "must be positive"))
+            return
+        micro = config.schedule.micro_batch_size
+        dp_size = config.parallel.data_parallel_size(world_size)
+        if not micro or not dp_size:
+            return  # reported by the checks of these fields
+        product = int(steps) * micro * dp_size
+        total = config.schedule.global_batch_size
+        if total is None:
+            self.set_field(key, "global_batch_size", product)
+        elif total != product:
+            self.problems.append(
+                Problem(
+                    "ds-accumulation-contradicts-batch",
+                    describe=self._file.describe(key),
+                    micro=micro,
+                    dp_size=dp_size,
+                    product=product,
+                    total=total,
+                )
+            )
+
+    def merge_scheduler(self, world_size: int) -> None:
+        """Set the fields of the learning rate's schedule from its block."""
+        config = self.filled()
+        micro, parallel = config.schedule.micro_batch_size, config.parallel
+        model_sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+        fields: ds_schedules.FieldValues = iter(())
+        if min(micro, *model_sizes) > 0:  # else reported by the checks of these fields
+            batch_size = config.final_global_batch_size(parallel.data_parallel_size(world_size))
+            fields = ds_schedules.scheduler_fields(config, self._file, batch_size)
+        flags = self.set_fields(fields, ds_schedules.scheduler_problems(config, self._file))
+        if flags:
+            place, problem = "scheduler.type", Problem("ds-scheduler-translated", flags=flags)
+            self._warn(self._file.at(place, problem))
+
+    def merge_curriculum(self) -> None:
+        """Set the fields of the sequence-length curriculum from its block."""
+        file, block = self._file, ds_schedules.CURRICULUM
+        flags = self.set_fields(
+            ds_schedules.curriculum_fields(file), ds_schedules.curriculum_problems(file)
+        )
+        if flags:
+            problem = Problem("ds-curriculum-translated", block=block, flags=flags)
+            self._warn(file.at(block, problem))
+
+
+def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
+    kind, params = str(file.get("optimizer.type")).lower(), "optimizer.params"
+    is_offloaded = config.deepspeed.optimizer_offload != "none"
+    if kind.endswith("cpuadam") and not is_offloaded:
+        yield Problem("ds-cpu-adam-without-offload", describe=file.describe("optimizer.type"))
+    if file.get(f"{params}.adam_w_mode") is False:
+        yield file.invalid(f"{params}.adam_w_mode", "adam is always AdamW", "optimizer")
+    if file.get(f"{params}.torch_adam") and is_offloaded:
+        reason = "offloaded optimizer states need DeepSpeed's CPU Adam"
+        yield file.invalid(f"{params}.torch_adam", reason, "cpu_optimizer")
+    key = "zero_allow_untested_optimizer"
+    optimizer = config.optimizer.optimizer
+    if optimizer != "adam" and file.get(key) is False:
+        reason = f"DeepSpeed then rejects {as_flag('optimizer', optimizer)}"
+        yield file.invalid(key, reason, "optimizer")
+
+
+def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
+    for name in ("offload_optimizer", "offload_param"):
+        key = f"zero_optimization.{name}"
+        block = file.get(key)
+        if block is None:
+            continue
+        if block.get("device") is None:
+            yield file.invalid(key, 'needs a device: "cpu", "nvme" or "none"')
+    stage, key = zero_stage(config), "zero_optimization.memory_efficient_linear"
+    if stage == 3 and config.runtime.compile and file.get(key) and not compiles_efficient_linear():
+        reason = f"the installed torch compiles it wrongly: remove it or {option('compile')}"
+        yield file.invalid(key, reason, "compile")
+    if stage < 2 or file.get("zero_optimization.reduce_scatter") is False:
+        return
+    for key, neutral in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        if file.get(key) not in (None, neutral):
+            reason = (
+                f"not supported at ZeRO stage {stage}, whose reduce_scatter averages by itself; "
+                f"write {json.dumps(neutral)}"
+            )
+            yield file.invalid(key, reason, "zero_stage")
+
+
+def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
+    """Warn of keys that the stage or the optimizer does not read."""
+    stage = zero_stage(config)
+    ineffective = {
+        f"zero_optimization.{key}": f"not read at ZeRO stage {stage}"
+        for key in file.values.get("zero_optimization", {})
+        if not is_read_at(key, stage)
+    }
+    is_torch = adam_kernel(config, file.values) in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)
+    if file.get("optimizer.params.fused") and not is_torch:
+        ineffective["optimizer.params.fused"] = "an option of torch_adam"
+    if not file.get(passed_keys.SUPER_OFFLOAD) and file.get(passed_keys.CORES) is not None:
+        ineffective[passed_keys.CORES] = "an option of super_offload"
+    if not file.get(passed_keys.DEEPCOMPILE):
+        options = [
+            f"compile.{key}" for key, value in file.values.get("compile", {}).items() if value
+        ]
+        ineffective |= dict.fromkeys(options, "an option of deepcompile")
+    written = (None, number_of_checkpoints(config))
+    if file.get(NUMBER_OF_CHECKPOINTS) not in written and not config.recompute.is_by_deepspeed:
+        ineffective[NUMBER_OF_CHECKPOINTS] = "an option of DeepSpeed's activation checkpointing"
+    by_reason: dict[str, list[str]] = {}
+    for key, reason in ineffective.items():
+        by_reason.setdefault(reason, []).append(key)
+    for reason, keys in by_reason.items():
+        problem = Problem("ds-keys-ineffective", keys=", ".join(keys), reason=reason)
+        yield file.at(keys[0], problem)
+    if str(file.get("optimizer.type")).lower() in ("fusedadam", "cpuadam", "deepspeedcpuadam"):
+        yield Problem("ds-optimizer-is-class-name", describe=file.describe("optimizer.type"))
+
+
+def _checkpoint_number_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
+    key = NUMBER_OF_CHECKPOINTS
+    layers, per_chunk = config.model.num_layers, config.recompute.checkpoint_num_layers
+    if file.get(key) is None or not config.recompute.is_by_deepspeed:
+        return
+    if not layers or per_chunk <= 0:
+        return
+    if file.get(key) != number_of_checkpoints(config):
+        reason = (
+            f"{as_flag('num_layers', layers)} with {as_flag('checkpoint_num_layers', per_chunk)} "
+            f"gives {number_of_checkpoints(config)}; leave it out"
+        )
+        yield file.invalid(key, reason, "num_layers", "checkpoint_num_layers")
+
+
+def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
+    """Find combinations that the pinned DeepSpeed computes wrongly or does not support."""
+    yield from support_matrix.problems(config)
+    precision, deepspeed = config.precision, config.deepspeed
+    device = deepspeed.param_offload
+    if device == "nvme" and config.logging.log_params_norm:
+        yield Problem("params-norm-with-nvme")
+    if deepspeed.uses_nvme and deepspeed.nvme_path is None:
+        yield Problem("nvme-path-missing")
+    if device == "nvme" and deepspeed.optimizer_offload == "none":
+        yield Problem("nvme-parameters-without-offloaded-optimizer")
+    is_partial = in_effect(deepspeed).optimizer_offload_fraction < 1
+    if config.optimizer.optimizer != "adam" and is_partial:
+        yield Problem("partial-offload-of-other-optimizer", settings=config.optimizer)
+    if config.optimizer.has_8_bit_moments:
+        layout = support_matrix.layout_of(config)
+        for axis in ("offload", "pp", "sp", "experts"):
+            if layout[axis] != support_matrix.AXES[axis].default:
+                words = support_matrix.AXES[axis].words(layout[axis])
+                yield Problem("8-bit-adam-layout", "use_bnb_optimizer", layout=words)
+    dp_size = config.parallel.data_parallel_size(world_size)
+    if dp_size and dp_size % max(1, in_effect(deepspeed).zero_hpz_partition_size):
+        yield Problem("hpz-size-not-a-divisor", settings=deepspeed, dp_size=dp_size)
+    scale = in_effect(precision).initial_loss_scale
+    if precision.fp16 and not (scale > 0 and math.log2(scale).is_integer()):
+        yield Problem("initial-loss-scale-not-power-of-two", scale=scale)

@@ -1,0 +1,81 @@
+"""Makes the optimizers that DeepSpeed cannot make from its configuration."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_ds.config.problems import user_error
+from megatron_ds.engine.optimizers.adam_kernels import apex_adam
+from megatron_ds.engine.optimizers.distributed_matrices import find_matrices
+from megatron_ds.engine.optimizers.lion import Lion
+from megatron_ds.engine.optimizers.muon import Muon
+from megatron_ds.engine.optimizers.param_groups import is_hidden_matrix, with_own_settings
+from megatron_ds.parallel.mesh import Mesh
+
+
+def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Makes the optimizer of parameter groups; None if DeepSpeed makes it.
+
+    Args:
+        block: `optimizer` of the generated DeepSpeed configuration.
+
+    Raises:
+        UserError: If it was requested and is not installed.
+    """
+    if block["type"] == "megatron_ds.Lion":
+        return partial(Lion, **block["params"])
+    if block["type"] == "bitsandbytes.AdamW8bit":
+        return partial(_adam_with_8_bit_moments(), **block["params"])
+    if block["type"] == "megatron_ds.Muon":
+        return partial(Muon, **block["params"])
+    if block["type"] != "ApexFusedAdam":
+        return None
+    kind: Callable[..., Any] | None = apex_adam()
+    if kind is None:
+        raise user_error("apex-not-installed")
+    params = {name: value for name, value in block["params"].items() if name != "torch_adam"}
+    return partial(kind, **params, adam_w_mode=True)
+
+
+def _adam_with_8_bit_moments() -> Callable[..., Any]:
+    """The class of bitsandbytes (Dettmers et al. 2022), which loads states but no settings.
+
+    Raises:
+        UserError: If it is not installed.
+    """
+    try:
+        base: Any = importlib.import_module("bitsandbytes.optim").AdamW8bit
+    except ImportError as error:
+        raise user_error("bitsandbytes-not-installed") from error
+
+    class AdamW8bit(base):  # type: ignore[misc]
+        def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+            # Its own method calls no hooks.
+            super().load_state_dict(with_own_settings(self, state_dict), move_to_device)
+
+    return AdamW8bit
+
+
+def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -> None:
+    """Tell a Muon optimizer where DeepSpeed has put the parts of its matrices.
+
+    Matrices are orthogonalized in the type of the parameters, but fp16 ones in bf16, whose range is
+    that of fp32.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        stage: ZeRO stage.
+        mesh: Mesh of this process.
+        device: Device on which matrices are orthogonalized.
+    """
+    optimizer = engine.basic_optimizer
+    if not isinstance(optimizer, Muon):
+        return
+    dtype = torch.float32 if engine.get_data_types()[0] == torch.float32 else torch.bfloat16
+    empty = torch.empty(0, dtype=dtype, device=device)
+    optimizer.attach(find_matrices(engine, stage, mesh, is_hidden_matrix, empty))

@@ -1,0 +1,276 @@
+"""Computes on full matrices whose elements ZeRO and tensor parallelism spread over the ranks.
+
+Every matrix has one owner among the data- and tensor-parallel ranks. Its pieces are sent to the
+owner, first within the data-parallel groups and then within the tensor-parallel ones; the owner
+computes, and the results return the same way. Each rank sends and receives about as many
+elements as its partition has, and computes its share of the matrices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ds.engine.deepspeed.partitions import ParameterPlace, read_partitions
+from megatron_ds.engine.readback import master_weights
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.sharding import ShardSpec, expert_group, shard_spec, take_shard, unshard
+
+IsMatrix = Callable[[str, tuple[int, ...]], bool]
+"""Whether a parameter, by canonical name and local shape, is one of the matrices."""
+
+
+class Owner(NamedTuple):
+    """Ranks in the data- and in the tensor-parallel group."""
+
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A parameter of one matrix or of several, and the part of it that this rank updates."""
+
+    shape: tuple[int, ...]
+    """Of this tensor-parallel rank's shard; three-dimensional if matrices are stacked."""
+    spec: ShardSpec | None
+    """Sharding over the tensor-parallel ranks; None if the parameter is replicated."""
+    master: Tensor
+    """Tensor of the optimizer that holds the elements."""
+    place: slice
+    """The elements, in the flattened tensor."""
+    sent: tuple[range, ...]
+    """Elements of the flattened shard that each data-parallel rank sends to the owner."""
+    kept: tuple[range, ...]
+    """Elements of the flattened shard that each data-parallel rank updates."""
+    owner: Owner
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Rows of the matrices that are fused, in each one of those stacked; empty for one."""
+        rows = len(self.shape) - 2
+        return self.spec.sections if self.spec is not None and self.spec.dim == rows else ()
+
+
+class FullMatrices:
+    """The matrices of some tensors of an optimizer.
+
+    Args:
+        pieces: All matrices, in the same order on every rank.
+        dp: Group over which ZeRO partitions.
+        tp: Tensor-parallel group.
+        empty: Tensor without elements of the type and on the device of the computation.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], dp: Group, tp: Group, empty: Tensor) -> None:
+        self.pieces, self._dp, self._tp, self._empty = pieces, dp, tp, empty
+
+    def prepare(self, values: Tensor) -> Tensor:
+        """Values in the type and on the device of the computation."""
+        return values.to(self._empty)
+
+    def map(
+        self, values_of: Callable[[Piece], Tensor], function: Callable[[Tensor, Piece], Tensor]
+    ) -> Iterator[tuple[Piece, Tensor]]:
+        """Apply a function to every full matrix. Collective.
+
+        Args:
+            values_of: This rank's elements of a matrix, one-dimensional.
+            function: Maps a full matrix to one of the same shape. Called on its owner only.
+
+        Yields:
+            Each matrix of which this rank updates elements, and the function's values of them.
+        """
+        dp, pieces = self._dp, self.pieces
+        in_row = [piece for piece in pieces if piece.owner.dp == dp.rank]
+        received = _transfer(
+            [
+                [values_of(p) for p in pieces if p.owner.dp == rank and p.sent[dp.rank]]
+                for rank in range(dp.size)
+            ],
+            [[len(p.sent[rank]) for p in in_row if p.sent[rank]] for rank in range(dp.size)],
+            dp,
+            self._empty,
+        )
+        queues = [iter(values) for values in received]
+        shards = [
+            torch.cat([next(queues[rank]) for rank in range(dp.size) if piece.sent[rank]])
+            for piece in in_row
+        ]
+        results = self._map_shards(in_row, shards, function)
+        returned = _transfer(
+            [
+                [
+                    result[p.kept[rank].start : p.kept[rank].stop]
+                    for p, result in zip(in_row, results, strict=True)
+                    if p.kept[rank]
+                ]
+                for rank in range(dp.size)
+            ],
+            [
+                [len(p.kept[dp.rank]) for p in pieces if p.owner.dp == rank and p.kept[dp.rank]]
+                for rank in range(dp.size)
+            ],
+            dp,
+            self._empty,
+        )
+        queues = [iter(values) for values in returned]
+        for piece in pieces:
+            if piece.kept[dp.rank]:
+                yield piece, next(queues[piece.owner.dp])
+
+    def _map_shards(
+        self,
+        pieces: Sequence[Piece],
+        shards: Sequence[Tensor],
+        function: Callable[[Tensor, Piece], Tensor],
+    ) -> list[Tensor]:
+        """The function's values of complete shards, all one-dimensional."""
+        tp = self._tp
+        own = [piece for piece in pieces if piece.owner.tp == tp.rank]
+
+        def is_sent(piece: Piece, rank: int) -> bool:
+            return piece.spec is not None or rank == piece.owner.tp
+
+        received = _transfer(
+            [
+                [
+                    shard
+                    for piece, shard in zip(pieces, shards, strict=True)
+                    if piece.owner.tp == rank and is_sent(piece, tp.rank)
+                ]
+                for rank in range(tp.size)
+            ],
+            [[_numel(p) for p in own if is_sent(p, rank)] for rank in range(tp.size)],
+            tp,
+            self._empty,
+        )
+        queues = [iter(values) for values in received]
+        results: list[list[Tensor]] = [[] for _ in range(tp.size)]
+        for piece in own:
+            senders = [rank for rank in range(tp.size) if is_sent(piece, rank)]
+            parts = [next(queues[rank]).view(piece.shape) for rank in senders]
+            spec = piece.spec
+            result = function(parts[0] if spec is None else unshard(parts, spec), piece)
+            for rank in range(tp.size):
+                shard = result if spec is None else take_shard(result, spec, rank, tp.size)
+                results[rank].append(shard.flatten())
+        returned = _transfer(
+            results,
+            [[_numel(p) for p in pieces if p.owner.tp == rank] for rank in range(tp.size)],
+            tp,
+            self._empty,
+        )
+        queues = [iter(values) for values in returned]
+        return [next(queues[piece.owner.tp]) for piece in pieces]
+
+
+def _numel(piece: Piece) -> int:
+    return math.prod(piece.shape)
+
+
+def _transfer(
+    parts: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: Group, empty: Tensor
+) -> list[list[Tensor]]:
+    """Send tensors to each rank of a group and receive those that they send. Collective.
+
+    Args:
+        parts: One-dimensional tensors for each rank.
+        sizes: Sizes of the tensors that each rank sends.
+        group: The group.
+        empty: Tensor of the type and device of all of them.
+    """
+    if group.size == 1:
+        return [list(parts[0])]
+    sent = torch.cat([empty, *(tensor for each in parts for tensor in each)])
+    counts = [sum(tensor.numel() for tensor in each) for each in parts]
+    expected = [sum(each) for each in sizes]
+    received = empty.new_empty(sum(expected))
+    dist.all_to_all_single(received, sent, expected, counts, group=group.handle)
+    return [
+        list(values.split(list(each))) if each else []
+        for values, each in zip(received.split(expected), sizes, strict=True)
+    ]
+
+
+def find_matrices(
+    engine: Any, stage: int, mesh: Mesh, is_matrix: IsMatrix, empty: Tensor
+) -> Iterator[FullMatrices]:
+    """The matrices of an engine, by the tensors that its optimizer steps at once.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        stage: ZeRO stage.
+        mesh: Mesh of this process.
+        is_matrix: Selects the matrices.
+        empty: As for `FullMatrices`.
+    """
+    parameters = dict(engine.module.named_parameters())
+    tp = mesh.tp
+    for partition, masters in zip(
+        read_partitions(engine, stage), _masters(engine, stage), strict=True
+    ):
+        places = [place for place in partition.parameters if is_matrix(place.name, place.shape)]
+        # All parameters of a flat tensor are partitioned over the same ranks.
+        is_expert = any(expert_group(parameters[place.name]) is not None for place in places)
+        dp = mesh.expert_dp if is_expert else mesh.dp_sp
+        owners = assign_owners([place.shape for place in places], dp.size, tp.size)
+        pieces = []
+        for place, owner in zip(places, owners, strict=True):
+            parameter = parameters[place.name]
+            kept = _kept(place, stage, partition.size, dp.size)
+            start = 0 if stage == 0 else _own_offset(place, stage, partition.size, dp.rank)
+            pieces.append(
+                Piece(
+                    shape=place.shape,
+                    spec=shard_spec(parameter),
+                    master=parameter if stage == 0 else masters[0],
+                    place=slice(start, start + len(kept[dp.rank])),
+                    # Without ZeRO every rank has the complete shard.
+                    sent=tuple(
+                        each if stage or rank == owner.dp else range(0)
+                        for rank, each in enumerate(kept)
+                    ),
+                    kept=kept,
+                    owner=owner,
+                )
+            )
+        yield FullMatrices(pieces, dp, tp, empty)
+
+
+def _masters(engine: Any, stage: int) -> list[list[Tensor]]:
+    """The tensors that the optimizer steps at once, in the order of `read_partitions`."""
+    if stage == 0:
+        return [list(group["params"]) for group in engine.basic_optimizer.param_groups]
+    return [[flat] for flat in master_weights(engine)]
+
+
+def _kept(place: ParameterPlace, stage: int, size: int, dp_size: int) -> tuple[range, ...]:
+    """The elements of a parameter's shard that each data-parallel rank has."""
+    numel = math.prod(place.shape)
+    if stage == 0:
+        return (range(numel),) * dp_size
+    first, length = (-place.offset, size) if stage < 3 else (0, -(-numel // dp_size))
+    bounds = [min(numel, max(0, first + rank * length)) for rank in range(dp_size + 1)]
+    return tuple(range(*pair) for pair in itertools.pairwise(bounds))
+
+
+def _own_offset(place: ParameterPlace, stage: int, size: int, dp_rank: int) -> int:
+    return place.offset if stage == 3 else max(0, place.offset - dp_rank * size)
+
+
+def assign_owners(shapes: Sequence[tuple[int, ...]], dp_size: int, tp_size: int) -> list[Owner]:
+    """Spread parameters over the ranks: each, from the largest, to the one with the least work."""
+    work = {Owner(dp, tp): 0 for dp in range(dp_size) for tp in range(tp_size)}
+    owners: dict[int, Owner] = {}
+    for index in sorted(range(len(shapes)), key=lambda index: -math.prod(shapes[index])):
+        owners[index] = min(work, key=lambda owner: work[owner])
+        work[owners[index]] += math.prod(shapes[index]) * min(shapes[index][-2:])
+    return [owners[index] for index in range(len(shapes))]

@@ -1,0 +1,158 @@
+"""The Muon optimizer (Jordan et al. 2024) with AdamW for what is not a hidden matrix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from megatron_ds.engine.optimizers.distributed_matrices import FullMatrices, Piece
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic Newton-Schulz iteration, chosen for the largest slope at zero (Jordan et al.)."""
+SMALLEST_NORM = 1e-7
+MATRICES = "is_matrix"
+"""Key of parameter groups: whether Muon updates the group."""
+
+
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
+    """Move the singular values of a matrix close to 1: between about 0.7 and 1.2.
+
+    Args:
+        matrix: Any matrix, in the type of the computation.
+        steps: Iterations.
+    """
+    a, b, c = COEFFICIENTS
+    rows, columns = matrix.shape
+    x = matrix.T if rows > columns else matrix
+    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if rows > columns else x
+
+
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
+    "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
+    "shape_scaling": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+}
+"""Factors of an orthogonalized update, by --muon-scale-mode."""
+
+
+class Muon(AdamW):
+    """Orthogonalized momentum for the groups whose key `is_matrix` is true, AdamW for the others.
+
+        m = momentum m + (1 - momentum) g
+        u = orthogonalize(momentum m + (1 - momentum) g), or of m without Nesterov momentum
+        w = (1 - lr weight_decay) w - lr scale_factor scale(rows, columns) u
+
+    Gradients are those that DeepSpeed passes to its optimizers: averaged, unscaled and clipped. A
+    parameter of several matrices, such as queries, keys and values or the experts of a rank, has
+    each of them orthogonalized by itself, with its own scale.
+
+    `attach` must be called before the first step.
+
+    Args:
+        params: Parameter groups.
+        lr: Learning rate.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        weight_decay: Decoupled weight decay of both.
+        fused: Whether AdamW is torch's fused kernel.
+        momentum: Decay rate of the momentum.
+        nesterov: Whether the update looks ahead by the gradient.
+        steps: Newton-Schulz iterations.
+        scale_mode: Key of SCALES.
+        scale_factor: Further factor of the update.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        fused: bool,
+        momentum: float,
+        nesterov: bool,
+        steps: int,
+        scale_mode: str,
+        scale_factor: float,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
+        for group in self.param_groups:
+            group.setdefault(MATRICES, False)
+            group["momentum"] = momentum
+        self._nesterov, self._steps = nesterov, steps
+        self._scale, self._scale_factor = SCALES[scale_mode], scale_factor
+        self._matrices: dict[Tensor, FullMatrices] = {}
+
+    @property
+    def matrix_count(self) -> int:
+        """Number of parameters that are orthogonalized."""
+        return sum(len(matrices.pieces) for matrices in self._matrices.values())
+
+    def attach(self, matrices: Iterable[FullMatrices]) -> None:
+        """Tell the optimizer where its matrices are.
+
+        Args:
+            matrices: For each set of tensors that is stepped at once.
+        """
+        self._matrices = {each.pieces[0].master: each for each in matrices if each.pieces}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group[MATRICES]]
+        try:
+            super().step()
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            if group[MATRICES] and group["params"]:
+                self._step_matrices(group)
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
+        for master in group["params"]:
+            state = self.state[master]
+            if not state:
+                # AdamW expects a number of steps in every state that is loaded.
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["momentum_buffer"] = torch.zeros_like(master)
+            state["step"] += 1
+            state["momentum_buffer"].lerp_(master.grad, 1 - momentum)
+            master.mul_(1 - lr * group["weight_decay"])
+
+        matrices = self._matrices[group["params"][0]]
+
+        def update_of(piece: Piece) -> Tensor:
+            master = piece.master
+            average = self.state[master]["momentum_buffer"].view(-1)[piece.place]
+            if self._nesterov:
+                assert master.grad is not None
+                average = master.grad.view(-1)[piece.place].lerp(average, momentum)
+            return matrices.prepare(average)
+
+        for piece, update in matrices.map(update_of, self._orthogonalize):
+            weights = piece.master.view(-1)[piece.place]
+            weights.add_(update.to(weights), alpha=-lr)
+
+    def _orthogonalize(self, matrix: Tensor, piece: Piece) -> Tensor:
+        """The scaled update of each matrix that a parameter stacks or fuses."""
+        if matrix.dim() > 2:
+            return torch.stack([self._orthogonalize(each, piece) for each in matrix])
+        sizes = piece.sections or (len(matrix),)
+        parts = []
+        for part in matrix.split(sizes):
+            scale = self._scale_factor * self._scale(*part.shape)
+            parts.append(orthogonalize(part, self._steps).mul_(scale))
+        return torch.cat(parts)

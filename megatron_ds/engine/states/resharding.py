@@ -1,0 +1,226 @@
+"""Fills an engine with the states of a checkpoint that another layout saved.
+
+Every rank reads the elements of its own flat tensors, in blocks: master weights and moments of the
+optimizer, then the number of steps. Settings stay those of the engine. The
+parameters in the precision of the run follow from the master weights as after a step. Knows no
+files. Reads private attributes of the pinned DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_ds.config.problems import user_error
+from megatron_ds.engine.deepspeed import nvme_states
+from megatron_ds.engine.deepspeed.partitions import ParameterPlace, locate, read_partitions
+from megatron_ds.engine.readback import master_weights
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, FullStates, full_shape
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.sharding import expert_group, shard_spec
+
+BLOCK = 2**22
+"""Elements that are read at once, unless a row has more."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Elements of a parameter in a flat tensor of this rank."""
+
+    place: ParameterPlace
+    parameter: nn.Parameter
+    position: int
+    """Of the first element in the flat tensor."""
+    elements: range
+    """Of this rank's flattened shard."""
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A tensor that the optimizer steps, and what it consists of."""
+
+    master: Tensor
+    names: tuple[str, ...]
+    """Its parameters, on all data-parallel ranks."""
+    parts: tuple[_Part, ...]
+
+
+class Resharding:
+    """The filling of one engine.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        stage: ZeRO stage.
+        mesh: Mesh of this process.
+        source: The checkpoint.
+
+    Raises:
+        UserError: If the checkpoint has other parameters.
+    """
+
+    def __init__(self, engine: Any, stage: int, mesh: Mesh, source: FullStates) -> None:
+        self._engine, self._stage, self._mesh, self._source = engine, stage, mesh, source
+        self._flats = list(self._own_flats())
+        self._check_parameters()
+
+    def run(self) -> None:
+        """Fill the engine. Collective."""
+        engine, optimizer = self._engine, self._engine.optimizer
+        if self._stage == 3:
+            optimizer.checkpoint_event_prologue()
+            self._fill_partitioned_parameters()
+            optimizer.checkpoint_event_epilogue()
+        else:
+            engine.basic_optimizer.load_state_dict(self._new_state(range(0)))
+            for flat in self._flats:
+                self._fill(flat.master, MASTER, flat.parts)
+            if self._stage > 0:
+                optimizer.update_lp_params()
+        for name, value in self._source.counters.items():
+            setattr(engine, name, value)
+
+    def _fill_partitioned_parameters(self) -> None:
+        optimizer = self._engine.optimizer
+        on_disk = nvme_states.swapped_sizes(optimizer)
+        optimizer._set_fp32_optimizer_param_groups()
+        self._engine.basic_optimizer.load_state_dict(self._new_state(on_disk))
+        optimizer._clear_fp32_optimizer_param_groups()
+        for index, flat in enumerate(self._flats):
+            if index not in on_disk:
+                self._fill(flat.master, MASTER, flat.parts)
+                optimizer._reassign_or_swap_out_partitioned_parameters(index)
+                continue
+            values = {}
+            for kind in (MASTER, *self._kinds(flat)):
+                values[kind] = torch.zeros(on_disk[index], dtype=flat.master.dtype)
+                self._fill(values[kind], kind, flat.parts)
+            nvme_states.store(optimizer, index, values.pop(MASTER), values)
+
+    def _new_state(self, on_disk: Container[int]) -> dict[str, Any]:
+        """A state dict for the optimizer, with states of the checkpoint.
+
+        States that the optimizer has are filled in place.
+
+        Args:
+            on_disk: Flat tensors whose states are in files.
+        """
+        optimizer = self._engine.basic_optimizer
+        states: dict[int, dict[str, Any]] = {}
+        for number, flat in enumerate(self._flats):
+            own: dict[str, Any] = optimizer.state.get(flat.master, {})
+            state: dict[str, Any] = {}
+            for kind in self._kinds(flat):
+                if number in on_disk:
+                    state[kind] = flat.master.new_empty(0)
+                    continue
+                state[kind] = own[kind] if kind in own else torch.zeros_like(flat.master)
+                self._fill(state[kind], kind, flat.parts)
+            steps = self._source.steps(flat.names[0])
+            if state and steps is not None:
+                state["step"] = steps
+            if state:
+                states[number] = state
+        return {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
+
+    def _kinds(self, flat: _Flat) -> tuple[str, ...]:
+        return self._source.moments(flat.names[0])
+
+    def _fill(self, flat: Tensor, kind: str, parts: Sequence[_Part]) -> None:
+        values = flat.detach().view(-1)
+        for part in parts:
+            position = part.position
+            for block in self._blocks(part, kind):
+                values[position : position + block.numel()].copy_(block)
+                position += block.numel()
+            assert position == part.position + len(part.elements)
+
+    def _blocks(self, part: _Part, kind: str) -> Iterator[Tensor]:
+        """The elements of a part, one-dimensional, from few rows at a time."""
+        shape = part.place.shape
+        width = math.prod(shape[1:])
+        step = max(1, BLOCK // width)
+        last_row = -(-part.elements.stop // width)
+        for start in range(part.elements.start // width, last_row, step):
+            rows = range(start, min(start + step, last_row))
+            first = rows.start * width
+            block = self._read_rows(part, kind, rows).flatten()
+            yield block[max(part.elements.start - first, 0) : part.elements.stop - first]
+
+    def _read_rows(self, part: _Part, kind: str, rows: range) -> Tensor:
+        """Rows of this rank's shard."""
+        name, tp = part.place.name, self._mesh.tp
+        spec, read = shard_spec(part.parameter), self._source.read
+        if expert_group(part.parameter) is not None:
+            first = self._mesh.ep.rank * part.place.shape[0]
+            rows = range(first + rows.start, first + rows.stop)
+        if spec is None:
+            return read(name, kind, rows)
+        if spec.dim > 0:
+            return read(name, kind, rows, (spec.dim, spec.ranges(tp.rank, tp.size)))
+        found = [read(name, kind, each) for each in spec.full_indices(rows, tp.rank, tp.size)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _own_flats(self) -> Iterator[_Flat]:
+        """The flat tensors of this rank, without ZeRO one for each parameter."""
+        parameters = dict(self._engine.module.named_parameters())
+        partitions = read_partitions(self._engine, self._stage)
+        if self._stage == 0:
+            for place in (place for each in partitions for place in each.parameters):
+                parameter = parameters[place.name]
+                everything = range(math.prod(place.shape))
+                yield _Flat(parameter, (place.name,), (_Part(place, parameter, 0, everything),))
+            return
+        for partition, master in zip(partitions, master_weights(self._engine), strict=True):
+            parts = []
+            for place in partition.parameters:
+                parameter = parameters[place.name]
+                ranks = self._partitioned_over(parameter)
+                everything = range(math.prod(place.shape))
+                found = locate(place, partition.size, self._stage, ranks.size, everything)
+                parts += [
+                    _Part(place, parameter, position, elements)
+                    for rank, position, elements in found
+                    if rank == ranks.rank
+                ]
+            names = tuple(place.name for place in partition.parameters)
+            yield _Flat(master, names, tuple(parts))
+
+    def _partitioned_over(self, parameter: nn.Parameter) -> Group:
+        is_expert = expert_group(parameter) is not None
+        return self._mesh.expert_dp if is_expert else self._mesh.dp_sp
+
+    def _check_parameters(self) -> None:
+        own = {
+            name: full_shape(
+                getattr(parameter, "ds_shape", parameter.shape),
+                shard_spec(parameter),
+                self._mesh.ep.size if expert_group(parameter) is not None else 1,
+            )
+            for name, parameter in self._engine.module.named_parameters()
+        }
+        stages = [own] * self._mesh.pp.size
+        if self._mesh.pp.size > 1:
+            dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
+        wanted = {name: shape for stage in stages for name, shape in stage.items()}
+        saved = self._source.shapes
+        if wanted.keys() != saved.keys():
+            raise user_error(
+                "weights-names-mismatch",
+                parameters=sorted(wanted.keys() - saved.keys()),
+                unknown=sorted(saved.keys() - wanted.keys()),
+            )
+        for name, shape in wanted.items():
+            skipped = 1 if name in VOCABULARY_TABLES else 0
+            if shape[skipped:] != saved[name][skipped:]:
+                raise user_error(
+                    "weights-shape-mismatch",
+                    name=name,
+                    shape=list(saved[name]),
+                    expected=list(shape),
+                )

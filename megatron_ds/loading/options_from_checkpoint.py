@@ -1,0 +1,266 @@
+"""Options of a run that come from the checkpoint of this program in --load.
+
+Owns which folder is loaded (--pretrained-checkpoint), and which options of the saved run replace
+those of the command line: the model's (--use-checkpoint-args, or none given), the tokenizer's (none
+given) and the schedule's (--use-checkpoint-opt_param-scheduler). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_ds import schedules
+from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, saved_config
+from megatron_ds.checkpoint.metadata import (
+    REPLACED,
+    TOKENIZER,
+    CheckpointMetadata,
+    find_record_damage,
+)
+from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
+from megatron_ds.config import GROUP_OF_FIELD, Config
+from megatron_ds.config.checkpoint import split_location
+from megatron_ds.config.fields import no_effect_problem
+from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.config.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
+from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.weights_locations import find_weights
+from megatron_ds.engine.ds_config.fields import as_flag
+from megatron_ds.tokenizer.stored_files import with_copies
+
+Warn = Callable[[Problem], None]
+SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+"""Flags without any of which the model is that of the checkpoint."""
+UNCHECKED = frozenset({"vocab_size"})
+"""Settings that the tokenizer determines."""
+RATES = (
+    *("lr", "decoupled_lr", "decoupled_min_lr"),
+    *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+)
+STYLES = ("min_lr", "lr_decay_style", "lr_warmup_init", "lr_warmup_fraction", "lr_wsd_decay_style")
+"""Fields of the schedule that are taken as they are. Its lengths are converted."""
+
+
+def with_pretrained(config: Config) -> Config:
+    """Names the folder of --pretrained-checkpoint as the one to load, if --load has nothing yet."""
+    options = config.checkpoint
+    if options.pretrained_checkpoint is None or has_checkpoint(options.load):
+        return config
+    options = dataclasses.replace(
+        options,
+        load=options.pretrained_checkpoint,
+        load_url=options.pretrained_url,
+        finetune=True,
+        reset_iteration=False,
+        exit_on_missing_checkpoint=True,
+    )
+    return dataclasses.replace(config, checkpoint=options)
+
+
+def has_checkpoint(load: str | None) -> bool:
+    """Whether a run with this --load would load something, or fail to."""
+    if load is None:
+        return False
+    named, folder = split_location(load)
+    if named != "auto":
+        return True
+    path = Path(folder)
+    try:
+        listing = list_folder(path)
+    except UserError:
+        return True  # reported when the checkpoint is checked
+    is_interrupted = any(path.glob(f"{REPLACED}*"))
+    return bool(
+        listing.paths
+        or listing.universal
+        or listing.stale
+        or is_interrupted
+        or find_checkpoint(path)
+        or find_weights(path)
+    )
+
+
+def find_saved(config: Config) -> CheckpointMetadata | None:
+    """The checkpoint of this program that --load selects, by its run.json alone."""
+    if config.checkpoint.load is None:
+        return None
+    with suppress(UserError, OSError):  # reported when the checkpoint is checked
+        listing = list_folder(Path(config.checkpoint.load))
+        return select_checkpoint(
+            listing, config.checkpoint, find_record_damage, warn=lambda problem: None
+        )
+    return None
+
+
+def with_saved_options(config: Config, warn: Warn) -> Config:
+    """Takes options of model and tokenizer from the checkpoint of this program in --load, if any.
+
+    Args:
+        config: Configuration of the command line.
+        warn: Called for each given option that is replaced.
+    """
+    found = find_saved(config)
+    if found is None:
+        return config
+    options = config.checkpoint
+    config = _with_softmax_rows(config, found)
+    if options.use_checkpoint_args or config.given.isdisjoint(SIZES):
+        config = _with_model(config, found, warn)
+    if config.given.isdisjoint(vars(config.tokenizer)):
+        config = _with_tokenizer(config, found)
+    return config
+
+
+def with_saved_schedule(
+    config: Config, world_size: int, warn: Warn
+) -> tuple[Config, list[Problem]]:
+    """Takes the schedule of learning rate and weight decay from the checkpoint, if it is requested.
+
+    Args:
+        config: Configuration of the command line, with the batch sizes of the DeepSpeed file.
+        world_size: Number of processes.
+        warn: Called for each given option that is replaced.
+
+    Returns:
+        The configuration, and why it cannot have the schedule of the checkpoint.
+    """
+    name = "use_checkpoint_opt_param_scheduler"
+    if not config.checkpoint.use_checkpoint_opt_param_scheduler:
+        return config, []
+    found = find_saved(config)
+    if found is None:
+        folder = config.checkpoint.load
+        if folder is None or not (find_checkpoint(Path(folder)) or find_weights(Path(folder))):
+            return config, []
+        return config, [Problem("checkpoint-without-schedule", name, path=folder)]
+    if config.checkpoint.finetune:
+        warn(no_effect_problem(name, "finetune", reason="with a new run"))
+        return config, []
+    saved = saved_config(found)
+    values: dict[str, Any] = {each: getattr(saved.optimizer, each) for each in RATES}
+    values |= {each: getattr(saved.schedule, each) for each in STYLES}
+    problems: list[Problem] = []
+    for stem in SCHEDULE_LENGTHS:
+        fields = {f"{stem}_{unit}": None for unit in SCHEDULE_UNITS}
+        defaults = {item.name: item.default for item in dataclasses.fields(config.schedule)}
+        values |= {each: defaults[each] for each in fields}
+        try:
+            values |= _converted_length(config, world_size, saved, found, stem)
+        except UserError as error:
+            problems += error.problems
+    return replace_given(config, values, found.path, warn, name), problems
+
+
+def _converted_length(
+    config: Config, world_size: int, saved: Config, found: CheckpointMetadata, stem: str
+) -> dict[str, int]:
+    """A length of the saved schedule in a unit that the run allows, as value by field.
+
+    Raises:
+        UserError: If it is no whole number of this run's iterations.
+    """
+    given = schedules.decay_as_given(saved) if stem == "lr_decay" else None
+    given = given or schedules.given_length(saved, stem)
+    if given is None:
+        return {}
+    unit = schedules.lr_unit(saved)
+    value = schedules.in_lr_units(saved, given, found.run.layout.data_parallel_size)
+    if unit == "samples" and config.schedule.train_iters is not None:
+        dp_size = max(1, config.parallel.data_parallel_size(world_size))
+        batch_size = max(1, config.final_global_batch_size(dp_size))
+        if value % batch_size:
+            raise user_error(
+                "checkpoint-schedule-not-in-iterations",
+                "use_checkpoint_opt_param_scheduler",
+                "train_iters",
+                path=found.path,
+                length=f"{SCHEDULE_LENGTHS[stem]} is {value} samples",
+                batch_size=batch_size,
+            )
+        unit, value = "iters", value // batch_size
+    return {f"{stem}_{unit}": value}
+
+
+def replace_given(
+    config: Config, values: Mapping[str, Any], path: Path, warn: Warn, flag: str
+) -> Config:
+    """Replaces options by those of a checkpoint; warns of given ones that change.
+
+    Args:
+        config: Configuration of the command line.
+        values: Values by field.
+        path: The checkpoint.
+        warn: Called for each given option that is replaced.
+        flag: Field of the flag that requests it.
+    """
+    for name, value in values.items():
+        group = GROUP_OF_FIELD[name]
+        options = getattr(config, group)
+        own = getattr(options, name)
+        if name in config.given and own != value:
+            given, saved = as_flag(name, own), as_flag(name, value)
+            because = option(flag)
+            warn(
+                Problem(
+                    "replaced-by-checkpoint",
+                    name,
+                    flag,
+                    given=given,
+                    saved=saved,
+                    path=path,
+                    because=because,
+                )
+            )
+        changed = dataclasses.replace(options, **{name: value})
+        config = dataclasses.replace(config, **{group: changed})
+    origins = dict.fromkeys(values, f"from {path}")
+    return dataclasses.replace(
+        config, given=config.given - values.keys(), origins={**config.origins, **origins}
+    )
+
+
+def _with_softmax_rows(config: Config, found: CheckpointMetadata) -> Config:
+    """Repeats the rows over which the loss of a continued run of Megatron normalizes."""
+    if "softmax_vocab_size" in config.given:
+        return config
+    rows = found.run.config["model"].get("softmax_vocab_size")
+    changed = dataclasses.replace(config.model, softmax_vocab_size=rows)
+    return dataclasses.replace(config, model=changed)
+
+
+def _with_model(config: Config, found: CheckpointMetadata, warn: Warn) -> Config:
+    """The model of the checkpoint.
+
+    Given options are kept, and compared with the checkpoint's when it is checked; with
+    --use-checkpoint-args only those that a run may change.
+    """
+    kept = CHANGEABLE_FIELDS if config.checkpoint.use_checkpoint_args else GROUP_OF_FIELD.keys()
+    values = {
+        name: tuple(value) if isinstance(value, list) else value
+        for group in ("model", "moe")
+        for name, value in found.run.config.get(group, {}).items()
+        if GROUP_OF_FIELD.get(name) == group
+        and name not in UNCHECKED
+        and not (name in config.given and name in kept)
+    }
+    return replace_given(config, values, found.path, warn, "use_checkpoint_args")
+
+
+def _with_tokenizer(config: Config, found: CheckpointMetadata) -> Config:
+    """The tokenizer of the checkpoint, by its copy of the files, without permission to run code."""
+    saved = with_copies(found.run.config["tokenizer"], found.path / TOKENIZER)
+    known = {item.name for item in dataclasses.fields(config.tokenizer)}
+    values = {name: value for name, value in saved.items() if name in known}
+    tokenizer = dataclasses.replace(config.tokenizer, **{**values, "trust_remote_code": False})
+    config = dataclasses.replace(config, tokenizer=tokenizer)
+    if tokenizer.tokenizer_type == "NullTokenizer" and "vocab_size" not in config.given:
+        # Its end-of-document id is not counted in --vocab-size.
+        model = dataclasses.replace(
+            config.model, vocab_size=found.run.config["model"]["vocab_size"] - 1
+        )
+        config = dataclasses.replace(config, model=model)
+    return config

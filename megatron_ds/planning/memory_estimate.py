@@ -1,0 +1,609 @@
+"""Memory of a training process, estimated from the configuration before anything is built.
+
+States are counted as DeepSpeed's engines keep them, activations as torch's autograd saves them for
+this model (`tests/unit/planning/test_memory_estimate.py` counts both). The estimate is the
+peak over the phases of a step. It excludes the libraries themselves, allocator fragmentation and
+the buffers of communication libraries. With pipeline stages every part is that of the stage that
+has the most of it.
+
+Shapes: T tokens of a micro-batch on this rank, H hidden, P parameters of this tensor-parallel rank,
+N ranks over which states are partitioned, v this rank's rows of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ds.config import Config
+from megatron_ds.config.fields import in_effect
+from megatron_ds.engine.ds_config.generate import build_ds_config, zero_stage
+from megatron_ds.engine.protocol import EngineSettings
+from megatron_ds.model.flops import (
+    expert_parameters_per_rank,
+    matrix_parameters,
+    parameter_sizes,
+    parameters_per_rank,
+)
+from megatron_ds.model.mlp import num_tiles
+from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
+from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
+
+ALLREDUCE_BUCKET = 500_000_000
+"""Elements that DeepSpeed copies into one message if it has no bucket."""
+MALLOC_TRIM_LIMIT = 2**25
+"""Bytes below which the C library may keep a freed block."""
+FP32 = 4
+"""Bytes of an element in fp32."""
+BLOCKWISE_8_BIT = 1 + FP32 / 256
+"""Bytes of an element of an 8-bit moment, which has one scale for 256 elements."""
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_BYTES = {"float32": FP32, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class GatherLimits:
+    """Settings of ZeRO-3 that determine which parameters stay gathered, in elements."""
+
+    max_live: int
+    max_reuse_distance: int
+    prefetch_bucket: int
+    persistence_threshold: int
+
+
+@dataclass(frozen=True)
+class SwapInputs:
+    """What is kept on a disk, and the buffers of the swapping in elements."""
+
+    optimizer: bool
+    parameters: bool
+    optimizer_buffers: int = 0
+    parameter_buffers: int = 0
+    max_in_host: int = 0
+    """Elements of parameters that are not swapped."""
+
+
+@dataclass(frozen=True)
+class MemoryInputs:
+    """Settings of the engine that determine its memory. `*_bytes` are bytes per element."""
+
+    zero_stage: int
+    tp_size: int
+    dp_size: int
+    """Ranks over which states are partitioned, the sequence-parallel ones included."""
+    param_bytes: int
+    accumulation_bytes: int
+    reduction_bytes: int
+    moments: int
+    """Optimizer state tensors per parameter: two for Adam, one for Lion and SGD with momentum."""
+    moment_bytes: float = field(kw_only=True, default=FP32)
+    has_matrix_updates: bool = field(kw_only=True, default=False)
+    """Whether Muon updates the matrices of the layers, which have one moment less."""
+    bucket_elements: int
+    """reduce_bucket_size."""
+    num_buckets: int = 1
+    """Two with overlap_comm, and under ZeRO-3, which scatters a bucket from a copy of it."""
+    gather_limits: GatherLimits | None = None
+    """Under ZeRO-3."""
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    offload_fraction: float = 1.0
+    """Of the optimizer states that are offloaded."""
+    swap: SwapInputs | None = None
+    """With states on a disk."""
+    master_bytes: int = FP32
+    """Of master weights and moments."""
+    hpz_size: int = 1
+    """Ranks with a second copy of the ZeRO-3 parameters."""
+    immediate_grad_update: bool = True
+    """Stage 1 adds a bf16 gradient to its fp32 accumulator as soon as it is computed."""
+    sp_size: int = 1
+    """Sequence-parallel size."""
+    on_cpu: bool = False
+    """On a CPU, dropout saves its mask in the data type, and attention with dropout its scores."""
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of one process in bytes, by purpose."""
+
+    device: dict[str, int] = field(default_factory=dict)
+    """States on the device, gradients included."""
+    host: dict[str, int] = field(default_factory=dict)
+    """States in host memory."""
+    disk: dict[str, int] = field(default_factory=dict)
+    """States in files."""
+    locked: int = 0
+    """Host memory that swapping locks."""
+    activations: int = 0
+    """Saved for the backward pass of one micro-batch by all layers, without the output layer."""
+    head: int = 0
+    """Logits, loss and their gradients."""
+    reduction: int = 0
+    """Buckets and copies during gradient reduction and optimizer step."""
+    gathered: int = 0
+    """ZeRO-3: parameters that are gathered at a time."""
+    phases: dict[str, int] = field(default_factory=dict)
+    """Phase of a step -> memory of the device."""
+
+    @property
+    def states(self) -> int:
+        """States on the device."""
+        return sum(self.device.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda name: self.phases[name])
+
+    @property
+    def peak(self) -> int:
+        """Peak memory of the device."""
+        return self.phases[self.peak_phase]
+
+
+def memory_inputs(
+    config: Config,
+    settings: EngineSettings | PlannedSettings,
+    ds_config: Mapping[str, Any],
+    tp_size: int,
+    device: str,
+) -> MemoryInputs:
+    """Derive the inputs of the estimate from an engine.
+
+    Args:
+        config: Complete configuration of the run.
+        settings: Settings of the engine in effect.
+        ds_config: DeepSpeed configuration of the engine.
+        tp_size: Tensor-parallel size.
+        device: Kind of device, such as "cpu".
+    """
+    zero = ds_config["zero_optimization"]
+    momentum = int(config.optimizer.sgd_momentum != 0)
+    moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[config.optimizer.optimizer]
+    return MemoryInputs(
+        zero_stage=settings.zero_stage,
+        tp_size=tp_size,
+        dp_size=settings.dp_size,
+        param_bytes=DTYPE_BYTES[settings.param_dtype],
+        accumulation_bytes=DTYPE_BYTES[settings.accumulation_dtype],
+        reduction_bytes=DTYPE_BYTES[settings.reduction_dtype],
+        moments=moments,
+        moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else FP32,
+        has_matrix_updates=config.optimizer.optimizer == "muon",
+        bucket_elements=int(zero["reduce_bucket_size"]),
+        gather_limits=_gather_limits(zero) if settings.zero_stage == 3 else None,
+        num_buckets=2 if zero.get("overlap_comm") or settings.zero_stage == 3 else 1,
+        offload_optimizer=settings.optimizer_offload != "none",
+        offload_parameters=settings.param_offload != "none",
+        offload_fraction=config.deepspeed.optimizer_offload_fraction,
+        swap=_swap_inputs(zero) if config.deepspeed.uses_nvme else None,
+        master_bytes=2 if in_effect(config.precision).bf16_master_weights else FP32,
+        hpz_size=int(zero.get("zero_hpz_partition_size", 1)),
+        immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
+        sp_size=config.parallel.ds_sequence_parallel_size,
+        on_cpu=device == "cpu",
+    )
+
+
+def _swap_inputs(zero: Mapping[str, Any]) -> SwapInputs:
+    optimizer, parameters = zero.get("offload_optimizer", {}), zero.get("offload_param", {})
+    swaps_parameters = parameters.get("device") == "nvme"
+    is_swapped = optimizer.get("device") == "nvme"
+    return SwapInputs(
+        optimizer=is_swapped,
+        parameters=swaps_parameters,
+        optimizer_buffers=optimizer["buffer_count"] * int(zero["sub_group_size"])
+        if is_swapped
+        else 0,
+        parameter_buffers=parameters.get("buffer_count", 5) * int(parameters["buffer_size"])
+        if swaps_parameters
+        else 0,
+        max_in_host=int(parameters["max_in_cpu"]) if swaps_parameters else 0,
+    )
+
+
+def _gather_limits(zero: Mapping[str, Any]) -> GatherLimits:
+    return GatherLimits(
+        max_live=int(zero["stage3_max_live_parameters"]),
+        max_reuse_distance=int(zero["stage3_max_reuse_distance"]),
+        prefetch_bucket=int(zero["stage3_prefetch_bucket_size"]),
+        persistence_threshold=int(zero["stage3_param_persistence_threshold"]),
+    )
+
+
+@dataclass(frozen=True)
+class PlannedSettings:
+    """The settings by which `memory_inputs` estimates, of an engine that is not built."""
+
+    zero_stage: int
+    dp_size: int
+    param_dtype: str
+    accumulation_dtype: str
+    reduction_dtype: str
+    optimizer_offload: str
+    param_offload: str
+
+
+def planned_memory(config: Config, dp_size: int, device: str) -> MemoryEstimate:
+    """Estimate the memory of one process before an engine exists.
+
+    Args:
+        config: Complete configuration of the run.
+        dp_size: Data-parallel size.
+        device: Kind of device, such as "cpu".
+    """
+    ds_config, precision = build_ds_config(config, dp_size, device), config.precision
+    accumulation = ds_config["data_types"]["grad_accum_dtype"]
+    settings = PlannedSettings(
+        zero_stage=zero_stage(config),
+        dp_size=dp_size * config.parallel.ds_sequence_parallel_size,
+        param_dtype=NAMES[precision.name],
+        accumulation_dtype=NAMES[accumulation],
+        reduction_dtype=NAMES[ds_config["communication_data_type"]],
+        optimizer_offload=config.deepspeed.optimizer_offload,
+        param_offload=config.deepspeed.param_offload,
+    )
+    tp_size = config.parallel.tensor_model_parallel_size
+    return estimate(config, memory_inputs(config, settings, ds_config, tp_size, device))
+
+
+def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
+    """Estimate the memory of one process.
+
+    Args:
+        config: Complete configuration, with the vocabulary size.
+        inputs: Settings of the engine.
+    """
+    sizes = _Sizes(config, inputs)
+    device, host = sizes.states()
+    disk, locked = sizes.move_to_disk(host)
+    if in_effect(config.checkpoint).async_save:
+        host["copy of an asynchronous save"] = sizes.saved(device, host, disk)
+    states, activations = sum(device.values()), sizes.activations()
+    table, logits, scaled = sizes.output_layer()
+    head = sizes.stream + table  # gradients of its input and weight
+    gathered = sizes.gathered()
+    reduction, retained = sizes.reduction(), sizes.retained_by_malloc(activations)
+    forward = states - sizes.not_yet_allocated(device) + gathered + activations + head
+    return MemoryEstimate(
+        device=device,
+        host=host,
+        disk=disk,
+        locked=locked,
+        activations=activations,
+        head=head + max(logits, scaled),
+        reduction=reduction,
+        gathered=gathered,
+        phases={
+            "loss": forward + logits + (sizes.bucket if inputs.zero_stage == 3 else 0),
+            "start of the backward pass": forward + scaled + inputs.num_buckets * sizes.bucket,
+            "averaging of the gradients": states + gathered + reduction + retained,
+        },
+    )
+
+
+class _Sizes:
+    """Bytes of the tensors of one process."""
+
+    def __init__(self, config: Config, inputs: MemoryInputs) -> None:
+        self.config, self.model, self.inputs = config, config.model, inputs
+        self.ep_size = config.expert_parallel_size
+        layout = config.model, inputs.tp_size, config.moe, self.ep_size
+        self.full, experts = parameters_per_rank(*layout), expert_parameters_per_rank(*layout)
+        stages = layers_per_stage(config.model, config.parallel, config.moe)
+        self.is_staged = len(stages) > 1
+        if self.is_staged:
+            of_ranks = rank_parameters(config.model, config.parallel, config.moe)
+            self.full = max(of_ranks)
+            of_experts = rank_experts(config.model, config.parallel, config.moe)
+            experts = of_experts[of_ranks.index(self.full)]
+        # A stage keeps the activations of a micro-batch until its gradient returns.
+        samples = config.final_global_batch_size(inputs.dp_size // inputs.sp_size)
+        micro = samples // (config.schedule.micro_batch_size * inputs.dp_size // inputs.sp_size)
+        self.stored_layers = max(
+            sum(stages[stage] * min(len(stages) - stage, max(1, micro)) for stage in own)
+            for own in config.parallel.stages_of_ranks
+        )
+        self.partition = self._partition(self.full, experts)
+        own = max(sum(stages[stage] for stage in own) for own in config.parallel.stages_of_ranks)
+        matrices = dataclasses.replace(config.model, num_layers=own, add_bias_linear=False)
+        self.matrices = matrix_parameters(matrices, *layout[1:])
+        elements = sum(size * count for size, count in self.matrices.items())
+        experts = expert_parameters_per_rank(matrices, *layout[1:])
+        self.matrix_share = self._partition(elements, experts)
+        owned = self.full if inputs.zero_stage == 0 else self.partition
+        self.moments = round(inputs.moment_bytes * inputs.moments * owned)
+        if inputs.has_matrix_updates:
+            self.moments -= FP32 * (self.matrix_share if inputs.zero_stage else elements)
+        self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
+        self.stream = self.tokens * config.model.hidden_size * inputs.param_bytes
+        # Sequence parallelism shards what is stored between the layers, their inputs included.
+        self.shards = inputs.tp_size if in_effect(config.parallel).sequence_parallel else 1
+        self.residual = self.stream // self.shards
+        # Mask of dropout over the hidden states: in the data type on a CPU, else one byte each.
+        self.mask = self.residual if inputs.on_cpu else self.residual // inputs.param_bytes
+        # Attention is a fused kernel, which saves no scores. A CPU has none with dropout.
+        self.is_fused = self.model.attention_dropout == 0 or not inputs.on_cpu
+        self.has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
+        # Gradients are reduced in buckets, but not at stage 0 and by BF16_Optimizer. A bucket is
+        # allocated when the backward pass starts, under ZeRO-3 once for the whole run.
+        self.has_bucket = inputs.zero_stage > 1 or (
+            inputs.zero_stage == 1 and (not self.has_accumulator or inputs.offload_optimizer)
+        )
+        elements = min(inputs.bucket_elements, self.full) if self.has_bucket else 0
+        self.bucket = inputs.reduction_bytes * elements
+        replicas = inputs.dp_size // inputs.sp_size
+        micro_batches = replicas * config.schedule.micro_batch_size
+        self.is_single = config.final_global_batch_size(replicas) == micro_batches
+
+    def _partition(self, elements: int, experts: int) -> int:
+        """Elements on each rank: an expert is partitioned over the ranks that have it."""
+        dp_size = self.inputs.dp_size
+        return -(-(elements - experts) // dp_size) + -(-experts * self.ep_size // dp_size)
+
+    def states(self) -> tuple[dict[str, int], dict[str, int]]:
+        """States on the device and on the host."""
+        inputs, full, partition = self.inputs, self.full, self.partition
+        device: dict[str, int] = {}
+        host: dict[str, int] = {}
+        optimizer = host if inputs.offload_optimizer else device
+        parameters = host if inputs.offload_parameters else device
+        kept = partition if inputs.zero_stage == 3 else full
+        parameters["parameters"] = inputs.param_bytes * kept
+        if inputs.zero_stage == 0:
+            device["gradients"] = inputs.param_bytes * full
+            device["moments"] = self.moments
+            return device, host
+        if inputs.zero_stage == 1:
+            if self.has_bucket or not inputs.immediate_grad_update:
+                device["gradients"] = inputs.param_bytes * full
+            if self.has_accumulator:
+                # The gradients are those of one micro-batch, until they are accumulated in fp32.
+                device["accumulated gradients"] = inputs.accumulation_bytes * full
+        elif inputs.zero_stage == 3 or not inputs.offload_optimizer:
+            optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
+        optimizer["master weights"] = inputs.master_bytes * partition
+        optimizer["moments"] = self.moments * inputs.master_bytes // FP32
+        if inputs.hpz_size > 1:
+            device["second copies"] = inputs.param_bytes * -(-full // inputs.hpz_size)
+        if inputs.offload_optimizer and inputs.offload_fraction < 1:
+            for kind in ("master weights", "moments", "accumulated gradients"):
+                device[kind] = int((1 - inputs.offload_fraction) * host[kind])
+                host[kind] -= device[kind]
+        if inputs.offload_optimizer and inputs.zero_stage < 3:
+            host["copies for the device"] = inputs.param_bytes * partition
+            # The optimizer reads copies of the gradients, which are summed in other tensors.
+            host["gradients"] = inputs.master_bytes * partition
+            if self.has_accumulator:
+                device["accumulated gradients"] = inputs.accumulation_bytes * (
+                    partition + (full if inputs.zero_stage == 1 else 0)
+                )
+            elif not self.is_single and inputs.master_bytes == FP32:
+                host["accumulated gradients"] = inputs.param_bytes * partition
+        return device, host
+
+    def move_to_disk(self, host: dict[str, int]) -> tuple[dict[str, int], int]:
+        """Take what is swapped out of the host's memory.
+
+        Gradients are summed there, and are in files only between backward pass and step.
+
+        Args:
+            host: States in host memory, to be changed.
+
+        Returns:
+            States on the disk, and bytes of locked buffers, which are added to those of the host.
+        """
+        inputs, swap = self.inputs, self.inputs.swap
+        if swap is None:
+            return {}, 0
+        disk: dict[str, int] = {}
+        locked = 0
+        if swap.optimizer:
+            disk = {kind: host.pop(kind) for kind in ("master weights", "moments")}
+            disk["gradients"] = FP32 * self.partition
+            locked += inputs.master_bytes * min(swap.optimizer_buffers, 4 * self.partition)
+        if swap.parameters:
+            kept = inputs.param_bytes * swap.max_in_host
+            disk["parameters"] = host["parameters"]
+            host["parameters"] = min(kept, host["parameters"])
+            locked += inputs.param_bytes * swap.parameter_buffers
+        host["buffers for swapping"] = locked
+        return disk, locked
+
+    def saved(self, *places: Mapping[str, int]) -> int:
+        """States that the first data-parallel rank has in a checkpoint.
+
+        Args:
+            places: States in each place.
+        """
+        kinds = ["parameters", "master weights", "moments"][self.inputs.zero_stage == 3 :]
+        return sum(place.get(kind, 0) for place in places for kind in kinds)
+
+    def gathered(self) -> int:
+        """Parameters that ZeRO-3 keeps gathered at a time.
+
+        DeepSpeed gathers the parameters of the current layer. It keeps small ones, those of a tied
+        embedding, and those that are used again within the reuse distance: at the end of the
+        forward pass the last layers, which are passed twice between their two uses, or three times
+        if they are recomputed. Prefetching runs ahead until `max_live` parameters are gathered.
+        """
+        limits = self.inputs.gather_limits
+        if limits is None:
+            return 0
+        sizes = parameter_sizes(self.model, self.inputs.tp_size, self.config.moe, self.ep_size)
+        largest = max(sizes)
+        kept = sum(n * count for n, count in sizes.items() if n <= limits.persistence_threshold)
+        if not self.model.untie_embeddings_and_output_weights:
+            rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
+            kept += rows * self.model.hidden_size
+        is_recomputed = self.config.recompute.recompute_granularity == "full"
+        ahead = limits.max_reuse_distance // (3 if is_recomputed else 2)
+        if limits.prefetch_bucket > 0:
+            ahead = max(ahead, limits.max_live)
+        # The current parameter, and the last one that exceeds a limit.
+        return self.inputs.param_bytes * min(self.full, kept + ahead + 2 * largest)
+
+    def not_yet_allocated(self, device: dict[str, int]) -> int:
+        """States on the device that do not exist before the backward pass.
+
+        Gradients exist until the step, or until they are accumulated; accumulation starts with the
+        second micro-batch, unless DeepSpeed keeps its buffer.
+        """
+        absent = device.get("gradients", 0) if self.is_single or self.has_accumulator else 0
+        if self.is_single and self.inputs.zero_stage == 2:
+            absent += device.get("accumulated gradients", 0)
+        return absent
+
+    def matrix_updates(self) -> int:
+        """Muon's messages and the largest matrix, in the type in which it is orthogonalized.
+
+        The elements of this rank's partition are collected, concatenated, received and sent back;
+        the iteration has the matrix, its transposed copy, a product and the result.
+        """
+        if not self.inputs.has_matrix_updates:
+            return 0
+        largest = max(self.matrices) * self.inputs.tp_size
+        return self.inputs.param_bytes * 4 * (self.matrix_share + largest)
+
+    def reduction(self) -> int:
+        inputs = self.inputs
+        if not self.has_bucket:  # flattened into one message
+            message = inputs.reduction_bytes * min(self.full, ALLREDUCE_BUCKET)
+            return max(message, self.matrix_updates())
+        # The optimizer steps on a flat copy of its partition.
+        step = 0 if inputs.offload_optimizer else FP32 * self.partition
+        step += self.matrix_updates()
+        buckets = inputs.num_buckets * self.bucket
+        return max(buckets, step) if inputs.zero_stage < 3 else buckets + step
+
+    def retained_by_malloc(self, activations: int) -> int:
+        """Activations that are freed but that malloc does not return to the system."""
+        inputs = self.inputs
+        block = self.tokens * self.model.mlp_hidden_size * inputs.param_bytes // inputs.tp_size
+        return activations if inputs.on_cpu and block < MALLOC_TRIM_LIMIT else 0
+
+    def activations(self) -> int:
+        """Saved for the backward pass by all layers, without the output layer."""
+        model, tp_size = self.model, self.inputs.tp_size
+        recompute, layer = in_effect(self.config.recompute), self._layer()
+        ends = self.residual + self._norm()  # the final norm
+        if model.hidden_dropout > 0:
+            ends += self.mask
+        if model.position_embedding_type == "alibi":
+            heads = model.num_attention_heads // (tp_size * self.inputs.sp_size)
+            ends += heads * model.seq_length**2 * self.inputs.param_bytes
+        if recompute.tiled_mlp:
+            ends += self._mlp() // num_tiles(self.tokens, model.hidden_size)
+        experts = self._experts() - (0 if recompute.tiled_mlp else self._mlp())
+        sparse = self.config.moe.num_moe_layers(model.num_layers)
+        if self.is_staged:
+            sparse = min(1, sparse) * -(-self.stored_layers // self.config.moe.expert_interval)
+        if recompute.recompute_granularity != "full":
+            return ends + self.stored_layers * layer + sparse * experts
+        units = -(-self.stored_layers // recompute.checkpoint_num_layers)
+        kept = 0 if recompute.checkpoint_in_cpu else units * self.residual
+        if recompute.partition_activations:
+            kept //= tp_size
+        recomputed = min(recompute.checkpoint_num_layers, model.num_layers)
+        sparse = min(sparse, -(-recomputed // self.config.moe.expert_interval))
+        return ends + kept + recomputed * layer + sparse * experts
+
+    def _layer(self) -> int:
+        """Saved by one layer; attention per document is estimated for samples of one document."""
+        model, tp_size = self.model, self.inputs.tp_size
+        saves_core = self.config.recompute.recompute_granularity != "selective"
+        # Without flex attention, attention runs document by document.
+        per_document = self.config.data.reset_attention_mask and (
+            self.inputs.on_cpu or model.attention_dropout > 0
+        )
+        size = self.tokens * self.inputs.param_bytes
+        q = model.num_attention_heads * model.head_dim // tp_size
+        kv = model.kv_heads * model.head_dim // tp_size
+        if self.inputs.sp_size > 1:  # ranks that share a key-value head each receive it
+            kv = max(kv, self.inputs.sp_size * model.head_dim)
+        saved = 4 * self.residual  # inputs of both norms and of the projections after them
+        saved += size * (q + 2 * kv)  # projected queries, keys and values
+        if self.inputs.sp_size > 1:
+            saved += size * q  # output of the core, before the heads are exchanged
+        elif per_document and saves_core and self.is_fused:
+            saved += size * q  # outputs of attention per document, before they are concatenated
+        elif model.position_embedding_type == "rope" and (self.is_fused or not saves_core):
+            saved += size * (q + kv)  # otherwise counted with the scores
+        saved += size * q  # output of attention, input of the output projection
+        if not self.config.recompute.tiled_mlp:
+            saved += self._mlp()
+        if model.hidden_dropout > 0:
+            saved += 2 * self.mask
+        saved += 2 * self._norm()
+        return saved + (self._core() if saves_core else 0)
+
+    def _mlp(self) -> int:
+        """Inner activations of an MLP."""
+        model = self.model
+        inner = 2 if not model.is_gated else 3 if model.activation == "liglu" else 4
+        size = self.tokens * self.inputs.param_bytes
+        return size * model.mlp_hidden_size // self.inputs.tp_size * inner
+
+    def _experts(self) -> int:
+        """Inner activations of a mixture of experts, if every rank receives as many tokens."""
+        moe, element = self.config.moe, self.inputs.param_bytes
+        rows = self.tokens * moe.moe_router_topk
+        saved = 2 * rows * self.model.hidden_size * element  # the experts' inputs and outputs
+        saved += moe.moe_router_topk * self._mlp()
+        # The router's logits and probabilities, the logarithms of sums, and the selected ones.
+        router = 2 * self.tokens * moe.experts + self.tokens + rows
+        if element < FP32:  # the router's input and weight in fp32; the input itself is not saved
+            router += (self.tokens + moe.experts) * self.model.hidden_size
+            saved += rows * element - self.residual
+        else:  # the complete input, where a rank has a slice of the sequence
+            saved += self.stream - self.residual
+        return saved + FP32 * router
+
+    def _norm(self) -> int:
+        """Saved by a norm in addition to its input and output.
+
+        On a CPU torch composes RMSNorm of several operations.
+        """
+        tokens = self.tokens // self.shards
+        if self.model.normalization == "LayerNorm":
+            return 2 * tokens * FP32
+        intermediate = 0
+        if self.inputs.on_cpu:
+            in_fp32 = FP32 if self.inputs.param_bytes < FP32 else 0
+            intermediate = self.residual + tokens * self.model.hidden_size * in_fp32
+        return tokens * FP32 + intermediate
+
+    def _core(self) -> int:
+        """Saved by the attention core in addition to its inputs and output.
+
+        On a CPU torch has no fused kernel for dropout and saves the scores in fp32.
+        """
+        model, element = self.model, self.inputs.param_bytes
+        heads = model.num_attention_heads // self.inputs.tp_size
+        if self.is_fused:
+            saved = self.tokens * heads * FP32
+            has_groups = model.kv_heads != model.num_attention_heads
+            if model.position_embedding_type == "alibi" and has_groups and not self.inputs.on_cpu:
+                # Keys and values, repeated for their queries.
+                saved += 2 * self.tokens * heads * model.head_dim * element
+            return saved
+        scores = self.tokens * model.seq_length * heads * FP32
+        copies = 3 * self.tokens * heads * model.head_dim * element
+        return scores * (3 if model.attention_dropout > 0 else 1) + (
+            copies if element < FP32 else 0
+        )
+
+    def output_layer(self) -> tuple[int, int, int]:
+        """The gradient of its weight, a chunk of logits, and the temporary tensors of scaling."""
+        element = self.inputs.param_bytes
+        rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
+        table, logits = rows * self.model.hidden_size, self.tokens * rows * element
+        is_summed_in_fp32 = logits > CHUNK_BYTES or self.config.precision.name == "fp16"
+        gradient = table * (FP32 if is_summed_in_fp32 else element)
+        logits = min(logits, CHUNK_BYTES)
+        if not self.inputs.on_cpu:
+            logits += logits // element * FP32  # the softmax before rounding
+        # The gradient is scaled in fp32: a copy, the product and the rounded result.
+        return gradient, logits, table * (FP32 if element == FP32 else 2 * FP32 + element)

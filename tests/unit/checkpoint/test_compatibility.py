@@ -1,0 +1,199 @@
+"""A resume repeats every field of the model, of the layout and of the data order."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron_ds.checkpoint.compatibility import (
+    CHANGEABLE_BATCH_SIZES,
+    CHANGEABLE_MODEL_FIELDS,
+    CHANGEABLE_MOE_FIELDS,
+    VOCABULARY,
+)
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.metadata import DataOrder, ParallelLayout
+from megatron_ds.config import (
+    Config,
+    DataConfig,
+    DeepSpeedConfig,
+    ModelConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RuntimeConfig,
+)
+from megatron_ds.config.problems import UserError
+from megatron_ds.parallel.mesh import Group, Mesh
+from tests.problems import raises_problem
+from tests.unit.checkpoint.fakes import Managers, save
+
+ROPE = {"position_embedding_type": "rope"}
+MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "num_layers": (3, {}),
+    "hidden_size": (16, {}),
+    "ffn_hidden_size": (24, {}),
+    "num_attention_heads": (4, {}),
+    "kv_channels": (8, {}),
+    "num_query_groups": (1, {}),
+    "seq_length": (2, {}),
+    "max_position_embeddings": (8, {}),
+    "position_embedding_type": ("alibi", {}),
+    "rotary_percent": (0.5, ROPE),
+    "rotary_base": (500.0, ROPE),
+    "normalization": ("RMSNorm", {}),
+    "norm_epsilon": (0.01, {}),
+    "activation": ("squared-relu", {}),
+    "gelu_approximation": ("none", {}),
+    "untie_embeddings_and_output_weights": (True, {}),
+    "add_bias_linear": (False, {}),
+    "add_qkv_bias": (True, {"add_bias_linear": False}),
+    "embed_layernorm": (True, {}),
+    "softmax_vocab_size": (1000, {}),
+}
+"""By field: another value, and the values of other fields with which it has an effect."""
+EXPERTS = MoEConfig(num_experts=(4,))
+MOE: dict[str, Any] = {
+    "num_experts": (8,),
+    "expert_interval": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+}
+"""By field another value than that of EXPERTS."""
+CHANGED_MOE: dict[str, Any] = {
+    "moe_router_load_balancing_type": "none",
+    "moe_min_capacity": 4,
+    "moe_token_drop_policy": "position",
+    "moe_token_dropping": False,
+}
+LAYOUT: dict[str, dict[str, Any]] = {
+    "tensor_model_parallel_size": {"parallel": ParallelConfig(tensor_model_parallel_size=2)},
+    "data_parallel_size": {},
+    "ds_sequence_parallel_size": {"parallel": ParallelConfig(ds_sequence_parallel_size=2)},
+    "expert_model_parallel_size": {
+        "moe": EXPERTS,
+        "parallel": ParallelConfig(expert_model_parallel_size=2),
+    },
+    "zero_stage": {"deepspeed": DeepSpeedConfig(zero_stage=2)},
+    "precision": {"precision": PrecisionConfig(bf16=True)},
+}
+"""By field of the layout: settings with another value."""
+
+
+def rejected(checkpoints: CheckpointManager) -> set[str]:
+    """The fields because of which a run cannot resume."""
+    with pytest.raises(UserError) as raised:
+        checkpoints.select()
+    return {name for problem in raised.value.problems for name in problem.fields}
+
+
+def test_every_field_of_the_model_is_here() -> None:
+    names = {item.name for item in dataclasses.fields(ModelConfig)}
+    assert names - CHANGEABLE_MODEL_FIELDS - set(VOCABULARY) == MODEL.keys()
+
+
+@pytest.mark.parametrize("field", MODEL)
+def test_another_model_is_rejected(field: str, manager: Managers, config: Config) -> None:
+    value, others = MODEL[field]
+    model = dataclasses.replace(config.model, **others)
+    save(manager(model=model), 1)
+    assert manager(model=model).select() is not None
+    other = dataclasses.replace(model, **{field: value})
+    assert field in rejected(manager(model=other))
+
+
+@pytest.mark.parametrize("length", [3, 8])
+@pytest.mark.parametrize("kind", ["rope", "alibi", "none", "learned_absolute"])
+def test_the_sequence_length_may_change_if_every_position_has_an_embedding(
+    kind: str, length: int, manager: Managers, config: Config, logged: list[str]
+) -> None:
+    model = dataclasses.replace(config.model, position_embedding_type=kind)
+    save(manager(model=model), 1)
+    other = dataclasses.replace(model, seq_length=length)
+    if kind == "learned_absolute":
+        with raises_problem("resume-positions-changed", "seq_length", contains="--max-position-em"):
+            manager(model=other).select()
+        other = dataclasses.replace(other, max_position_embeddings=4)
+        if length > 4:
+            return
+    logged.clear()
+    assert manager(model=other).select() is not None
+    (warning,) = logged
+    assert warning.startswith("WARNING: --seq-length is 4 in ")
+
+
+@pytest.mark.parametrize("field", sorted(CHANGEABLE_MODEL_FIELDS))
+def test_dropout_and_initialization_may_change(
+    field: str, manager: Managers, config: Config
+) -> None:
+    save(manager(), 1)
+    other = dataclasses.replace(config.model, **{field: 0.3})
+    assert manager(model=other).select() is not None
+
+
+@pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(MoEConfig)])
+def test_experts_are_those_of_the_checkpoint(field: str, manager: Managers) -> None:
+    assert {item.name for item in dataclasses.fields(MoEConfig)} == MOE.keys() | (
+        CHANGEABLE_MOE_FIELDS
+    )
+    experts = dataclasses.replace(EXPERTS, moe_expert_capacity_factor=2.0)
+    save(manager(moe=experts), 1)
+    value = {**MOE, **CHANGED_MOE}.get(field, 0.3)
+    other = manager(moe=dataclasses.replace(experts, **{field: value}))
+    if field in MOE:
+        assert field in rejected(other)
+    else:
+        assert other.select() is not None
+
+
+@pytest.mark.parametrize("field", LAYOUT)
+@pytest.mark.parametrize("is_8_bit", [False, True])
+def test_another_layout_is_rejected_for_8_bit_moments_only(
+    field: str, is_8_bit: bool, manager: Managers
+) -> None:
+    assert {item.name for item in dataclasses.fields(ParallelLayout)} >= LAYOUT.keys()
+    optimizer = OptimizerConfig(use_bnb_optimizer=is_8_bit)
+    moe = {"moe": EXPERTS} if "moe" in LAYOUT[field] else {}
+    save(manager(optimizer=optimizer, **moe), 1)
+    other = manager(optimizer=optimizer, **LAYOUT[field])
+    if field == "data_parallel_size":
+        other._mesh = dataclasses.replace(Mesh.build(1), dp=Group((0, 1), 0, None))
+    if is_8_bit:
+        with raises_problem("resume-8-bit-moments", contains=" -> "):
+            other.select()
+    else:
+        assert other.select() is not None
+
+
+@pytest.mark.parametrize("name", ["sgd", "lion", "muon"])
+def test_another_optimizer_is_rejected(name: str, manager: Managers) -> None:
+    save(manager(), 1)
+    assert rejected(manager(optimizer=OptimizerConfig(optimizer=name))) == {"optimizer"}
+
+
+def test_moments_of_another_width_are_rejected(manager: Managers) -> None:
+    save(manager(), 1)
+    assert rejected(manager(optimizer=OptimizerConfig(use_bnb_optimizer=True))) == {"optimizer"}
+    unused = OptimizerConfig(optimizer="sgd", use_bnb_optimizer=True)
+    save(manager(optimizer=OptimizerConfig(optimizer="sgd")), 2)
+    assert manager(optimizer=unused).select() is not None
+
+
+def test_another_data_order_is_rejected(manager: Managers) -> None:
+    first = DataConfig(data_path=("tokens",), split="9,1")
+    changes: dict[str, dict[str, Any]] = {
+        "seed": {"runtime": RuntimeConfig(seed=1)},
+        "split": {"data": dataclasses.replace(first, split="8,2")},
+    }
+    names = {item.name for item in dataclasses.fields(DataOrder)}
+    assert names - set(CHANGEABLE_BATCH_SIZES) == changes.keys()
+    save(manager(data=first), 1)
+    assert manager(data=first).select() is not None
+    for field, change in changes.items():
+        assert field in rejected(manager(**{"data": first, **change})), field
+    with raises_problem("resume-data-order-changed", "split") as raised:
+        manager(data=dataclasses.replace(first, split=None)).select()
+    assert "None" not in raised.problem

@@ -1,0 +1,130 @@
+"""Local checkpoints of one process, which lose files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
+from megatron_ds.checkpoint.local.nodes import ABANDONED_S, TOKEN, Nodes
+from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
+from megatron_ds.config import Config
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.tokenizer import TokenizerFingerprint
+from tests.problems import printed_codes
+from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
+
+Start = Callable[..., CheckpointManager]
+
+
+@pytest.fixture
+def start(one_process: None, config: Config, logged: list[str], tmp_path: Path) -> Start:
+    """start(**options): a run in RUN with local checkpoints."""
+
+    def build(**changed: Any) -> CheckpointManager:
+        places = {name: str(tmp_path / "run") for name in ("save", "load")}
+        places["local_checkpoint_dir"] = str(tmp_path / "node")
+        options = dataclasses.replace(config.checkpoint, **{**places, **changed})
+        ranks = RankAgreement()
+        local = LocalCheckpoints.open(options, ranks, lambda found: logged.append(found.render()))
+        return CheckpointManager(
+            dataclasses.replace(config, checkpoint=options),
+            Mesh.build(1),
+            logged.append,
+            ranks,
+            tokenizer=StoredTokenizer(TokenizerFingerprint("Null", {}, 8, 7), {"vocab.txt": b"a"}),
+            local=local,
+        )
+
+    return build
+
+
+@pytest.fixture
+def manager(start: Start) -> CheckpointManager:
+    return start()
+
+
+@pytest.mark.parametrize("name", ["run.json", "model_states.pt", "tokenizer/vocab.txt"])
+@pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "truncated"])
+def test_a_checkpoint_without_a_file_leaves_the_one_before_it(
+    name: str, is_lost: bool, manager: CheckpointManager, logged: list[str], tmp_path: Path
+) -> None:
+    engine = FakeEngine()
+    for iteration in (2, 4):
+        engine.content = f"of iteration {iteration}"
+        manager.save_local(engine, state_at(iteration))
+    file = tmp_path / "node" / "global_step4" / name
+    content = file.read_bytes()
+    file.unlink()
+    if not is_lost:
+        file.write_bytes(content[:-1])
+    state, engine = load(manager)
+    assert (state, engine.content) == (state_at(2), "of iteration 2")
+
+
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [
+        ("{}/run", {"load": "{}/run/"}),
+        ("{}/run", {"save": "./run", "load": "run"}),
+        ("run", {"save": "{}/run"}),
+        ("{}/link", {"load": "{}/below/../run"}),
+    ],
+)
+def test_a_folder_spelled_differently_is_the_same_run(
+    first: str,
+    options: dict[str, str],
+    start: Start,
+    logged: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "below").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    place = first.format(tmp_path)
+    manager = start(save=place, load=place)
+    save(manager, 2)
+    manager.save_local(FakeEngine(), state_at(4))
+    again = {name: value.format(tmp_path) for name, value in options.items()}
+    assert load(start(**again))[0] == state_at(4)
+    assert "local-checkpoints-unused" not in printed_codes("\n".join(logged))
+
+
+@pytest.mark.parametrize("options", [{"save": "other"}, {"finetune": True}, {"ckpt_step": 2}])
+def test_newer_local_checkpoints_that_are_not_used_are_a_warning(
+    options: dict[str, Any], start: Start, logged: list[str], tmp_path: Path
+) -> None:
+    manager = start()
+    save(manager, 2)
+    manager.save_local(FakeEngine(), state_at(4))
+    if "save" in options:
+        options = {"save": str(tmp_path / "other")}
+    assert load(start(**options))[1].content != "of iteration 4"
+    assert any("[local-checkpoints-unused]" in line and "global_step4" in line for line in logged)
+
+
+def test_runs_that_start_at_once_find_their_nodes(one_process: None, tmp_path: Path) -> None:
+    """Another run looks for its nodes by the same folder; a third one was killed long ago."""
+    killed = tmp_path / f"{TOKEN}killed-0"
+    killed.touch()
+    os.utime(killed, (0, time.time() - 2 * ABANDONED_S))
+    ranks = RankAgreement()
+    on_all: Callable[..., list[Any]] = ranks.on_all
+
+    class Agreement(RankAgreement):
+        def on_all(self, run: Callable[[], Any]) -> list[Any]:
+            done = on_all(run)
+            Nodes.sharing(tmp_path, ranks)
+            return done
+
+    assert Nodes.sharing(tmp_path, Agreement()).members == ((0,),)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,93 @@
+"""Random weights of small models, as a source of no format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_ds.checkpoint.tensor_reader import LazyTensor
+from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
+from megatron_ds.conversion.source import (
+    ModelSettings,
+    TrainingStates,
+    WeightsSource,
+    expected_shapes,
+)
+from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 12,
+    "vocab_size": 50,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def random_source(
+    config: ModelConfig, tokenizer: TokenizerConfig | None = None, seed: int = 1
+) -> WeightsSource:
+    """Weights of a model, all of them random, biases and norms included."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: LazyTensor.of(0.3 * torch.randn(shape, generator=generator) + ("norm.weight" in name))
+        for name, shape in expected_shapes(config, MoEConfig()).items()
+    }
+    settings = ModelSettings.of(config, MoEConfig(), tokenizer, eod=None)
+    return WeightsSource(Path("random"), "random", settings, tensors).checked()
+
+
+def random_training(config: ModelConfig) -> TrainingStates:
+    """States of Adam after 7 iterations of 4 samples, of which one step was skipped."""
+    kinds = {
+        kind: random_source(config, seed=seed).tensors
+        for seed, kind in enumerate(("exp_avg", "exp_avg_sq", MASTER), 2)
+    }
+    return TrainingStates(
+        kinds,
+        steps=6,
+        iteration=7,
+        consumed_samples=28,
+        softmax_rows=config.vocab_size,
+        arguments={
+            "optimizer": "adam", "lr": 0.1, "min_lr": 0.01, "adam_beta1": 0.8, "adam_beta2": 0.9,
+            "adam_eps": 1e-7, "weight_decay": 0.1,
+        },
+        scheduler={"max_lr": 0.1, "min_lr": 0.01, "num_steps": 24, "lr_decay_style": "cosine"},
+    )  # fmt: skip
+
+
+def model_of(source: WeightsSource) -> GPTModel:
+    """The model of a source, in fp32."""
+    config = source.settings.model
+    mesh, rng = Mesh.single(), RngStreams(0)
+    model = GPTModel(config, mesh=mesh, rng=rng, seed=None, moe=source.settings.moe).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = source.tensors[name].read().float()
+            parameter.zero_()
+            parameter[: len(value)] = value
+    return model
+
+
+def logits(source: WeightsSource, tokens: Tensor) -> Tensor:
+    """fp32 logits of the model of a source, without padding."""
+    with torch.no_grad():
+        return model_of(source)(tokens)[..., : source.settings.model.vocab_size]
+
+
+def assert_same_tensors(found: WeightsSource, expected: WeightsSource) -> None:
+    """The same names in the same order, types and bytes."""
+    assert list(found.tensors) == list(expected.tensors)
+    for name, tensor in expected.tensors.items():
+        own = found.tensors[name]
+        assert (own.shape, own.dtype) == (tensor.shape, tensor.dtype), name
+        assert torch.equal(own.read(), tensor.read()), name

@@ -1,0 +1,442 @@
+"""Models of transformers: read, written, and rejected where they need more than ours has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.conversion.huggingface.read_write import (
+    GENERATION,
+    PICKLED,
+    PICKLED_INDEX,
+    open_hf,
+    write_hf,
+)
+from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
+from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
+from megatron_ds.conversion.weights_locations import HF_CONFIG, is_hf
+from tests.problems import raises_problem
+from tests.unit.checkpoint.test_full_weights import Trap
+from tests.unit.conversion.hf_models import (
+    MODELS,
+    TOKENS,
+    VOCAB,
+    load_strictly,
+    logits_of,
+    random_model,
+)
+from tests.unit.conversion.models import SMALL, assert_same_tensors, logits, random_source
+from tests.unit.tokenizer.test_tokenizers import END, gpt2_files
+
+LLAMA_LIKE = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+}
+
+
+def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
+    random_model(name).save_pretrained(folder, **options)
+    return folder
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    config = json.loads((folder / HF_CONFIG).read_text()) | values
+    present = {key: value for key, value in config.items() if value is not ...}
+    (folder / HF_CONFIG).write_text(json.dumps(present))
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    """The same tensors under the same names, byte by byte."""
+    ours, theirs = tensors_in(found), tensors_in(expected)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype
+        assert torch.equal(ours[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
+    """Equal logits to 1e-5 of the largest; the tensors are the same files' after both ways."""
+    model = random_model(name)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = logits_of(model)
+
+    source = open_hf(tmp_path / "theirs")
+    write_weights_folder(source, tmp_path / "ours")
+    again = open_weights_folder(tmp_path / "ours")
+    write_hf(again, tmp_path / "again", shard_bytes=10_000)
+
+    assert (logits(source, TOKENS) - expected).abs().max() / expected.abs().max() < 1e-5
+    assert_same_files(tmp_path / "again", tmp_path / "theirs")
+    loaded = load_strictly(tmp_path / "again")
+    assert torch.equal(logits_of(loaded), expected)
+    assert loaded.config.model_type == model.config.model_type
+    assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (0, 1)
+    assert loaded.generation_config.eos_token_id == 1
+
+
+def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
+    model = random_model("llama")
+    model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.9, eos_token_id=[1, 2])
+    model.save_pretrained(tmp_path / "theirs")
+    write_weights_folder(open_hf(tmp_path / "theirs"), tmp_path / "ours")
+    write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
+    generation = load_strictly(tmp_path / "again").generation_config
+    found, expected = generation.to_dict(), model.generation_config.to_dict()
+    assert found.pop("_from_model_config") != expected.pop("_from_model_config")
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("ids", "generation"),
+    [
+        ({"eos_token_id": 1, "pad_token_id": None}, {"eos_token_id": [1, 2], "pad_token_id": 3}),
+        ({"bos_token_id": 0, "eos_token_id": [1, 2]}, {"eos_token_id": [1, 2], "top_k": 5}),
+        ({}, {"eos_token_id": 7}),
+        ({}, {}),
+    ],
+)
+def test_special_ids_stay_in_their_file(
+    tmp_path: Path, ids: dict[str, Any], generation: dict[str, Any]
+) -> None:
+    """An id that is absent is not written: its class has a default."""
+    theirs = saved(tmp_path / "theirs")
+    absent = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ...)
+    change_config(theirs, **{**absent, **ids})
+    (theirs / GENERATION).write_text(json.dumps(generation))
+    write_weights_folder(open_hf(theirs), tmp_path / "ours")
+    source = open_weights_folder(tmp_path / "ours")
+    write_hf(source, tmp_path / "again")
+    config = json.loads((tmp_path / "again" / HF_CONFIG).read_text())
+    assert {key: config[key] for key in absent if key in config} == ids
+    loaded = [load_strictly(tmp_path / each) for each in ("theirs", "again")]
+    expected, found = (model.generation_config.to_dict() for model in loaded)
+    assert {**found, "_from_model_config": None} == {**expected, "_from_model_config": None}
+    write_hf(source, tmp_path / "other", model_type="mistral")
+    other = load_strictly(tmp_path / "other").config
+    assert other.eos_token_id == ids.get("eos_token_id")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_types_are_kept(tmp_path: Path, dtype: torch.dtype) -> None:
+    random_model("llama").to(dtype).save_pretrained(tmp_path / "theirs")
+    write_hf(open_hf(tmp_path / "theirs"), tmp_path / "again")
+    assert_same_files(tmp_path / "again", tmp_path / "theirs")
+    assert load_strictly(tmp_path / "again", dtype="auto").dtype == dtype
+
+
+def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
+    """Pickled shards with an index; names without prefix; buffers; the keys of version 4."""
+    saved(tmp_path / "new", "gpt-neox")
+    saved(tmp_path / "old", "gpt-neox")
+    tensors = {k.removeprefix("gpt_neox."): v for k, v in tensors_in(tmp_path / "old").items()}
+    (tmp_path / "old" / SINGLE).unlink()
+    tensors["layers.0.attention.bias"] = torch.ones(1, 1, 12, 12, dtype=torch.uint8)
+    tensors["layers.0.attention.rotary_emb.inv_freq"] = torch.ones(2)
+    names = {name: f"part-{index % 2}.bin" for index, name in enumerate(tensors)}
+    for file in set(names.values()):
+        part = {name: tensors[name].clone() for name in tensors if names[name] == file}
+        torch.save(part, tmp_path / "old" / file, _use_new_zipfile_serialization=file[5] == "0")
+    (tmp_path / "old" / PICKLED_INDEX).write_text(json.dumps({"weight_map": names}))
+    change_config(
+        tmp_path / "old",
+        rope_parameters=...,
+        rotary_emb_base=500,
+        rotary_pct=0.5,
+        attention_bias=...,
+        hidden_act=...,
+    )
+
+    assert_same_tensors(open_hf(tmp_path / "old"), open_hf(tmp_path / "new"))
+    assert open_hf(tmp_path / "old").settings == open_hf(tmp_path / "new").settings
+
+
+ROTATIONS: tuple[dict[str, Any], ...] = (
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1}},
+    {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    {"partial_rotary_factor": 0.5},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "rope_theta": 300.0},
+    {"rope_parameters": {"rope_theta": 500.0}, "rope_scaling": {"rope_theta": 300.0}},
+    {"rope_theta": 300.0, "rotary_emb_base": 200, "rotary_pct": 0.5},
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mistral", "falcon", "gpt-neox"])
+def test_rotations_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Of keys in several places, and of a fraction that most families ignore."""
+    saved(tmp_path, name)
+    absent = {key: ... for keys in ROTATIONS for key in keys}
+    for keys in ROTATIONS:
+        change_config(tmp_path, **{**absent, **keys})
+        expected = logits_of(load_strictly(tmp_path))
+        found = logits(open_hf(tmp_path), TOKENS)
+        assert (found - expected).abs().max() / expected.abs().max() < 1e-5, keys
+
+
+def test_the_files_that_transformers_reads_are_read(tmp_path: Path) -> None:
+    """One file, although the index and the files of an older save are there, too."""
+    saved(tmp_path, max_shard_size="10KB")
+    save_file({name: 2 * value for name, value in tensors_in(tmp_path).items()}, tmp_path / SINGLE)
+    assert (tmp_path / INDEX).is_file()
+    expected = logits_of(load_strictly(tmp_path))
+    found = logits(open_hf(tmp_path), TOKENS)
+    assert (found - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+def test_a_tied_table_has_either_name_or_both(tmp_path: Path) -> None:
+    expected, table = open_hf(saved(tmp_path / "original", "qwen2")), "model.embed_tokens.weight"
+    folder = saved(tmp_path / "changed", "qwen2")
+    tensors = tensors_in(folder)
+    embedding = tensors[table]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, folder / SINGLE)
+    assert_same_tensors(open_hf(folder), expected)
+    for other in (2 * embedding, embedding.double(), embedding[:-1].clone()):
+        save_file({**tensors, "lm_head.weight": other}, folder / SINGLE)
+        with raises_problem("hf-tied-weights-differ", contains="lm_head"):
+            open_hf(folder)
+    del tensors[table]
+    save_file({**tensors, "lm_head.weight": embedding}, folder / SINGLE)
+    assert_same_tensors(open_hf(folder), expected)
+    logits_of(load_strictly(folder))
+
+
+def test_tensors_that_become_one_may_have_several_types(tmp_path: Path) -> None:
+    """The type of the result has the values of all."""
+    saved(tmp_path / "theirs")
+    tensors = tensors_in(tmp_path / "theirs")
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    tensors[names[0]] = tensors[names[0]].bfloat16()
+    tensors[names[1]] = tensors[names[1]].half()
+    save_file(tensors, tmp_path / "theirs" / SINGLE)
+    write_hf(open_hf(tmp_path / "theirs"), tmp_path / "again")
+    found = tensors_in(tmp_path / "again")
+    for name, value in tensors.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], value.float()), name
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    change_config(saved(tmp_path), quantization_config=None)
+    open_hf(tmp_path)
+    tensors = {name: value.to(torch.int8) for name, value in tensors_in(tmp_path).items()}
+    save_file(tensors, tmp_path / SINGLE)
+    with raises_problem("weights-type-unsupported", contains="int8"):
+        open_hf(tmp_path)
+
+
+def test_absent_keys_have_the_defaults_of_transformers() -> None:
+    """Those of every class with which a file of the Hub may be incomplete."""
+    from megatron_ds.conversion.huggingface.config_rows import ConfigValues
+    from megatron_ds.conversion.huggingface.families import FAMILIES
+
+    required = {
+        *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "n_layer"),
+        *("n_head", "intermediate_size", "max_position_embeddings", "num_key_value_heads"),
+    }
+    for name, family in FAMILIES.items():
+        values = transformers.AutoConfig.for_model(name).to_dict()
+        sparse = {key: value for key, value in values.items() if key in required}
+        fields = []
+        for config in (ConfigValues(Path(), sparse), ConfigValues(Path(), values)):
+            read: dict[str, Any] = {}
+            for row in family.rows:
+                read |= row.read(config)
+            read.pop("seq_length")
+            # A null head size is the quotient.
+            fields.append({k: v for k, v in read.items() if k != "kv_channels"})
+        if name == "falcon":
+            fields[1].pop("ffn_hidden_size")  # derived by the class
+        assert fields[0] == fields[1], name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "part"),
+    [
+        ("gpt-neox", {"use_parallel_residual": True}, "use_parallel_residual"),
+        ("gpt-neox", {"use_parallel_residual": ...}, "use_parallel_residual"),
+        ("gpt-neox", {"attention_bias": False}, "attention_bias"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
+        ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear"}}, "linear"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "linear"),
+        ("llama", {"transformers_weights": "other.safetensors"}, "transformers_weights"),
+        ("llama", {"attention_bias": True}, "attention_bias"),
+        ("llama", {"hidden_act": "mish"}, "mish"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"model_type": "qwen3"}, "queries and keys"),
+        ("llama", {"model_type": "olmo2"}, "instead of before"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("falcon", {"parallel_attn": True}, "parallel_attn"),
+        ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture"),
+        ("falcon", {"alibi": True}, "alibi"),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
+    ],
+)
+def test_parts_that_the_model_lacks_are_named(
+    tmp_path: Path, name: str, change: dict[str, Any], part: str
+) -> None:
+    change_config(saved(tmp_path, name), **change)
+    with raises_problem("hf-parts-lacking", contains=part):
+        open_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"model_type": "t5"}, "hf-model-type"),
+        ({"model_type": ...}, "hf-model-type"),
+        ({"num_hidden_layers": ...}, "hf-config-key-missing"),
+        ({"num_hidden_layers": "many"}, "hf-config-value"),
+        ({"num_hidden_layers": 2.5}, "hf-config-value"),
+        ({"num_hidden_layers": float("inf")}, "hf-config-value"),
+        ({"vocab_size": VOCAB - 1}, "weights-shape-mismatch"),
+        ({"rope_parameters": 5}, "hf-config-value"),
+        ({"num_attention_heads": 5}, "foreign-file-unreadable"),
+        ({"num_hidden_layers": 3}, "hf-tensors-missing"),
+        ({"num_hidden_layers": 1}, "hf-tensors-unknown"),
+        ({"intermediate_size": 44}, "weights-shape-mismatch"),
+    ],
+)
+def test_wrong_configurations_are_rejected(
+    tmp_path: Path, change: dict[str, Any], code: str
+) -> None:
+    change_config(saved(tmp_path), **change)
+    with raises_problem(code):
+        open_hf(tmp_path)
+
+
+def test_missing_and_foreign_files_are_rejected(tmp_path: Path) -> None:
+    assert not is_hf(tmp_path)
+    with raises_problem("hf-folder-without-config"):
+        open_hf(tmp_path)
+    assert is_hf(saved(tmp_path))
+    tensors = tensors_in(tmp_path)
+    (tmp_path / SINGLE).unlink()
+    with raises_problem("hf-folder-without-weights"):
+        open_hf(tmp_path)
+    torch.save({"a": Trap(tmp_path / "sprung")}, tmp_path / PICKLED)
+    with raises_problem("tensor-file-unreadable"):
+        open_hf(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+    for places in ({"a": "../x.safetensors"}, {"a": ""}, {"a": 1}, None):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+        with raises_problem("foreign-file-unreadable"):
+            open_hf(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    with raises_problem("checkpoint-file-missing"):
+        open_hf(tmp_path)
+    (tmp_path / INDEX).unlink()
+    save_file({**tensors, "model.layers.0.adapter.weight": torch.ones(1)}, tmp_path / SINGLE)
+    with raises_problem("hf-tensors-unknown", contains="adapter"):
+        open_hf(tmp_path)
+
+
+def test_a_tensor_has_the_values_of_its_shape(tmp_path: Path) -> None:
+    """A file of a few bytes can describe a table that no memory has room for."""
+    tensors = tensors_in(saved(tmp_path))
+    (tmp_path / SINGLE).unlink()
+    rows = 2**40
+    tensors["model.embed_tokens.weight"] = torch.ones(1).expand(rows, 32)
+    tensors["lm_head.weight"] = torch.ones(1).expand(rows, 32)
+    torch.save(tensors, tmp_path / PICKLED)
+    change_config(tmp_path, vocab_size=rows)
+    with raises_problem("foreign-file-unreadable", contains=str(rows)):
+        open_hf(tmp_path)
+
+
+def test_a_window_limits_the_sequence_length(tmp_path: Path) -> None:
+    source = open_hf(saved(tmp_path / "a", "mistral-window"))
+    settings = source.settings
+    assert settings.longest_sequence == settings.model.seq_length == 12
+    write_weights_folder(source, tmp_path / "ours")
+    write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
+    config = load_strictly(tmp_path / "again").config
+    assert (config.sliding_window, config.max_position_embeddings) == (12, 64)
+    settings = open_hf(saved(tmp_path / "b", "mistral")).settings
+    assert settings.longest_sequence is None
+    assert settings.model.seq_length == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "gpt2"),
+        ({"activation": "openai-gelu"}, "gpt2"),
+        ({"position_embedding_type": "rope", "rotary_percent": 0.25}, "gpt_neox"),
+        (LLAMA_LIKE, "llama"),
+        ({**LLAMA_LIKE, "add_qkv_bias": True}, "qwen2"),
+        ({"position_embedding_type": "alibi", "embed_layernorm": True}, "bloom"),
+        (
+            {"position_embedding_type": "rope", "add_bias_linear": False, "num_query_groups": 1},
+            "falcon",
+        ),
+    ],
+)
+def test_a_family_that_has_the_parts_is_chosen(
+    tmp_path: Path, options: dict[str, Any], expected: str
+) -> None:
+    """The vocabulary's padding does not appear in the file."""
+    source = random_source(ModelConfig(**SMALL, **options))
+    write_hf(source, tmp_path / "hf")
+
+    model = load_strictly(tmp_path / "hf")
+
+    assert model.config.model_type == expected
+    assert model.config.eos_token_id is None
+    own = logits(source, TOKENS)
+    assert (logits_of(model) - own).abs().max() / own.abs().max() < 1e-5
+
+
+def test_a_given_family_must_have_the_parts(tmp_path: Path) -> None:
+    source = random_source(ModelConfig(**SMALL, **LLAMA_LIKE))
+    write_hf(source, tmp_path / "hf", model_type="mistral")
+    assert load_strictly(tmp_path / "hf").config.model_type == "mistral"
+    with raises_problem("hf-no-family", contains="embed_layernorm"):
+        write_hf(source, tmp_path / "other", model_type="bloom")
+    alibi = random_source(ModelConfig(**SMALL, position_embedding_type="none"))
+    with raises_problem("hf-no-family"):
+        write_hf(alibi, tmp_path / "other")
+
+
+def test_the_tokenizer_of_a_run_is_exported(tmp_path: Path) -> None:
+    tokenizer = gpt2_files(tmp_path)
+    write_hf(random_source(ModelConfig(**SMALL), tokenizer), tmp_path / "hf")
+
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+
+    from megatron_ds.tokenizer import build_tokenizer
+
+    own = build_tokenizer(tokenizer)
+    assert loaded("hello hel")["input_ids"] == own.encode("hello hel")
+    assert loaded.eos_token == END
+    assert loaded.eos_token_id == own.eod
+
+
+def test_a_hugging_face_tokenizer_is_kept(tmp_path: Path) -> None:
+    """Its files, but not those of the model beside them."""
+    gpt2_files(tmp_path)
+    theirs = saved(tmp_path / "theirs")
+    tokenizer = transformers.GPT2Tokenizer.from_pretrained(tmp_path)
+    tokenizer.save_pretrained(theirs)
+    (theirs / "chat_template.jinja").write_text("{{ messages }}")
+    write_weights_folder(open_hf(theirs), tmp_path / "ours")
+    write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
+
+    names = {path.name for path in theirs.iterdir()}
+    assert {path.name for path in (tmp_path / "again").iterdir()} == names
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "again" / name).read_bytes() == (theirs / name).read_bytes()

@@ -1,0 +1,563 @@
+"""Checkpoints of Megatron, as its programs wrote them and as an independent writer does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deepspeed.checkpoint import ds_to_universal
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.megatron.open import open_checkpoint, open_megatron
+from megatron_ds.conversion.megatron.optimizer import MOMENTS
+from megatron_ds.conversion.registry import format_of, open_source
+from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
+from tests.problems import printed_codes, raises_problem
+from tests.unit.conversion.megatron_writer import (
+    Layout,
+    classes_of_megatron,
+    write_checkpoint,
+)
+from tests.unit.conversion.models import SMALL, logits, random_source
+
+STORED = ("mlm0190_gpt", "mlm08_mcore_rope_tp2", "mlm10_tp1", "mlm25_tp1", "ms_pipe_tp2")
+"""Cases whose files are among the tests."""
+OTHERS = (
+    "bs_pipe_z1",
+    "mlm0161_gpt",
+    "mlm0161_gpt_tp2",
+    "mlm0161_llama",
+    "mlm08_legacy",
+    "mlm08_mcore",
+    "mlm25_pp2",
+    "mlm25_qkv_v0",
+    "mlm25_release_fp16",
+    "mlm25_tp2",
+    "ms_nopipe_z1",
+    "mspre_pipe_llama_bf16",
+)
+TOKENS = 300
+TOLERANCE = {"mlm25_qkv_v0": 5e-3, "mlm25_release_fp16": 5e-3, "mspre_pipe_llama_bf16": 4e-2}
+"""Where the peer computed its logits in half precision; 1e-5 elsewhere."""
+
+
+@pytest.mark.parametrize("case", [*STORED, *OTHERS])
+def test_the_model_has_the_logits_of_the_program_that_saved_it(
+    case: str, megatron_checkpoints: Path, request: pytest.FixtureRequest
+) -> None:
+    folder = megatron_checkpoints / case
+    if case in OTHERS:
+        folder = request.getfixturevalue("shared_data") / "peer_checkpoints" / case
+        if not folder.is_dir():
+            pytest.skip(f"the checkpoint {case} is not next to the checkout")
+    found = find_checkpoint(folder)
+    model = open_checkpoint(found)
+    source = model.source.with_vocab(TOKENS)
+    reference = np.load(folder / "reference.npz")
+
+    own = logits(source, torch.from_numpy(reference["tokens"]))
+
+    expected = torch.from_numpy(reference["logits"])[..., :TOKENS]
+    assert (own - expected).abs().max() < TOLERANCE.get(case, 1e-5)
+    known = case.startswith(("ms", "bs", "mlm01"))  # others name a tokenizer of unknown size
+    assert model.vocab_size == (TOKENS if known else None)
+
+
+def test_iteration_and_pointer(megatron_checkpoints: Path) -> None:
+    stored = megatron_checkpoints
+    steps = [find_checkpoint(stored / "mlm10_tp1", step) for step in (3, 4)]
+    assert [step and step.path.name for step in steps] == ["iter_0000003", None]
+    assert open_checkpoint(steps[0]).iteration == 3
+    assert find_checkpoint(stored / "mlm10_tp1" / "iter_0000003") == steps[0]
+    assert find_checkpoint(stored) is None
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "warnings"),
+    [
+        ("ms_pipe_tp2", "megatron", 0),
+        ("mlm10_tp1", "megatron", 1),
+        ("mlm0190_gpt", "torch_dist", 0),
+    ],
+)
+def test_the_converter_recognizes_the_formats(
+    case: str, name: str, warnings: int, megatron_checkpoints: Path
+) -> None:
+    found: list[str] = []
+    source = open_source(megatron_checkpoints / case, warn=found.append)
+    assert format_of(megatron_checkpoints / case) == name
+    assert printed_codes("\n".join(found)) == ["megatron-vocabulary-unknown"] * warnings
+    rows = source.tensors["embedding.word.weight"].shape[0]
+    assert rows == source.settings.model.vocab_size == (320 if warnings else TOKENS)
+    assert source.settings.may_have_padding == bool(warnings)
+    cut = source.with_vocab(TOKENS)
+    assert cut.tensors["embedding.word.weight"].shape[0] == cut.settings.model.vocab_size == TOKENS
+    assert not cut.settings.may_have_padding
+
+
+def model(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{**SMALL, "num_layers": 4, **changes})
+
+
+LLAMA: dict[str, Any] = {
+    "activation": "swiglu",
+    "ffn_hidden_size": 24,
+    "num_query_groups": 2,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+CASES: dict[str, tuple[dict[str, Any], Layout]] = {
+    "version 0, TP 2 x PP 2": ({}, Layout(version=0, names="old", tp=2, pp=2)),
+    "version 1, TP 2": ({}, Layout(version=1, names="old", tp=2)),
+    "version 2, TP 4": ({}, Layout(version=2, tp=4)),
+    "version 3, virtual stages": ({"untie": False}, Layout(version=3, tp=2, pp=2, chunks=2)),
+    "groups and gate, TP 2 x PP 2": (LLAMA, Layout(version=3, tp=2, pp=2)),
+    "thirds with groups, TP 2": (LLAMA, Layout(version=3, tp=2, thirds=True)),
+    "core names, TP 2 x PP 4": (LLAMA, Layout(version=3, names="core", tp=2, pp=4)),
+    "fused names": ({}, Layout(version=3, names="fused", tp=2, pp=2)),
+    "uneven stages": ({}, Layout(version=3, stages=(1, 3))),
+    "key-value heads of their own size": (
+        {**LLAMA, "kv_channels": 6},
+        Layout(version=3, names="core", tp=2),
+    ),
+    "gate in the second half": (
+        {"activation": "geglu", "position_embedding_type": "alibi", "embed_layernorm": True},
+        Layout(version=3, tp=2, files="bigscience pipeline"),
+    ),
+    "bigscience, rotary": (
+        {"position_embedding_type": "rope"},
+        Layout(version=3, files="bigscience pipeline", tp=2),
+    ),
+    "pipeline, untied": (LLAMA, Layout(version=3, files="pipeline", tp=2, thirds=True)),
+    "gpt-neox": (
+        {"position_embedding_type": "rope", "rotary_percent": 0.5, "gelu_approximation": "none"},
+        Layout(files="neox pipeline", tp=2),
+    ),
+    "gpt-neox, groups and untied": (
+        {"num_query_groups": 2, "untie_embeddings_and_output_weights": True},
+        Layout(files="neox pipeline", tp=2, thirds=True),
+    ),
+    "DeepSpeed, TP 2": (LLAMA, Layout(version=3, files="deepspeed", tp=2)),
+    "ZeRO 3": (LLAMA, Layout(version=3, files="zero3", tp=2, dp=3)),
+    "all layers as one": (LLAMA, Layout(files="torch_dist")),
+    "one entry per layer": ({}, Layout(files="torch_dist", per_layer=True)),
+    "gate and up apart": (LLAMA, Layout(files="torch_dist", per_layer=True, halves=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
+    changes, layout = CASES[name]
+    changes = {key: value for key, value in changes.items() if key != "untie"}
+    config = model(**changes)
+    written = random_source(config)
+    folder = write_checkpoint(tmp_path, config, written, layout)
+
+    read = open_megatron(folder)
+    if layout.files.startswith("neox"):  # does not tell the size of the vocabulary
+        read = read.with_vocab(config.vocab_size)
+
+    assert read.tensors.keys() == written.tensors.keys()
+    for key, tensor in written.tensors.items():
+        assert torch.equal(read.tensors[key].read(), tensor.read()), key
+        assert read.tensors[key].shape == tensor.shape
+    assert read.settings.fixed == written.settings.fixed
+
+
+OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
+    "TP 2 x PP 2": (LLAMA, Layout(version=3, tp=2, pp=2)),
+    "a copy of the embedding": ({}, Layout(version=3, tp=2, pp=2)),
+    "virtual stages": ({}, Layout(version=2, pp=2, chunks=2)),
+    "core names and half precision": (LLAMA, Layout(names="core", pp=2, half=True)),
+    "distributed optimizer": (LLAMA, Layout(tp=2, pp=2, half=True, buffers="coalesced")),
+    "its buckets, core names": ({}, Layout(names="core", pp=2, half=True, buffers="buckets")),
+    "its buckets, fused names and groups": (
+        {"position_embedding_type": "rope", "num_query_groups": 2},
+        Layout(names="fused", tp=2, pp=2, half=True, buffers="buckets"),
+    ),
+    "without a pipeline, thirds": (
+        {"position_embedding_type": "rope", "num_query_groups": 2},
+        Layout(files="deepspeed", half=True, tp=2, dp=2, thirds=True),
+    ),
+    "its first form": ({}, Layout(tp=2, pp=2, half=True, buffers="packed")),
+    "its virtual stages": ({}, Layout(pp=2, chunks=2, half=True, buffers="coalesced")),
+    "torch_dist in half precision": (LLAMA, Layout(files="torch_dist", half=True)),
+    "DeepSpeed's partitions": (LLAMA, Layout(files="deepspeed", half=True, tp=2, dp=3)),
+    "ZeRO 3": (LLAMA, Layout(files="zero3", half=True, tp=2, dp=3)),
+    "partitions of its pipeline": ({}, Layout(files="pipeline", half=True, tp=2, dp=2)),
+    "TP 2 x PP 2 x DP 2 of its pipeline": (
+        {"position_embedding_type": "rope", "num_query_groups": 2},
+        Layout(files="pipeline", half=True, tp=2, pp=2, dp=2, thirds=True),
+    ),
+    "untied, TP 2 x PP 4 x DP 2": (LLAMA, Layout(files="pipeline", half=True, tp=2, pp=4, dp=2)),
+    "gpt-neox's pipeline": (
+        {"position_embedding_type": "rope"},
+        Layout(files="neox pipeline", half=True, tp=2, pp=2, dp=2),
+    ),
+    "universal, TP 2": (
+        {"num_query_groups": 2},
+        Layout(files="universal", tp=2, half=True, undeclared=frozenset({"replicated"})),
+    ),
+    "universal, thirds and gate of a pipeline": (
+        LLAMA,
+        Layout(files="universal pipeline", tp=2, thirds=True),
+    ),
+    "universal, nothing declared": (
+        LLAMA,
+        Layout(
+            files="universal pipeline", tp=2, thirds=True, undeclared=frozenset({"parts", "rows"})
+        ),
+    ),
+    "partitions of bigscience's": (
+        {"activation": "geglu", "position_embedding_type": "alibi"},
+        Layout(files="bigscience pipeline", half=True, dp=3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_CASES)
+def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path: Path) -> None:
+    changes, layout = OPTIMIZER_CASES[name]
+    config = model(**changes)
+    kinds = ("exp_avg", "exp_avg_sq", *(("fp32_param",) if layout.half else ()))
+    written = {kind: random_source(config, seed=seed) for seed, kind in enumerate(kinds, 2)}
+    weights = random_source(config)
+    if layout.buffers:  # whose places are known by the weights in them
+        written["fp32_param"] = weights
+    write_checkpoint(tmp_path, config, weights, layout, written)
+    found = find_checkpoint(tmp_path)
+
+    read = open_checkpoint(found)
+
+    assert (read.iteration, read.steps, read.unread) == (7, 6, "")
+    if not layout.files.startswith("neox"):  # does not save them
+        assert (read.consumed_samples, read.applied_samples) == (28, 24)
+    assert read.optimizer.keys() - {"master"} == {*MOMENTS}
+    is_universal = layout.files.startswith("universal")
+    for kind, expected in written.items():
+        if is_universal and kind == "fp32_param":
+            continue  # the weights are those
+        own = read.optimizer["master" if kind == "fp32_param" else kind]
+        for key, tensor in expected.tensors.items():
+            value = tensor.read()
+            rows = len(value) if key in VOCABULARY_TABLES else None
+            assert torch.equal(own[key].read()[:rows], value), (kind, key)
+
+
+@pytest.mark.parametrize("case", ["bs_pipe_z1", "ms_nopipe_z1", "ms_pipe_tp2"])
+def test_master_weights_of_deepspeed_are_the_weights(case: str, shared_data: Path) -> None:
+    folder = shared_data / "peer_checkpoints" / case
+    if not folder.is_dir():
+        pytest.skip(f"the checkpoint {case} is not next to the checkout")
+    found = find_checkpoint(folder)
+    model = open_checkpoint(found)
+    assert model.optimizer["master"].keys() == model.source.tensors.keys()
+    for name, tensor in model.source.tensors.items():
+        assert torch.equal(model.optimizer["master"][name].read(), tensor.read()), name
+
+
+@pytest.mark.parametrize("files", ["legacy", "torch_dist", "deepspeed", "zero3", "universal"])
+def test_a_decay_in_the_gradient_is_mentioned(files: str, tmp_path: Path) -> None:
+    """torch.optim.Adam, which microsoft's fork uses on other devices than CUDA's."""
+    config, source = model(**LLAMA), random_source(model(**LLAMA))
+    layout = Layout(files=files, half=files not in ("legacy", "torch_dist"))
+    moments = dict.fromkeys((*MOMENTS, "fp32_param") if layout.half else MOMENTS, source)
+    folder = write_checkpoint(tmp_path, config, source, layout, moments)
+    found = find_checkpoint(folder)
+    names = {"legacy": "mp_rank_00/model_optim_rng.pt", "torch_dist": "common.pt"}
+    names["universal"] = "zero/optimizer_state.pt"
+    name = names.get(files, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with classes_of_megatron():
+        content = torch.load(found.path / name, weights_only=False)
+        for decay in (0.0, 0.1):
+            inner = content.get("optimizer_state_dict", content)
+            inner = inner.get("base_optimizer_state", inner)
+            inner = inner.get("optimizer", inner.get("optimizer_state_dict", inner))
+            for group in inner.get("optimizer", inner)["param_groups"]:
+                group.update(decoupled_weight_decay=False, weight_decay=decay)
+            torch.save(content, found.path / name)
+            notes = [note.code for note in open_checkpoint(found).notes]
+            assert notes == (["foreign-decay-coupled"] if decay else [])
+
+
+def test_rows_in_an_unknown_order_are_rejected(tmp_path: Path) -> None:
+    config = model(**LLAMA)
+    layout = Layout(
+        files="universal", tp=2, thirds=True, arguments={"tensor_model_parallel_size": None}
+    )
+    moments = {kind: random_source(config, seed=2) for kind in MOMENTS}
+    folder = write_checkpoint(tmp_path, config, random_source(config), layout, moments)
+    with raises_problem("universal-rows-ambiguous", contains="query_key_value"):
+        open_megatron(folder)
+    # Parts of rows that are grouped by head contradict the arguments.
+    path = next(folder.glob("*/zero/*layers.0.self_attention.query_key_value.weight/fp32.pt"))
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, "param_n_sub_params": 3}, path)
+    states = path.parents[2] / "mp_rank_00_model_states.pt"
+    state = torch.load(states, weights_only=False)
+    del state["args"].ds_sequence_parallel_fpdt
+    state["args"].tensor_model_parallel_size = 2
+    torch.save(state, states)
+    with raises_problem("universal-rows-ambiguous", contains="query_key_value"):
+        open_megatron(folder)
+
+
+def test_buffers_with_other_weights_are_not_read(tmp_path: Path) -> None:
+    config = model()
+    layout = Layout(half=True, buffers="coalesced")
+    written = {kind: random_source(config, seed=2) for kind in (*MOMENTS, "fp32_param")}
+    write_checkpoint(tmp_path, config, random_source(config), layout, written)
+    found = find_checkpoint(tmp_path)
+    read = open_checkpoint(found)
+    assert (read.optimizer, read.steps) == ({}, None)
+    assert "distributed optimizer" in read.unread
+
+
+def test_deepspeeds_converter_and_this_program_read_the_same(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    """A fork's checkpoint with two tensor-parallel ranks, converted by DeepSpeed's own code."""
+    case, folder = shared_data / "peer_checkpoints" / "ms_pipe_tp2", tmp_path / "run"
+    if not case.is_dir():
+        pytest.skip("the checkpoint ms_pipe_tp2 is not next to the checkout")
+    for path in case.rglob("*"):  # without the permissions of the original
+        if path.is_file():
+            (folder / path.relative_to(case)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, folder / path.relative_to(case))
+    direct = find_checkpoint(folder)
+    options: dict[str, Any] = {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True}
+    options |= {"keep_temp_folder": False, "inject_missing_state": False}
+    output = f"{direct.path}_universal"
+    with classes_of_megatron():
+        ds_to_universal.main(
+            argparse.Namespace(input_folder=str(direct.path), output_folder=output, **options)
+        )
+    assert find_checkpoint(folder) == direct
+    found = find_checkpoint(folder, universal=True)
+    assert found.path == Path(output)
+    own, expected = open_checkpoint(found), open_checkpoint(direct)
+    for name in ("iteration", "consumed_samples", "applied_samples", "steps", "vocab_size"):
+        assert getattr(own, name) == getattr(expected, name), name
+    assert own.optimizer.keys() == expected.optimizer.keys()
+    for kind, tensors in {"weights": expected.source.tensors, **expected.optimizer}.items():
+        read = own.source.tensors if kind == "weights" else own.optimizer[kind]
+        assert read.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            rows = TOKENS if name == "embedding.word.weight" else None
+            assert torch.equal(read[name].read(), tensor.read()[:rows]), (kind, name)
+    assert open_source(Path(output)).format == "universal"
+    assert format_of(folder) == "megatron"
+
+
+def test_partitioned_states_are_not_read(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path)
+    path = folder / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["optimizer"] = {"optimizer": {"param_groups": [{"step": 7, "params": [0]}]}}
+    torch.save(state, path)
+    found = find_checkpoint(folder)
+    read = open_checkpoint(found)
+    assert not read.optimizer
+    assert "distributed optimizer" in read.unread
+
+
+def write(folder: Path, layout: Layout | None = None, **changes: Any) -> tuple[Path, WeightsSource]:
+    source = random_source(model(**changes))
+    return write_checkpoint(folder, model(**changes), source, layout or Layout(version=3)), source
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("apply_residual_connection_post_layernorm", True),
+        ("num_experts", [4]),
+        ("num_experts", 8),
+        ("qk_layernorm", True),
+        ("multi_latent_attention", True),
+        ("rotary_interleaved", True),
+        ("normalization", "L2Norm"),
+        ("position_embedding_type", "yarn"),
+        ("rotary_seq_len_interpolation_factor", 4),
+    ],
+)
+def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, arguments={argument: value}))
+    shown = value if isinstance(value, str) else argument
+    with raises_problem("megatron-part-unsupported", contains=shown):
+        open_megatron(folder)
+
+
+def test_arguments_that_are_off_are_no_parts(tmp_path: Path) -> None:
+    off = {"num_experts": [1], "softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
+    folder, _ = write(tmp_path, Layout(version=3, arguments=off))
+    open_megatron(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code"),
+    [
+        ("args.num_layers", "x", "megatron-layers-missing"),
+        ("args.num_layers", 10**8, "megatron-layers-missing"),
+        ("args.hidden_size", True, "foreign-file-unreadable"),
+        ("args.num_attention_heads", 3, "foreign-file-unreadable"),
+        ("args.kv_channels", 10**9, "foreign-file-unreadable"),
+        ("iteration", "x", "foreign-file-unreadable"),
+        ("checkpoint_info", 5, "foreign-file-unreadable"),
+        ("opt_param_scheduler", 5, "foreign-file-unreadable"),
+        ("model", 5, "megatron-layers-missing"),
+        ("model0", {"weight": torch.ones(1).expand(2**45)}, "foreign-file-unreadable"),
+    ],
+)
+def test_malformed_states_are_rejected(key: str, value: Any, code: str, tmp_path: Path) -> None:
+    folder, _ = write(tmp_path)
+    path = folder / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    if key == "model0":
+        state["model0"] = {**value, "language_model": state.pop("model")["language_model"]}
+    elif key.startswith("args."):
+        setattr(state["args"], key.removeprefix("args."), value)
+    else:
+        state[key] = value
+    torch.save(state, path)
+    with raises_problem(code, contains=str(folder)):
+        open_megatron(folder)
+
+
+def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
+    """When they are read."""
+    config, source = model(), random_source(model())
+    moments = dict.fromkeys((*MOMENTS, "fp32_param"), source)
+    layout = Layout(files="deepspeed", half=True, dp=2)
+    folder = write_checkpoint(tmp_path, config, source, layout, moments)
+    path = folder / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    with classes_of_megatron():
+        state = torch.load(path, weights_only=False)
+        state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"] = "x"
+        torch.save(state, path)
+    found = find_checkpoint(folder)
+    tensors = open_checkpoint(found).optimizer["exp_avg"].values()
+    with raises_problem("foreign-file-unreadable", contains=str(found.path)):
+        for tensor in tensors:
+            tensor.read()
+
+
+def test_an_unknown_weight_is_named(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, extra="layers.0.adapter.weight"))
+    with raises_problem("megatron-weights-unknown", contains="layers.0.adapter.weight"):
+        open_megatron(folder)
+
+
+def test_an_unknown_version_is_rejected(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=4))
+    with raises_problem("megatron-version-unknown", contains="4"):
+        open_megatron(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ("legacy", "mp_rank_01_001"),
+        ("pipeline", "layer_03-model_01-model_states.pt"),
+        ("torch_dist", ".metadata"),
+    ],
+)
+def test_missing_files_are_named(files: str, missing: str, tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, files=files, tp=2, pp=2))
+    found = find_checkpoint(folder)
+    path = found.path / missing
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    code = "dcp-metadata-missing" if files == "torch_dist" else "megatron-files-missing"
+    with raises_problem(code, contains=missing):
+        open_megatron(folder)
+
+
+def test_a_missing_last_stage_is_noticed(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, tp=1, pp=2))
+    shutil.rmtree(folder / "iter_0000007" / "mp_rank_00_001")
+    with raises_problem("megatron-layers-missing", contains="2 layers"):
+        open_megatron(folder)
+
+
+def test_another_backend_is_rejected(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(files="torch_dist"))
+    path = folder / "iter_0000007" / "metadata.json"
+    path.write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
+    with raises_problem("dcp-backend-unsupported", contains="zarr"):
+        open_megatron(folder)
+
+
+def test_without_arguments_the_settings_are_given(tmp_path: Path) -> None:
+    folder, written = write(tmp_path, Layout(version=0, names="old", arguments=None))
+    found = find_checkpoint(folder)
+    with raises_problem("megatron-without-arguments", contains=str(found.path)):
+        open_checkpoint(found)
+    source = open_checkpoint(found, {"num_attention_heads": 4, "hidden_size": 32}).source
+    for key, tensor in written.tensors.items():
+        assert torch.equal(source.tensors[key].read()[: len(tensor.read())], tensor.read()), key
+
+
+@pytest.mark.parametrize(
+    ("arguments", "activation", "approximation"),
+    [
+        ({"bias_gelu_fusion": True}, "gelu", "tanh"),
+        ({"bias_gelu_fusion": False}, "gelu", "none"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "openai-gelu", None),
+        ({"squared_relu": True}, "squared-relu", None),
+    ],
+)
+def test_the_kind_of_gelu_follows_from_the_kernel(
+    arguments: dict[str, Any], activation: str, approximation: str | None, tmp_path: Path
+) -> None:
+    folder, _ = write(tmp_path, Layout(version=3, arguments=arguments))
+    fixed = open_megatron(folder).settings.fixed
+    assert (fixed["activation"], fixed.get("gelu_approximation")) == (activation, approximation)
+
+
+def test_wrong_rotations_of_a_version_are_mentioned(tmp_path: Path) -> None:
+    arguments = {"sequence_parallel": False}
+    layout = Layout(version=3, files="deepspeed", thirds=True, arguments=arguments)
+    folder, _ = write(tmp_path, layout, **LLAMA)
+    found = find_checkpoint(folder)
+    assert [note.code for note in open_checkpoint(found).notes] == ["megatron-deepspeed-wrong-rope"]
+
+
+def test_a_checkpoint_of_this_program_is_not_taken_for_one_of_megatron(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step3"
+    folder.mkdir()
+    (folder / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "latest").write_text("global_step3")
+    assert find_checkpoint(tmp_path) is not None
+    (folder / "run.json").touch()
+    assert find_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("gpt_j_residual", True), ("pos-emb", "rpe"), ("norm", "scalenorm"), ("activation", "geglu")],
+)
+def test_a_part_of_neox_that_the_model_lacks_is_named(
+    setting: str, value: Any, tmp_path: Path
+) -> None:
+    folder, _ = write(tmp_path, Layout(files="neox pipeline"))
+    path = folder / "global_step7" / "configs" / "model.yml"
+    path.write_text(json.dumps({**json.loads(path.read_text()), setting: value}))
+    shown = setting if value is True else str(value)
+    with raises_problem("megatron-part-unsupported", contains=shown):
+        open_megatron(folder)
+
+
+def test_neox_without_its_settings_needs_the_flags(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, Layout(files="neox pipeline"))
+    shutil.rmtree(folder / "global_step7" / "configs")
+    with raises_problem("megatron-without-arguments"):
+        open_megatron(folder)

@@ -1,0 +1,130 @@
+"""Weights written for Megatron: read back, and by the rules that its converters follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.conversion.megatron.open import open_megatron
+from megatron_ds.conversion.megatron.write_legacy import write_megatron
+from tests.problems import raises_problem
+from tests.unit.conversion.models import SMALL, assert_same_tensors, logits, random_source
+
+LLAMA: dict[str, Any] = {
+    "activation": "swiglu",
+    "ffn_hidden_size": 24,
+    "num_query_groups": 2,
+    "kv_channels": 6,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "rotary_base": 5000.0,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def model(**changes: Any) -> ModelConfig:
+    return ModelConfig(**{**SMALL, "num_layers": 4, **changes})
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA, {"gelu_approximation": "none"}])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 4), (2, 2)])
+def test_an_export_is_read_back(
+    changes: dict[str, Any], tp_size: int, pp_size: int, tmp_path: Path
+) -> None:
+    source = random_source(model(**changes))
+    write_megatron(source, tmp_path / "out", tp_size=tp_size, pp_size=pp_size)
+
+    read = open_megatron(tmp_path / "out")
+
+    assert read.settings.fixed == source.settings.fixed
+    assert_same_tensors(read, source)
+
+
+def gpt2_weights(path: Path) -> dict[str, Tensor]:
+    """What transformers' converter of Megatron's GPT-2 made of a file, as its source describes.
+
+    Weights of GPT-2 are transposed, and QKV rows [heads, 3, size] become [3, heads, size].
+    """
+    state = torch.load(path, weights_only=False)
+    args, language_model = state["args"], state["model"]["language_model"]
+    heads = args.num_attention_heads
+    found = {
+        "wte.weight": language_model["embedding"]["word_embeddings"]["weight"],
+        "wpe.weight": language_model["embedding"]["position_embeddings"]["weight"],
+    }
+    assert len(found["wte.weight"]) == args.padded_vocab_size
+    assert state["checkpoint_version"] == 3.0
+    names = {"mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
+    names["self_attention.dense"] = "attn.c_proj"
+    for key, value in language_model["encoder"].items():
+        match = re.fullmatch(r"layers\.(\d+)\.([a-z0-9_.]+)\.([a-z]+)", key)
+        if match is None:
+            found[key.replace("final_layernorm", "ln_f")] = value
+            continue
+        prefix, operation, kind = f"h.{match[1]}", match[2], match[3]
+        if operation.endswith("layernorm"):
+            norm = "ln_1" if operation.startswith("input") else "ln_2"
+            found[f"{prefix}.{norm}.{kind}"] = value
+        elif operation == "self_attention.query_key_value":
+            rows = value.view(heads, 3, -1, *value.shape[1:]).transpose(0, 1).reshape(value.shape)
+            found[f"{prefix}.attn.c_attn.{kind}"] = rows.t() if kind == "weight" else rows
+        else:
+            full = value.t() if kind == "weight" else value
+            found[f"{prefix}.{names[operation]}.{kind}"] = full
+    return found
+
+
+def test_transformers_gpt2_computes_the_same_of_an_export(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = model(num_layers=2)
+    source = random_source(config)
+    write_megatron(source, tmp_path / "out")
+    weights = gpt2_weights(tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt")
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=128, n_positions=12, n_embd=32, n_layer=2, n_head=4, n_inner=128,
+            activation_function="gelu_new",
+        )
+    ).eval()  # fmt: skip
+    theirs.transformer.load_state_dict(weights)
+    tokens = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    with torch.no_grad():
+        expected = theirs(tokens).logits[..., :50]
+    torch.testing.assert_close(logits(source, tokens), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"position_embedding_type": "alibi"}, {"activation": "geglu"}, {"embed_layernorm": True}],
+)
+def test_parts_that_megatron_lacks_are_named(changes: dict[str, Any], tmp_path: Path) -> None:
+    (value,) = changes.values()
+    shown = "norm of the embedding" if value is True else str(value)
+    with raises_problem("megatron-export-unsupported", contains=shown):
+        write_megatron(random_source(model(**changes)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_stages_must_divide_the_layers(tmp_path: Path) -> None:
+    with raises_problem("megatron-export-stages", contains="4 layers"):
+        write_megatron(random_source(model()), tmp_path / "out", pp_size=3)
+
+
+def test_a_type_is_recorded(tmp_path: Path) -> None:
+    source = random_source(model()).to(torch.bfloat16)
+    write_megatron(source, tmp_path / "out")
+    path = tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt"
+    args = torch.load(path, weights_only=False)["args"]
+    assert (args.bf16, args.fp16) == (True, False)
+    read = open_megatron(tmp_path / "out")
+    assert {tensor.dtype for tensor in read.tensors.values()} == {torch.bfloat16}
+    assert dataclasses.asdict(read.settings.model)["num_layers"] == 4

@@ -1,0 +1,207 @@
+"""Options that come from a checkpoint of this program: its folder, the model, the schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_ds import schedules
+from megatron_ds.checkpoint.metadata import REPLACED
+from megatron_ds.config import (
+    CheckpointConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+)
+from megatron_ds.config.problems import Problem
+from megatron_ds.conversion.weights_folder import write_weights_folder
+from megatron_ds.loading.initial_load import merge_settings
+from megatron_ds.loading.options_from_checkpoint import with_saved_schedule
+from megatron_ds.train_state import TrainState
+from tests.problems import codes, fields
+from tests.unit.checkpoint.fakes import Managers, run_of, save
+from tests.unit.conversion.models import SMALL, random_source
+
+
+@pytest.fixture
+def pretrained(tmp_path: Path) -> Path:
+    write_weights_folder(random_source(ModelConfig(**SMALL)), tmp_path / "weights")
+    return tmp_path / "weights"
+
+
+def test_pretrained_weights_are_loaded_until_there_is_a_checkpoint(
+    tmp_path: Path, pretrained: Path, checkpoints: Any, folder: Path
+) -> None:
+    for load in (None, tmp_path / "missing", tmp_path):
+        run = run_of(load, pretrained_checkpoint=f"native:{pretrained}")
+        config, problems = merge_settings(run)
+        assert problems == []
+        assert config.checkpoint.load == str(pretrained)
+        assert config.checkpoint.finetune
+        assert config.checkpoint.exit_on_missing_checkpoint
+        assert config.model.num_layers == SMALL["num_layers"]
+    save(checkpoints, 3)
+    config, _ = merge_settings(run_of(folder, pretrained_checkpoint=str(pretrained)))
+    assert config.checkpoint == CheckpointConfig(
+        load=str(folder), pretrained_checkpoint=str(pretrained)
+    )
+
+
+def interrupt_replacement(folder: Path) -> None:
+    (folder / "global_step3").rename(folder / f"{REPLACED}global_step3")
+    (folder / "latest").unlink()
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        interrupt_replacement,
+        lambda folder: shutil.rmtree(folder / "global_step3"),  # the pointers remain
+        lambda folder: (folder / "global_step3" / "run.json").write_text("{"),
+    ],
+)
+def test_a_lost_or_damaged_checkpoint_is_not_replaced_by_pretrained_weights(
+    change: Callable[[Path], object], pretrained: Path, checkpoints: Any, folder: Path
+) -> None:
+    save(checkpoints, 3)
+    change(folder)
+    config, _ = merge_settings(run_of(folder, pretrained_checkpoint=str(pretrained)))
+    assert config.checkpoint.load == str(folder)
+    assert not config.checkpoint.finetune
+
+
+def test_the_model_of_the_checkpoint_replaces_given_options_on_request(
+    checkpoints: Any, folder: Path
+) -> None:
+    save(checkpoints, 3)
+    given = {"num_layers": 7, "hidden_size": 8, "seq_length": 9, "hidden_dropout": 0.4}
+    warnings: list[Problem] = []
+    config, problems = merge_settings(
+        run_of(folder, use_checkpoint_args=True, **given), warnings.append
+    )
+    assert problems == []
+    model = config.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 8, 2)
+    assert (model.seq_length, model.hidden_dropout) == (9, 0.4)
+    assert fields(warnings) == [("num_layers", "use_checkpoint_args")]
+    assert "num_layers" not in config.given
+    kept, _ = merge_settings(run_of(folder, **given), warnings.append)
+    assert kept.model == ModelConfig(**given)
+
+
+def test_the_tokenizer_of_the_checkpoint_is_used_unless_one_is_given(
+    manager: Managers, config: Config, folder: Path
+) -> None:
+    tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", trust_remote_code=True)
+    save(manager(tokenizer=tokenizer, model=dataclasses.replace(config.model, vocab_size=71)), 3)
+    for requested in (True, False):
+        found, _ = merge_settings(run_of(folder, use_checkpoint_args=requested))
+        assert found.tokenizer == TokenizerConfig(tokenizer_type="NullTokenizer")
+        assert found.model.vocab_size == 70  # an end-of-document id is added to it
+    given = run_of(folder)
+    given = dataclasses.replace(given, given=given.given | {"tokenizer_type"})
+    assert merge_settings(given)[0].tokenizer == TokenizerConfig()
+
+
+OPTIMIZER = OptimizerConfig(
+    lr=0.5, weight_decay=0.1, weight_decay_incr_style="linear", start_weight_decay=0.01,
+    end_weight_decay=0.1, decoupled_lr=0.25,
+)  # fmt: skip
+COSINE = {"lr_decay_style": "cosine", "min_lr": 0.01, "lr_warmup_init": 0.001}
+WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "cosine"}
+SAVED: dict[str, dict[str, Any]] = {
+    "iterations": {**COSINE, "train_iters": 40, "lr_warmup_iters": 4},
+    "own length": {**COSINE, "train_iters": 60, "lr_decay_iters": 40, "lr_warmup_fraction": 0.1},
+    "samples": {**COSINE, "train_samples": 160, "lr_warmup_samples": 16},
+    "tokens": {**COSINE, "train_tokens": 640, "lr_warmup_samples": 16},
+    "more tokens": {**COSINE, "train_samples": 999, "lr_decay_tokens": 640, "lr_warmup_tokens": 64},
+    "annealed": {**WSD, "train_iters": 40, "lr_wsd_decay_iters": 10},
+    "constant": {"lr_decay_style": "constant", "train_iters": 40, "lr_warmup_iters": 4},
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "iterations": {"train_iters": 80, "lr_warmup_iters": 11},
+    "larger batch": {"train_iters": 80, "global_batch_size": 8, "lr_decay_style": "linear"},
+    "samples": {"train_samples": 800, "lr_wsd_decay_style": "linear"},
+    "tokens": {"train_tokens": 4000, "lr_decay_tokens": 3000},
+}
+
+
+def schedule_of(**values: Any) -> ScheduleConfig:
+    return ScheduleConfig(**{"micro_batch_size": 1, "global_batch_size": 4, **values})
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("run", RUNS)
+def test_the_schedule_is_that_of_the_checkpoint(
+    saved: str, run: str, manager: Managers, config: Config, folder: Path
+) -> None:
+    """At every position, whatever units and batch size the run has."""
+    first = dataclasses.replace(config, optimizer=OPTIMIZER, schedule=schedule_of(**SAVED[saved]))
+    save(manager(optimizer=first.optimizer, schedule=first.schedule), 3)
+    given = {"lr", *RUNS[run]}
+    options = CheckpointConfig(load=str(folder), use_checkpoint_opt_param_scheduler=True)
+    own = dataclasses.replace(
+        config,
+        optimizer=OptimizerConfig(lr=9.0),
+        schedule=schedule_of(**RUNS[run]),
+        checkpoint=options,
+        given=frozenset(given),
+    )
+    warnings: list[Problem] = []
+    found, problems = with_saved_schedule(own, 1, warnings.append)
+    assert problems == []
+    assert [*found.schedule.problems(found.parallel, 1), *found.optimizer.problems()] == []
+    for samples in range(0, 200, 3):
+        state = TrainState(applied_samples=samples, applied_tokens=4 * samples)
+        for rate in (schedules.learning_rate, schedules.decoupled_learning_rate):
+            assert rate(found, state, 1) == pytest.approx(rate(first, state, 1), rel=1e-12)
+    for name in ("weight_decay", "start_weight_decay", "end_weight_decay"):
+        assert getattr(found.optimizer, name) == getattr(OPTIMIZER, name)
+    assert ("lr", "use_checkpoint_opt_param_scheduler") in fields(warnings)
+    # The run's own length and batch size are kept.
+    lengths = ("train_iters", "train_samples", "train_tokens", "global_batch_size")
+    assert all(getattr(found.schedule, n) == getattr(own.schedule, n) for n in lengths)
+
+
+def test_a_schedule_that_is_no_number_of_iterations_is_rejected(
+    manager: Managers, config: Config, folder: Path
+) -> None:
+    save(manager(schedule=schedule_of(**SAVED["iterations"])), 3)
+    options = CheckpointConfig(load=str(folder), use_checkpoint_opt_param_scheduler=True)
+    schedule = schedule_of(train_iters=80, global_batch_size=6)
+    own = dataclasses.replace(config, schedule=schedule, checkpoint=options)
+    _, problems = with_saved_schedule(own, 1, lambda problem: None)
+    assert codes(problems) == ["checkpoint-schedule-not-in-iterations"] * 2
+    new = dataclasses.replace(options, finetune=True)
+    warnings: list[Problem] = []
+    _, problems = with_saved_schedule(dataclasses.replace(own, checkpoint=new), 1, warnings.append)
+    assert (codes(warnings), problems) == (["no-effect"], [])
+
+
+def test_the_schedule_of_another_program_is_not_read(pretrained: Path, tmp_path: Path) -> None:
+    for load, expected in ((pretrained, ["checkpoint-without-schedule"]), (tmp_path, [])):
+        run = run_of(load, use_checkpoint_opt_param_scheduler=True)
+        _, problems = with_saved_schedule(run, 1, lambda problem: None)
+        assert codes(problems) == expected
+
+
+def test_changes_of_the_schedule_on_request_need_no_warning(
+    manager: Managers, logged: list[str]
+) -> None:
+    save(manager(schedule=schedule_of(**SAVED["iterations"])), 3)
+    changed = {
+        "schedule": schedule_of(**RUNS["iterations"]),
+        "optimizer": OptimizerConfig(lr=9.0, clip_grad=7.0),
+    }
+    for options, expected in ({}, 7), ({"override_opt_param_scheduler": True}, 1):
+        logged.clear()
+        assert manager(**changed, **options).select() is not None
+        assert sum("resume-setting-changed" in line for line in logged) == expected, logged

@@ -1,0 +1,517 @@
+"""The memory estimate, compared with what autograd saves, and its arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_ds.cli.arguments import build_config
+from megatron_ds.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    ScheduleConfig,
+)
+from megatron_ds.model.flops import (
+    expert_parameters_per_rank,
+    matrix_parameters,
+    parameters_per_rank,
+)
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.stages import stage_parameters
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.planning.memory_estimate import (
+    BLOCKWISE_8_BIT,
+    FP32,
+    GatherLimits,
+    MemoryEstimate,
+    MemoryInputs,
+    estimate,
+    planned_memory,
+)
+
+BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
+COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+SHAPE: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "seq_length": SEQUENCE,
+    "vocab_size": VOCAB,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "hidden dropout": {"hidden_dropout": 0.1},
+    "attention dropout": {"attention_dropout": 0.1},
+    "rope": {"position_embedding_type": "rope"},
+    "rope, attention dropout": {"position_embedding_type": "rope", "attention_dropout": 0.1},
+    "alibi": {"position_embedding_type": "alibi"},
+    "alibi, grouped queries": {"position_embedding_type": "alibi", "num_query_groups": 2},
+    "grouped queries": {"num_query_groups": 2},
+    "swiglu, RMSNorm": {"activation": "swiglu", "normalization": "RMSNorm"},
+    "reglu": {"activation": "reglu"},
+    "liglu": {"activation": "liglu"},
+    "squared relu": {"activation": "squared-relu"},
+}
+PER_DOCUMENT = (
+    "plain",
+    "attention dropout",
+    "rope",
+    "rope, attention dropout",
+    "alibi",
+    "alibi, grouped queries",
+    "grouped queries",
+)
+"""Models that are also measured with attention inside documents."""
+COUNTED = [*((name, False) for name in MODELS), *((name, True) for name in PER_DOCUMENT)]
+SINGLE = MemoryInputs(
+    zero_stage=0,
+    tp_size=1,
+    dp_size=1,
+    param_bytes=4,
+    accumulation_bytes=4,
+    reduction_bytes=4,
+    moments=2,
+    bucket_elements=0,
+    on_cpu=True,
+)
+
+
+def config(
+    recompute: RecomputeConfig | None = None, *, documents: bool = False, **model: Any
+) -> Config:
+    return Config(
+        data=DataConfig(reset_attention_mask=documents),
+        model=ModelConfig(**{**SHAPE, **model}),
+        schedule=ScheduleConfig(micro_batch_size=BATCH, global_batch_size=BATCH, train_iters=1),
+        recompute=recompute or RecomputeConfig(),
+    )
+
+
+def saved_bytes(config: Config, dtype: torch.dtype, mesh: Mesh | None = None) -> int:
+    """Bytes that a forward pass saves for the backward pass, without parameters and token ids."""
+    rng = RngStreams(0)
+    recompute = ActivationCheckpointing(config.recompute, rng)
+    documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
+    options: dict[str, Any] = {"checkpointing": recompute, "packing": documents}
+    mesh = mesh or Mesh.single()
+    options["moe"] = config.moe
+    model = GPTModel(config.model, mesh=mesh, rng=rng, seed=1, **options).to(dtype)
+    ours = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in ours and tensor.is_floating_point():
+            kept[place] = tensor
+        return tensor
+
+    tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.long)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def saved_by_output_layer(element: int) -> int:
+    """Gradients of the input and the weight of the output layer."""
+    return element * HIDDEN * (BATCH * SEQUENCE + VOCAB)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("model", "documents"), COUNTED)
+def test_activations_equal_what_autograd_saves(
+    model: str, documents: bool, dtype: torch.dtype
+) -> None:
+    run = config(documents=documents, **MODELS[model])
+    engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
+
+    measured = saved_bytes(run, dtype) - saved_by_output_layer(dtype.itemsize)
+
+    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["plain", "swiglu, RMSNorm"])
+@pytest.mark.parametrize(
+    "recompute", [None, RecomputeConfig(recompute_granularity="full", checkpoint_num_layers=2)]
+)
+def test_activations_of_experts_equal_what_autograd_saves(
+    model: str, recompute: RecomputeConfig | None, dtype: torch.dtype
+) -> None:
+    experts = MoEConfig(num_experts=(8,), expert_interval=2, moe_router_topk=3)
+    run = dataclasses.replace(config(recompute, **MODELS[model]), moe=experts)
+    engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
+    stored = dataclasses.replace(run, recompute=RecomputeConfig())
+
+    measured = saved_bytes(stored, dtype) - saved_by_output_layer(dtype.itemsize)
+    if recompute is not None:
+        # Half of the layers, and the inputs of both halves instead of the last layer's.
+        residual = BATCH * SEQUENCE * HIDDEN * dtype.itemsize
+        ends = estimate(dataclasses.replace(run, model=no_layers(run.model)), engine).activations
+        measured = ends + (measured - ends) // 2 + 2 * residual
+
+    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+def no_layers(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, num_layers=0)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_experts_are_partitioned_over_the_ranks_that_have_them(experts: int) -> None:
+    """All 4 data-parallel ranks have 8 experts each, or two pairs of ranks have 4 each."""
+    run = dataclasses.replace(
+        config(),
+        moe=MoEConfig(num_experts=(8,)),
+        parallel=ParallelConfig(expert_model_parallel_size=experts),
+    )
+    one = parameters_per_rank(run.model, 1, run.moe, experts)
+    of_experts = expert_parameters_per_rank(run.model, 1, run.moe, experts)
+    memory = estimate(run, dataclasses.replace(SINGLE, zero_stage=1, dp_size=4))
+    assert memory.device["parameters"] == FP32 * one
+    partition = (one - of_experts) / 4 + of_experts / (4 / experts)
+    assert memory.device["master weights"] == pytest.approx(FP32 * partition, abs=FP32 * 2)
+
+
+@pytest.mark.parametrize("model", ["plain", "hidden dropout", "swiglu, RMSNorm"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("experts", [1, 8])
+def test_activations_of_a_tensor_parallel_rank_equal_what_autograd_saves(
+    model: str, sequence_parallel: bool, experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = dataclasses.replace(
+        config(**MODELS[model]),
+        moe=MoEConfig(num_experts=(experts,)),
+        parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel),
+    )
+    group = Group(ranks=(0, 1), rank=0, handle=None, sequence_parallel=sequence_parallel)
+    mesh = dataclasses.replace(Mesh.single(), tp=group)
+    done = SimpleNamespace(wait=lambda: None)
+    for name in ("all_reduce", *COLLECTIVES):
+        monkeypatch.setattr(dist, name, lambda *_, **__: done)
+    engine = dataclasses.replace(SINGLE, tp_size=2)
+    head = FP32 * HIDDEN * (BATCH * SEQUENCE + VOCAB // 2)
+
+    measured = saved_bytes(run, torch.float32, mesh) - head
+
+    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("model", ["plain", "hidden dropout", "rope", "grouped queries", "alibi"])
+def test_activations_of_a_sequence_parallel_rank_equal_what_autograd_saves(
+    model: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=True)
+    run = dataclasses.replace(config(**MODELS[model]), parallel=parallel)
+    tp = Group(tuple(range(tp_size)), 0, None, sequence_parallel=tp_size > 1)
+    size = 4 // tp_size
+    mesh = dataclasses.replace(Mesh.single(), tp=tp, sp=Group(tuple(range(size)), 0, None))
+    done = SimpleNamespace(wait=lambda: None)
+    for name in ("all_reduce", "all_to_all_single", *COLLECTIVES):
+        monkeypatch.setattr(dist, name, lambda *_, **__: done)
+    engine = dataclasses.replace(SINGLE, tp_size=tp_size, sp_size=size, dp_size=size)
+    head = FP32 * HIDDEN * (BATCH * SEQUENCE // size + VOCAB // tp_size)
+
+    measured = saved_bytes(run, torch.float32, mesh) - head
+
+    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("model", ["plain", "swiglu, RMSNorm"])
+def test_tiled_mlp_saves_no_inner_activations(model: str) -> None:
+    tiled, stored = (
+        config(RecomputeConfig(tiled_mlp=True), **MODELS[model]),
+        config(**MODELS[model]),
+    )
+    measured = saved_bytes(tiled, torch.float32) - saved_by_output_layer(FP32)
+    inner = saved_bytes(stored, torch.float32) - saved_by_output_layer(FP32) - measured
+    tiles = BATCH * SEQUENCE // HIDDEN
+    one_tile = inner / SHAPE["num_layers"] / tiles  # exists during the backward pass
+
+    found = estimate(tiled, SINGLE).activations
+
+    assert found == pytest.approx(measured + one_tile, rel=0.02)
+
+
+def test_full_recompute_saves_chunk_inputs_and_one_chunk() -> None:
+    unit = {"recompute_granularity": "full", "checkpoint_num_layers": 2}
+    recomputed, stored = config(RecomputeConfig(**unit)), config()
+    layer = saved_bytes(stored, torch.float32) - saved_bytes(config(num_layers=3), torch.float32)
+
+    measured = saved_bytes(recomputed, torch.float32) - saved_by_output_layer(FP32) + 2 * layer
+
+    assert estimate(recomputed, SINGLE).activations == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_selective_recompute_saves_no_scores(documents: bool) -> None:
+    selective = RecomputeConfig(recompute_granularity="selective")
+    run = config(selective, documents=documents, attention_dropout=0.1)
+    measured = saved_bytes(run, torch.float32) - saved_by_output_layer(FP32)
+    assert estimate(run, SINGLE).activations == pytest.approx(measured, rel=0.02)
+
+
+def test_accelerator_repeats_the_keys_of_alibi_with_grouped_queries() -> None:
+    elsewhere = dataclasses.replace(SINGLE, on_cpu=False)
+    repeated, single = (
+        estimate(config(position_embedding_type="alibi", num_query_groups=groups), elsewhere)
+        for groups in (2, 4)
+    )
+    one = 4 * BATCH * SEQUENCE * HIDDEN * FP32  # of keys in four layers
+    # Half of the heads project keys and values, but all of them save both.
+    assert repeated.activations - single.activations == 2 * one - 2 * one // 2
+
+
+EIGHT_BIT = {"moment_bytes": BLOCKWISE_8_BIT}
+
+
+def states(stage: int, **changes: Any) -> MemoryEstimate:
+    """Estimate for bf16 with fp32 accumulation and data-parallel size 4."""
+    engine = dataclasses.replace(
+        SINGLE, zero_stage=stage, dp_size=4, param_bytes=2, accumulation_bytes=4, **changes
+    )
+    return estimate(config(), engine)
+
+
+def parameter_bytes() -> int:
+    """Bytes of the parameters in bf16."""
+    return estimate(config(), dataclasses.replace(SINGLE, zero_stage=1, param_bytes=2)).device[
+        "parameters"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter"), [(1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)]
+)
+def test_states_take_documented_bytes_per_parameter(stage: int, bytes_per_parameter: float) -> None:
+    assert states(stage).states == pytest.approx(
+        bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter"), [(1, 8 + 4 / 4), (2, 2 + 4 / 4), (3, 2 / 4)]
+)
+def test_offloading_optimizer_leaves_documented_bytes(
+    stage: int, bytes_per_parameter: float
+) -> None:
+    found = states(stage, offload_optimizer=True)
+    assert found.states == pytest.approx(bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3)
+
+
+def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
+    full, small = (states(2, **each).device["moments"] for each in ({}, EIGHT_BIT))
+    # One byte, and a scale in fp32 for 256 elements.
+    assert small == pytest.approx(full * (1 + 4 / 256) / 4, rel=1e-3)
+    muon = states(2, has_matrix_updates=True)
+    sizes = matrix_parameters(config().model, 1)
+    matrices = sum(size * count for size, count in sizes.items())
+    assert full - muon.device["moments"] == pytest.approx(4 * matrices / 4, abs=4)
+    assert muon.reduction > states(2).reduction
+
+
+def test_gradients_of_zero1_are_not_partitioned() -> None:
+    first, zeroth = (
+        estimate(config(), dataclasses.replace(SINGLE, zero_stage=stage, dp_size=4)).device
+        for stage in (1, 0)
+    )
+    assert first["gradients"] == zeroth["gradients"] == 4 * first["master weights"]
+
+
+def test_a_pipeline_stage_has_its_layers_and_several_micro_batches() -> None:
+    model = config(num_layers=4)
+    parallel = ParallelConfig(pipeline_model_parallel_size=2)
+    staged = dataclasses.replace(model, parallel=parallel)
+    accumulating = dataclasses.replace(staged.schedule, global_batch_size=4 * BATCH)
+    found = estimate(staged, SINGLE)
+    largest = max(
+        sum(size * count for size, count in sizes.items())
+        for sizes in stage_parameters(model.model, 1, (2, 2))
+    )
+    assert found.device["parameters"] == FP32 * largest
+    assert found.activations == estimate(config(num_layers=2), SINGLE).activations
+    several = dataclasses.replace(staged, schedule=accumulating)
+    assert estimate(several, SINGLE).activations == estimate(model, SINGLE).activations
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_folded_stages_store_as_many_micro_batches_as_their_schedule(ranks: int) -> None:
+    method = ",".join(map(str, range(1, 2 * ranks + 1)))
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        pipeline_schedule="dualpipev",
+        pp_partition_method=method,
+    )
+    folded = config(num_layers=sum(parallel.given_layers_per_stage or ()))
+    micro_batches = 2 * ranks + 1
+    steps = dataclasses.replace(folded.schedule, global_batch_size=micro_batches * BATCH)
+    folded = dataclasses.replace(folded, parallel=parallel, schedule=steps)
+    most = max(_most_layers(parallel, rank, micro_batches) for rank in range(ranks))
+    assert estimate(folded, SINGLE).activations == (
+        estimate(config(num_layers=most), SINGLE).activations
+    )
+
+
+def _most_layers(parallel: ParallelConfig, rank: int, micro_batches: int) -> int:
+    """Most layers between whose forward and backward passes a rank is, by DeepSpeed's schedule."""
+    stages, layers = parallel.stages_of_ranks, parallel.given_layers_per_stage
+    stored = most = 0
+    for commands in schedule.DualPipeVSchedule(micro_batches, len(stages), rank).steps():
+        for command in commands:
+            if isinstance(command, (schedule.ForwardPass, schedule.BackwardPass)):
+                count = layers[stages[rank][command.phase]]
+                stored += count if isinstance(command, schedule.ForwardPass) else -count
+                most = max(most, stored)
+    return most
+
+
+def test_offloaded_states_are_in_host_memory() -> None:
+    found = states(3, offload_optimizer=True, offload_parameters=True)
+    assert found.states == 0
+    assert sum(found.host.values()) == pytest.approx(18 / 4 / 2 * parameter_bytes(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "bytes_per_parameter"),
+    [(0, False, 2 + 8), (1, False, 2 + 12 / 4), (3, False, 12 / 4), (1, True, 2 + 12 / 4)],
+)
+def test_an_asynchronous_save_keeps_a_copy_in_host_memory(
+    stage: int, offload: bool, bytes_per_parameter: float
+) -> None:
+    engine = dataclasses.replace(
+        SINGLE,
+        zero_stage=stage,
+        dp_size=1 if stage == 0 else 4,
+        param_bytes=2,
+        offload_optimizer=offload,
+    )
+    run = dataclasses.replace(config(), checkpoint=CheckpointConfig(save="x", async_save=True))
+    without, found = estimate(config(), engine), estimate(run, engine)
+    assert found.device == without.device
+    copied = sum(found.host.values()) - sum(without.host.values())
+    assert copied == pytest.approx(bytes_per_parameter * parameter_bytes() / 2, rel=1e-3)
+
+
+LLAMA_70B = ModelConfig(
+    num_layers=80,
+    hidden_size=8192,
+    ffn_hidden_size=28672,
+    num_attention_heads=64,
+    num_query_groups=8,
+    seq_length=4096,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    untie_embeddings_and_output_weights=True,
+    add_bias_linear=False,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    vocab_size=128_256,
+)
+LIMITS = GatherLimits(
+    max_live=10**9,
+    max_reuse_distance=10**9,
+    prefetch_bucket=50_000_000,
+    persistence_threshold=10**5,
+)
+
+
+def gathered(model: ModelConfig, limits: GatherLimits, **recompute: Any) -> int:
+    """Estimated parameters that ZeRO-3 keeps gathered, bf16."""
+    run = dataclasses.replace(config(RecomputeConfig(**recompute)), model=model)
+    zero3 = dataclasses.replace(
+        SINGLE, zero_stage=3, dp_size=512, param_bytes=2, gather_limits=limits, on_cpu=False
+    )
+    return estimate(run, zero3).gathered // 2
+
+
+def test_zero3_gathers_a_few_layers_of_a_large_model() -> None:
+    assert parameters_per_rank(LLAMA_70B, 1) == pytest.approx(70.6e9, rel=1e-3)
+    table, fc_in = 128_256 * 8192, 8192 * 2 * 28672
+    norms = (2 * 80 + 1) * 8192  # below the threshold
+    largest = max(table, fc_in)
+    expected = 10**9 + 2 * largest + norms
+    assert gathered(LLAMA_70B, LIMITS) == expected
+    assert expected * 2 / 2**30 < 6
+    without_prefetch = dataclasses.replace(LIMITS, prefetch_bucket=0)
+    assert gathered(LLAMA_70B, without_prefetch) == expected - 5 * 10**8
+    full = {"recompute_granularity": "full"}
+    assert gathered(LLAMA_70B, without_prefetch, **full) == expected - 10**9 + 10**9 // 3
+    tied = dataclasses.replace(LLAMA_70B, untie_embeddings_and_output_weights=False)
+    assert gathered(tied, LIMITS) == expected + table
+    unlimited = dataclasses.replace(LIMITS, max_live=10**12)
+    assert gathered(LLAMA_70B, unlimited) == parameters_per_rank(LLAMA_70B, 1)
+
+
+def test_peak_is_maximum_over_phases() -> None:
+    found = MemoryEstimate(phases={"loss": 5, "start of the backward pass": 9, "later": 7})
+    assert (found.peak, found.peak_phase) == (9, "start of the backward pass")
+
+
+def test_gradients_exist_during_loss_only_with_accumulation() -> None:
+    single = config()
+    schedule = dataclasses.replace(single.schedule, global_batch_size=2 * BATCH)
+    accumulated = dataclasses.replace(single, schedule=schedule)
+    first, second = (estimate(run, SINGLE) for run in (single, accumulated))
+    gradients = first.device["gradients"]
+    assert second.phases["loss"] - first.phases["loss"] == gradients
+    assert first.phases["averaging of the gradients"] == second.phases["averaging of the gradients"]
+
+
+def test_accelerator_saves_softmax_and_frees_activations() -> None:
+    on_cpu = estimate(config(), SINGLE)
+    elsewhere = estimate(config(), dataclasses.replace(SINGLE, on_cpu=False))
+    assert elsewhere.head > on_cpu.head
+    reduced = "averaging of the gradients"
+    assert on_cpu.phases[reduced] - elsewhere.phases[reduced] == on_cpu.activations
+
+
+EXAMPLES = Path(__file__).parents[3] / "docs" / "choose_a_layout.md"
+
+
+@pytest.mark.parametrize(
+    ("start", "vocabulary", "world_size"),
+    [("--num-layers 32", 32000, 8), ("--num-layers 24", 50257, 1)],
+)
+def test_the_documented_layouts_have_the_documented_memory(
+    start: str, vocabulary: int, world_size: int
+) -> None:
+    page = EXAMPLES.read_text(encoding="utf-8")
+    base, after = re.findall(rf"^```\n({start}.*?)```(.*?)^## ", page, re.DOTALL | re.MULTILINE)[0]
+    header, *rows = re.findall(r"^\| (.*) \|$", after, re.MULTILINE)
+    assert len(rows) >= 3
+    tokenizer = f"--tokenizer-type NullTokenizer --vocab-size {vocabulary - 1}"
+    common = f"--lr 1 --train-iters 9 --data-path x {tokenizer}"
+    for row in rows:
+        cells = dict(zip(header.split(" | "), row.split(" | "), strict=True))
+        words = f"{common} {base} {cells['flags'].strip('`')}".split()
+        config, problems = build_config(words, world_size=world_size, warn=lambda _: None)
+        assert not problems
+        memory = planned_memory(config, config.parallel.data_parallel_size(world_size), "cuda")
+        found = {
+            "states": memory.states,
+            "activations": memory.activations,
+            "host memory": sum(memory.host.values()),
+            "peak": memory.peak,
+        }
+        for name, size in found.items():
+            assert cells.get(name, f"{size / 1e9:.1f}") == f"{size / 1e9:.1f}", row
