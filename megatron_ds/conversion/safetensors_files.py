@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -45,8 +44,6 @@ WRITE_BYTES = 2**24
 """Bytes that are written at once."""
 READ_AHEAD_BYTES = 2**25
 """Bytes of tensors that are read before they are written, unless the next one is larger."""
-LARGEST_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors library."""
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -82,14 +79,19 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     Raises:
         UserError: If it is damaged.
     """
-    return {
-        name: LazyTensor(
-            tuple(entry["shape"]),
-            DTYPES[entry["dtype"]],
-            functools.partial(_read_tensor, path, name),
-        )
-        for name, entry in _read_header(path).items()
-    }
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                entry = file.get_slice(name)
+                shape, kind = tuple(entry.get_shape()), entry.get_dtype()
+                if kind not in DTYPES:
+                    raise SafetensorError(f"{name} has type {kind}")
+                read = functools.partial(_read_tensor, path, name)
+                tensors[name] = LazyTensor(shape, DTYPES[kind], read)
+    except SafetensorError as error:
+        raise user_error("foreign-file-unreadable", path=path, error=error) from error
+    return tensors
 
 
 def write_sharded(
@@ -188,40 +190,6 @@ def _bytes_of(tensor: LazyTensor) -> Any:
     assert tuple(value.shape) == tensor.shape, (tuple(value.shape), tensor.shape)
     assert value.dtype == tensor.dtype, (value.dtype, tensor.dtype)
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _read_header(path: Path) -> dict[str, Any]:
-    """The entries of a file's tensors.
-
-    Raises:
-        UserError: If it is damaged.
-    """
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size, LARGEST_HEADER):
-                raise ValueError("its header is too long")
-            values: Any = json.loads(file.read(length))
-        header = {name: entry for name, entry in values.items() if name != "__metadata__"}
-        ends = [_check_entry(name, entry) for name, entry in header.items()]
-        if (expected := 8 + length + max(ends, default=0)) != size:
-            raise ValueError(f"it has {size} bytes instead of {expected}")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise user_error("foreign-file-unreadable", path=path, error=error) from error
-    return header
-
-
-def _check_entry(name: str, entry: Any) -> int:
-    """The end of a tensor's bytes; raises ValueError, KeyError or TypeError if they do not fit."""
-    dtype, shape, (start, end) = DTYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
-    if dtype is None:
-        raise ValueError(f"{name} has type {entry['dtype']}")
-    if any(type(number) is not int or number < 0 for number in (*shape, start, end)):
-        raise ValueError(f"{name} has a size that is not a natural number")
-    if end - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name} has {end - start} bytes for the shape {shape}")
-    return int(end)
 
 
 def _read_tensor(path: Path, name: str) -> Tensor:
