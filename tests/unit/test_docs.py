@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import fnmatch
 import functools
 import re
@@ -115,6 +116,12 @@ def test_files_and_tests_in_backquotes_exist() -> None:
         if not (REPOSITORY / path).exists()
         or (name and name not in names_of_tests(REPOSITORY / path))
     ] == []
+
+
+def test_worked_examples_give_what_they_show() -> None:
+    page = DOCS / "development" / "how_resharding_works.md"
+
+    assert doctest.testfile(str(page), module_relative=False) == (0, 8)
 
 
 def test_codes_of_the_troubleshooting_page_exist() -> None:
