@@ -83,7 +83,6 @@ RESHARDING = (
     "tests/dist/test_resume_settings.py",
 )
 CRASHES = (
-    "tests/e2e/test_async_save.py",
     "tests/e2e/test_checkpoint_crash.py",
     "tests/e2e/test_checkpoint_faults.py",
     "tests/e2e/test_dead_ranks.py",
