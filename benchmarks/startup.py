@@ -119,7 +119,8 @@ def synthetic_corpus(folder: Path) -> Path:
     rng = np.random.default_rng(0)
     with pair_writer(prefix, np.uint16) as writer:
         for _ in range(DOCUMENTS):
-            writer.add_document(rng.integers(0, VOCABULARY, LENGTH, dtype=np.uint16))
+            tokens = rng.integers(0, VOCABULARY, LENGTH, dtype=np.uint16)
+            writer.add_documents(tokens, [LENGTH])
     return prefix
 
 

@@ -24,7 +24,7 @@ def write_pair(
     """
     with pair_writer(prefix, dtype, *more) as writer:
         for document in documents:
-            writer.add_document(document)
+            writer.add_documents(document, [len(document)])
     return str(prefix)
 
 

@@ -92,5 +92,5 @@ def random_tokens(prefix: Path, vocab: int, count: int) -> Path:
     with pair_writer(prefix, np.uint16) as writer:
         for _ in range(max(4, count // 1000)):
             tokens = rng.integers(0, vocab - 1, 1000, dtype=np.uint16)
-            writer.add_document(np.append(tokens, vocab - 1).astype(np.uint16))
+            writer.add_documents(np.append(tokens, vocab - 1), [1001])
     return prefix

@@ -79,15 +79,6 @@ class TokenFileWriter:
                 self._index.truncate(HEADER.size)  # room for the header
                 self._index.seek(HEADER.size)
 
-    def add_document(self, tokens: npt.ArrayLike) -> None:
-        """Appends a document of one sequence.
-
-        Args:
-            tokens: [length] integers.
-        """
-        array = np.asarray(tokens)
-        self.add_documents(array, np.array([array.size]))
-
     def add_documents(
         self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, sequences: npt.ArrayLike | None = None
     ) -> None:

@@ -70,6 +70,7 @@ def build_engine(
             have the configured settings.
     """
     deepspeed_patches.import_muon_without_compile()
+    deepspeed_patches.silence_memory_reports()
     if config.parallel.sequence_parallel:
         mesh = mesh.with_sequence_parallelism()
     deepspeed_patches.limit_parameter_prefetch()
@@ -106,10 +107,7 @@ def build_engine(
     groups, multipliers = parameter_groups(
         module, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
     )
-    with (
-        deepspeed_patches.expert_groups(mesh),
-        deepspeed_patches.without_construction_remarks(),
-    ):
+    with deepspeed_patches.expert_groups(mesh):
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=groups,

@@ -26,9 +26,9 @@ from megatron_ds.engine.deepspeed.patches import (
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.pipeline_module import FoldedStages, PipelineStage, WeightedBatch
 from megatron_ds.engine.protocol import LossSum
-from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.train_state import StepPlan, StepResult
 
 

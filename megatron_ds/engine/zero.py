@@ -27,7 +27,6 @@ from megatron_ds.engine.deepspeed.patches import (
     clip_by_known_norm,
     experts_saved_by_caller,
     reset_cpu_adam_beta_powers,
-    silent_bf16_load,
 )
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.optimizers.param_groups import (
@@ -38,7 +37,6 @@ from megatron_ds.engine.optimizers.param_groups import (
 )
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
-from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.engine.states.host_staging import HostCopies
 from megatron_ds.engine.states.resharding import Resharding
@@ -48,6 +46,7 @@ from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.parallel.sharding import ShardSpec, expert_group, shard_spec
 from megatron_ds.train_state import StepPlan, StepResult
 
@@ -248,7 +247,6 @@ class ZeroEngine:
     def load(self, folder: Path, tag: str) -> None:
         scale = self._loss_scale
         with (
-            silent_bf16_load(),
             experts_saved_by_caller(self._engine),
             nvme_states.as_tensors(self._engine),
             reused_states(self._engine.basic_optimizer),

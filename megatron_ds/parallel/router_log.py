@@ -105,3 +105,22 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad, torch.full_like(ctx.loss, ctx.log.gradient_scale), None
+
+
+def router_metrics(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Metrics by name, for `StepResult.extras`.
+
+    Args:
+        means: Means over layers and micro-batches, as `RouterLog.take` returns them; empty for a
+            dense model.
+    """
+    if not means:
+        return {}
+    load_E = means["load"] * means["load"].numel()
+    return {
+        "load_balancing_loss": means["load_balancing_loss"],
+        "router_z_loss": means["z_loss"],
+        "token_drop_rate": means["dropped"],
+        "max_expert_load": means["largest"] * load_E.numel(),
+        **{f"expert_load/{expert}": load for expert, load in enumerate(load_E.unbind())},
+    }

@@ -17,11 +17,11 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, ModelConfig, OptimizerConfig
-from megatron_ds.engine.router_metrics import router_metrics
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.train_state import StepPlan
 from tests.dist.recorded import Recorded, Replay
 

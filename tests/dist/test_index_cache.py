@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.data.indexed_writer import pair_writer
 from tests.dist.cache_processes import PROCESSES, STORE
+from tests.token_files import write_pair
 
 SERVER = Path(__file__).with_name("cache_processes.py")
 Answers = list[dict[str, Any]]
@@ -36,9 +36,9 @@ def data(root: Path) -> Iterator[list[str]]:
     folder = root / "data"
     folder.mkdir()
     for name, first in (("a", 0), ("b", 500)):
-        with pair_writer(folder / name, "uint16") as writer:
-            for number in range(60):
-                writer.add_document(range(first + number, first + 2 * number + 3))
+        write_pair(
+            folder / name, [range(first + i, first + 2 * i + 3) for i in range(60)], "uint16"
+        )
     folder.chmod(0o555)
     yield ["2", str(folder / "a"), "1", str(folder / "b")]
     folder.chmod(0o755)

@@ -25,7 +25,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]
     for name, first in (("a", 0), ("b", 10_000)):
         with pair_writer(folder / name, "uint16") as writer:
             for size in np.random.default_rng(first).integers(3, 20, 40).tolist():
-                writer.add_document(list(range(first, first + size)))
+                writer.add_documents(range(first, first + size), [size])
                 first += size
     a, b = str(folder / "a"), str(folder / "b")
     return {"one file": (a,), "blend": ("2", a, "1", b)}

@@ -1,7 +1,14 @@
 """All places where this package replaces parts of DeepSpeed or resets its internal state.
 
-Only the settings that loading a checkpoint replaces are restored elsewhere: those of the loss
-scaler in `loss_scaler.py`, of the optimizer in `param_groups.py`, and clipping in `zero.py`.
+In four sections: what corrects its numbers, what prevents its failures, what gives it objects of
+this package, and what saves time and noise. The settings that loading a checkpoint replaces are
+restored elsewhere: those of the loss scaler in `loss_scaler.py`, of the optimizer in
+`param_groups.py`, and clipping in `zero.py`; `nvme_states.py` makes ordinary tensors of states on a
+disk.
+
+Private attributes of DeepSpeed are also read, without being replaced, in `deepspeed/partitions.py`,
+`deepspeed/checkpoint_io.py`, `deepspeed/nvme_states.py`, `states/resharding.py`,
+`optimizers/distributed_matrices.py`, `readback.py`, `pipeline.py` and `pipeline_module.py`.
 
 Written for DeepSpeed 0.19.x. Read this file first when upgrading DeepSpeed: every function says
 which behaviour it changes and why, so that it can be removed once DeepSpeed behaves differently.
@@ -10,7 +17,6 @@ which behaviour it changes and why, so that it can be removed once DeepSpeed beh
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +29,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from deepspeed.runtime.zero import stage3, stage_1_and_2
-from deepspeed.utils import groups, logger
+from deepspeed.utils import groups
 
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import user_error
@@ -34,148 +40,7 @@ PARAMETERS_OF_A_MODULE = 2
 """Most parameters that a module of the model has: a weight and a bias."""
 
 
-def require_precision(config: PrecisionConfig) -> None:
-    """Check that the accelerator trains in the configured number format.
-
-    With --allow-fp16-on-cpu, DeepSpeed's CPU accelerator is made to report fp16 as supported: torch
-    computes fp16 on every CPU, slowly.
-
-    Raises:
-        UserError: If it does not.
-    """
-    accelerator = get_accelerator()
-    if not config.fp16 or accelerator.is_fp16_supported():
-        return
-    if not config.allow_fp16_on_cpu:
-        raise user_error("fp16-not-supported", device=accelerator.device_name())
-    kind, supported = type(accelerator), accelerator.supported_dtypes()
-    kind.is_fp16_supported = lambda self: True
-    kind.supported_dtypes = lambda self: [*supported, torch.half]
-
-
-def import_muon_without_compile() -> None:
-    """Import DeepSpeed's Muon optimizer without compiling its kernels.
-
-    Every ZeRO optimizer checks whether it wraps Muon, and importing that module applies
-    torch.compile: one second of start-up and 40 MB for an optimizer that is not used here.
-    DeepSpeed's own `dummy_decorator`, meant for a torch without a compiler, leaves the functions
-    as they are.
-    """
-    original = compiler.compile
-    compiler.compile = lambda: compiler.dummy_decorator
-    try:
-        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    finally:
-        compiler.compile = original
-
-
-@contextmanager
-def without_construction_remarks() -> Iterator[None]:
-    """Leave out what DeepSpeed prints about every engine that it builds, expected or not.
-
-    It warns of each optimizer that it has not tested with ZeRO, which are Muon, Lion and SGD: here
-    they are tested. Its BF16_Optimizer prints figures of memory that the banner has, and collects
-    garbage for each of them.
-    """
-
-    def is_remarkable(record: logging.LogRecord) -> bool:
-        return "untested optimizer" not in record.getMessage()
-
-    report = bf16_optimizer.see_memory_usage
-    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
-    logger.addFilter(is_remarkable)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_remarkable)
-        bf16_optimizer.see_memory_usage = report
-
-
-def replace_checkpoint_engine(
-    engine: Any, checkpoint_engine: object, on_script: Callable[[], None]
-) -> None:
-    """Make a DeepSpeed engine read and write its checkpoint files through our own object.
-
-    Args:
-        engine: Engine of `deepspeed.initialize`.
-        checkpoint_engine: Replacement of `engine.checkpoint_engine`.
-        on_script: Called when DeepSpeed would copy its zero_to_fp32.py into the folder of the
-            checkpoints, in the middle of a collective save, where an exception on one rank would
-            leave the others waiting, and all would wait for the disk.
-    """
-    engine.checkpoint_engine = checkpoint_engine
-    engine._copy_recovery_script = lambda folder: on_script()
-
-
-@contextmanager
-def replace_pipeline_grid(grid: object) -> Iterator[None]:
-    """Let a PipelineModule that is built inside use this grid.
-
-    Its constructor would build a PipelineParallelGrid, which creates the process groups of the mesh
-    a second time, those of all other ranks included.
-    """
-    original = pipe_module.PipelineParallelGrid
-    pipe_module.PipelineParallelGrid = lambda **_: grid
-    try:
-        yield
-    finally:
-        pipe_module.PipelineParallelGrid = original
-
-
-def reduce_norm_once(optimizer: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Make a ZeRO optimizer sum its gradient norm over the model-parallel ranks in one message.
-
-    It sends one for each parameter group. Pipeline stages may have different numbers of groups, and
-    would wait for each other indefinitely.
-
-    Args:
-        optimizer: DeepSpeedZeroOptimizer; others are left as they are.
-        group: Model-parallel group.
-        device: Device of the group's messages. The norm is on the host if states are offloaded.
-    """
-    if not hasattr(optimizer, "scaled_global_norm"):
-        return
-    norm_of_groups, reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
-
-    def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
-        optimizer._model_parallel_all_reduce = lambda *_, **__: None
-        try:
-            norm: torch.Tensor = norm_of_groups(norm_type)  # inf if it is not finite
-        finally:
-            optimizer._model_parallel_all_reduce = reduce
-        square = norm.to(device).square()
-        dist.all_reduce(square, group=group)
-        return square.sqrt().to(norm.device)
-
-    optimizer.scaled_global_norm = scaled_global_norm
-
-
-def replace_pipeline_instructions(
-    engine: Any, instructions: dict[type, Callable[..., None]]
-) -> None:
-    """Make a pipeline engine execute instructions of its schedule by other functions.
-
-    Args:
-        engine: PipelineEngine of `deepspeed.initialize`.
-        instructions: Called with the arguments of the instruction. DeepSpeed binds its own
-            functions to the engine.
-    """
-
-    def bound(function: Callable[..., None]) -> Callable[..., None]:
-        return lambda _, **arguments: function(**arguments)
-
-    replaced = {kind: bound(function) for kind, function in instructions.items()}
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **replaced}
-
-
-@contextmanager
-def silent_bf16_load() -> Iterator[None]:
-    """Keep DeepSpeed's bf16 optimizer of stage 1 from printing a debug message while it loads."""
-    bf16_optimizer.print = lambda *_: None
-    try:
-        yield
-    finally:
-        del bf16_optimizer.print
+# Numbers: what DeepSpeed computes wrongly, or depends on more than its arguments.
 
 
 def reset_cpu_adam_beta_powers(optimizer: object) -> None:
@@ -215,6 +80,186 @@ def drop_skipped_gradients(optimizer: Any) -> None:
             optimizer.averaged_gradients[group] = None
 
     optimizer.reset_cpu_buffers = reset_all
+
+
+def count_expert_biases_once(optimizer: Any, mesh: Mesh) -> None:
+    """Correct the gradient norm of DeepSpeed's bf16 optimizer of stage 1.
+
+    It adds an expert's replicated bias on every tensor-parallel rank, as if it were sharded.
+    """
+    is_affected = isinstance(optimizer, bf16_optimizer.BF16_Optimizer) and mesh.ep.size > 1
+    if not is_affected or mesh.tp.rank == 0:
+        return
+    original = optimizer.get_grads_for_norm
+    replicated = {
+        id(gradient)
+        for parameters, gradients in zip(
+            optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
+        )
+        for parameter, gradient in zip(parameters, gradients, strict=True)
+        if shard_spec(parameter) is None
+    }
+
+    def without_replicated(for_clipping: bool = False) -> Any:
+        found = original(for_clipping)
+        if for_clipping:
+            return found
+        others, experts = found
+        kept = {
+            name: [each for each in tensors if id(each) not in replicated]
+            for name, tensors in experts.items()
+        }
+        return others, kept
+
+    optimizer.get_grads_for_norm = without_replicated
+
+
+def set_hpz_group(dp: Group, size: int) -> dist.ProcessGroup | None:
+    """Tell DeepSpeed among which ranks hpZ gathers second copies of the parameters. Collective.
+
+    By itself it takes consecutive ranks of all, which mixes the shards of tensor-parallel ranks.
+
+    Args:
+        dp: Data-parallel group.
+        size: Consecutive ranks of it with one copy; 1 for no second copy.
+
+    Returns:
+        The group of this process; None without second copies.
+    """
+    group = None
+    if size > 1:
+        start = dp.rank // size * size
+        ranks = list(dp.ranks[start : start + size])
+        group = dist.new_group(ranks, use_local_synchronization=True)
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
+    return group
+
+
+# Failures: where DeepSpeed stops or waits indefinitely.
+
+
+def reduce_norm_once(optimizer: Any, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Make a ZeRO optimizer sum its gradient norm over the model-parallel ranks in one message.
+
+    It sends one for each parameter group. Pipeline stages may have different numbers of groups, and
+    would wait for each other indefinitely.
+
+    Args:
+        optimizer: DeepSpeedZeroOptimizer; others are left as they are.
+        group: Model-parallel group.
+        device: Device of the group's messages. The norm is on the host if states are offloaded.
+    """
+    if not hasattr(optimizer, "scaled_global_norm"):
+        return
+    norm_of_groups, reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
+
+    def scaled_global_norm(norm_type: int = 2) -> torch.Tensor:
+        optimizer._model_parallel_all_reduce = lambda *_, **__: None
+        try:
+            norm: torch.Tensor = norm_of_groups(norm_type)  # inf if it is not finite
+        finally:
+            optimizer._model_parallel_all_reduce = reduce
+        square = norm.to(device).square()
+        dist.all_reduce(square, group=group)
+        return square.sqrt().to(norm.device)
+
+    optimizer.scaled_global_norm = scaled_global_norm
+
+
+def limit_parameter_prefetch() -> None:
+    """Make DeepSpeed's swapper of parameters prefetch each once, and not into the last buffers.
+
+    It prefetches in the order of use, where the last layer's parameters stand twice: for the
+    forward and for the backward pass. If both uses are prefetched together, the pinned DeepSpeed
+    fails ("already assigned swap buffer id"). It also prefetches into all buffers, and fails ("Not
+    enough buffers") when a parameter is needed in another order, as for an evaluation.
+    """
+    kind = partitioned_param_swapper.AsyncPartitionedParameterSwapper
+    original = kind.swap_in
+    if original.__module__ != kind.__module__:
+        return  # replaced before
+
+    def swap_in(
+        self: Any, params: list[Any], async_op: bool = True, swap_in_buffers: Any = None
+    ) -> None:
+        wanted = list({id(param): param for param in params}.values())
+        if async_op and swap_in_buffers is None:
+            wanted = wanted[: max(0, self.available_swap_in_buffers() - PARAMETERS_OF_A_MODULE)]
+        if wanted:
+            original(self, wanted, async_op, swap_in_buffers)
+
+    kind.swap_in = swap_in
+
+
+# Interface: where DeepSpeed has no parameter for what it is given here.
+
+
+def require_precision(config: PrecisionConfig) -> None:
+    """Check that the accelerator trains in the configured number format.
+
+    With --allow-fp16-on-cpu, DeepSpeed's CPU accelerator is made to report fp16 as supported: torch
+    computes fp16 on every CPU, slowly.
+
+    Raises:
+        UserError: If it does not.
+    """
+    accelerator = get_accelerator()
+    if not config.fp16 or accelerator.is_fp16_supported():
+        return
+    if not config.allow_fp16_on_cpu:
+        raise user_error("fp16-not-supported", device=accelerator.device_name())
+    kind, supported = type(accelerator), accelerator.supported_dtypes()
+    kind.is_fp16_supported = lambda self: True
+    kind.supported_dtypes = lambda self: [*supported, torch.half]
+
+
+def replace_checkpoint_engine(
+    engine: Any, checkpoint_engine: object, on_script: Callable[[], None]
+) -> None:
+    """Make a DeepSpeed engine read and write its checkpoint files through our own object.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        checkpoint_engine: Replacement of `engine.checkpoint_engine`.
+        on_script: Called when DeepSpeed would copy its zero_to_fp32.py into the folder of the
+            checkpoints, in the middle of a collective save, where an exception on one rank would
+            leave the others waiting, and all would wait for the disk.
+    """
+    engine.checkpoint_engine = checkpoint_engine
+    engine._copy_recovery_script = lambda folder: on_script()
+
+
+@contextmanager
+def replace_pipeline_grid(grid: object) -> Iterator[None]:
+    """Let a PipelineModule that is built inside use this grid.
+
+    Its constructor would build a PipelineParallelGrid, which creates the process groups of the mesh
+    a second time, those of all other ranks included.
+    """
+    original = pipe_module.PipelineParallelGrid
+    pipe_module.PipelineParallelGrid = lambda **_: grid
+    try:
+        yield
+    finally:
+        pipe_module.PipelineParallelGrid = original
+
+
+def replace_pipeline_instructions(
+    engine: Any, instructions: dict[type, Callable[..., None]]
+) -> None:
+    """Make a pipeline engine execute instructions of its schedule by other functions.
+
+    Args:
+        engine: PipelineEngine of `deepspeed.initialize`.
+        instructions: Called with the arguments of the instruction. DeepSpeed binds its own
+            functions to the engine.
+    """
+
+    def bound(function: Callable[..., None]) -> Callable[..., None]:
+        return lambda _, **arguments: function(**arguments)
+
+    replaced = {kind: bound(function) for kind, function in instructions.items()}
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **replaced}
 
 
 @contextmanager
@@ -262,109 +307,6 @@ def experts_saved_by_caller(engine: Any) -> Iterator[None]:
         engine.has_moe_layers = declared
 
 
-def count_expert_biases_once(optimizer: Any, mesh: Mesh) -> None:
-    """Correct the gradient norm of DeepSpeed's bf16 optimizer of stage 1.
-
-    It adds an expert's replicated bias on every tensor-parallel rank, as if it were sharded.
-    """
-    is_affected = isinstance(optimizer, bf16_optimizer.BF16_Optimizer) and mesh.ep.size > 1
-    if not is_affected or mesh.tp.rank == 0:
-        return
-    original = optimizer.get_grads_for_norm
-    replicated = {
-        id(gradient)
-        for parameters, gradients in zip(
-            optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
-        )
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-        if shard_spec(parameter) is None
-    }
-
-    def without_replicated(for_clipping: bool = False) -> Any:
-        found = original(for_clipping)
-        if for_clipping:
-            return found
-        others, experts = found
-        kept = {
-            name: [each for each in tensors if id(each) not in replicated]
-            for name, tensors in experts.items()
-        }
-        return others, kept
-
-    optimizer.get_grads_for_norm = without_replicated
-
-
-def clip_by_known_norm(
-    engine: Any, clip: Callable[[], None], parameters: Sequence[torch.Tensor], *, is_alone: bool
-) -> None:
-    """Spare an engine of stage 0 work that the training step has done, or that has no effect.
-
-    It computes the norm of all gradients for clipping, parameter by parameter, copies them through
-    a buffer even if no other rank has any, and walks over all modules to drop them.
-
-    Args:
-        engine: Engine of `deepspeed.initialize` at stage 0.
-        clip: Scales the gradients; called by the engine before the optimizer's step.
-        parameters: All parameters of its module.
-        is_alone: Whether this is the only data-parallel rank.
-    """
-
-    def drop_gradients() -> None:
-        for parameter in parameters:
-            parameter.grad = None
-
-    engine.clip_fp32_gradients = clip
-    engine.zero_grad = drop_gradients
-    if is_alone:
-        engine.enable_backward_allreduce = False
-
-
-def set_hpz_group(dp: Group, size: int) -> dist.ProcessGroup | None:
-    """Tell DeepSpeed among which ranks hpZ gathers second copies of the parameters. Collective.
-
-    By itself it takes consecutive ranks of all, which mixes the shards of tensor-parallel ranks.
-
-    Args:
-        dp: Data-parallel group.
-        size: Consecutive ranks of it with one copy; 1 for no second copy.
-
-    Returns:
-        The group of this process; None without second copies.
-    """
-    group = None
-    if size > 1:
-        start = dp.rank // size * size
-        ranks = list(dp.ranks[start : start + size])
-        group = dist.new_group(ranks, use_local_synchronization=True)
-    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
-    return group
-
-
-def limit_parameter_prefetch() -> None:
-    """Make DeepSpeed's swapper of parameters prefetch each once, and not into the last buffers.
-
-    It prefetches in the order of use, where the last layer's parameters stand twice: for the
-    forward and for the backward pass. If both uses are prefetched together, the pinned DeepSpeed
-    fails ("already assigned swap buffer id"). It also prefetches into all buffers, and fails ("Not
-    enough buffers") when a parameter is needed in another order, as for an evaluation.
-    """
-    kind = partitioned_param_swapper.AsyncPartitionedParameterSwapper
-    original = kind.swap_in
-    if original.__module__ != kind.__module__:
-        return  # replaced before
-
-    def swap_in(
-        self: Any, params: list[Any], async_op: bool = True, swap_in_buffers: Any = None
-    ) -> None:
-        wanted = list({id(param): param for param in params}.values())
-        if async_op and swap_in_buffers is None:
-            wanted = wanted[: max(0, self.available_swap_in_buffers() - PARAMETERS_OF_A_MODULE)]
-        if wanted:
-            original(self, wanted, async_op, swap_in_buffers)
-
-    kind.swap_in = swap_in
-
-
 @contextmanager
 def skip_step_if(optimizer: Any, exceeds: Callable[[Any], bool]) -> Iterator[None]:
     """Make a ZeRO optimizer skip its next step, as one with non-finite gradients, on a condition.
@@ -400,3 +342,55 @@ def skip_step_if(optimizer: Any, exceeds: Callable[[Any], bool]) -> Iterator[Non
             module.is_invalid_grad_norm = original
         if update_scale is not None:
             del optimizer._update_scale
+
+
+# Cost and noise: work of DeepSpeed that has no effect here.
+
+
+def silence_memory_reports() -> None:
+    """Keep DeepSpeed's bf16 optimizer of stage 1 from printing memory at each group of parameters.
+
+    The banner has these figures; the optimizer also collects garbage for each of them.
+    """
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
+
+
+def import_muon_without_compile() -> None:
+    """Import DeepSpeed's Muon optimizer without compiling its kernels.
+
+    Every ZeRO optimizer checks whether it wraps Muon, and importing that module applies
+    torch.compile: one second of start-up and 40 MB for an optimizer that is not used here.
+    DeepSpeed's own `dummy_decorator`, meant for a torch without a compiler, leaves the functions
+    as they are.
+    """
+    original = compiler.compile
+    compiler.compile = lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    finally:
+        compiler.compile = original
+
+
+def clip_by_known_norm(
+    engine: Any, clip: Callable[[], None], parameters: Sequence[torch.Tensor], *, is_alone: bool
+) -> None:
+    """Spare an engine of stage 0 work that the training step has done, or that has no effect.
+
+    It computes the norm of all gradients for clipping, parameter by parameter, copies them through
+    a buffer even if no other rank has any, and walks over all modules to drop them.
+
+    Args:
+        engine: Engine of `deepspeed.initialize` at stage 0.
+        clip: Scales the gradients; called by the engine before the optimizer's step.
+        parameters: All parameters of its module.
+        is_alone: Whether this is the only data-parallel rank.
+    """
+
+    def drop_gradients() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    engine.clip_fp32_gradients = clip
+    engine.zero_grad = drop_gradients
+    if is_alone:
+        engine.enable_backward_allreduce = False

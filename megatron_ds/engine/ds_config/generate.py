@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig, flag_of
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.deepspeed.miscompilation import compiles_efficient_linear
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.keys import PASSED_KEYS
 from megatron_ds.engine.ds_config.values import Json, as_dtype, leaves
@@ -246,6 +246,15 @@ def _passed(user: Json, block: str) -> Json:
 def _without_auto(values: Mapping[str, Any]) -> Json:
     """The keys that are not left to the flags."""
     return {key: value for key, value in values.items() if value not in (None, "auto")}
+
+
+def compiles_efficient_linear() -> bool:
+    """Whether the installed torch compiles DeepSpeed's `memory_efficient_linear` correctly.
+
+    Compiled by torch 2.11, it gives wrong gradients for inputs [S, B, H].
+    """
+    major, minor = version("torch").split(".")[:2]
+    return (int(major), int(minor)) >= (2, 13)
 
 
 def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Json:

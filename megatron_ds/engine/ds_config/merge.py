@@ -16,12 +16,12 @@ from typing import Any
 from megatron_ds.config import Config, passed_keys, support_matrix
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
-from megatron_ds.engine.deepspeed.miscompilation import compiles_efficient_linear
 from megatron_ds.engine.ds_config import schedules as ds_schedules
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings, replace_fields
 from megatron_ds.engine.ds_config.file import DeepSpeedFile, read_file
 from megatron_ds.engine.ds_config.generate import (
     adam_kernel,
+    compiles_efficient_linear,
     is_read_at,
     number_of_checkpoints,
     zero_stage,

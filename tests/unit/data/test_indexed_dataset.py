@@ -33,7 +33,7 @@ def test_written_bytes_equal_the_reference(
 ) -> None:
     write_reference(tmp_path / "reference", [[d] for d in DOCUMENTS], code, letter)
     with pair_writer(tmp_path / "ours", dtype) as writer:
-        writer.add_document(DOCUMENTS[0])
+        writer.add_documents(DOCUMENTS[0], [len(DOCUMENTS[0])])
         writer.add_documents([*DOCUMENTS[1], *DOCUMENTS[2]], [1, 4])
     for suffix in (".bin", ".idx"):
         ours, reference = (tmp_path / f"{name}{suffix}" for name in ("ours", "reference"))
@@ -97,7 +97,7 @@ def test_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
         "import os, signal\n"
         "from megatron_ds.data.indexed_writer import pair_writer\n"
         f"with pair_writer({str(tmp_path / 'p')!r}, 'uint16') as writer:\n"
-        "    writer.add_document([7] * 100000)\n"
+        "    writer.add_documents([7] * 100000, [100000])\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
@@ -108,7 +108,7 @@ def test_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
 
 def test_second_writer_of_a_prefix_is_rejected(tmp_path: Path) -> None:
     with pair_writer(tmp_path / "p", "uint16") as writer:
-        writer.add_document([1])
+        writer.add_documents([1], [1])
         with raises_problem("prefix-in-use"):
             write_pair(tmp_path / "p", [])
     assert IndexedDataset(tmp_path / "p").get(0).tolist() == [1]
@@ -159,7 +159,7 @@ def test_interrupted_pair_is_continued(tmp_path: Path) -> None:
         first = TokenFileWriter("p", "uint16", files)
         first.add_documents([0, 1, 2, 0], [3, 1])
         kept, sizes = first.written, [file.tell() for file in files]
-        first.add_document(np.arange(7))
+        first.add_documents(np.arange(7), [7])
         first.finish()
         for file, size in zip(files, sizes, strict=True):
             file.truncate(size)
@@ -176,7 +176,7 @@ def test_tokens_and_dtypes_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     with pair_writer(tmp_path / "p", "uint16") as writer:
         for tokens in ([65536], [-1]):
             with raises_problem("token-exceeds-dtype"):
-                writer.add_document(tokens)
+                writer.add_documents(tokens, [1])
         with pytest.raises(ValueError):
             writer.add_documents([1, 2, 3], [2])
     with pytest.raises(ValueError, match="float32"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.engine.deepspeed import miscompilation
+from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from tests.problems import codes
 from tests.unit.engine.ds_files import FLAGS_OF, ROOT, SHIPPED, Merge, merged
@@ -132,7 +132,7 @@ def test_reduction_overlaps_with_the_backward_pass_where_it_pays(
 def test_old_torch_compiles_no_memory_efficient_linear(
     torch: str, flags: str, expected: bool, merge: Merge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(miscompilation, "version", lambda _: torch)
+    monkeypatch.setattr(generate, "version", lambda _: torch)
     key = "memory_efficient_linear"
     assert zero_block(f"--zero-stage 3 {flags}", "cpu")[key] is expected
     given = {"zero_optimization": {"stage": 3, key: True}}

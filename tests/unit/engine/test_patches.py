@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import logging
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
-from deepspeed.utils import logger
 from torch import Tensor
 
-from megatron_ds.engine.deepspeed.patches import (
-    limit_parameter_prefetch,
-    reduce_norm_once,
-    without_construction_remarks,
-)
+from megatron_ds.engine.deepspeed.patches import limit_parameter_prefetch, reduce_norm_once
 
 BUFFERS = 5
 
@@ -59,33 +48,6 @@ def test_prefetch_leaves_buffers_for_the_next_module(
     swapper = Swapper()
     swapper.swap_in(params, async_op=is_prefetch)
     assert swapper.read == read
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_remarks_on_every_engine_are_left_out(
-    is_silent: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 0)
-    engine = SimpleNamespace(
-        get_data_types=lambda: (torch.float32, torch.float32),
-        zero_optimization=lambda: True,
-        zero_allow_untested_optimizer=lambda: True,
-        global_rank=0,
-    )
-    warnings = io.StringIO()
-    handler = logging.StreamHandler(warnings)
-    logger.addHandler(handler)
-    try:
-        with without_construction_remarks() if is_silent else nullcontext():
-            optimizer = torch.optim.Rprop([torch.nn.Parameter(torch.zeros(2))])
-            DeepSpeedEngine._do_optimizer_sanity_check(engine, optimizer)
-            logger.warning("another")
-            bf16_optimizer.see_memory_usage("begin", force=True)
-    finally:
-        logger.removeHandler(handler)
-    assert ("untested" in warnings.getvalue()) is not is_silent
-    assert "another" in warnings.getvalue()
-    assert ("begin" in capsys.readouterr().out) is not is_silent
 
 
 class Offloading:

@@ -12,8 +12,8 @@ import pytest
 
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.fileio.memory_map import map_file
+from tests.token_files import write_pair
 
 
 def count_mappings(path: Path) -> int:
@@ -59,8 +59,7 @@ def test_mapping_lives_as_long_as_an_array_over_it(tmp_path: Path) -> None:
 
 def test_more_files_than_the_descriptor_limit(tmp_path: Path) -> None:
     for number in range(40):
-        with pair_writer(tmp_path / str(number), "uint16") as writer:
-            writer.add_document([number] * 3)
+        write_pair(tmp_path / str(number), [[number] * 3])
     cache = ArrayCache([tmp_path])
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = int(os.listdir("/proc/self/fd")[-1]) if os.path.isdir("/proc/self/fd") else 20

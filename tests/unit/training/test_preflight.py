@@ -26,7 +26,6 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch import device
 from megatron_ds.planning import libaio
@@ -34,6 +33,7 @@ from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import preflight, rank_settings
 from tests.problems import codes, fields
+from tests.token_files import write_pair
 from tests.unit.checkpoint.fakes import records_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -56,14 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("single", np.uint16, 120, 1),
         ("short", np.uint16, 120, 3),
     ):
-        with pair_writer(here / name, dtype) as writer:
-            for _ in range(documents):
-                writer.add_document(draw.integers(0, vocab, 40))
-    with pair_writer(here / "ended", np.uint16) as writer:
-        for _ in range(300):
-            writer.add_document([*draw.integers(0, 120, 40), 120])
-    with pair_writer(here / "joined", np.uint16) as writer:
-        writer.add_document([*draw.integers(0, 120, 40), 120, *draw.integers(0, 120, 40)])
+        write_pair(here / name, [draw.integers(0, vocab, 40) for _ in range(documents)], dtype)
+    write_pair(here / "ended", [[*draw.integers(0, 120, 40), 120] for _ in range(300)])
+    joined = [*draw.integers(0, 120, 40), 120, *draw.integers(0, 120, 40)]
+    write_pair(here / "joined", [joined])
     (here / "short.bin").write_bytes((here / "short.bin").read_bytes()[:-8])
     for suffix in (".bin", ".idx"):
         (here / f"junk{suffix}").write_bytes(b"junk" * 30)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ds.engine.router_metrics import router_metrics
-from megatron_ds.parallel.router_log import RouterLog
+from megatron_ds.parallel.router_log import RouterLog, router_metrics
 
 
 def test_loads_are_relative_to_a_uniform_distribution() -> None:
