@@ -161,6 +161,16 @@ class Config:
         """Expert-parallel size in effect."""
         return self.parallel.expert_model_parallel_size if self.moe.is_used else 1
 
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Sizes in effect of the parallel axes, as `Mesh.build` and `axis_groups` take them."""
+        return {
+            "tp_size": self.parallel.tensor_model_parallel_size,
+            "pp_size": self.parallel.pipeline_model_parallel_size,
+            "sp_size": self.parallel.ds_sequence_parallel_size,
+            "ep_size": self.expert_parallel_size,
+        }
+
     def effective_values(self) -> dict[str, dict[str, Any]]:
         """The values by group that have an effect, with defaults that follow from other fields."""
         groups = {name: getattr(self, name) for name in GROUPS}

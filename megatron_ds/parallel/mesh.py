@@ -179,6 +179,38 @@ class Mesh:
             **{name: created[tuple(groups)] for name, groups in axes.items()},
         )
 
+    def axes(self) -> dict[str, Group]:
+        """The group along each parallel axis by name, as in "tensor parallel".
+
+        Their sizes without the last one's multiply to the number of processes: experts subdivide
+        the data-parallel ranks.
+        """
+        return {
+            "tensor": self.tp,
+            "pipeline": self.pp,
+            "sequence": self.sp,
+            "data": self.dp,
+            "expert": self.ep,
+        }
+
+    def describe(self, *, detailed: bool = False) -> str:
+        """The sizes of the axes, such as "tensor parallel 2 x data parallel 4".
+
+        Args:
+            detailed: Add what the axes are used for besides.
+        """
+        details = {"sequence": " (Ulysses)"}
+        if self.tp.sequence_parallel:
+            details["tensor"] = " (with sequence parallelism)"
+        if self.ep.size > 1:
+            replicas = self.dp.size // self.ep.size
+            details["data"] = f" (expert parallel {self.ep.size} x expert data parallel {replicas})"
+        return " x ".join(
+            f"{name} parallel {group.size}{details.get(name, '') if detailed else ''}"
+            for name, group in self.axes().items()
+            if name in ("tensor", "data") or (name != "expert" and group.size > 1)
+        )
+
     def with_sequence_parallelism(self) -> Mesh:
         """This mesh with sequence parallelism over its tensor-parallel group."""
         return replace(self, tp=replace(self.tp, sequence_parallel=self.tp.size > 1))

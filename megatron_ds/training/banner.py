@@ -93,26 +93,20 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
 
 
 def _layout(facts: BannerData) -> Lines:
-    mesh, is_sharded = facts.mesh, in_effect(facts.config.parallel).sequence_parallel
-    pipeline = f"pipeline parallel {mesh.pp.size} x " if mesh.pp.size > 1 else ""
-    slices = f"sequence parallel {mesh.sp.size} (Ulysses) x " if mesh.sp.size > 1 else ""
-    of_experts = ""
-    if mesh.ep.size > 1:
-        of_experts = (
-            f" (expert parallel {mesh.ep.size} x expert data parallel "
-            f"{mesh.dp.size // mesh.ep.size})"
-        )
+    mesh = facts.mesh
+    if in_effect(facts.config.parallel).sequence_parallel:
+        mesh = mesh.with_sequence_parallelism()
     processes = (
-        f"{mesh.world_size} on {facts.device} = tensor parallel {mesh.tp.size}"
-        f"{' (with sequence parallelism)' if is_sharded else ''} x {pipeline}{slices}data parallel "
-        f"{mesh.dp.size}{of_experts}, {counted(facts.threads, 'thread')} each"
+        f"{mesh.world_size} on {facts.device} = {mesh.describe(detailed=True)}, "
+        f"{counted(facts.threads, 'thread')} each"
     )
     if mesh.world_size == 1:
         return [("processes", processes)]
-    axes = {"tensor": "tp", "pipeline": "pp", "sequence": "sp", "data": "dp", "expert": "ep"}
-    of_rank = {name: getattr(mesh, axis).ranks for name, axis in axes.items()}
-    shared = {name: ranks for name, ranks in of_rank.items() if len(ranks) > 1}
-    groups = "; ".join(f"{_ranks(ranks)} ({name} parallel)" for name, ranks in shared.items())
+    groups = "; ".join(
+        f"{_ranks(group.ranks)} ({name} parallel)"
+        for name, group in mesh.axes().items()
+        if group.size > 1
+    )
     stages = [("" if number else "stages", line) for number, line in enumerate(_stages(facts))]
     return [("processes", processes), ("groups", f"of rank 0: {groups}"), *stages]
 

@@ -133,14 +133,7 @@ def build_trainer(
     """
     eod = inputs.tokenizer.eod
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
-    parallel = config.parallel
-    mesh = Mesh.build(
-        parallel.tensor_model_parallel_size,
-        sp_size=parallel.ds_sequence_parallel_size,
-        ep_size=config.expert_parallel_size,
-        pp_size=parallel.pipeline_model_parallel_size,
-        timeout=timeout,
-    )
+    mesh = Mesh.build(**config.axis_sizes, timeout=timeout)
     print_arguments(config, context, mesh)
     warn_of_hosts(config, context)
     checkpoints = open_checkpoints(config, mesh, output.print_on_rank)

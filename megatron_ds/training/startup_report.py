@@ -45,13 +45,10 @@ def print_detail(config: Config, text: str) -> None:
 
 def print_arguments(config: Config, context: distributed.ProcessContext, mesh: Mesh) -> None:
     """Prints the layout and, with --print-arguments, the settings, as Megatron-LM's forks do."""
-    pipeline = f"pipeline parallel {mesh.pp.size} x " if mesh.pp.size > 1 else ""
-    sequence = f"sequence parallel {mesh.sp.size} x " if mesh.sp.size > 1 else ""
     output.print_on_rank(
         f"DeepSpeed info: version={metadata.version('deepspeed')}; "
         f"{counted(context.world_size, 'process')} on {context.device.type} "
-        f"({context.backend}), torch {torch.__version__}, tensor parallel "
-        f"{mesh.tp.size} x {pipeline}{sequence}data parallel {mesh.dp.size}"
+        f"({context.backend}), torch {torch.__version__}, {mesh.describe()}"
     )
     if config.logging.print_arguments:
         output.print_on_rank("------------------------ arguments ------------------------")
@@ -81,12 +78,7 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
 
 def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
     """Warns of tensor-parallel groups that communicate between hosts."""
-    sizes = config.parallel
-    groups = axis_groups(
-        context.world_size,
-        sizes.tensor_model_parallel_size,
-        pp_size=sizes.pipeline_model_parallel_size,
-    )["tp"]
+    groups = axis_groups(context.world_size, config.parallel.tensor_model_parallel_size)["tp"]
     hosts = [location.host for location in context.locations]
     if across := groups_across_hosts(groups, hosts):
         ranks = ", ".join(map(str, across[0]))

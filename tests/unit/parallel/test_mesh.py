@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
-from megatron_ds.parallel.mesh import Mesh, Mpu, axis_groups, groups_across_hosts
+from megatron_ds.parallel.mesh import Group, Mesh, Mpu, axis_groups, groups_across_hosts
 from tests.problems import raises_problem
 
 
@@ -63,6 +64,12 @@ def test_single_process_is_alone_on_every_axis() -> None:
     mesh = Mesh.single()
     for group in (mesh.tp, mesh.sp, mesh.ep, mesh.expert_dp, mesh.dp, mesh.pp, mesh.model):
         assert (group.size, group.rank, group.ranks, group.handle) == (1, 0, (0,), None)
+
+
+def test_mesh_describes_the_axes_that_are_used() -> None:
+    mesh = dataclasses.replace(Mesh.single(), sp=Group((0, 1), 0, None))
+    assert mesh.describe() == "tensor parallel 1 x sequence parallel 2 x data parallel 1"
+    assert "sequence parallel 2 (Ulysses) x data" in mesh.describe(detailed=True)
 
 
 def test_mpu_answers_deepspeed_and_lacks_the_method_it_must_not_have() -> None:
