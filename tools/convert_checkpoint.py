@@ -1,6 +1,6 @@
 """Convert the weights of a checkpoint to another format.
 
-The command line of `megatron_ds.conversion`.
+The command line of `tools/converter.py`.
 """
 
 from __future__ import annotations
@@ -14,165 +14,15 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-import contextlib
-import dataclasses
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 from megatron_ds import cli
-from megatron_ds.cli.progress import tensor_progress
-from megatron_ds.config.checkpoint import missing_folder, split_location
-from megatron_ds.config.fields import option_field, when
-from megatron_ds.config.problems import Problem
-
-MEGATRON_FORMATS = ("megatron", "torch_dist")
-MEGATRON = when(target_format=MEGATRON_FORMATS)
-MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "gpt_neox", "bloom", "falcon")
-
-
-@dataclass(frozen=True)
-class Options:
-    """Converts the weights of a checkpoint to another format, on the CPU, one tensor at a time.
-
-    Formats: native, a checkpoint of a run or a folder of weights alone; hf, a model of Hugging
-    Face's transformers; megatron, a checkpoint of Megatron-LM, as input also of Megatron-DeepSpeed;
-    torch_dist, a checkpoint of Megatron Core; universal, weights and optimizer states of a run
-    as DeepSpeed's full tensors, as output of checkpoints of this program. The output folder appears
-    complete or not at all. A native output is a folder of weights: --load of a run starts from
-    it, and the server loads it, on every layout.
-    """
-
-    load: str = option_field(
-        "",
-        "folder to convert, a URL such as s3://BUCKET/FOLDER, or hf:OWNER/NAME on the Hub",
-        metavar="FOLDER",
-        required=True,
-    )
-    save: str = option_field(
-        "", "new folder of the converted weights", metavar="FOLDER", required=True
-    )
-    source_format: str = option_field(
-        "auto",
-        "format of --load",
-        flag="from",
-        choices=("auto", "native", "universal", "hf", "megatron", "torch_dist"),
-    )
-    target_format: str = option_field(
-        "",
-        "format of --save",
-        flag="to",
-        choices=("native", "universal", "hf", "megatron", "torch_dist"),
-        required=True,
-    )
-    dtype: str | None = option_field(
-        None, "type of the weights (default: as they are)", choices=("fp32", "bf16", "fp16")
-    )
-    hf_model_type: str | None = option_field(
-        None,
-        "model_type of an hf output (default: the original one, else the first that has the parts "
-        "of the model)",
-        choices=MODEL_TYPES,
-        only_with=when(target_format="hf"),
-    )
-    target_tensor_parallel_size: int = option_field(
-        1,
-        "tensor-parallel size of the output; native and hf outputs have none",
-        aliases=("target-tensor-model-parallel-size",),
-        minimum=1,
-        only_with=MEGATRON,
-    )
-    target_pipeline_parallel_size: int = option_field(
-        1,
-        "pipeline stages of the output; native and hf outputs have none",
-        aliases=("target-pipeline-model-parallel-size",),
-        minimum=1,
-        only_with=MEGATRON,
-    )
-    optimizer_states: bool = option_field(
-        False,
-        "convert Adam's states, iteration and consumed samples, too, so that Megatron continues "
-        "the run; by default its output has the weights alone",
-        only_with=MEGATRON,
-    )
-    target_adam: str = option_field(
-        "fused",
-        "Adam of the Megatron that continues: the one of Transformer Engine or apex, or torch's "
-        "AdamW, which Megatron uses if both are missing",
-        choices=("fused", "torch"),
-        only_with=when(optimizer_states=True),
-    )
-    checkpoint_staging_dir: str | None = option_field(
-        None,
-        "folder for the files of a URL (default: below the folder for temporary files)",
-        metavar="FOLDER",
-    )
-    verify: bool = option_field(
-        False, "compare the logits of both models for a fixed prompt; of hf, transformers' model"
-    )
-
-    @property
-    def source(self) -> tuple[str, Path]:
-        """Format and folder; the format may precede the folder."""
-        name, folder = split_location(self.load)
-        return name if name != "auto" else self.source_format, Path(folder)
-
-    def problems(self) -> Iterator[Problem]:
-        yield from missing_folder(self.load)
-        if self.target_format == "universal" and self.dtype is not None:
-            yield Problem("universal-dtype")
-
-
-def work(options: Options) -> None:
-    # torch takes seconds to import.
-    with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
-        from megatron_ds.conversion import convert
-        from megatron_ds.conversion.adam_states import with_masters, with_training
-        from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
-        from megatron_ds.conversion.native import DTYPES
-        from megatron_ds.conversion.registry import open_source
-        from megatron_ds.loading.locations import staged_location
-
-    def warn(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    start = time.perf_counter()
-    location = staged_location(options.load, options.checkpoint_staging_dir, warn)
-    name, folder = dataclasses.replace(options, load=location).source
-    source = open_source(folder, name, warn)
-    if options.optimizer_states and options.target_format in MEGATRON_FORMATS:
-        source = with_training(source)
-    elif options.dtype == "fp32":
-        source = with_masters(source)
-    source = source.to(None if options.dtype is None else DTYPES[options.dtype])
-    target = convert.Target(
-        Path(options.save),
-        options.target_format,
-        options.hf_model_type,
-        tp_size=options.target_tensor_parallel_size,
-        pp_size=options.target_pipeline_parallel_size,
-        adam=options.target_adam,
-    )
-    total = source.nbytes
-    with tensor_progress("converting", total) as tensors:
-        convert.WRITERS[target.format](source, target, lambda name, size: tensors.add(size))
-    seconds = max(time.perf_counter() - start, 1e-9)
-    tokenizer = source.settings.tokenizer_config
-    if target.format == "hf" and not hf_tokenizer.can_be_exported(tokenizer):
-        warn("WARNING: " + Problem("hf-tokenizer-not-exported", folder=target.folder).render())
-    print(
-        f"{source.format} to {target.format}: {tensors.count} tensors, {total / 1e6:.1f} MB in "
-        f"{seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"
-    )
-    if options.verify:
-        error = convert.verify(source, target)
-        print(f"verified: the logits of both models differ by {error:.1e} of the largest one")
-    print(f"wrote {target.folder}")
+from tools.converter import ConversionOptions as Options
+from tools.converter import convert_checkpoint
 
 
 def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
+    return cli.run(Options, convert_checkpoint, argv)
 
 
 if __name__ == "__main__":

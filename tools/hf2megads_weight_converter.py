@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron_ds import cli
 from megatron_ds.config import Config
 from megatron_ds.config.fields import no_effect_problem, option_field, option_group, when
 from megatron_ds.config.problems import Problem, problems_about
+from tools.converter import ConversionOptions, convert_checkpoint
 
 TO_HF = when(to_hf_ckpt=True)
 
@@ -85,12 +85,10 @@ class Options:
 
 
 def work(options: Options) -> None:
-    # By its name, for there is a folder of this name, too.
-    tool = importlib.import_module("tools.convert_checkpoint")
     target = "hf" if options.converter.to_hf_ckpt else "native"
     load, save = str(options.source), options.converter.save
     with problems_about(load="load" if options.converter.to_hf_ckpt else "hf_ckpt_dir"):
-        tool.work(tool.Options(load=load, save=save, target_format=target))
+        convert_checkpoint(ConversionOptions(load=load, save=save, target_format=target))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, problems_about
+from tools.converter import ConversionOptions, convert_checkpoint
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,9 @@ class Options:
 
 @problems_about(load="checkpoint_dir", save="output_dir")
 def work(options: Options) -> None:
-    # By its name, for there is a folder of this name, too.
-    tool = importlib.import_module("tools.convert_checkpoint")
     load, save = str(options.source), options.output_dir
-    tool.work(tool.Options(load=load, save=save, target_format="native", dtype="fp32"))
+    fp32 = ConversionOptions(load=load, save=save, target_format="native", dtype="fp32")
+    convert_checkpoint(fp32)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,35 +15,24 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.config.fields import no_effect_problem, option_field
 from megatron_ds.config.problems import Problem, problems_about
+from tools.converter import ConversionOptions, FolderOptions, convert_checkpoint
 
 WITHOUT_EFFECT = {"target_tp": 1, "target_pp": 1, "for_release": False}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(FolderOptions):
     """Converts a checkpoint of a DeepSpeed training to a Hugging Face model, with its tokenizer."""
 
-    input_folder: str = option_field(
-        "", "a --save folder, or the folder of one checkpoint", metavar="FOLDER", required=True
-    )
-    output_folder: str = option_field(
-        "", "new folder of the Hugging Face model", metavar="FOLDER", required=True
-    )
     target_tp: int = option_field(1, "no effect: the output has no tensor parallelism", minimum=1)
     target_pp: int = option_field(1, "no effect: the output has no pipeline stages", minimum=1)
     for_release: bool = option_field(False, "no effect: the output has no counters")
-
-    def problems(self) -> Iterator[Problem]:
-        if self.input_folder and not Path(self.input_folder).is_dir():
-            yield Problem("load-folder-missing", "input_folder", load=self.input_folder)
 
     def warnings(self) -> Iterator[Problem]:
         changed = [name for name, value in WITHOUT_EFFECT.items() if getattr(self, name) != value]
@@ -53,10 +42,8 @@ class Options:
 
 @problems_about(load="input_folder", save="output_folder")
 def work(options: Options) -> None:
-    # By its name, for there is a folder of this name, too.
-    tool = importlib.import_module("tools.convert_checkpoint")
-    tool.work(
-        tool.Options(load=options.input_folder, save=options.output_folder, target_format="hf")
+    convert_checkpoint(
+        ConversionOptions(load=options.input_folder, save=options.output_folder, target_format="hf")
     )
 
 

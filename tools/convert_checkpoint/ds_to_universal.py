@@ -24,6 +24,7 @@ from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, problems_about
+from tools.converter import FolderOptions
 
 IGNORED = {
     "num_extract_workers": "one process reads each file once",
@@ -38,7 +39,7 @@ IGNORED = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(FolderOptions):
     """Converts a checkpoint to full tensors of all weights and optimizer states.
 
     The output can be loaded on every layout, by this program and by DeepSpeed. It appears complete
@@ -48,9 +49,6 @@ class Options:
     input_folder: str = option_field(
         "", "a checkpoint: a folder global_stepN", metavar="FOLDER", required=True
     )
-    output_folder: str = option_field(
-        "", "new folder, such as global_stepN_universal", metavar="FOLDER", required=True
-    )
     num_extract_workers: int = option_field(4, "accepted without effect", minimum=1)
     num_merge_workers: int = option_field(2, "accepted without effect", minimum=1)
     keep_temp_folder: bool = option_field(False, "accepted without effect")
@@ -58,10 +56,6 @@ class Options:
     inject_missing_state: bool = option_field(False, "accepted without effect")
     target_tp: int = option_field(1, "accepted without effect", minimum=1)
     target_pp: int = option_field(1, "accepted without effect", minimum=1)
-
-    def problems(self) -> Iterator[Problem]:
-        if self.input_folder and not Path(self.input_folder).is_dir():
-            yield Problem("load-folder-missing", "input_folder", load=self.input_folder)
 
     def warnings(self) -> Iterator[Problem]:
         """Flags without an effect that were given."""

@@ -28,6 +28,7 @@ from tests.unit.conversion.hf_models import load_strictly, random_model
 from tests.unit.conversion.models import SMALL, assert_same_tensors, random_source
 from tests.unit.tools.conftest import Run
 from tools import convert_checkpoint, make_docs
+from tools.converter import MODEL_TYPES
 
 TOOL = convert_checkpoint
 FOLDER = "convert_checkpoint"
@@ -56,7 +57,7 @@ def test_the_type_and_the_family_can_be_chosen(tmp_path: Path, run: Run) -> None
 
 
 def test_every_family_can_be_chosen() -> None:
-    assert tuple(FAMILIES) == convert_checkpoint.MODEL_TYPES
+    assert tuple(FAMILIES) == MODEL_TYPES
 
 
 def test_sizes_without_a_meaning_are_reported(tmp_path: Path, run: Run) -> None:
