@@ -20,7 +20,6 @@ from typing import Any
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.ds_config.generate import build_ds_config, zero_stage
-from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.flops import (
     expert_parameters_per_rank,
     matrix_parameters,
@@ -39,8 +38,7 @@ FP32 = 4
 """Bytes of an element in fp32."""
 BLOCKWISE_8_BIT = 1 + FP32 / 256
 """Bytes of an element of an 8-bit moment, which has one scale for 256 elements."""
-NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-DTYPE_BYTES = {"float32": FP32, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"fp32": FP32, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -143,42 +141,35 @@ class MemoryEstimate:
         return self.phases[self.peak_phase]
 
 
-def memory_inputs(
-    config: Config,
-    settings: EngineSettings | PlannedSettings,
-    ds_config: Mapping[str, Any],
-    tp_size: int,
-    device: str,
-) -> MemoryInputs:
-    """Derive the inputs of the estimate from an engine.
+def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
+    """Derive the inputs of the estimate; `engine.readback` checks that the engine has them.
 
     Args:
         config: Complete configuration of the run.
-        settings: Settings of the engine in effect.
-        ds_config: DeepSpeed configuration of the engine.
-        tp_size: Tensor-parallel size.
+        dp_size: Data-parallel size.
         device: Kind of device, such as "cpu".
     """
-    zero = ds_config["zero_optimization"]
+    ds_config, offload = build_ds_config(config, dp_size, device), config.deepspeed
+    zero, stage = ds_config["zero_optimization"], zero_stage(config)
     momentum = int(config.optimizer.sgd_momentum != 0)
     moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[config.optimizer.optimizer]
     return MemoryInputs(
-        zero_stage=settings.zero_stage,
-        tp_size=tp_size,
-        dp_size=settings.dp_size,
-        param_bytes=DTYPE_BYTES[settings.param_dtype],
-        accumulation_bytes=DTYPE_BYTES[settings.accumulation_dtype],
-        reduction_bytes=DTYPE_BYTES[settings.reduction_dtype],
+        zero_stage=stage,
+        tp_size=config.parallel.tensor_model_parallel_size,
+        dp_size=dp_size * config.parallel.ds_sequence_parallel_size,
+        param_bytes=DTYPE_BYTES[config.precision.name],
+        accumulation_bytes=DTYPE_BYTES[ds_config["data_types"]["grad_accum_dtype"]],
+        reduction_bytes=DTYPE_BYTES[ds_config["communication_data_type"]],
         moments=moments,
         moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else FP32,
         has_matrix_updates=config.optimizer.optimizer == "muon",
         bucket_elements=int(zero["reduce_bucket_size"]),
-        gather_limits=_gather_limits(zero) if settings.zero_stage == 3 else None,
-        num_buckets=2 if zero.get("overlap_comm") or settings.zero_stage == 3 else 1,
-        offload_optimizer=settings.optimizer_offload != "none",
-        offload_parameters=settings.param_offload != "none",
-        offload_fraction=config.deepspeed.optimizer_offload_fraction,
-        swap=_swap_inputs(zero) if config.deepspeed.uses_nvme else None,
+        gather_limits=_gather_limits(zero) if stage == 3 else None,
+        num_buckets=2 if zero.get("overlap_comm") or stage == 3 else 1,
+        offload_optimizer=offload.optimizer_offload != "none",
+        offload_parameters=offload.param_offload != "none",
+        offload_fraction=offload.optimizer_offload_fraction,
+        swap=_swap_inputs(zero) if offload.uses_nvme else None,
         master_bytes=2 if in_effect(config.precision).bf16_master_weights else FP32,
         hpz_size=int(zero.get("zero_hpz_partition_size", 1)),
         immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
@@ -213,40 +204,9 @@ def _gather_limits(zero: Mapping[str, Any]) -> GatherLimits:
     )
 
 
-@dataclass(frozen=True)
-class PlannedSettings:
-    """The settings by which `memory_inputs` estimates, of an engine that is not built."""
-
-    zero_stage: int
-    dp_size: int
-    param_dtype: str
-    accumulation_dtype: str
-    reduction_dtype: str
-    optimizer_offload: str
-    param_offload: str
-
-
 def planned_memory(config: Config, dp_size: int, device: str) -> MemoryEstimate:
-    """Estimate the memory of one process before an engine exists.
-
-    Args:
-        config: Complete configuration of the run.
-        dp_size: Data-parallel size.
-        device: Kind of device, such as "cpu".
-    """
-    ds_config, precision = build_ds_config(config, dp_size, device), config.precision
-    accumulation = ds_config["data_types"]["grad_accum_dtype"]
-    settings = PlannedSettings(
-        zero_stage=zero_stage(config),
-        dp_size=dp_size * config.parallel.ds_sequence_parallel_size,
-        param_dtype=NAMES[precision.name],
-        accumulation_dtype=NAMES[accumulation],
-        reduction_dtype=NAMES[ds_config["communication_data_type"]],
-        optimizer_offload=config.deepspeed.optimizer_offload,
-        param_offload=config.deepspeed.param_offload,
-    )
-    tp_size = config.parallel.tensor_model_parallel_size
-    return estimate(config, memory_inputs(config, settings, ds_config, tp_size, device))
+    """Estimate the memory of one process; see `memory_inputs` for the arguments."""
+    return estimate(config, memory_inputs(config, dp_size, device))
 
 
 def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:

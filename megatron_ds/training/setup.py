@@ -35,8 +35,7 @@ from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.initial_load import StartStates, open_foreign
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.planning.memory_estimate import MemoryEstimate, memory_inputs
-from megatron_ds.planning.memory_estimate import estimate as memory_estimate
+from megatron_ds.planning.memory_estimate import planned_memory
 from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import rank_settings
@@ -170,7 +169,7 @@ def build_trainer(
         output.print_on_rank(f"  loaded the {foreign.summary}")
         startup.mark("checkpoint")
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
-    estimate = _estimate_memory(config, mesh, engine, context)
+    estimate = planned_memory(config, mesh.dp.size, context.device.type)
     print_banner(config, context, mesh, engine, state, estimate)
     if is_new and config.checkpoint.load is not None:
         _warn(Problem("no-checkpoint-to-load", folder=config.checkpoint.load))
@@ -205,16 +204,6 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
     dist.all_reduce(total, group=group.handle)
     mean: list[float] = (total / group.size).tolist()
     return mean
-
-
-def _estimate_memory(
-    config: Config, mesh: Mesh, engine: Engine, context: distributed.ProcessContext
-) -> MemoryEstimate:
-    """Memory of this process, from the settings that DeepSpeed runs with."""
-    inputs = memory_inputs(
-        config, engine.settings, engine.ds_config, mesh.tp.size, context.device.type
-    )
-    return memory_estimate(config, inputs)
 
 
 def _build_data(

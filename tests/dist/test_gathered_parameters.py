@@ -60,7 +60,7 @@ def compare(rank: int, folder: Path) -> None:
             for _ in range(STEPS):
                 engine._engine.backward(engine._engine(tokens, tokens).mean())
                 engine._engine.step()
-        inputs = memory_inputs(config, engine.settings, engine.ds_config, 1, "cpu")
+        inputs = memory_inputs(config, 1, "cpu")
         expected = estimate(config, inputs).gathered // inputs.param_bytes
         assert 0.7 * expected <= peak <= expected, (reuse, prefetch, live, peak, expected)
         engine._engine.destroy()

@@ -296,9 +296,7 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
         state = TrainState().advance(plan, first)
         result.losses[layout] = [float(first.loss), float(engine.params_norm())]
         result.reads[layout] = reads_of_steps(config, mesh, engine, batches, state)
-        result.inputs[layout] = memory_inputs(
-            config, engine.settings, ds_config, mesh.tp.size, "cpu"
-        )
+        result.inputs[layout] = memory_inputs(config, mesh.dp.size, "cpu")
         result.state_bytes[layout] = engine.state_bytes()
     for setting, (layout, changes) in OVERRIDDEN.items():
         generate = engine_build.build_ds_config
