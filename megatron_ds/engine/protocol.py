@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, SupportsFloat
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.micro_batches import Batch
@@ -132,6 +132,10 @@ class Engine(Protocol):
     @property
     def packing(self) -> PackingOptions | None:
         """How document boundaries of packed samples are treated; None: not at all. Local."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The layers of this rank. Local."""
 
     @property
     def compiled(self) -> str:

@@ -101,6 +101,7 @@ class ZeroEngine:
         self.settings = read_settings()
         self.packing = packing
         self.startup_warnings = startup_warnings
+        self.module: nn.Module = engine.module
         self.compiled: str = engine.module.compiled
         self._read_settings = read_settings
         self._multipliers = multipliers

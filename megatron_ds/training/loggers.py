@@ -18,6 +18,7 @@ from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.train_state import TrainState
+from megatron_ds.training.extensions import OpenLogger, qualified_name
 from megatron_ds.training.jsonl_logger import JsonLines
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
 
@@ -96,6 +97,7 @@ def open_loggers(
     dp_size: int,
     write: Callable[[str], object],
     memory: Callable[[], dict[str, int]] = dict,
+    own: Sequence[OpenLogger] = (),
 ) -> list[Logger]:
     """Opens the loggers of a run that write files.
 
@@ -106,6 +108,7 @@ def open_loggers(
         dp_size: Data-parallel size.
         write: Prints a line and flushes it.
         memory: Returns the device's memory figures in bytes, by TensorBoard tag.
+        own: Loggers of the program.
 
     Raises:
         UserError: If the JSONL file contains anything but records.
@@ -123,6 +126,9 @@ def open_loggers(
         )
         name = f"{option('tensorboard_dir')} {config.logging.tensorboard_dir}"
         loggers.append(BestEffortLogger(board, name, warn=write))
+    for each in own:
+        open_logger = functools.partial(each, config, state)
+        loggers.append(BestEffortLogger(open_logger, qualified_name(each), warn=write))
     return loggers
 
 

@@ -40,6 +40,7 @@ from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import rank_settings
 from megatron_ds.training.exit_conditions import ExitConditions
+from megatron_ds.training.extensions import Extensions
 from megatron_ds.training.loggers import (
     Console,
     ShortConsole,
@@ -63,7 +64,11 @@ from megatron_ds.training.trainer import Trainer
 
 
 def pretrain(
-    config: Config, inputs: RunInputs, life: ProcessLifecycle, startup: StartupTimer
+    config: Config,
+    inputs: RunInputs,
+    extensions: Extensions,
+    life: ProcessLifecycle,
+    startup: StartupTimer,
 ) -> ExitCode:
     """Runs one process of a training run.
 
@@ -72,6 +77,7 @@ def pretrain(
     Args:
         config: Configuration without problems.
         inputs: Tokenizer and data files that the checks of this process have opened.
+        extensions: Parts of the run that its program brings.
         life: Handles signals and the loss of other processes.
         startup: Measures the phases of the start.
     """
@@ -100,7 +106,7 @@ def pretrain(
             stores=stores,
             local=local,
         )
-        trainer = build_trainer(config, inputs, context, life, startup, checkpoints)
+        trainer = build_trainer(config, inputs, extensions, context, life, startup, checkpoints)
         life.on_training_started(saves=config.checkpoint.save is not None)
         try:
             code = trainer.run()
@@ -120,6 +126,7 @@ def _warn(problem: Problem) -> None:
 def build_trainer(
     config: Config,
     inputs: RunInputs,
+    extensions: Extensions,
     context: distributed.ProcessContext,
     life: ProcessLifecycle,
     startup: StartupTimer,
@@ -186,13 +193,14 @@ def build_trainer(
         mesh=mesh,
         engine=engine,
         data=data,
-        metrics=_build_metrics(config, mesh, engine, state, context, exits),
+        metrics=_build_metrics(config, mesh, engine, state, context, exits, extensions),
         checkpoints=checkpoints,
         exits=exits,
         state=state,
         total_iterations=last,
         eod=eod if config.data.eod_mask_loss else None,
         report=FirstStepsReport(startup, engine, estimate, peak, state.iteration + 1, config),
+        callbacks=tuple(extensions.callbacks),
     )
 
 
@@ -249,6 +257,7 @@ def _build_metrics(
     state: TrainState,
     context: distributed.ProcessContext,
     exits: ExitConditions,
+    extensions: Extensions,
 ) -> Metrics:
     """Metrics of this rank. The first rank, which prints the other lines of the log, prints them,
     so that lines keep their order; the last one writes files, as in Megatron."""
@@ -268,6 +277,7 @@ def _build_metrics(
             dp_size=mesh.dp.size,
             write=lambda text: output.print_on_rank(text, rank_to_print=-1),
             memory=device.device_memory,
+            own=extensions.loggers,
         )
     return Metrics(
         ThroughputModel(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
+from megatron_ds.training.extensions import Callback
 from megatron_ds.training.metrics import Metrics
 from megatron_ds.training.saving import Saver
 from megatron_ds.training.skipped_steps import SkippedSteps
@@ -52,6 +53,7 @@ class Trainer:
     eod: int | None
     """Id of the end-of-document token if it is masked in the loss."""
     report: FirstStepsReport
+    callbacks: Sequence[Callback] = ()
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -76,6 +78,8 @@ class Trainer:
                 "run-complete", iteration=self.state.iteration, last=self.total_iterations
             )
             output.print_on_rank(f"WARNING: {finished.render()}")
+        for callback in self.callbacks:
+            callback.on_start(self.config, self.state, self.engine.module)
         log_timestamp(self.config, "before the start of training step")
         while self.state.iteration < self.total_iterations and stop is None:
             if schedules.skipped_range(self.config, self.state.iteration + 1) is None:
@@ -102,6 +106,8 @@ class Trainer:
             stop = stop or self._evaluate("test", "the end of training for test data")
         if stop is not None:
             output.print_on_rank(stop.message)
+        for callback in self.callbacks:
+            callback.on_end(self.state)
         self.metrics.close()
         return ExitCode.FINISHED if stop is None else stop.code
 
@@ -116,6 +122,8 @@ class Trainer:
         warm_up = plan.iteration == self.first_iteration or self._graph_count() > graphs
         self.state = before.advance(plan, result)
         self.metrics.record(self.state, plan, result, seconds, warm_up)
+        for callback in self.callbacks:
+            callback.after_step(self.state, result)
         self.report.after_step(plan.iteration)
         self._report_spike(plan, result)
         if self.skips.limit_reached(result):
@@ -219,6 +227,8 @@ class Trainer:
             self.metrics.log_eval(self.state, split, label, loss, name)
         if split == "validation":
             self._validation = self.state.iteration, losses
+        for callback in self.callbacks:
+            callback.after_evaluation(self.state, split, losses)
         return None
 
     def _mean_loss(self, dataset: TokenDataset) -> float | StopDecision:
@@ -256,6 +266,8 @@ class Trainer:
             return
         # A resumed run does not repeat these steps, so their records must be written first.
         self.metrics.write_pending()
+        for callback in self.callbacks:
+            callback.before_save(self.state)
         self.saver.save(self.state, self._blend_history, final=final)
 
     def _blend_history(self) -> BlendHistory:

@@ -32,6 +32,7 @@ ALLOWED = {
     "cli": "config launch schedule_validation",
     "data": "config fileio tokenizer",
     "model": "config parallel",
+    "extend": "cli config engine launch loading train_state training",
     "engine": "config data fileio launch model parallel train_state",
     "preprocess": "config data fileio tokenizer",
     "checkpoint": "config data engine fileio launch model parallel tokenizer train_state",
@@ -59,7 +60,8 @@ NEVER_IN = {
     "torch": """
         checkpoint/metadata.py checkpoint/compatibility.py loading/options_from_checkpoint.py
         checkpoint/selection.py checkpoint/store/ config/ fileio/ train_state.py schedules.py
-        schedule_validation.py launch/extension_locks.py data/blend_schedule.py data/blend_spec.py
+        schedule_validation.py launch/extension_locks.py extend/__init__.py
+        training/extensions.py training/records.py data/blend_schedule.py data/blend_spec.py
         data/build_datasets.py data/index_cache.py data/indexed_dataset.py data/loader_process.py
         data/merge.py data/sample_index.py data/token_file_stats.py data/tokenizer_metadata.py
         data/validation.py preprocess/""",

@@ -1,0 +1,99 @@
+"""The public names of the package: a run with parts of its own, see docs/extending.md.
+
+Imports no torch; `megatron_ds.extend.layers` has the names that need it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from megatron_ds.cli import arguments
+from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem
+from megatron_ds.engine.ds_config.merge import merge_file
+from megatron_ds.launch import environment
+from megatron_ds.launch.extension_locks import find_stale_locks
+from megatron_ds.launch.lifecycle import process_lifecycle
+from megatron_ds.launch.startup_timer import StartupTimer
+from megatron_ds.loading.initial_load import merge_settings
+from megatron_ds.loading.locations import stage
+from megatron_ds.loading.options_from_checkpoint import with_saved_schedule
+from megatron_ds.train_state import StepResult, TrainState
+from megatron_ds.training.extensions import Callback, Extensions
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
+
+if TYPE_CHECKING:
+    from megatron_ds.training.preflight import RunInputs
+
+__all__ = [
+    "Callback",
+    "Config",
+    "EvalRecord",
+    "Extensions",
+    "IntervalRecord",
+    "Logger",
+    "StepRecord",
+    "StepResult",
+    "TrainState",
+    "pretrain",
+]
+
+
+def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
+    """Runs one process of a training: reads the settings, checks them, builds the run and trains.
+
+    Every process of the run calls it, once, as its last work.
+
+    Args:
+        extensions: What the run has in addition to, or instead of, the package's own parts.
+        argv: Flags of pretrain_gpt.py. None: those of the command line.
+
+    Raises:
+        SystemExit: If the run ends otherwise than by finishing; docs/stopping_and_failures.md lists
+            the statuses. Problems with the settings are printed, all at once.
+    """
+    startup = StartupTimer()
+    opened: list[RunInputs | None] = []
+
+    def complete(
+        config: Config, world_size: int, warn: Callable[[str], None]
+    ) -> tuple[Config, list[Problem]]:
+        """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
+        config, of_stores = stage(config)
+        config, of_checkpoint = merge_settings(config, warn)
+        config, of_file = merge_file(config, world_size, warn)
+        config, of_schedule = with_saved_schedule(config, world_size, warn)
+        return config, [*of_stores, *of_checkpoint, *of_file, *of_schedule]
+
+    def check(
+        config: Config, world_size: int, is_sound: bool, warn: Callable[[str], None]
+    ) -> list[Problem]:
+        """Checks files and machine; imported here, after --help has been answered."""
+        from megatron_ds.training import preflight
+
+        problems, inputs = preflight.check(config, world_size, is_sound, warn)
+        opened.append(inputs)
+        return [*extensions.problems(), *problems]
+
+    with process_lifecycle() as life:
+        environment.adopt_ranks()
+        ops = environment.prepare_environment()  # before the checks import libraries
+        config = arguments.parse(
+            sys.argv[1:] if argv is None else argv,
+            world_size=environment.world_size(),
+            rank=environment.local_rank(),  # a file may be missing on one machine only
+            complete=complete,
+            check=check,
+        )
+        startup.mark("settings")
+        environment.require_no_stale_locks(find_stale_locks(ops))
+        from megatron_ds.training import setup  # torch takes seconds to import
+
+        startup.mark("libraries")
+        (inputs,) = opened
+        assert inputs is not None
+        code = setup.pretrain(config, inputs, extensions, life, startup)
+    if code:
+        sys.exit(code)

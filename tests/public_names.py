@@ -1,0 +1,31 @@
+"""The frozen list of the public names; `python -m tests.public_names` rewrites it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+GOLDEN = Path(__file__).parent / "golden" / "public_names.txt"
+MODULES = ("megatron_ds.extend",)
+
+
+def public_names() -> str:
+    """Functions and classes with their signatures, and the methods of classes."""
+    return "\n".join(line for module in MODULES for line in (module, *_lines(module), ""))
+
+
+def _lines(module: str) -> Iterator[str]:
+    listed = importlib.import_module(module)
+    for name in sorted(listed.__all__):
+        value = getattr(listed, name)
+        yield f"  {name}{inspect.signature(value)}"
+        if inspect.isclass(value):
+            for method, function in sorted(vars(value).items()):
+                if inspect.isfunction(function) and not method.startswith("_"):
+                    yield f"    {method}{inspect.signature(function)}"
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(public_names())
