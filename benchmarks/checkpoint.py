@@ -293,16 +293,14 @@ def build_background(shape: Shape, folder: Path) -> Work:
 def build_conversion(folder: Path) -> Work:
     """Conversions of the weights of the checkpoint, and back."""
     start_process_group(1)
-    from megatron_ds.conversion import convert
-    from megatron_ds.conversion.registry import open_source
+    from megatron_ds.conversion.registry import open_source, write
 
     def converted(source: Path, target: Path, name: str) -> dict[str, float]:
         shutil.rmtree(target, ignore_errors=True)
         drop_from_memory(source)
 
         def job() -> None:
-            opened = open_source(source)
-            convert.WRITERS[name](opened, convert.Target(target, name), lambda tensor, size: None)
+            write(open_source(source), target, name)
 
         return measured(job, target)
 

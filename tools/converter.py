@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_ds.cli.progress import tensor_progress
-from megatron_ds.config.checkpoint import missing_folder, split_location
+from megatron_ds.config.checkpoint import FORMATS, missing_folder, split_location
 from megatron_ds.config.fields import option_field, when
 from megatron_ds.config.problems import Problem
 
@@ -48,13 +48,13 @@ class ConversionOptions:
         "auto",
         "format of --load",
         flag="from",
-        choices=("auto", "native", "universal", "hf", "megatron", "torch_dist"),
+        choices=("auto", *FORMATS),
     )
     target_format: str = option_field(
         "",
         "format of --save",
         flag="to",
-        choices=("native", "universal", "hf", "megatron", "torch_dist"),
+        choices=FORMATS,
         required=True,
     )
     dtype: str | None = option_field(
@@ -134,11 +134,12 @@ class FolderOptions:
 def convert_checkpoint(options: ConversionOptions) -> None:
     # torch takes seconds to import.
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
-        from megatron_ds.conversion import convert
-        from megatron_ds.conversion.adam_states import with_masters, with_training
+        from megatron_ds.conversion import registry
+        from megatron_ds.conversion.adam_states import with_training
+        from megatron_ds.conversion.convert import verify
         from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
         from megatron_ds.conversion.native import DTYPES
-        from megatron_ds.conversion.registry import open_source
+        from megatron_ds.conversion.source import ReadOptions, WriteOptions
         from megatron_ds.loading.locations import staged_location
 
     def warn(text: str) -> None:
@@ -147,15 +148,14 @@ def convert_checkpoint(options: ConversionOptions) -> None:
     start = time.perf_counter()
     location = staged_location(options.load, options.checkpoint_staging_dir, warn)
     name, folder = dataclasses.replace(options, load=location).source
-    source = open_source(folder, name, warn)
-    if options.optimizer_states and options.target_format in MEGATRON_FORMATS:
+    has_states = options.optimizer_states and options.target_format in MEGATRON_FORMATS
+    reading = ReadOptions(warn, optimizer=has_states, masters=options.dtype == "fp32")
+    source = registry.open_source(folder, name, reading)
+    if has_states:
         source = with_training(source)
-    elif options.dtype == "fp32":
-        source = with_masters(source)
     source = source.to(None if options.dtype is None else DTYPES[options.dtype])
-    target = convert.Target(
-        Path(options.save),
-        options.target_format,
+    target = Path(options.save)
+    writing = WriteOptions(
         options.hf_model_type,
         tp_size=options.target_tensor_parallel_size,
         pp_size=options.target_pipeline_parallel_size,
@@ -163,16 +163,22 @@ def convert_checkpoint(options: ConversionOptions) -> None:
     )
     total = source.nbytes
     with tensor_progress("converting", total) as tensors:
-        convert.WRITERS[target.format](source, target, lambda name, size: tensors.add(size))
+        registry.write(
+            source,
+            target,
+            options.target_format,
+            writing,
+            lambda name, size: tensors.add(size),
+        )
     seconds = max(time.perf_counter() - start, 1e-9)
     tokenizer = source.settings.tokenizer_config
-    if target.format == "hf" and not hf_tokenizer.can_be_exported(tokenizer):
-        warn("WARNING: " + Problem("hf-tokenizer-not-exported", folder=target.folder).render())
+    if options.target_format == "hf" and not hf_tokenizer.can_be_exported(tokenizer):
+        warn("WARNING: " + Problem("hf-tokenizer-not-exported", folder=target).render())
     print(
-        f"{source.format} to {target.format}: {tensors.count} tensors, {total / 1e6:.1f} MB in "
-        f"{seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"
+        f"{source.format} to {options.target_format}: {tensors.count} tensors, "
+        f"{total / 1e6:.1f} MB in {seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"
     )
     if options.verify:
-        error = convert.verify(source, target)
+        error = verify(source, target, options.target_format)
         print(f"verified: the logits of both models differ by {error:.1e} of the largest one")
-    print(f"wrote {target.folder}")
+    print(f"wrote {target}")

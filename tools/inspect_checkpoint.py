@@ -89,12 +89,12 @@ class Inspection:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
             from megatron_ds.conversion.inspect import compare as comparison
             from megatron_ds.conversion.inspect import open as inspection
-            from megatron_ds.conversion.inspect import verify as verification
+            from megatron_ds.conversion.registry import verify
 
         options = self._options
         name, folder = _location(options.path)
         if options.verify:
-            self._verified(verification.verify(folder, name, _warn))
+            self._verified(verify(folder, name, _warn))
             if not self.good:
                 return  # a damaged checkpoint cannot be described
         opened = inspection.open_checkpoint(folder, name, _warn)

@@ -34,7 +34,7 @@ from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from megatron_ds.conversion.source import WeightsSource
+    from megatron_ds.conversion.source import SourceCheckpoint
     from megatron_ds.inference.service import GenerationJob, GenerationResult, TextGenerationService
     from megatron_ds.inference.tp_group import TpWorkerGroup
 
@@ -137,7 +137,7 @@ def run(options: Options) -> None:
 
 
 def describe(
-    source: WeightsSource, max_length: int, defaults: api_schema.Defaults
+    source: SourceCheckpoint, max_length: int, defaults: api_schema.Defaults
 ) -> dict[str, Any]:
     """What the page for browsers shows of the model, and its first settings."""
     from megatron_ds.model.flops import parameters_per_rank

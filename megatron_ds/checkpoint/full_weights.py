@@ -16,8 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.metadata import CheckpointMetadata, ParallelLayout, read_manifest
+from megatron_ds.checkpoint.metadata import (
+    MANIFEST,
+    CheckpointMetadata,
+    ParallelLayout,
+    read_manifest,
+)
 from megatron_ds.checkpoint.tensor_reader import LazyTensor
+from megatron_ds.checkpoint.universal.folders import FP32
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.expert_files import expert_file
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
@@ -30,9 +36,13 @@ NamedShards = Iterator[tuple[str, LazyTensor]]
 
 
 def files_with_weights(found: CheckpointMetadata) -> dict[str, FileRecord]:
-    """The files that `lazy_full_weights` needs."""
-    without = () if found.run.layout.zero_stage == 3 else ("optim_states.pt",)
+    """The files that a reader of the weights needs; none if the checkpoint has no checksums."""
+    if not (found.path / MANIFEST).is_file():  # DeepSpeed's converter writes none
+        return {}
     files = read_manifest(found.path)
+    if found.is_universal:
+        return {name: record for name, record in files.items() if Path(name).stem == FP32}
+    without = () if found.run.layout.zero_stage == 3 else ("optim_states.pt",)
     return {name: record for name, record in files.items() if not name.endswith(without)}
 
 

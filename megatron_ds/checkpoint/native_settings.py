@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ds.checkpoint import full_weights, local_files, metadata, selection
 from megatron_ds.checkpoint.metadata import RUN, TOKENIZER, CheckpointMetadata
+from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.tokenizer.stored_files import with_copies
@@ -16,33 +18,51 @@ from megatron_ds.tokenizer.stored_files import with_copies
 Settings = TypeVar("Settings", ModelConfig, MoEConfig, TokenizerConfig)
 
 
-def find_checkpoint(folder: Path, warn: Callable[[str], None]) -> CheckpointMetadata:
+def find_checkpoint(
+    folder: Path, warn: Callable[[str], None], *, checksums: bool = True
+) -> CheckpointMetadata:
     """Selects the last undamaged checkpoint of a --save folder, or the folder's own.
-
-    The files with weights are checked against their checksums.
 
     Args:
         folder: A --save folder, or the folder of one checkpoint.
         warn: Called with a line for each newer checkpoint that is damaged.
+        checksums: Compare the files with weights with their checksums, and not only names and
+            sizes of all files.
 
     Raises:
         UserError: If there is none.
     """
-    is_checkpoint = (folder / RUN).is_file()
-    if is_checkpoint:
+    if (folder / RUN).is_file():
         listing = selection.CheckpointListing(folder, (folder,))
     else:
         listing = selection.list_folder(folder)
     found = selection.select_checkpoint(
-        listing, None, _find_damage, lambda problem: warn(f"WARNING: {problem.render()}")
+        listing,
+        None,
+        partial(_find_damage, checksums=checksums),
+        lambda problem: warn(f"WARNING: {problem.render()}"),
     )
     assert found is not None
     return found
 
 
-def _find_damage(path: Path) -> Problem | None:
+def find_universal(folder: Path, *, checksums: bool = True) -> CheckpointMetadata:
+    """The universal checkpoint that the pointer of a folder names, or the folder's own.
+
+    Raises:
+        UserError: If there is none, or it is damaged.
+    """
+    paths = list_universal(folder)
+    if not paths:
+        raise user_error("universal-missing", folder=folder)
+    if (damage := _find_damage(paths[0], checksums=checksums)) is not None:
+        raise user_error("checkpoint-damaged", path=paths[0], damage=damage, hint="")
+    return metadata.read_run(paths[0])
+
+
+def _find_damage(path: Path, *, checksums: bool) -> Problem | None:
     try:
-        if (damage := metadata.find_damage(path)) is not None:
+        if (damage := metadata.find_damage(path)) is not None or not checksums:
             return damage
         files = full_weights.files_with_weights(metadata.read_run(path))
         return local_files.files_damaged(local_files.find_damaged_files(path, files))

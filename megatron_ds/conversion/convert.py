@@ -1,14 +1,9 @@
-"""Conversion of weights from any format to any other, and its verification.
-
-At most two tensors are in memory, one that is written and the next one; a verification holds one
-model at a time.
-"""
+"""Verification of a conversion: the logits of both models. One model is in memory at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.full_weights import load_full_weights
-from megatron_ds.checkpoint.tensor_reader import OnTensor
-from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
 from megatron_ds.config.problems import user_error
-from megatron_ds.conversion.huggingface.read_write import write_hf
-from megatron_ds.conversion.megatron.write_common import FUSED
-from megatron_ds.conversion.megatron.write_legacy import write_megatron
-from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.registry import open_source
-from megatron_ds.conversion.source import WeightsSource
-from megatron_ds.conversion.weights_folder import write_weights_folder
+from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -35,61 +23,15 @@ TOLERANCE = 1e-4
 """Of two models' fp32 logits, relative to the largest; a wrong tensor changes them by far more."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where weights are written, and how."""
-
-    folder: Path
-    format: str
-    hf_model_type: str | None = None
-    """Family of an hf target. None: the original one, or the first that has the parts."""
-    tp_size: int = 1
-    """Tensor-parallel size of a megatron or torch_dist target."""
-    pp_size: int = 1
-    """Pipeline stages of such a target."""
-    adam: str = FUSED
-    """Implementation of Adam that loads the states of a training run."""
-
-
-Writer = Callable[[WeightsSource, Target, OnTensor], None]
-WRITERS: dict[str, Writer] = {
-    "native": lambda source, target, on_tensor: write_weights_folder(
-        source, target.folder, on_tensor=on_tensor
-    ),
-    "hf": lambda source, target, on_tensor: write_hf(
-        source, target.folder, model_type=target.hf_model_type, on_tensor=on_tensor
-    ),
-    "megatron": lambda source, target, on_tensor: write_megatron(
-        source,
-        target.folder,
-        tp_size=target.tp_size,
-        pp_size=target.pp_size,
-        adam=target.adam,
-        on_tensor=on_tensor,
-    ),
-    "torch_dist": lambda source, target, on_tensor: write_torch_dist(
-        source,
-        target.folder,
-        tp_size=target.tp_size,
-        pp_size=target.pp_size,
-        adam=target.adam,
-        on_tensor=on_tensor,
-    ),
-    "universal": lambda source, target, on_tensor: convert_checkpoint(
-        open_verified(source.path), target.folder, on_tensor
-    ),
-}
-"""By name of the format."""
-
-
-def verify(source: WeightsSource, target: Target) -> float:
+def verify(source: SourceCheckpoint, folder: Path, name: str) -> float:
     """Compares what the models of a source and of a target compute for a fixed prompt.
 
     The model of an hf folder is that of transformers.
 
     Args:
         source: The weights, in the type of the target.
-        target: What was written.
+        folder: What was written.
+        name: Its format.
 
     Returns:
         The largest difference of two logits, relative to the largest logit.
@@ -103,17 +45,17 @@ def verify(source: WeightsSource, target: Target) -> float:
     prompt = torch.randint(0, model.vocab_size, (1, tokens), generator=generator)
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     before = _logits(source, prompt, dtypes)
-    written = open_source(target.folder, target.format)
-    if target.format == "universal" and len(dtypes) == 1:  # which has the master weights
+    written = open_source(folder, name)
+    if name == "universal" and len(dtypes) == 1:  # which has the master weights
         written = written.to(*dtypes)
     after = _logits(written, prompt, dtypes)
     error = float((before - after).abs().max() / before.abs().max())
     if not error < TOLERANCE:  # also for nan
-        raise user_error("conversion-differs", folder=target.folder, error=error)
+        raise user_error("conversion-differs", folder=folder, error=error)
     return error
 
 
-def _logits(source: WeightsSource, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
+def _logits(source: SourceCheckpoint, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
     """fp32 logits of the tokens of the vocabulary."""
     if source.format == "hf":
         found = _transformers_logits(source.path, prompt, dtypes)
@@ -122,7 +64,7 @@ def _logits(source: WeightsSource, prompt: Tensor, dtypes: set[torch.dtype]) -> 
     return found[..., : source.settings.model.vocab_size]
 
 
-def own_logits(source: WeightsSource, prompt: Tensor) -> Tensor:
+def own_logits(source: SourceCheckpoint, prompt: Tensor) -> Tensor:
     """fp32 logits [1, S, V] of the model of a source."""
     settings, mesh = source.settings, Mesh.single()
     raw = GPTModel(settings.model, mesh=mesh, rng=RngStreams(0), seed=None, moe=settings.moe)

@@ -1,21 +1,50 @@
-"""The weights of a training checkpoint of this program."""
+"""Checkpoints of this program: of training runs, and their universal ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from megatron_ds.checkpoint.full_weights import lazy_full_weights
-from megatron_ds.checkpoint.metadata import RUN, CheckpointMetadata, list_checkpoints
+from megatron_ds.checkpoint.full_weights import files_with_weights, lazy_full_weights
+from megatron_ds.checkpoint.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.metadata import (
+    EIGHT_BIT,
+    MANIFEST,
+    RUN,
+    CheckpointMetadata,
+    list_checkpoints,
+    read_manifest,
+    run_folder,
+)
 from megatron_ds.checkpoint.native_settings import (
     find_checkpoint,
+    find_universal,
     model_config,
     moe_config,
     tokenizer_config,
 )
-from megatron_ds.conversion.source import ModelSettings, WeightsSource
+from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors, OnTensor
+from megatron_ds.checkpoint.universal.folders import list_universal
+from megatron_ds.checkpoint.universal.reader import open_states
+from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
+from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.conversion.source import (
+    ADAM_SETTINGS,
+    READ_DEFAULTS,
+    ModelSettings,
+    ReadOptions,
+    SavedRun,
+    SourceCheckpoint,
+    WriteOptions,
+)
+from megatron_ds.engine.states.state_reader import MASTER, FullStates
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By --fp16 and --bf16."""
@@ -26,44 +55,200 @@ def is_native(path: Path) -> bool:
     return (path / RUN).is_file() or bool(list_checkpoints(path))
 
 
-def open_native(path: Path, warn: Callable[[str], None]) -> WeightsSource:
+def is_own_universal(path: Path) -> bool:
+    """Whether a folder is a universal checkpoint, or has some and no others."""
+    found = [] if list_checkpoints(path) else list_universal(path)
+    return bool(found) and (run_folder(found[0]) / RUN).is_file()
+
+
+def open_native(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
     """Opens the last undamaged checkpoint of a --save folder, or the folder's own.
 
     Raises:
         UserError: If there is none.
     """
-    return source_of(find_checkpoint(path, warn))
+    return source_of(find_checkpoint(path, options.warn, checksums=options.checksums), options)
 
 
-def source_of(found: CheckpointMetadata) -> WeightsSource:
-    """The weights of a checkpoint.
+def open_universal(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
+    """Opens the universal checkpoint that the pointer of a folder names, or the folder itself.
 
     Raises:
-        UserError: If it has options or weights unknown to this version.
+        UserError: If there is none, or it is damaged.
     """
-    tensors = dict(lazy_full_weights(found))
-    precision = DTYPES[found.run.layout.precision]
-    settings, parts = settings_of(found), declared_parts(found)
-    return WeightsSource(
-        found.path, "native", settings, tensors, precision, parts, reader=found.reader
-    ).checked()
+    return source_of(find_universal(path, checksums=options.checksums), options)
 
 
-def declared_parts(found: CheckpointMetadata) -> dict[str, tuple[str, ...]]:
-    """Names of the parts of fused parameters, in their order, as the checkpoint declares them."""
-    return {name: shard.parts for name, shard in found.run.shards.items() if shard.parts}
+def write_universal(
+    source: SourceCheckpoint, folder: Path, options: WriteOptions, on_tensor: OnTensor
+) -> None:
+    """Writes the universal checkpoint of a checkpoint of this program.
+
+    Raises:
+        UserError: If the source is another one, or damaged, or the folder has files already.
+        OSError: If the disk fails.
+    """
+    convert_checkpoint(open_verified(source.path), folder, on_tensor)
 
 
-def settings_of(found: CheckpointMetadata) -> ModelSettings:
+def source_of(
+    checkpoint: CheckpointMetadata, options: ReadOptions = READ_DEFAULTS
+) -> SourceCheckpoint:
+    """What a checkpoint contains.
+
+    Raises:
+        UserError: If it has options or weights unknown to this version, or damaged states.
+    """
+    run, path = checkpoint.run, checkpoint.path
+    is_universal = checkpoint.is_universal
+    with _readable(path):
+        if is_universal:
+            weights = _tensors_of(open_states(checkpoint, has_optimizer=False), path, MASTER)
+        else:
+            weights = dict(lazy_full_weights(checkpoint))
+        source = SourceCheckpoint(
+            path,
+            "universal" if is_universal else "native",
+            settings_of(checkpoint),
+            weights,
+            precision=DTYPES[run.layout.precision],
+            parts={name: shard.parts for name, shard in run.shards.items() if shard.parts},
+            native=checkpoint,
+        ).checked()
+        if options.checksums and (options.optimizer or options.masters):
+            _verify_optimizer(checkpoint)
+        if options.optimizer:
+            return _with_states(source, checkpoint)
+        if options.masters and not is_universal:
+            tensors = _tensors_of(open_states(checkpoint, has_optimizer=False), path, MASTER)
+            masters = dataclasses.replace(source, tensors=tensors, precision=torch.float32)
+            return masters.checked()
+    return source
+
+
+def settings_of(checkpoint: CheckpointMetadata) -> ModelSettings:
     """The options of a checkpoint's model.
 
     Raises:
         UserError: If it has options unknown to this version.
     """
-    fingerprint = found.run.tokenizer
+    fingerprint = checkpoint.run.tokenizer
     return ModelSettings.of(
-        model_config(found),
-        moe_config(found),
-        tokenizer_config(found),
+        model_config(checkpoint),
+        moe_config(checkpoint),
+        tokenizer_config(checkpoint),
         None if fingerprint is None else fingerprint.eod,
     )
+
+
+def _verify_optimizer(checkpoint: CheckpointMetadata) -> None:
+    """Compares the files without weights with their checksums."""
+    checked = files_with_weights(checkpoint)
+    # DeepSpeed writes no manifest.
+    has_checksums = (checkpoint.path / MANIFEST).is_file()
+    files = read_manifest(checkpoint.path) if has_checksums else {}
+    others = {name: each for name, each in files.items() if name not in checked}
+    if (damage := files_damaged(find_damaged_files(checkpoint.path, others))) is not None:
+        raise UserError(damage)
+
+
+def _with_states(source: SourceCheckpoint, checkpoint: CheckpointMetadata) -> SourceCheckpoint:
+    """A source with the optimizer's states, and what is known of the run."""
+    run, path = checkpoint.run, checkpoint.path
+    optimizer, is_8_bit = run.layout.optimizer, run.layout.optimizer == EIGHT_BIT
+    states = open_states(checkpoint, has_optimizer=run.has_optimizer and not is_8_bit)
+    kinds = dict.fromkeys(kind for name in states.shapes for kind in states.moments(name))
+    steps = [states.steps(name) for name in states.shapes]
+    numbers = sorted({each for each in steps if each is not None})
+    scalars: dict[str, Any] = {"steps": numbers} if len(numbers) > 1 else {}
+    if (scaler := states.loss_scaler) is not None:
+        scalars["loss_scale"] = float(scaler.cur_scale)
+    unread = ""
+    if optimizer != "adam":
+        unread = f"the optimizer is {optimizer}"
+    elif not run.has_optimizer:
+        unread = "it was saved without them"
+    elif steps[0] is None:
+        unread = "the optimizer has not taken a step"
+    settings = {**run.config["optimizer"], **run.config["schedule"]}
+    length = run.config["model"]["seq_length"]
+    scheduler = {} if unread else _scheduler(settings, run.data_order.global_batch_size, length)
+    is_unread = run.has_optimizer and is_8_bit
+    return dataclasses.replace(
+        source,
+        optimizer={kind: _tensors_of(states, path, kind) for kind in (MASTER, *kinds)},
+        unread=unread,
+        notes=(Problem("checkpoint-8-bit-moments-unread", path=path),) if is_unread else (),
+        run=SavedRun(
+            run.state.iteration,
+            run.state.consumed_samples,
+            run.state.applied_samples,
+            steps[0],
+            softmax_rows=source.settings.model.softmax_rows,
+            arguments={name: settings[name] for name in ADAM_SETTINGS if name in settings}
+            | {"optimizer": optimizer, "seed": run.data_order.seed},
+            scheduler=scheduler | {"num_steps": run.state.applied_samples},
+            scalars=scalars,
+        ),
+    )
+
+
+def _scheduler(settings: Mapping[str, Any], batch_size: int, seq_length: int) -> dict[str, Any]:
+    """Megatron's scheduler, which counts samples.
+
+    Args:
+        settings: Options of optimizer and schedule.
+        batch_size: Samples of a step.
+        seq_length: Tokens of a sample.
+    """
+
+    def samples(stem: str) -> int:
+        if count := settings.get(f"{stem}_samples"):
+            return int(count)
+        if count := settings.get(f"{stem}_iters"):
+            return int(count) * batch_size
+        return (settings.get(f"{stem}_tokens") or 0) // seq_length
+
+    decay, fraction = samples("lr_decay") or samples("train"), settings.get("lr_warmup_fraction")
+    is_constant = settings["weight_decay_incr_style"] == "constant"
+    start, end = (
+        settings["weight_decay"] if is_constant else settings[f"{name}_weight_decay"]
+        for name in ("start", "end")
+    )
+    return {
+        "max_lr": settings["lr"],
+        "min_lr": settings["min_lr"],
+        "lr_warmup_steps": samples("lr_warmup") if fraction is None else int(fraction * decay),
+        "lr_decay_steps": decay,
+        "lr_decay_style": settings["lr_decay_style"],
+        "start_wd": start,
+        "end_wd": end,
+        "wd_incr_steps": samples("train"),
+        "wd_incr_style": settings["weight_decay_incr_style"],
+    }
+
+
+def _tensors_of(states: FullStates, path: Path, kind: str) -> LazyTensors:
+    """All tensors of a kind, by canonical name."""
+
+    def read(name: str, rows: range) -> Tensor:
+        with _readable(path):
+            return states.read(name, kind, rows)
+
+    return {
+        name: LazyTensor(shape, read(name, range(1)).dtype, partial(read, name, range(shape[0])))
+        for name, shape in states.shapes.items()
+        if kind == MASTER or kind in states.moments(name)
+    }
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Reports files whose contents do not fit run.json, as of a manipulated checkpoint."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+        what = f"its files do not fit its {RUN}: {error!r}"
+        raise user_error("checkpoint-states-unreadable", path=path, error=what) from error

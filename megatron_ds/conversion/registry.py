@@ -1,4 +1,4 @@
-"""Recognizes the format of a folder, and opens it: what --load and the converter read."""
+"""The formats of checkpoints: how a folder is recognized, opened, verified and written."""
 
 from __future__ import annotations
 
@@ -6,58 +6,74 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.config.problems import UserError, user_error
-from megatron_ds.conversion.huggingface.read_write import open_hf
+from megatron_ds.checkpoint.metadata import MANIFEST, RUN
+from megatron_ds.checkpoint.tensor_reader import OnTensor
+from megatron_ds.config.checkpoint import FORMATS as NAMES
+from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
+from megatron_ds.conversion.inspect.verify import (
+    Verification,
+    verify_manifest,
+    verify_save_folder,
+    verify_tensors,
+)
 from megatron_ds.conversion.megatron.detect import (
     is_megatron,
     is_torch_dist,
     is_universal_of_megatron,
 )
 from megatron_ds.conversion.megatron.open import open_megatron
-from megatron_ds.conversion.native import is_native, open_native
-from megatron_ds.conversion.source import WeightsSource
-from megatron_ds.conversion.universal import is_own_universal, open_universal
-from megatron_ds.conversion.weights_folder import find_damage, open_weights_folder
+from megatron_ds.conversion.megatron.write_legacy import write_megatron
+from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
+from megatron_ds.conversion.native import (
+    is_native,
+    is_own_universal,
+    open_native,
+    open_universal,
+    write_universal,
+)
+from megatron_ds.conversion.source import (
+    READ_DEFAULTS,
+    WRITE_DEFAULTS,
+    ReadOptions,
+    SourceCheckpoint,
+    WriteOptions,
+)
+from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import is_hf, is_weights_folder
 
 Warn = Callable[[str], None]
+AUTO = "auto"
+"""Instead of a name: the format is recognized."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How a format is recognized and opened."""
+    """A format of checkpoints."""
 
     name: str
-    recognizes: Callable[[Path], bool]
-    open: Callable[[Path, Warn], WeightsSource]
-    """Called with the folder, and with a function for warnings."""
-
-
-def _open_verified(path: Path, warn: Warn) -> WeightsSource:
-    if (damage := find_damage(path)) is not None:
-        raise UserError(damage)
-    return open_weights_folder(path)
+    matches: Callable[[Path], bool]
+    """Whether a folder has it."""
+    open: Callable[[Path, ReadOptions], SourceCheckpoint]
+    """Opens the checkpoint of a folder; padding of its vocabulary is not yet removed."""
+    verify: Callable[[Path, Callable[[Path], SourceCheckpoint]], list[Verification]]
+    """Finds all damage in a folder; its checkpoints are opened by the second argument."""
+    write: Callable[[SourceCheckpoint, Path, WriteOptions, OnTensor], None] | None = None
+    """Writes a new folder, complete or not at all. None: another one of its name does."""
 
 
 FORMATS = (
     # Megatron-DeepSpeed's folders have the names of native ones.
-    Format("megatron", is_megatron, open_megatron),
-    Format("torch_dist", is_torch_dist, open_megatron),
-    Format("universal", is_own_universal, open_universal),
-    Format("universal", is_universal_of_megatron, open_megatron),
-    Format("native", is_native, open_native),
-    Format("native", is_weights_folder, _open_verified),
-    Format("hf", is_hf, lambda path, warn: open_hf(path)),
+    Format("megatron", is_megatron, open_megatron, verify_tensors, write_megatron),
+    Format("torch_dist", is_torch_dist, open_megatron, verify_tensors, write_torch_dist),
+    Format("universal", is_own_universal, open_universal, verify_save_folder, write_universal),
+    Format("universal", is_universal_of_megatron, open_megatron, verify_tensors),
+    Format("native", is_native, open_native, verify_save_folder),
+    Format("native", is_weights_folder, open_weights_folder, verify_manifest, write_weights_folder),
+    Format("hf", is_hf, open_hf, verify_tensors, write_hf),
 )
 """In the order in which they are tried. A folder of weights may have become the --save folder of a
 training, whose checkpoints are then the newer ones."""
-AUTO = "auto"
-NAMES = ("native", "universal", "hf", "megatron", "torch_dist")
-
-
-def format_of(path: Path) -> str | None:
-    """The format of a folder; None if it is none of the known ones."""
-    return next((each.name for each in FORMATS if each.recognizes(path)), None)
 
 
 def recognize(path: Path, name: str = AUTO) -> Format:
@@ -72,7 +88,7 @@ def recognize(path: Path, name: str = AUTO) -> Format:
         UserError: If it is none of the known ones.
     """
     possible = [each for each in FORMATS if name in (AUTO, each.name)]
-    found = next((each for each in possible if each.recognizes(path)), None)
+    found = next((each for each in possible if each.matches(path)), None)
     if found is None and name != AUTO:
         found = possible[0]
     if found is None:
@@ -80,15 +96,61 @@ def recognize(path: Path, name: str = AUTO) -> Format:
     return found
 
 
-def open_source(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> WeightsSource:
-    """Opens the weights in a folder; the checksums of native ones are verified.
+def open_source(
+    path: Path, name: str = AUTO, options: ReadOptions = READ_DEFAULTS
+) -> SourceCheckpoint:
+    """Opens the checkpoint in a folder, without padding of the vocabulary; prints its notes.
+
+    Raises:
+        UserError: If the folder has another format, is damaged, or has parts that the model lacks.
+    """
+    source = recognize(path, name).open(path, options)
+    notes = [*source.notes]
+    if source.run is not None and source.settings.may_have_padding:
+        rows = source.settings.model.vocab_size
+        notes.append(Problem("megatron-vocabulary-unknown", path=source.path, rows=rows))
+    for note in notes:
+        options.warn(f"WARNING: {note.render()}")
+    return source if options.optimizer else source.weights()
+
+
+def write(
+    source: SourceCheckpoint,
+    folder: Path,
+    name: str,
+    options: WriteOptions = WRITE_DEFAULTS,
+    on_tensor: OnTensor = lambda name, size: None,
+) -> None:
+    """Writes a checkpoint in the format of a name to a new folder, complete or not at all.
+
+    Raises:
+        UserError: If the format lacks a part of the model, or the folder has files already.
+        OSError: If the disk fails.
+    """
+    writers = [each.write for each in FORMATS if each.name == name and each.write is not None]
+    writers[0](source, folder, options, on_tensor)
+
+
+def verify(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> list[Verification]:
+    """Verifies a checkpoint, or all checkpoints and the pointers of a --save folder.
 
     Args:
         path: The folder.
         name: Its format; "auto" recognizes it.
         warn: Called with each warning.
 
+    Returns:
+        A result for each checkpoint, the newest first, then for each universal one, and one for
+        the pointers.
+
     Raises:
-        UserError: If the folder has another format, is damaged, or has parts that the model lacks.
+        UserError: If the folder has no checkpoint.
     """
-    return recognize(path, name).open(path, warn)
+    options = ReadOptions(warn=warn, optimizer=True, checksums=False)
+
+    def open_described(each: Path) -> SourceCheckpoint:
+        return open_source(each, name if each == path else AUTO, options)
+
+    if (path / MANIFEST).is_file() or (path / RUN).is_file():
+        return verify_manifest(path, open_described)  # whatever is damaged
+    return recognize(path, name).verify(path, open_described)

@@ -1,6 +1,6 @@
-"""Weights of a model in any format, as readers give and writers take them.
+"""A checkpoint of any format, as readers give and writers take it.
 
-Owns what a model is besides its tensors. Knows no format.
+Owns what a model and a run are besides tensors. Knows no format.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,13 @@ from megatron_ds.checkpoint.compatibility import (
     Parts,
     part_conflicts,
 )
+from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.checkpoint.tensor_reader import LazyTensors
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import field_problems, option_fields
-from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.conversion.safetensors_files import SHARD_BYTES
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
-from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -38,6 +39,8 @@ SIZES = (
 """Options of the model that are at most the size of a tensor."""
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Of weights."""
+ADAM_SETTINGS = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "min_lr")
+"""Settings of the optimizer that continue a run, by Megatron's name."""
 
 
 @dataclass(frozen=True)
@@ -100,40 +103,43 @@ class ModelSettings:
         return MoEConfig(**_fields_of(MoEConfig, self))
 
     @property
+    def may_have_unused_rows(self) -> bool:
+        """Whether rows of the vocabulary tables may be those of no id."""
+        return self.may_have_padding or self.model_type is not None
+
+    @property
     def tokenizer_config(self) -> TokenizerConfig | None:
         return TokenizerConfig(**self.tokenizer) if self.tokenizer else None
 
 
 @dataclass(frozen=True)
-class TrainingStates:
-    """What continues a training run with Adam, besides its weights."""
+class SavedRun:
+    """The training run that saved a checkpoint."""
 
-    optimizer: Mapping[str, LazyTensors]
-    """Full states by kind and canonical name, in fp32: the moments and, for weights in half
-    precision, MASTER. A vocabulary table may be padded."""
-    steps: int
-    """Steps of the optimizer."""
     iteration: int
-    consumed_samples: int
-    softmax_rows: int
+    consumed_samples: int | None
+    """Samples of the run so far; None if the checkpoint does not tell."""
+    applied_samples: int | None
+    """Those in steps that were not skipped, by which the learning rate is scheduled."""
+    steps: int | None
+    """Steps of the optimizer."""
+    softmax_rows: int | None
     """Rows of the vocabulary tables over which the loss normalizes; those after the vocabulary are
-    padding that is trained. The tables of the source have at least as many."""
-    arguments: Mapping[str, Any]
-    """Settings of the optimizer by Megatron's name, at least lr, min_lr, adam_beta1, adam_beta2,
-    adam_eps and weight_decay."""
+    padding that is trained. None: all rows."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Its settings of the optimizer by Megatron's names, `ADAM_SETTINGS` as far as known."""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     """State dict of Megatron's scheduler of learning rate and weight decay; empty if unknown."""
-
-    def __post_init__(self) -> None:
-        assert self.optimizer.keys() >= {"exp_avg", "exp_avg_sq"}
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    """Further states of the optimizer that are no tensors."""
 
 
 @dataclass(frozen=True)
-class WeightsSource:
-    """The weights of one model; nothing is read before a tensor's `read` is called."""
+class SourceCheckpoint:
+    """A checkpoint of any format; nothing is read before a tensor's `read` is called."""
 
     path: Path
-    """For messages."""
+    """The folder of the checkpoint itself, not a --save folder around it."""
     format: str
     settings: ModelSettings
     tensors: LazyTensors
@@ -143,16 +149,23 @@ class WeightsSource:
     """Type in which the model was trained, where this is known and tensors may have another one."""
     parts: Parts = field(default_factory=dict)
     """What the file declares of fused tensors; empty if its format defines their order."""
-    training: TrainingStates | None = None
+    optimizer: Mapping[str, LazyTensors] = field(default_factory=dict)
+    """Full states by kind and canonical name, MASTER among them for weights in half precision;
+    empty if they are not read. A vocabulary table may be padded."""
+    unread: str = "the folder has weights alone"
+    """Why another program cannot continue with these states; empty if it can."""
+    run: SavedRun | None = None
     """None for weights alone."""
-    reader: SharedLock | None = field(default=None, compare=False)
-    """Keeps a checkpoint from being removed by the run that saves to its folder."""
+    notes: tuple[Problem, ...] = ()
+    """What a user should know."""
+    native: CheckpointMetadata | None = None
+    """Of a checkpoint of this program. Keeps a run from removing it."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        states = self.training.optimizer.values() if self.training else ()
-        return sum(tensor.nbytes for each in (self.tensors, *states) for tensor in each.values())
+        states = (self.tensors, *self.optimizer.values())
+        return sum(tensor.nbytes for each in states for tensor in each.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,8 +175,30 @@ class WeightsSource:
             sizes[tensor.dtype] += math.prod(tensor.shape)
         return self.precision or sizes.most_common(1)[0][0]
 
-    def checked(self, *, may_be_padded: bool = True) -> WeightsSource:
+    @property
+    def rows(self) -> int:
+        """Rows of the vocabulary tables that have a part in the loss."""
+        rows = self.run.softmax_rows if self.run else None
+        return rows or self.tensors[VOCABULARY_TABLES[0]].shape[0]
+
+    @property
+    def training(self) -> SavedRun | None:
+        """The run, if its optimizer states are here."""
+        return self.run if self.optimizer else None
+
+    def release(self) -> None:
+        """Lets a run remove the checkpoint."""
+        if self.native is not None and self.native.reader is not None:
+            self.native.reader.release()
+
+    def weights(self) -> SourceCheckpoint:
+        """The checked weights alone."""
+        return dataclasses.replace(self, optimizer={}).checked()
+
+    def checked(self, *, may_be_padded: bool = True) -> SourceCheckpoint:
         """This source, without padding of the vocabulary that has no part in the loss.
+
+        Weights without optimizer states have no rows after the vocabulary.
 
         Args:
             may_be_padded: Whether the format has such padding.
@@ -171,27 +206,24 @@ class WeightsSource:
         Raises:
             UserError: If names, types, shapes or parts are not those of the model.
         """
-        model, training = self.settings.model, self.training
-        if training is not None:
-            model = dataclasses.replace(model, vocab_size=training.softmax_rows)
+        model = self.settings.model
+        if self.optimizer:
+            model = dataclasses.replace(model, vocab_size=self.rows)
         expected = expected_shapes(model, self.settings.moe)
         if self.parts:
             own = fused_parts(self.settings.model, self.settings.moe)
             raise_if_any(part_conflicts(self.parts, own, self.path))
-        if training is not None:
-            states = training.optimizer.items()
-            optimizer = {kind: _fitted(each, expected) for kind, each in states}
-            training = dataclasses.replace(training, optimizer=optimizer)
+        optimizer = {kind: _fitted(each, expected) for kind, each in self.optimizer.items()}
         tensors = _fitted(self.tensors, expected, may_be_padded)
-        return dataclasses.replace(self, tensors=tensors, training=training)
+        return dataclasses.replace(self, tensors=tensors, optimizer=optimizer)
 
-    def with_vocab(self, vocab_size: int) -> WeightsSource:
+    def with_vocab(self, vocab_size: int) -> SourceCheckpoint:
         """The source with another number of ids: the first rows of its vocabulary tables."""
         fixed = {**self.settings.fixed, "vocab_size": vocab_size}
         settings = dataclasses.replace(self.settings, fixed=fixed, may_have_padding=False)
         return dataclasses.replace(self, settings=settings).checked()
 
-    def to(self, dtype: torch.dtype | None) -> WeightsSource:
+    def to(self, dtype: torch.dtype | None) -> SourceCheckpoint:
         """The source with all weights in a type. None: as they are.
 
         With the states of a run, they are rounded from the master weights, and only weights in
@@ -199,15 +231,49 @@ class WeightsSource:
         """
         if dtype is None:
             return self
-        weights, training = self.tensors, self.training
-        if training is not None:
-            optimizer = dict(training.optimizer)
+        weights, optimizer = self.tensors, dict(self.optimizer)
+        if optimizer:
             weights = optimizer.pop(MASTER, weights)
             if dtype != torch.float32:
                 optimizer[MASTER] = {name: each.to(torch.float32) for name, each in weights.items()}
-            training = dataclasses.replace(training, optimizer=optimizer)
         tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
-        return dataclasses.replace(self, tensors=tensors, precision=dtype, training=training)
+        return dataclasses.replace(self, tensors=tensors, precision=dtype, optimizer=optimizer)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What is read of a checkpoint."""
+
+    warn: Callable[[str], None] = lambda text: None
+    """Called with each warning."""
+    optimizer: bool = False
+    """Its optimizer states, too; a format may read them even so."""
+    masters: bool = False
+    """The fp32 master weights of a run instead of its weights."""
+    checksums: bool = True
+    """Compare the files with their checksums, where the format has some."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the model for a checkpoint that has none."""
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How a checkpoint is written."""
+
+    hf_model_type: str | None = None
+    """Family of an hf target. None: the original one, or the first that has the parts."""
+    tp_size: int = 1
+    """Tensor-parallel size of a megatron or torch_dist target."""
+    pp_size: int = 1
+    """Pipeline stages of such a target."""
+    adam: str = "fused"
+    """Implementation of Adam that loads the states of a training run: "fused", of Transformer
+    Engine or apex, or "torch", torch's AdamW."""
+    shard_bytes: int = SHARD_BYTES
+
+
+READ_DEFAULTS, READ_UNVERIFIED = ReadOptions(), ReadOptions(checksums=False)
+WRITE_DEFAULTS = WriteOptions()
 
 
 def _fitted(

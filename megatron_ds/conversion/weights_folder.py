@@ -23,14 +23,17 @@ from megatron_ds.checkpoint.tensor_reader import LazyTensor, OnTensor
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.safetensors_files import (
-    SHARD_BYTES,
     open_safetensors,
     read_json_object,
     write_sharded,
 )
 from megatron_ds.conversion.source import (
+    READ_UNVERIFIED,
+    WRITE_DEFAULTS,
     ModelSettings,
-    WeightsSource,
+    ReadOptions,
+    SourceCheckpoint,
+    WriteOptions,
     check_sizes,
     fused_parts,
 )
@@ -41,12 +44,14 @@ from megatron_ds.tokenizer.stored_files import read_files, with_copies
 FORMAT_VERSION = 1
 
 
-def open_weights_folder(path: Path) -> WeightsSource:
+def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> SourceCheckpoint:
     """Opens the weights of a folder.
 
     Raises:
-        UserError: If the folder is damaged or of another version. Checksums are not verified.
+        UserError: If the folder is damaged or of another version.
     """
+    if options.checksums and (damage := find_damage(path)) is not None:
+        raise UserError(damage)
     values = read_json_object(path / SETTINGS)
     if values.get("format_version") != FORMAT_VERSION:
         version = values.get("format_version")
@@ -63,7 +68,8 @@ def open_weights_folder(path: Path) -> WeightsSource:
         if name.endswith(".safetensors"):
             tensors |= open_safetensors(file)
     check_sizes(settings, tensors, path / SETTINGS)
-    return WeightsSource(path, "native", settings, tensors, parts=_parts_of(values, path)).checked()
+    parts = _parts_of(values, path)
+    return SourceCheckpoint(path, "native", settings, tensors, parts=parts).checked()
 
 
 def find_damage(path: Path) -> Problem | None:
@@ -75,10 +81,9 @@ def find_damage(path: Path) -> Problem | None:
 
 
 def write_weights_folder(
-    source: WeightsSource,
+    source: SourceCheckpoint,
     folder: Path,
-    *,
-    shard_bytes: int = SHARD_BYTES,
+    options: WriteOptions = WRITE_DEFAULTS,
     on_tensor: OnTensor = lambda name, size: None,
 ) -> None:
     """Writes a folder that exists, complete, or not at all.
@@ -90,7 +95,7 @@ def write_weights_folder(
     settings = source.settings
     with output_folder(folder) as temporary:
         records = write_sharded(
-            temporary, source.tensors, shard_bytes=shard_bytes, on_tensor=on_tensor
+            temporary, source.tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor
         )
         tokenizer = settings.tokenizer_config
         for name, content in ({} if tokenizer is None else read_files(tokenizer)).items():

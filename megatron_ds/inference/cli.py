@@ -23,7 +23,7 @@ from megatron_ds.config.problems import Problem, option
 from megatron_ds.launch import distributed, environment
 
 if TYPE_CHECKING:
-    from megatron_ds.conversion.source import WeightsSource
+    from megatron_ds.conversion.source import SourceCheckpoint
     from megatron_ds.model.gpt import GPTModel
     from megatron_ds.tokenizer import Tokenizer
 
@@ -126,7 +126,7 @@ def model_conflicts(
 
 def open_checkpoint(
     options: GenerationOptions,
-) -> tuple[WeightsSource, ModelConfig, Tokenizer]:
+) -> tuple[SourceCheckpoint, ModelConfig, Tokenizer]:
     """Selects the checkpoint, and reads its model's configuration and its tokenizer.
 
     Raises:
@@ -134,13 +134,14 @@ def open_checkpoint(
         SystemExit: With status 2, if flags and checkpoint contradict each other.
     """
     from megatron_ds.conversion.registry import open_source
+    from megatron_ds.conversion.source import ReadOptions
     from megatron_ds.inference import load_checkpoint
     from megatron_ds.loading.locations import staged_location
 
     staging = options.training.checkpoint.checkpoint_staging_dir
     load = staged_location(options.checkpoint.load, staging, log_rank0)
     name, folder = split_location(load)
-    source = open_source(Path(folder), name, log_rank0)
+    source = open_source(Path(folder), name, ReadOptions(warn=log_rank0))
     model = source.settings.model
     config = load_checkpoint.tokenizer_config(source, options.given_in("tokenizer"))
     null_tokenizer = config.tokenizer_type == "NullTokenizer"
@@ -154,9 +155,8 @@ def open_checkpoint(
     if options.ineffective_flags:
         flags = ", ".join(options.ineffective_flags)
         log_rank0(f"WARNING: {Problem('no-effect-on-generation', flags=flags).render()}")
-    # Models of other programs may have rows that no id uses.
-    is_foreign = source.settings.model_type is not None or source.settings.may_have_padding
-    tokenizer = load_checkpoint.load_tokenizer(config, model, may_be_smaller=is_foreign)
+    may_be_smaller = source.settings.may_have_unused_rows
+    tokenizer = load_checkpoint.load_tokenizer(config, model, may_be_smaller=may_be_smaller)
     if source.settings.may_have_padding:
         source = source.with_vocab(tokenizer.vocab_size)
         model = source.settings.model
@@ -165,7 +165,7 @@ def open_checkpoint(
 
 @contextlib.contextmanager
 def loaded_model(
-    options: GenerationOptions, source: WeightsSource, *, endless: bool = False
+    options: GenerationOptions, source: SourceCheckpoint, *, endless: bool = False
 ) -> Iterator[GPTModel]:
     """Initializes the process group, and shards the model over it. Destroys it at the end.
 
@@ -192,8 +192,7 @@ def loaded_model(
         log_rank0(f"loading the checkpoint {path}")
         precision = options.checkpoint.precision
         model = load_checkpoint.load_model(source, mesh, here.device, precision=precision)
-        if source.reader is not None:
-            source.reader.release()
+        source.release()
         yield model
     finally:
         distributed.destroy_process_group()

@@ -15,14 +15,14 @@ from megatron_ds.checkpoint.full_weights import load_full_weights
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.conversion.native import DTYPES
-from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 
-def tokenizer_config(source: WeightsSource, given: Mapping[str, Any]) -> TokenizerConfig:
+def tokenizer_config(source: SourceCheckpoint, given: Mapping[str, Any]) -> TokenizerConfig:
     """The tokenizer of the weights, with some fields replaced.
 
     Code in its files runs only if this is given.
@@ -59,7 +59,7 @@ def load_tokenizer(
 
 
 def load_model(
-    source: WeightsSource, mesh: Mesh, device: torch.device, *, precision: str | None = None
+    source: SourceCheckpoint, mesh: Mesh, device: torch.device, *, precision: str | None = None
 ) -> GPTModel:
     """Loads this rank's shard of a model.
 

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_ds.checkpoint.tensor_reader import LazyTensors
-    from megatron_ds.conversion.megatron.open import MegatronModel
-    from megatron_ds.conversion.source import ModelSettings, WeightsSource
+    from megatron_ds.conversion.source import ModelSettings, SourceCheckpoint
 
 RELEASE = "release"
 """Folder of a model that was published: its optimizer and its iteration do not matter."""
@@ -99,7 +98,7 @@ def merge_settings(
         model = _open(found, config)
     except UserError as error:
         return config, list(error.problems)
-    settings = model.source.settings
+    settings = model.settings
     for name, value in {**settings.defaults, **settings.fixed}.items():
         group = GROUP_OF_FIELD[name]
         options = getattr(config, group)
@@ -120,8 +119,7 @@ def merge_settings(
             )
     continued = _continued(found, model, config)
     if "softmax_vocab_size" not in config.given and continued is not None:
-        rows = model.softmax_rows or model.source.tensors[TABLE].shape[0]
-        options = dataclasses.replace(config.model, softmax_vocab_size=rows)
+        options = dataclasses.replace(config.model, softmax_vocab_size=model.rows)
         config = dataclasses.replace(config, model=options)
     problems += _length_problems(found, settings, continued, config.model.seq_length)
     own_tokenizer = config.given & vars(config.tokenizer).keys() - {"trust_remote_code"}
@@ -179,7 +177,8 @@ def conflicts(config: Config, vocab_size: int | None) -> Iterator[Problem]:
         return
     try:
         model = _open(found, config)
-        saved, rows = model.vocab_size, model.source.tensors[TABLE].shape[0]
+        settings, rows = model.settings, model.tensors[TABLE].shape[0]
+        saved = None if settings.may_have_unused_rows else settings.model.vocab_size
         if vocab_size > rows if saved is None else vocab_size != saved:
             saved = saved or rows
             yield Problem(
@@ -187,7 +186,7 @@ def conflicts(config: Config, vocab_size: int | None) -> Iterator[Problem]:
             )
             return
         own = {**vars(config.model), **vars(config.moe)}
-        fixed = model.source.settings.fixed.items()
+        fixed = model.settings.fixed.items()
         if all(own[name] in (value, None) for name, value in fixed if name not in UNCHECKED):
             _checked(model, config.with_vocab(vocab_size))  # others contradict it already
     except UserError as error:
@@ -233,7 +232,7 @@ def open_foreign(config: Config) -> ForeignStart | None:
     if found is None:
         return None
     model = _open(found, config)
-    weights = _checked(model, config).tensors
+    weights = _checked(model, config)
     state = _continued(found, model, config)
     if state is None:
         notes = list(model.notes)
@@ -241,89 +240,78 @@ def open_foreign(config: Config) -> ForeignStart | None:
         if isinstance(found, MegatronCheckpoint) and not config.checkpoint.finetune:
             reason = _why_weights_alone(found, model, config)
             notes.append(Problem("foreign-weights-alone", path=found.path, reason=reason))
-        rows, used = model.source.tensors[TABLE].shape[0], config.model.softmax_rows
+        rows, used = model.tensors[TABLE].shape[0], config.model.softmax_rows
         if isinstance(found, WeightsFolder) and rows > used:
             notes.append(Problem("foreign-rows-unused", path=found.path, rows=rows, used=used))
         return ForeignStart(found.path, weights, {}, None, TrainState(), tuple(notes))
     if config.checkpoint.no_load_optim:
         return ForeignStart(found.path, weights, {}, None, state, model.notes)
     optimizer = {
-        kind: _checked(model, config, tensors).tensors for kind, tensors in model.optimizer.items()
+        kind: _checked(model, config, tensors) for kind, tensors in model.optimizer.items()
     }
-    return ForeignStart(found.path, weights, optimizer, model.steps, state, model.notes)
+    steps = None if model.run is None else model.run.steps
+    return ForeignStart(found.path, weights, optimizer, steps, state, model.notes)
 
 
-def _why_weights_alone(found: Found, model: MegatronModel, config: Config) -> str | None:
+def _why_weights_alone(found: Found, model: SourceCheckpoint, config: Config) -> str | None:
     if found.path.name == RELEASE:
         return "the tracker says `release`"
     if config.checkpoint.finetune:
         return "a new run starts with them"
     is_without = config.checkpoint.no_load_optim
-    if not model.optimizer and not is_without:
+    run = model.run
+    if run is None or not (model.optimizer or is_without):
         return model.unread
     is_adam = config.optimizer.optimizer == "adam" and not config.optimizer.has_8_bit_moments
     if not is_adam and not is_without:
         return "its optimizer states are those of Adam"
-    if model.consumed_samples is None or (model.steps is None and not is_without):
+    if run.consumed_samples is None or (run.steps is None and not is_without):
         return "it does not contain the number of samples that were read, or of steps"
     return None
 
 
-def _continued(found: Found, model: MegatronModel, config: Config) -> TrainState | None:
+def _continued(found: Found, model: SourceCheckpoint, config: Config) -> TrainState | None:
     """The counters of the run that is continued; None if only the weights are loaded."""
     if _why_weights_alone(found, model, config) is not None:
         return None
-    consumed, applied = model.consumed_samples, model.applied_samples
-    assert consumed is not None
-    steps = model.iteration if model.steps is None else model.steps
+    run = model.run
+    assert run is not None
+    assert run.consumed_samples is not None
+    consumed, applied = run.consumed_samples, run.applied_samples
+    steps = run.iteration if run.steps is None else run.steps
     applied = consumed if applied is None else applied
-    length = model.source.settings.defaults.get("seq_length", config.model.seq_length)
+    length = model.settings.defaults.get("seq_length", config.model.seq_length)
     state = TrainState(
-        iteration=model.iteration,
+        iteration=run.iteration,
         consumed_samples=consumed,
         consumed_tokens=consumed * length,
         applied_samples=applied,
         applied_tokens=applied * length,
         applied_iterations=steps,
-        skipped_iterations=max(0, model.iteration - steps),
+        skipped_iterations=max(0, run.iteration - steps),
     )
     return state.restarted() if config.checkpoint.reset_iteration else state
 
 
-def _open(found: Found, config: Config) -> MegatronModel:
-    from megatron_ds.conversion.megatron.open import MegatronModel, open_checkpoint
+def _open(found: Found, config: Config) -> SourceCheckpoint:
+    from megatron_ds.conversion.registry import recognize
+    from megatron_ds.conversion.source import ReadOptions
 
-    if isinstance(found, MegatronCheckpoint):
-        return open_checkpoint(found, dataclasses.asdict(config.model))
-    from megatron_ds.conversion.huggingface.read_write import open_hf
-    from megatron_ds.conversion.weights_folder import open_weights_folder
-
-    source = open_hf(found.path) if found.kind == HF else open_weights_folder(found.path)
-    # Models of Hugging Face may have rows that no id uses.
-    is_exact = source.settings.model_type is None
-    return MegatronModel(
-        source=source,
-        vocab_size=source.settings.model.vocab_size if is_exact else None,
-        iteration=0,
-        consumed_samples=None,
-        applied_samples=None,
-        optimizer={},
-        steps=None,
-        unread="the folder has no others",
-        notes=(),
-    )
+    model = dataclasses.asdict(config.model)
+    options = ReadOptions(optimizer=True, checksums=False, model=model)
+    return recognize(found.path).open(found.path, options)
 
 
 def _checked(
-    model: MegatronModel, config: Config, tensors: LazyTensors | None = None
-) -> WeightsSource:
+    source: SourceCheckpoint, config: Config, tensors: LazyTensors | None = None
+) -> LazyTensors:
     """The weights, or other tensors, with the names and shapes of the run's model."""
     from megatron_ds.conversion.source import ModelSettings
 
     rows = dataclasses.replace(config.model, vocab_size=config.model.softmax_rows)
     settings = ModelSettings.of(rows, config.moe, None, None)
-    tensors = model.source.tensors if tensors is None else tensors
-    return dataclasses.replace(model.source, settings=settings, tensors=tensors).checked()
+    tensors = source.tensors if tensors is None else tensors
+    return dataclasses.replace(source, settings=settings, tensors=tensors).weights().tensors
 
 
 class StartStates:

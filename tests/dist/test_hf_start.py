@@ -25,6 +25,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
 from megatron_ds.conversion.native import open_native
+from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.loading.initial_load import StartStates, merge_settings, open_foreign
@@ -114,7 +115,7 @@ def test_a_model_is_trained_and_exported_on_every_layout(tmp_path: Path) -> None
 
     for number, layout in enumerate(LAYOUTS):
         saved, export = tmp_path / str(number), tmp_path / f"export-{number}"
-        write_hf(open_native(saved, print), export, model_type="llama")
+        write_hf(open_native(saved), export, WriteOptions(hf_model_type="llama"))
         second, error = loss_of(export, BATCHES[1]), 2e-2 if layout[3] else 1e-5
         for rank in range(WORLD):
             losses = torch.load(saved / f"losses.{rank}")

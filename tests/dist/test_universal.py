@@ -27,7 +27,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from megatron_ds.checkpoint.metadata import list_checkpoints
 from megatron_ds.checkpoint.universal.folders import SUFFIX, is_universal
 from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
-from megatron_ds.conversion.registry import format_of, open_source
+from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.engine.deepspeed import zero_to_fp32
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.model.gpt import GPTModel
@@ -252,7 +252,7 @@ def test_the_tool_converts(
     assert sorted(each.relative_to(output) for each in output.rglob("*")) == names
     assert (output / "run.json").read_bytes() == (path / "run.json").read_bytes()
     assert_same_tensors(open_source(output), open_source(path))
-    assert format_of(output) == "universal"
+    assert recognize(output).name == "universal"
     options = ["--load", str(copy), "--save", str(tmp_path / "again"), "--to", "universal"]
     assert convert_tool.main([*options, "--verify"]) == 0
     assert_same_tensors(open_source(tmp_path / "again"), open_source(output))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
 from megatron_ds.conversion.megatron.detect import find_checkpoint
-from megatron_ds.conversion.megatron.open import open_checkpoint
+from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG, SETTINGS
@@ -108,8 +108,8 @@ def test_changed_states_of_megatron_are_rejected_or_read(
     found: Any = find_checkpoint(megatron)
 
     def read() -> None:
-        model = open_checkpoint(found)
-        for tensors in (model.source.checked().tensors, *model.optimizer.values()):
+        model = open_megatron(found.path)
+        for tensors in (model.checked().tensors, *model.optimizer.values()):
             for name, tensor in tensors.items():
                 assert tuple(tensor.read().shape) == tensor.shape, name
 

@@ -19,6 +19,7 @@ from megatron_ds.conversion.megatron.names import canonical_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import grouped, padded
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
+from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
 from tests.interop.on_cpu import OnCpu, patch_devices
 from tests.unit.conversion.models import model_of, random_source, random_training
@@ -150,10 +151,10 @@ def test_their_optimizer_loads_the_states(
     """Moments, steps and master weights, which their optimizer then steps."""
     config = model(**LLAMA)
     source = random_source(config)
-    source = dataclasses.replace(source, training=random_training(config)).checked().to(dtype)
+    source = dataclasses.replace(source, **random_training(config)).checked().to(dtype)
     training = source.training
     assert training is not None
-    write_torch_dist(source, tmp_path / "out", adam="torch")
+    write_torch_dist(source, tmp_path / "out", WriteOptions(adam="torch"))
     theirs = their_model(core, config, dtype)
     optimizer = their_optimizer(core, theirs, dtype)
     names = {id(parameter): name for name, parameter in theirs.named_parameters()}
@@ -183,12 +184,12 @@ def test_their_optimizer_loads_the_states(
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    masters = training.optimizer.get(MASTER, source.tensors)
+    masters = source.optimizer.get(MASTER, source.tensors)
     assert len(states) == len(order) == len(source.tensors)
     for name, (parameter, state) in zip(order, states, strict=True):
         assert float(state["step"]) == 6
         assert torch.equal(parameter.data, ours(name, masters)), name
         for kind in MOMENTS:
-            assert torch.equal(state[kind], ours(name, training.optimizer[kind])), name
+            assert torch.equal(state[kind], ours(name, source.optimizer[kind])), name
         parameter.grad = torch.ones_like(parameter)
     optimizer.optimizer.step()

@@ -28,7 +28,6 @@ from megatron_ds.conversion.huggingface.families import FAMILIES, LACKING, Famil
 from megatron_ds.conversion.safe_unpickle import is_mappable, malformed_values
 from megatron_ds.conversion.safetensors_files import (
     INDEX,
-    SHARD_BYTES,
     SINGLE,
     files_of_index,
     open_safetensors,
@@ -36,8 +35,12 @@ from megatron_ds.conversion.safetensors_files import (
     write_sharded,
 )
 from megatron_ds.conversion.source import (
+    READ_DEFAULTS,
+    WRITE_DEFAULTS,
     ModelSettings,
-    WeightsSource,
+    ReadOptions,
+    SourceCheckpoint,
+    WriteOptions,
     abstract_model,
     check_sizes,
 )
@@ -55,7 +58,7 @@ FROM_MODEL_CONFIG = "_from_model_config"
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def open_hf(path: Path) -> WeightsSource:
+def open_hf(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
     """Opens the model of a folder.
 
     Raises:
@@ -65,7 +68,7 @@ def open_hf(path: Path) -> WeightsSource:
         return _open(path)
 
 
-def _open(path: Path) -> WeightsSource:
+def _open(path: Path) -> SourceCheckpoint:
     if not (path / HF_CONFIG).is_file():
         raise user_error("hf-folder-without-config", path=path)
     family, settings = read_settings(path)
@@ -84,7 +87,7 @@ def _open(path: Path) -> WeightsSource:
     left = theirs.keys() - used
     if unknown := sorted(name for name in left if not name.endswith(family.buffers)):
         raise user_error("hf-tensors-unknown", path=path, names=", ".join(unknown))
-    return WeightsSource(path, "hf", settings, tensors).checked(may_be_padded=False)
+    return SourceCheckpoint(path, "hf", settings, tensors).checked(may_be_padded=False)
 
 
 def read_settings(path: Path) -> tuple[Family, ModelSettings]:
@@ -120,11 +123,9 @@ def read_settings(path: Path) -> tuple[Family, ModelSettings]:
 
 
 def write_hf(
-    source: WeightsSource,
+    source: SourceCheckpoint,
     folder: Path,
-    *,
-    model_type: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    options: WriteOptions = WRITE_DEFAULTS,
     on_tensor: OnTensor = lambda name, size: None,
 ) -> None:
     """Writes a folder for `from_pretrained`, complete, or not at all.
@@ -132,15 +133,14 @@ def write_hf(
     Args:
         source: The weights.
         folder: Must not exist, or be empty.
-        model_type: Family to write. None: the first one that has the parts of the model.
-        shard_bytes: Size of a file.
+        options: Family to write, and size of a file.
         on_tensor: Reports progress.
 
     Raises:
         UserError: If no family has the parts of the model, or the folder has files already.
         OSError: If the disk fails.
     """
-    kind, values = config_of(source, model_type)
+    kind, values = config_of(source, options.hf_model_type)
     family = FAMILIES[kind]
     special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS, kind)
     values |= special
@@ -150,7 +150,7 @@ def write_hf(
         generation = {**known_ids, FROM_MODEL_CONFIG: True}
     with output_folder(folder) as temporary:
         tensors = _their_tensors(family, source)
-        write_sharded(temporary, tensors, shard_bytes=shard_bytes, on_tensor=on_tensor)
+        write_sharded(temporary, tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor)
         _write_json(temporary / HF_CONFIG, values)
         _write_json(temporary / GENERATION, generation)
         for name, content in hf_tokenizer.files_of(source.settings).items():
@@ -158,7 +158,7 @@ def write_hf(
             (temporary / name).write_bytes(content)
 
 
-def config_of(source: WeightsSource, model_type: str | None) -> tuple[str, dict[str, Any]]:
+def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, dict[str, Any]]:
     """The family that a model is written as, and its config.json.
 
     Raises:
@@ -279,7 +279,7 @@ def _joined(parts: Sequence[_Part], tensors: Sequence[LazyTensor]) -> LazyTensor
     return LazyTensor(shape, dtype, read)
 
 
-def _their_tensors(family: Family, source: WeightsSource) -> LazyTensors:
+def _their_tensors(family: Family, source: SourceCheckpoint) -> LazyTensors:
     """Their tensors of ours, under their complete names.
 
     Consecutive tensors are parts of one of ours, which is read once.

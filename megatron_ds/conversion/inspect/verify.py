@@ -8,7 +8,7 @@ torch's files are verified, and every tensor is read.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +16,16 @@ from megatron_ds.checkpoint import local_files, metadata, selection
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     POINTER_PENDING,
-    RUN,
     list_checkpoints,
     read_manifest,
 )
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.conversion.inspect.open import Warn, open_checkpoint
-from megatron_ds.conversion.native import is_native
-from megatron_ds.conversion.registry import AUTO, recognize
-from megatron_ds.conversion.universal import is_own_universal
-from megatron_ds.conversion.weights_locations import SETTINGS, is_weights_folder
+from megatron_ds.conversion.source import SourceCheckpoint
+from megatron_ds.conversion.weights_locations import SETTINGS
 from megatron_ds.fileio.atomic import FileRecord
+
+Open = Callable[[Path], SourceCheckpoint]
 
 
 @dataclass(frozen=True)
@@ -43,37 +41,27 @@ class Verification:
     problems: tuple[Problem, ...]
 
 
-def verify(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> list[Verification]:
-    """Verifies a checkpoint, or all checkpoints and the pointers of a --save folder.
+def verify_manifest(path: Path, open_source: Open) -> list[Verification]:
+    """Verifies a checkpoint of a training run, or a folder of weights, by its manifest."""
+    return [_verify_manifest(path)]
 
-    Args:
-        path: The folder.
-        name: Its format; "auto" recognizes it.
-        warn: Called with each warning.
 
-    Returns:
-        A result for each checkpoint, the newest first, then for each universal one, and one for
-        the pointers.
+def verify_save_folder(path: Path, open_source: Open) -> list[Verification]:
+    """Verifies all checkpoints of a --save folder, and its pointers."""
+    universal = [
+        _verify_manifest(each)
+        if (each / MANIFEST).is_file()  # DeepSpeed's converter writes none
+        else _verify_tensors(each, open_source)
+        for each in list_universal(path)
+    ]
+    checkpoints = [_verify_manifest(each) for each in list_checkpoints(path)]
+    pointers = [_verify_pointers(path)] if checkpoints else []
+    return [*checkpoints, *universal, *pointers]
 
-    Raises:
-        UserError: If the folder has no checkpoint.
-    """
-    if (path / MANIFEST).is_file() or (path / RUN).is_file():
-        return [_verify_manifest(path)]
-    found = recognize(path, name)
-    if found.recognizes in (is_native, is_own_universal):
-        universal = [
-            _verify_manifest(each)
-            if (each / MANIFEST).is_file()  # DeepSpeed's converter writes none
-            else _verify_tensors(each, AUTO, warn)
-            for each in list_universal(path)
-        ]
-        checkpoints = [_verify_manifest(each) for each in list_checkpoints(path)]
-        pointers = [_verify_pointers(path)] if checkpoints else []
-        return [*checkpoints, *universal, *pointers]
-    if found.recognizes is is_weights_folder:
-        return [_verify_manifest(path)]
-    return [_verify_tensors(path, name, warn)]
+
+def verify_tensors(path: Path, open_source: Open) -> list[Verification]:
+    """Verifies a checkpoint of another program: reads what can be read."""
+    return [_verify_tensors(path, open_source)]
 
 
 def _verify_manifest(path: Path) -> Verification:
@@ -134,23 +122,29 @@ def _verify_pointers(path: Path) -> Verification:
     return Verification(path, 0, 0, False, tuple(problems))
 
 
-def _verify_tensors(path: Path, name: str, warn: Warn) -> Verification:
-    """A checkpoint of another program: reads what can be read."""
-    opened = open_checkpoint(path, name, warn)
+def _verify_tensors(path: Path, open_source: Open) -> Verification:
+    source = open_source(path)
+    files = files_of(source.path)
     problems = []
-    for file in opened.files:
-        damage = _zip_damage(opened.path / file)
+    for file in files:
+        damage = _zip_damage(source.path / file)
         if damage is not None:
             problems.append(Problem("checkpoint-files-damaged", damages=f"{file} {damage}"))
     if not problems:
         try:
-            for tensors in opened.tensors.values():
+            for tensors in (source.weights().tensors, *source.optimizer.values()):
                 for tensor in tensors.values():
                     tensor.read()
         except (UserError, OSError) as error:
             problems.append(Problem("checkpoint-files-damaged", damages=str(error)))
-    sizes = opened.files.values()
-    return Verification(opened.path, len(sizes), sum(sizes), False, tuple(problems))
+    sizes = files.values()
+    return Verification(source.path, len(sizes), sum(sizes), False, tuple(problems))
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """Bytes of each file, by path in the folder."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
 
 
 def _zip_damage(path: Path) -> str | None:

@@ -6,15 +6,14 @@ Owns the result of reading one: canonical names, rows in our order, and the opti
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors
+from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.megatron import arguments as megatron_args
@@ -44,78 +43,33 @@ from megatron_ds.conversion.megatron.rank_files import (
 from megatron_ds.conversion.megatron.torch_dist import read_torch_dist
 from megatron_ds.conversion.megatron.universal import read_universal
 from megatron_ds.conversion.safe_unpickle import malformed_values
-from megatron_ds.conversion.source import ModelSettings, WeightsSource, check_sizes
+from megatron_ds.conversion.source import (
+    ADAM_SETTINGS,
+    READ_DEFAULTS,
+    ModelSettings,
+    ReadOptions,
+    SavedRun,
+    SourceCheckpoint,
+    check_sizes,
+)
 
 
-@dataclass(frozen=True)
-class MegatronModel:
-    """The model of a checkpoint."""
-
-    source: WeightsSource
-    """Vocabulary tables have their padding, and its `vocab_size` counts it if it is not known."""
-    vocab_size: int | None
-    """Number of tokens without padding; None if the checkpoint does not tell."""
-    iteration: int
-    consumed_samples: int | None
-    """Samples of the run so far; None if the checkpoint does not tell."""
-    applied_samples: int | None
-    """Those in steps that were not skipped, by which the learning rate is scheduled."""
-    optimizer: Mapping[str, LazyTensors]
-    """The optimizer's states by kind, as `tensors` of the source; empty if they are not read."""
-    steps: int | None
-    """Steps of the optimizer."""
-    unread: str
-    """Why the optimizer's states are not read."""
-    notes: tuple[Problem, ...]
-    """What a user should know."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The saved arguments."""
-    scheduler: Mapping[str, Any] = field(default_factory=dict)
-    """State dict of the scheduler of learning rate and weight decay; empty if it is not saved."""
-    softmax_rows: int | None = None
-    """Rows over which the loss normalizes, if a checkpoint of this program was converted."""
-
-
-def open_megatron(path: Path, warn: Callable[[str], None] = lambda text: None) -> WeightsSource:
+def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
     """Opens the checkpoint that the pointers of a folder name, or the folder's own.
 
-    Args:
-        path: The folder.
-        warn: Called with each warning.
-
-    Raises:
-        UserError: If files are missing or damaged, or the model lacks a part.
-    """
-    found = find_checkpoint(path)
-    if found is None:
-        raise user_error("megatron-files-missing", folder=path, names=TRACKER)
-    model = open_checkpoint(found)
-    notes = [*model.notes]
-    if model.vocab_size is None:
-        rows = model.source.settings.model.vocab_size
-        notes.append(Problem("megatron-vocabulary-unknown", path=found.path, rows=rows))
-    for note in notes:
-        warn(f"WARNING: {note.render()}")
-    return model.source.checked()
-
-
-def open_checkpoint(
-    found: MegatronCheckpoint, given: Mapping[str, Any] | None = None
-) -> MegatronModel:
-    """Opens a checkpoint; tensors are read when they are used.
-
-    Args:
-        found: The checkpoint.
-        given: Options of the model for a checkpoint that has no arguments.
+    Vocabulary tables have their padding, and `vocab_size` counts it if it is not known.
 
     Raises:
         UserError: If files are missing or damaged, or our model lacks a part.
     """
+    found = find_checkpoint(path)
+    if found is None:
+        raise user_error("megatron-files-missing", folder=path, names=TRACKER)
     with malformed_values(found.path):
-        return _open(found, given)
+        return _open(found, options.model)
 
 
-def _open(found: MegatronCheckpoint, given: Mapping[str, Any] | None) -> MegatronModel:
+def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoint:
     readers = {
         LEGACY: read_legacy,
         DEEPSPEED: read_deepspeed,
@@ -131,7 +85,7 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any] | None) -> Megatro
     for part in megatron_args.unsupported_parts(args):
         raise user_error("megatron-part-unsupported", path=found.path, part=part)
     settings = megatron_args.model_settings(args)
-    complete = settings or dict(given or {})
+    complete = settings or dict(given)
     if not complete.get("num_attention_heads"):
         raise user_error("megatron-without-arguments", path=found.path)
     if found.kind == TORCH_DIST or is_neox:
@@ -147,30 +101,34 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any] | None) -> Megatro
     }
     rows = tensors["embedding.word.weight"].shape[0] if "embedding.word.weight" in tensors else 0
     vocab_size = megatron_args.true_vocab_size(state, args)
-    described = ModelSettings({}, {"vocab_size": rows})
+    described = ModelSettings({}, {"vocab_size": vocab_size or rows})
     if settings:
         config = ModelConfig(**settings, vocab_size=vocab_size or rows)
         described = ModelSettings.of(config, MoEConfig(), None, None)
         tokenizer = megatron_args.tokenizer_settings(args)
-        described = dataclasses.replace(
-            described, tokenizer=tokenizer, may_have_padding=vocab_size is None
-        )
+        described = dataclasses.replace(described, tokenizer=tokenizer)
         check_sizes(described, tensors, found.path)
+    described = dataclasses.replace(described, may_have_padding=vocab_size is None)
     is_coupled = bool(optimizer) and has_coupled_decay(state)
     coupled = [Problem("foreign-decay-coupled", path=found.path)] if is_coupled else []
-    return MegatronModel(
-        WeightsSource(found.path, found.kind, described, tensors),
-        vocab_size=vocab_size,
-        iteration=int(state.get("iteration", state.get("total_iters")) or 0),
-        consumed_samples=args.get("consumed_train_samples"),
-        applied_samples=megatron_args.scheduled_samples(state),
+    known = {name: args[name] for name in ADAM_SETTINGS if args.get(name) is not None}
+    return SourceCheckpoint(
+        found.path,
+        found.kind,
+        described,
+        tensors,
         optimizer=optimizer,
-        steps=weights.steps,
         unread=weights.unread,
         notes=(*megatron_args.notes(args), *coupled),
-        arguments=args,
-        softmax_rows=(state.get("checkpoint_info") or {}).get("softmax_vocab_size"),
-        scheduler=state.get("opt_param_scheduler") or state.get("lr_scheduler") or {},
+        run=SavedRun(
+            int(state.get("iteration", state.get("total_iters")) or 0),
+            args.get("consumed_train_samples"),
+            megatron_args.scheduled_samples(state),
+            weights.steps,
+            (state.get("checkpoint_info") or {}).get("softmax_vocab_size"),
+            arguments={**known, "optimizer": "adam"},
+            scheduler=state.get("opt_param_scheduler") or state.get("lr_scheduler") or {},
+        ),
     )
 
 

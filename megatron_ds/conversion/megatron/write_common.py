@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import raise_if_any, user_error
-from megatron_ds.conversion.source import TrainingStates, WeightsSource
+from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, WriteOptions
 
 ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", "swiglu")
 POSITIONS = ("learned_absolute", "rope", "none")
@@ -33,9 +33,9 @@ TORCH_GROUP = {
 """Settings of torch's AdamW in a parameter group."""
 
 
-def check_parts(source: WeightsSource, tp_size: int, pp_size: int) -> None:
+def check_parts(source: SourceCheckpoint, options: WriteOptions) -> None:
     """Raises UserError if Megatron's model lacks a part, or the sizes do not divide it."""
-    model = source.settings.model
+    model, tp_size, pp_size = source.settings.model, options.tp_size, options.pp_size
     raise_if_any(model.problems(tp_size))
     if lacking := ", ".join(_lacking_parts(source)):
         raise user_error("megatron-export-unsupported", parts=lacking)
@@ -43,7 +43,7 @@ def check_parts(source: WeightsSource, tp_size: int, pp_size: int) -> None:
         raise user_error("megatron-export-stages", num_layers=model.num_layers, pp_size=pp_size)
 
 
-def folder_and_pointer(training: TrainingStates | None) -> tuple[str, str]:
+def folder_and_pointer(training: SavedRun | None) -> tuple[str, str]:
     """Name of the checkpoint's folder, and what the tracker says."""
     if training is None:
         return RELEASE, RELEASE
@@ -51,18 +51,17 @@ def folder_and_pointer(training: TrainingStates | None) -> tuple[str, str]:
 
 
 def common_state(
-    source: WeightsSource, tp_size: int, pp_size: int, **arguments: Any
+    source: SourceCheckpoint, options: WriteOptions, **arguments: Any
 ) -> dict[str, Any]:
     """What a checkpoint has besides tensors.
 
     Args:
         source: The weights.
-        tp_size: Tensor-parallel size.
-        pp_size: Pipeline stages.
+        options: Sizes of the layout.
         arguments: Further arguments of the run.
     """
     training = source.training
-    args = _arguments(source, tp_size, pp_size) | arguments
+    args = _arguments(source, options) | arguments
     info = {"original_vocab_size": source.settings.model.vocab_size}  # as in bigscience's fork
     state = {
         "checkpoint_version": 3.0,
@@ -78,13 +77,13 @@ def common_state(
             no_save_optim=False,
         )
         state["iteration"] = training.iteration
-        info["softmax_vocab_size"] = training.softmax_rows  # of this program alone
+        info["softmax_vocab_size"] = source.rows  # of this program alone
         if training.scheduler:
             state["opt_param_scheduler"] = dict(training.scheduler)
     return {"args": Namespace(**args), **state}
 
 
-def adam_groups(training: TrainingStates, adam: str) -> list[dict[str, Any]]:
+def adam_groups(training: SavedRun, adam: str) -> list[dict[str, Any]]:
     """The parameter groups of Megatron's optimizer: with weight decay, and without.
 
     Args:
@@ -115,10 +114,10 @@ def padded(full: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(full, (0, 0, 0, rows - len(full)))
 
 
-def padded_vocab(source: WeightsSource, tp_size: int) -> int:
+def padded_vocab(source: SourceCheckpoint, tp_size: int) -> int:
     """Rows of the vocabulary tables, with Megatron's rule for padding."""
-    model, training = source.settings.model, source.training
-    rows = training.softmax_rows if training else model.vocab_size
+    model = source.settings.model
+    rows = source.rows if source.training else model.vocab_size
     if rows > model.vocab_size and rows % tp_size == 0:
         return rows  # padding that was trained
     unit = model.make_vocab_size_divisible_by * tp_size
@@ -133,7 +132,7 @@ def grouped(full: Tensor, model: ModelConfig) -> Tensor:
     return torch.cat(by_group, dim=1).reshape(full.shape)
 
 
-def _lacking_parts(source: WeightsSource) -> Iterator[str]:
+def _lacking_parts(source: SourceCheckpoint) -> Iterator[str]:
     model = source.settings.model
     if model.activation not in ACTIVATIONS:
         yield f"activation {model.activation}"
@@ -145,8 +144,9 @@ def _lacking_parts(source: WeightsSource) -> Iterator[str]:
         yield "experts"
 
 
-def _arguments(source: WeightsSource, tp_size: int, pp_size: int) -> dict[str, Any]:
+def _arguments(source: SourceCheckpoint, options: WriteOptions) -> dict[str, Any]:
     """The arguments that Megatron compares, or takes over with --use-checkpoint-args."""
+    tp_size, pp_size = options.tp_size, options.pp_size
     model, tokenizer = source.settings.model, source.settings.tokenizer
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     kind = model.position_embedding_type

@@ -20,7 +20,6 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import (
-    FUSED,
     TORCH,
     adam_groups,
     check_parts,
@@ -30,7 +29,7 @@ from megatron_ds.conversion.megatron.write_common import (
     padded,
     padded_vocab,
 )
-from megatron_ds.conversion.source import TrainingStates, WeightsSource
+from megatron_ds.conversion.source import WRITE_DEFAULTS, SavedRun, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
 from megatron_ds.parallel.sharding import ShardSpec, take_shard
 
@@ -45,12 +44,9 @@ LAYER_NAMES = {
 
 
 def write_megatron(
-    source: WeightsSource,
+    source: SourceCheckpoint,
     folder: Path,
-    *,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    adam: str = FUSED,
+    options: WriteOptions = WRITE_DEFAULTS,
     on_tensor: OnTensor = lambda name, size: None,
 ) -> None:
     """Writes a folder for Megatron's --load, complete, or not at all.
@@ -60,9 +56,7 @@ def write_megatron(
     Args:
         source: The weights, without padding.
         folder: Must not exist, or be empty.
-        tp_size: Tensor-parallel size.
-        pp_size: Pipeline stages.
-        adam: Implementation of Adam that will load the states of a training run, FUSED or TORCH.
+        options: The layout, and the Adam that loads the states.
         on_tensor: Reports progress.
 
     Raises:
@@ -70,8 +64,9 @@ def write_megatron(
             files already.
         OSError: If the disk fails.
     """
-    check_parts(source, tp_size, pp_size)
-    state = common_state(source, tp_size, pp_size)
+    check_parts(source, options)
+    state = common_state(source, options)
+    tp_size, pp_size = options.tp_size, options.pp_size
     folder_name, pointer = folder_and_pointer(source.training)
     with output_folder(folder) as temporary:
         for stage in range(pp_size):
@@ -82,7 +77,7 @@ def write_megatron(
                 part = _Stage(source, stage, pp_size, rank, tp_size, on_tensor)
                 content = {**state, "model": part.model()}
                 if source.training is not None:
-                    content["optimizer"] = part.optimizer(source.training, adam)
+                    content["optimizer"] = part.optimizer(source.training, options.adam)
                 torch.save(content, path)
         (temporary / TRACKER).write_text(pointer)
 
@@ -92,7 +87,7 @@ class _Stage:
 
     def __init__(
         self,
-        source: WeightsSource,
+        source: SourceCheckpoint,
         stage: int,
         pp_size: int,
         rank: int,
@@ -121,7 +116,7 @@ class _Stage:
             model["word_embeddings_for_head"] = {"weight": copy}
         return model
 
-    def optimizer(self, training: TrainingStates, adam: str) -> dict[str, Any]:
+    def optimizer(self, training: SavedRun, adam: str) -> dict[str, Any]:
         """The state dict of the optimizer: parameters with weight decay first, each in the order of
         the model."""
         own = [name for name in self._source.tensors if self._has(name)]
@@ -139,12 +134,12 @@ class _Stage:
             group["params"] = numbers
             for number, name in zip(numbers, names, strict=True):
                 states[number] = {
-                    kind: self._shard(name, training.optimizer[kind]) for kind in MOMENTS
+                    kind: self._shard(name, self._source.optimizer[kind]) for kind in MOMENTS
                 }
                 if adam == TORCH:
-                    states[number]["step"] = torch.tensor(float(training.steps))
+                    states[number]["step"] = torch.tensor(training.steps, dtype=torch.float32)
         inner = {"state": states, "param_groups": groups}
-        masters = training.optimizer.get(MASTER)
+        masters = self._source.optimizer.get(MASTER)
         if masters is None:
             return inner
         kept = [[self._shard(name, masters) for name in names] for names in by_group]

@@ -40,7 +40,6 @@ from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS
 from megatron_ds.conversion.megatron.torch_dist import STATE_PREFIXES
 from megatron_ds.conversion.megatron.write_common import (
-    FUSED,
     TORCH,
     adam_groups,
     check_parts,
@@ -50,7 +49,7 @@ from megatron_ds.conversion.megatron.write_common import (
     padded,
     padded_vocab,
 )
-from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.conversion.source import WRITE_DEFAULTS, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
 
 NAMES = {
@@ -87,12 +86,9 @@ CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 def write_torch_dist(
-    source: WeightsSource,
+    source: SourceCheckpoint,
     folder: Path,
-    *,
-    tp_size: int = 1,
-    pp_size: int = 1,
-    adam: str = FUSED,
+    options: WriteOptions = WRITE_DEFAULTS,
     on_tensor: OnTensor = lambda name, size: None,
 ) -> None:
     """Writes a folder for the --load of Megatron Core's training, complete, or not at all.
@@ -102,9 +98,8 @@ def write_torch_dist(
     Args:
         source: The weights, without padding.
         folder: Must not exist, or be empty.
-        tp_size: Tensor-parallel size among the arguments; the vocabulary is padded for it.
-        pp_size: Pipeline stages among the arguments.
-        adam: Implementation of Adam that will load the states, FUSED or TORCH.
+        options: The layout among the arguments, for whose tensor-parallel size the vocabulary is
+            padded, and the Adam that loads the states.
         on_tensor: Reports progress.
 
     Raises:
@@ -112,17 +107,18 @@ def write_torch_dist(
             files already.
         OSError: If the disk fails.
     """
-    check_parts(source, tp_size, pp_size)
+    check_parts(source, options)
     changes = {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
-    state = common_state(source, tp_size, pp_size, **changes) | {"content_metadata": CONTENT}
+    state = common_state(source, options, **changes) | {"content_metadata": CONTENT}
     training = source.training
-    chunks = list(_chunks(source, WEIGHTS, source.tensors, tp_size))
+    chunks = list(_chunks(source, WEIGHTS, source.tensors, options.tp_size))
     if training is not None:
-        counted = {"common_step": torch.tensor(float(training.steps))} if adam == TORCH else {}
-        inner = {"param_groups": adam_groups(training, adam), "state": counted}
-        state["optimizer"] = inner if MASTER not in training.optimizer else {"optimizer": inner}
-        for kind, tensors in training.optimizer.items():
-            chunks += _chunks(source, kind, tensors, tp_size)
+        steps = torch.tensor(training.steps, dtype=torch.float32)
+        counted = {"common_step": steps} if options.adam == TORCH else {}
+        inner = {"param_groups": adam_groups(training, options.adam), "state": counted}
+        state["optimizer"] = inner if MASTER not in source.optimizer else {"optimizer": inner}
+        for kind, tensors in source.optimizer.items():
+            chunks += _chunks(source, kind, tensors, options.tp_size)
     name, pointer = folder_and_pointer(training)
     with output_folder(folder) as temporary:
         path = temporary / name
@@ -178,7 +174,7 @@ class _Chunk:
 
 
 def _chunks(
-    source: WeightsSource, kind: str, tensors: LazyTensors, tp_size: int
+    source: SourceCheckpoint, kind: str, tensors: LazyTensors, tp_size: int
 ) -> Iterator[_Chunk]:
     """The chunks of the weights, or of one kind of optimizer state."""
     model, prefix = source.settings.model, STATE_PREFIXES[kind]

@@ -13,7 +13,7 @@ from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, read_manifest
 from megatron_ds.checkpoint.native_settings import find_checkpoint, tokenizer_config
 from megatron_ds.config import Config, TokenizerConfig
-from megatron_ds.conversion.source import ModelSettings, WeightsSource
+from megatron_ds.conversion.source import ModelSettings, SourceCheckpoint
 from megatron_ds.inference import load_checkpoint
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import build_tokenizer
@@ -83,7 +83,7 @@ def test_flags_replace_a_tokenizer_and_its_code_needs_this_users_consent(
 ) -> None:
     save(with_tokenizer(trust_remote_code=True), 4)
     stored = dataclasses.asdict(tokenizer_config(found_in(folder)))
-    source = WeightsSource(folder, "native", ModelSettings({}, tokenizer=stored), {})
+    source = SourceCheckpoint(folder, "native", ModelSettings({}, tokenizer=stored), {})
     with raises_problem("checkpoint-tokenizer-runs-code", "trust_remote_code"):
         load_checkpoint.tokenizer_config(source, {})
     given = {"trust_remote_code": True, "merge_file": "mine.txt"}

@@ -26,7 +26,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.conversion.source import SourceCheckpoint
 
 PADDED_ROWS = 64
 ITERATION, STEPS, SAMPLES = 7, 6, 28
@@ -90,9 +90,9 @@ class Layout:
 def write_checkpoint(
     folder: Path,
     config: ModelConfig,
-    source: WeightsSource,
+    source: SourceCheckpoint,
     layout: Layout,
-    optimizer: Mapping[str, WeightsSource] | None = None,
+    optimizer: Mapping[str, SourceCheckpoint] | None = None,
 ) -> Path:
     """Writes a --save folder and returns it.
 
@@ -134,7 +134,7 @@ def core_entries(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str
     return _entries(_Target(Path(), config, Layout(), weights, {}, {}), weights)
 
 
-def _padded(config: ModelConfig, source: WeightsSource) -> dict[str, Tensor]:
+def _padded(config: ModelConfig, source: SourceCheckpoint) -> dict[str, Tensor]:
     weights = {name: tensor.read() for name, tensor in source.tensors.items()}
     for name in ("embedding.word.weight", "head.weight"):
         if name in weights:

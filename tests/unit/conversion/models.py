@@ -12,8 +12,8 @@ from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.conversion.source import (
     ModelSettings,
-    TrainingStates,
-    WeightsSource,
+    SavedRun,
+    SourceCheckpoint,
     expected_shapes,
 )
 from megatron_ds.engine.states.state_reader import MASTER
@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
 
 def random_source(
     config: ModelConfig, tokenizer: TokenizerConfig | None = None, seed: int = 1
-) -> WeightsSource:
+) -> SourceCheckpoint:
     """Weights of a model, all of them random, biases and norms included."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -42,20 +42,20 @@ def random_source(
         for name, shape in expected_shapes(config, MoEConfig()).items()
     }
     settings = ModelSettings.of(config, MoEConfig(), tokenizer, eod=None)
-    return WeightsSource(Path("random"), "random", settings, tensors).checked()
+    return SourceCheckpoint(Path("random"), "random", settings, tensors).checked()
 
 
-def random_training(config: ModelConfig) -> TrainingStates:
-    """States of Adam after 7 iterations of 4 samples, of which one step was skipped."""
+def random_training(config: ModelConfig) -> dict[str, Any]:
+    """What a source has of Adam after 7 iterations of 4 samples, of which one was skipped."""
     kinds = {
         kind: random_source(config, seed=seed).tensors
         for seed, kind in enumerate(("exp_avg", "exp_avg_sq", MASTER), 2)
     }
-    return TrainingStates(
-        kinds,
-        steps=6,
+    run = SavedRun(
         iteration=7,
         consumed_samples=28,
+        applied_samples=24,
+        steps=6,
         softmax_rows=config.vocab_size,
         arguments={
             "optimizer": "adam", "lr": 0.1, "min_lr": 0.01, "adam_beta1": 0.8, "adam_beta2": 0.9,
@@ -63,9 +63,10 @@ def random_training(config: ModelConfig) -> TrainingStates:
         },
         scheduler={"max_lr": 0.1, "min_lr": 0.01, "num_steps": 24, "lr_decay_style": "cosine"},
     )  # fmt: skip
+    return {"optimizer": kinds, "run": run, "unread": ""}
 
 
-def model_of(source: WeightsSource) -> GPTModel:
+def model_of(source: SourceCheckpoint) -> GPTModel:
     """The model of a source, in fp32."""
     config = source.settings.model
     mesh, rng = Mesh.single(), RngStreams(0)
@@ -78,13 +79,13 @@ def model_of(source: WeightsSource) -> GPTModel:
     return model
 
 
-def logits(source: WeightsSource, tokens: Tensor) -> Tensor:
+def logits(source: SourceCheckpoint, tokens: Tensor) -> Tensor:
     """fp32 logits of the model of a source, without padding."""
     with torch.no_grad():
         return model_of(source)(tokens)[..., : source.settings.model.vocab_size]
 
 
-def assert_same_tensors(found: WeightsSource, expected: WeightsSource) -> None:
+def assert_same_tensors(found: SourceCheckpoint, expected: SourceCheckpoint) -> None:
     """The same names in the same order, types and bytes."""
     assert list(found.tensors) == list(expected.tensors)
     for name, tensor in expected.tensors.items():

@@ -20,6 +20,7 @@ from megatron_ds.conversion.huggingface.read_write import (
     write_hf,
 )
 from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
+from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG, is_hf
 from tests.problems import raises_problem
@@ -78,7 +79,7 @@ def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     source = open_hf(tmp_path / "theirs")
     write_weights_folder(source, tmp_path / "ours")
     again = open_weights_folder(tmp_path / "ours")
-    write_hf(again, tmp_path / "again", shard_bytes=10_000)
+    write_hf(again, tmp_path / "again", WriteOptions(shard_bytes=10_000))
 
     assert (logits(source, TOKENS) - expected).abs().max() / expected.abs().max() < 1e-5
     assert_same_files(tmp_path / "again", tmp_path / "theirs")
@@ -126,7 +127,7 @@ def test_special_ids_stay_in_their_file(
     loaded = [load_strictly(tmp_path / each) for each in ("theirs", "again")]
     expected, found = (model.generation_config.to_dict() for model in loaded)
     assert {**found, "_from_model_config": None} == {**expected, "_from_model_config": None}
-    write_hf(source, tmp_path / "other", model_type="mistral")
+    write_hf(source, tmp_path / "other", WriteOptions(hf_model_type="mistral"))
     other = load_strictly(tmp_path / "other").config
     assert other.eos_token_id == ids.get("eos_token_id")
 
@@ -403,10 +404,10 @@ def test_a_family_that_has_the_parts_is_chosen(
 
 def test_a_given_family_must_have_the_parts(tmp_path: Path) -> None:
     source = random_source(ModelConfig(**SMALL, **LLAMA_LIKE))
-    write_hf(source, tmp_path / "hf", model_type="mistral")
+    write_hf(source, tmp_path / "hf", WriteOptions(hf_model_type="mistral"))
     assert load_strictly(tmp_path / "hf").config.model_type == "mistral"
     with raises_problem("hf-no-family", contains="embed_layernorm"):
-        write_hf(source, tmp_path / "other", model_type="bloom")
+        write_hf(source, tmp_path / "other", WriteOptions(hf_model_type="bloom"))
     alibi = random_source(ModelConfig(**SMALL, position_embedding_type="none"))
     with raises_problem("hf-no-family"):
         write_hf(alibi, tmp_path / "other")

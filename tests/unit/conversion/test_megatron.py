@@ -15,10 +15,10 @@ from deepspeed.checkpoint import ds_to_universal
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.detect import find_checkpoint
-from megatron_ds.conversion.megatron.open import open_checkpoint, open_megatron
+from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
-from megatron_ds.conversion.registry import format_of, open_source
-from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.conversion.registry import open_source, recognize
+from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.megatron_writer import (
@@ -58,9 +58,8 @@ def test_the_model_has_the_logits_of_the_program_that_saved_it(
         folder = request.getfixturevalue("shared_data") / "peer_checkpoints" / case
         if not folder.is_dir():
             pytest.skip(f"the checkpoint {case} is not next to the checkout")
-    found = find_checkpoint(folder)
-    model = open_checkpoint(found)
-    source = model.source.with_vocab(TOKENS)
+    opened = open_megatron(folder)
+    source = opened.with_vocab(TOKENS)
     reference = np.load(folder / "reference.npz")
 
     own = logits(source, torch.from_numpy(reference["tokens"]))
@@ -68,14 +67,15 @@ def test_the_model_has_the_logits_of_the_program_that_saved_it(
     expected = torch.from_numpy(reference["logits"])[..., :TOKENS]
     assert (own - expected).abs().max() < TOLERANCE.get(case, 1e-5)
     known = case.startswith(("ms", "bs", "mlm01"))  # others name a tokenizer of unknown size
-    assert model.vocab_size == (TOKENS if known else None)
+    assert opened.settings.may_have_padding == (not known)
+    assert not known or opened.settings.model.vocab_size == TOKENS
 
 
 def test_iteration_and_pointer(megatron_checkpoints: Path) -> None:
     stored = megatron_checkpoints
     steps = [find_checkpoint(stored / "mlm10_tp1", step) for step in (3, 4)]
     assert [step and step.path.name for step in steps] == ["iter_0000003", None]
-    assert open_checkpoint(steps[0]).iteration == 3
+    assert open_megatron(steps[0].path).run.iteration == 3
     assert find_checkpoint(stored / "mlm10_tp1" / "iter_0000003") == steps[0]
     assert find_checkpoint(stored) is None
 
@@ -92,8 +92,8 @@ def test_the_converter_recognizes_the_formats(
     case: str, name: str, warnings: int, megatron_checkpoints: Path
 ) -> None:
     found: list[str] = []
-    source = open_source(megatron_checkpoints / case, warn=found.append)
-    assert format_of(megatron_checkpoints / case) == name
+    source = open_source(megatron_checkpoints / case, options=ReadOptions(found.append))
+    assert recognize(megatron_checkpoints / case).name == name
     assert printed_codes("\n".join(found)) == ["megatron-vocabulary-unknown"] * warnings
     rows = source.tensors["embedding.word.weight"].shape[0]
     assert rows == source.settings.model.vocab_size == (320 if warnings else TOKENS)
@@ -163,7 +163,7 @@ def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
     written = random_source(config)
     folder = write_checkpoint(tmp_path, config, written, layout)
 
-    read = open_megatron(folder)
+    read = open_megatron(folder).weights()
     if layout.files.startswith("neox"):  # does not tell the size of the vocabulary
         read = read.with_vocab(config.vocab_size)
 
@@ -235,13 +235,12 @@ def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path:
     if layout.buffers:  # whose places are known by the weights in them
         written["fp32_param"] = weights
     write_checkpoint(tmp_path, config, weights, layout, written)
-    found = find_checkpoint(tmp_path)
 
-    read = open_checkpoint(found)
+    read = open_megatron(tmp_path)
 
-    assert (read.iteration, read.steps, read.unread) == (7, 6, "")
+    assert (read.run.iteration, read.run.steps, read.unread) == (7, 6, "")
     if not layout.files.startswith("neox"):  # does not save them
-        assert (read.consumed_samples, read.applied_samples) == (28, 24)
+        assert (read.run.consumed_samples, read.run.applied_samples) == (28, 24)
     assert read.optimizer.keys() - {"master"} == {*MOMENTS}
     is_universal = layout.files.startswith("universal")
     for kind, expected in written.items():
@@ -259,10 +258,9 @@ def test_master_weights_of_deepspeed_are_the_weights(case: str, shared_data: Pat
     folder = shared_data / "peer_checkpoints" / case
     if not folder.is_dir():
         pytest.skip(f"the checkpoint {case} is not next to the checkout")
-    found = find_checkpoint(folder)
-    model = open_checkpoint(found)
-    assert model.optimizer["master"].keys() == model.source.tensors.keys()
-    for name, tensor in model.source.tensors.items():
+    model = open_megatron(folder)
+    assert model.optimizer["master"].keys() == model.tensors.keys()
+    for name, tensor in model.tensors.items():
         assert torch.equal(model.optimizer["master"][name].read(), tensor.read()), name
 
 
@@ -286,7 +284,7 @@ def test_a_decay_in_the_gradient_is_mentioned(files: str, tmp_path: Path) -> Non
             for group in inner.get("optimizer", inner)["param_groups"]:
                 group.update(decoupled_weight_decay=False, weight_decay=decay)
             torch.save(content, found.path / name)
-            notes = [note.code for note in open_checkpoint(found).notes]
+            notes = [note.code for note in open_megatron(found.path).notes]
             assert notes == (["foreign-decay-coupled"] if decay else [])
 
 
@@ -298,7 +296,7 @@ def test_rows_in_an_unknown_order_are_rejected(tmp_path: Path) -> None:
     moments = {kind: random_source(config, seed=2) for kind in MOMENTS}
     folder = write_checkpoint(tmp_path, config, random_source(config), layout, moments)
     with raises_problem("universal-rows-ambiguous", contains="query_key_value"):
-        open_megatron(folder)
+        open_megatron(folder).weights()
     # Parts of rows that are grouped by head contradict the arguments.
     path = next(folder.glob("*/zero/*layers.0.self_attention.query_key_value.weight/fp32.pt"))
     content = torch.load(path, weights_only=False)
@@ -309,7 +307,7 @@ def test_rows_in_an_unknown_order_are_rejected(tmp_path: Path) -> None:
     state["args"].tensor_model_parallel_size = 2
     torch.save(state, states)
     with raises_problem("universal-rows-ambiguous", contains="query_key_value"):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 def test_buffers_with_other_weights_are_not_read(tmp_path: Path) -> None:
@@ -317,9 +315,8 @@ def test_buffers_with_other_weights_are_not_read(tmp_path: Path) -> None:
     layout = Layout(half=True, buffers="coalesced")
     written = {kind: random_source(config, seed=2) for kind in (*MOMENTS, "fp32_param")}
     write_checkpoint(tmp_path, config, random_source(config), layout, written)
-    found = find_checkpoint(tmp_path)
-    read = open_checkpoint(found)
-    assert (read.optimizer, read.steps) == ({}, None)
+    read = open_megatron(tmp_path)
+    assert (read.optimizer, read.run.steps) == ({}, None)
     assert "distributed optimizer" in read.unread
 
 
@@ -345,18 +342,18 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
     assert find_checkpoint(folder) == direct
     found = find_checkpoint(folder, universal=True)
     assert found.path == Path(output)
-    own, expected = open_checkpoint(found), open_checkpoint(direct)
-    for name in ("iteration", "consumed_samples", "applied_samples", "steps", "vocab_size"):
-        assert getattr(own, name) == getattr(expected, name), name
+    own, expected = open_megatron(found.path), open_megatron(direct.path)
+    assert own.run == expected.run
+    assert own.settings.model.vocab_size == expected.settings.model.vocab_size
     assert own.optimizer.keys() == expected.optimizer.keys()
-    for kind, tensors in {"weights": expected.source.tensors, **expected.optimizer}.items():
-        read = own.source.tensors if kind == "weights" else own.optimizer[kind]
+    for kind, tensors in {"weights": expected.tensors, **expected.optimizer}.items():
+        read = own.tensors if kind == "weights" else own.optimizer[kind]
         assert read.keys() == tensors.keys()
         for name, tensor in tensors.items():
             rows = TOKENS if name == "embedding.word.weight" else None
             assert torch.equal(read[name].read(), tensor.read()[:rows]), (kind, name)
     assert open_source(Path(output)).format == "universal"
-    assert format_of(folder) == "megatron"
+    assert recognize(folder).name == "megatron"
 
 
 def test_partitioned_states_are_not_read(tmp_path: Path) -> None:
@@ -365,13 +362,14 @@ def test_partitioned_states_are_not_read(tmp_path: Path) -> None:
     state = torch.load(path, weights_only=False)
     state["optimizer"] = {"optimizer": {"param_groups": [{"step": 7, "params": [0]}]}}
     torch.save(state, path)
-    found = find_checkpoint(folder)
-    read = open_checkpoint(found)
+    read = open_megatron(folder)
     assert not read.optimizer
     assert "distributed optimizer" in read.unread
 
 
-def write(folder: Path, layout: Layout | None = None, **changes: Any) -> tuple[Path, WeightsSource]:
+def write(
+    folder: Path, layout: Layout | None = None, **changes: Any
+) -> tuple[Path, SourceCheckpoint]:
     source = random_source(model(**changes))
     return write_checkpoint(folder, model(**changes), source, layout or Layout(version=3)), source
 
@@ -394,13 +392,13 @@ def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_pat
     folder, _ = write(tmp_path, Layout(version=3, arguments={argument: value}))
     shown = value if isinstance(value, str) else argument
     with raises_problem("megatron-part-unsupported", contains=shown):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 def test_arguments_that_are_off_are_no_parts(tmp_path: Path) -> None:
     off = {"num_experts": [1], "softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
     folder, _ = write(tmp_path, Layout(version=3, arguments=off))
-    open_megatron(folder)
+    open_megatron(folder).weights()
 
 
 @pytest.mark.parametrize(
@@ -430,7 +428,7 @@ def test_malformed_states_are_rejected(key: str, value: Any, code: str, tmp_path
         state[key] = value
     torch.save(state, path)
     with raises_problem(code, contains=str(folder)):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
@@ -444,9 +442,8 @@ def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
         state = torch.load(path, weights_only=False)
         state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"] = "x"
         torch.save(state, path)
-    found = find_checkpoint(folder)
-    tensors = open_checkpoint(found).optimizer["exp_avg"].values()
-    with raises_problem("foreign-file-unreadable", contains=str(found.path)):
+    tensors = open_megatron(folder).optimizer["exp_avg"].values()
+    with raises_problem("foreign-file-unreadable", contains=str(path.parent)):
         for tensor in tensors:
             tensor.read()
 
@@ -454,13 +451,13 @@ def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
 def test_an_unknown_weight_is_named(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(version=3, extra="layers.0.adapter.weight"))
     with raises_problem("megatron-weights-unknown", contains="layers.0.adapter.weight"):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 def test_an_unknown_version_is_rejected(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(version=4))
     with raises_problem("megatron-version-unknown", contains="4"):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 @pytest.mark.parametrize(
@@ -478,14 +475,14 @@ def test_missing_files_are_named(files: str, missing: str, tmp_path: Path) -> No
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     code = "dcp-metadata-missing" if files == "torch_dist" else "megatron-files-missing"
     with raises_problem(code, contains=missing):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 def test_a_missing_last_stage_is_noticed(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(version=3, tp=1, pp=2))
     shutil.rmtree(folder / "iter_0000007" / "mp_rank_00_001")
     with raises_problem("megatron-layers-missing", contains="2 layers"):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 def test_another_backend_is_rejected(tmp_path: Path) -> None:
@@ -493,15 +490,16 @@ def test_another_backend_is_rejected(tmp_path: Path) -> None:
     path = folder / "iter_0000007" / "metadata.json"
     path.write_text(json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}))
     with raises_problem("dcp-backend-unsupported", contains="zarr"):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 def test_without_arguments_the_settings_are_given(tmp_path: Path) -> None:
     folder, written = write(tmp_path, Layout(version=0, names="old", arguments=None))
     found = find_checkpoint(folder)
     with raises_problem("megatron-without-arguments", contains=str(found.path)):
-        open_checkpoint(found)
-    source = open_checkpoint(found, {"num_attention_heads": 4, "hidden_size": 32}).source
+        open_megatron(found.path)
+    options = ReadOptions(model={"num_attention_heads": 4, "hidden_size": 32})
+    source = open_megatron(found.path, options)
     for key, tensor in written.tensors.items():
         assert torch.equal(source.tensors[key].read()[: len(tensor.read())], tensor.read()), key
 
@@ -519,7 +517,7 @@ def test_the_kind_of_gelu_follows_from_the_kernel(
     arguments: dict[str, Any], activation: str, approximation: str | None, tmp_path: Path
 ) -> None:
     folder, _ = write(tmp_path, Layout(version=3, arguments=arguments))
-    fixed = open_megatron(folder).settings.fixed
+    fixed = open_megatron(folder).weights().settings.fixed
     assert (fixed["activation"], fixed.get("gelu_approximation")) == (activation, approximation)
 
 
@@ -528,7 +526,9 @@ def test_wrong_rotations_of_a_version_are_mentioned(tmp_path: Path) -> None:
     layout = Layout(version=3, files="deepspeed", thirds=True, arguments=arguments)
     folder, _ = write(tmp_path, layout, **LLAMA)
     found = find_checkpoint(folder)
-    assert [note.code for note in open_checkpoint(found).notes] == ["megatron-deepspeed-wrong-rope"]
+    assert [note.code for note in open_megatron(found.path).notes] == [
+        "megatron-deepspeed-wrong-rope"
+    ]
 
 
 def test_a_checkpoint_of_this_program_is_not_taken_for_one_of_megatron(tmp_path: Path) -> None:
@@ -553,11 +553,11 @@ def test_a_part_of_neox_that_the_model_lacks_is_named(
     path.write_text(json.dumps({**json.loads(path.read_text()), setting: value}))
     shown = setting if value is True else str(value)
     with raises_problem("megatron-part-unsupported", contains=shown):
-        open_megatron(folder)
+        open_megatron(folder).weights()
 
 
 def test_neox_without_its_settings_needs_the_flags(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(files="neox pipeline"))
     shutil.rmtree(folder / "global_step7" / "configs")
     with raises_problem("megatron-without-arguments"):
-        open_megatron(folder)
+        open_megatron(folder).weights()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ds.conversion.megatron import distributed_optimizer, torch_dist
-from megatron_ds.conversion.megatron.open import MegatronModel, find_checkpoint, open_checkpoint
+from megatron_ds.conversion.megatron.open import open_megatron
 from tests.conftest import extracted
 
 LAYOUTS = ("tp2", "tp2_pp2_gated_bf16", "dp2_buckets_bf16")
@@ -23,28 +23,23 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return extracted("distributed_optimizer.tar.xz", folder)
 
 
-def opened(folder: Path) -> MegatronModel:
-    found = find_checkpoint(folder)
-    return open_checkpoint(found)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_buckets_have_the_states_of_the_other_form(layout: str, checkpoints: Path) -> None:
     """In which every state has the name and the shape of its weight."""
-    buckets = opened(checkpoints / layout / "dp_reshardable")
-    named = opened(checkpoints / layout / "fully_reshardable")
+    buckets = open_megatron(checkpoints / layout / "dp_reshardable")
+    named = open_megatron(checkpoints / layout / "fully_reshardable")
     for each in (buckets, named):
-        assert (each.steps, each.unread, each.consumed_samples) == (3, "", 12)
+        assert (each.run.steps, each.unread, each.run.consumed_samples) == (3, "", 12)
         assert each.optimizer.keys() == {"exp_avg", "exp_avg_sq", "master"}
     for kind, tensors in named.optimizer.items():
-        assert tensors.keys() == named.source.tensors.keys()
+        assert tensors.keys() == named.tensors.keys()
         for name, tensor in tensors.items():
             found = buckets.optimizer[kind][name]
             if "pp2" in layout and name == "embedding.word.weight":
                 continue  # megatron-core writes zeros for part of it, and warns, in the other form
             assert torch.equal(found.read(), tensor.read()), (kind, name)
             assert (found.shape, found.dtype) == (tensor.shape, torch.float32)
-    for name, weight in named.source.tensors.items():
+    for name, weight in named.tensors.items():
         master = buckets.optimizer["master"][name].read()
         assert torch.equal(master.to(weight.dtype), weight.read()), name
 
@@ -53,10 +48,10 @@ def test_buckets_whose_weights_are_elsewhere_are_not_read(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distributed_optimizer, "ALIGNMENT", 48)
-    found = opened(checkpoints / "tp2" / "dp_reshardable")
+    found = open_megatron(checkpoints / "tp2" / "dp_reshardable")
     assert found.unread.startswith(distributed_optimizer.MISPLACED)
     assert found.optimizer == {}
-    assert found.source.tensors
+    assert found.tensors
 
 
 @pytest.mark.parametrize(

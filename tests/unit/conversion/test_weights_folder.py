@@ -21,7 +21,7 @@ from megatron_ds.conversion.safetensors_files import (
     open_safetensors,
     write_sharded,
 )
-from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
 from megatron_ds.conversion.weights_folder import (
     find_damage,
     open_weights_folder,
@@ -62,7 +62,7 @@ def test_weights_and_settings_are_kept(
     tmp_path: Path, dtype: torch.dtype | None, shard_bytes: int
 ) -> None:
     source, folder = random_source(CONFIG).to(dtype), tmp_path / "weights"
-    write_weights_folder(source, folder, shard_bytes=shard_bytes)
+    write_weights_folder(source, folder, WriteOptions(shard_bytes=shard_bytes))
 
     found = open_weights_folder(folder)
 
@@ -170,7 +170,7 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     tensors = {**source.tensors, "final_norm.weight": broken}
     with pytest.raises(OSError, match="full"):
         write_weights_folder(
-            WeightsSource(source.path, "", source.settings, tensors), tmp_path / "weights"
+            SourceCheckpoint(source.path, "", source.settings, tensors), tmp_path / "weights"
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -186,10 +186,10 @@ def test_names_and_shapes_are_checked_before_anything_is_read(name: str) -> None
     source = random_source(CONFIG)
     other = {**source.tensors, name: LazyTensor.of(torch.zeros(7, 32))}
     with raises_problem("weights-shape-mismatch", contains=name):
-        WeightsSource(source.path, "", source.settings, other).checked()
+        SourceCheckpoint(source.path, "", source.settings, other).checked()
     del other[name]
     with raises_problem("weights-names-mismatch", contains=name):
-        WeightsSource(source.path, "", source.settings, other).checked()
+        SourceCheckpoint(source.path, "", source.settings, other).checked()
 
 
 def test_padding_of_the_vocabulary_is_removed() -> None:
@@ -200,4 +200,6 @@ def test_padding_of_the_vocabulary_is_removed() -> None:
         else tensor
         for name, tensor in source.tensors.items()
     }
-    assert_same_tensors(WeightsSource(source.path, "", source.settings, padded).checked(), source)
+    assert_same_tensors(
+        SourceCheckpoint(source.path, "", source.settings, padded).checked(), source
+    )

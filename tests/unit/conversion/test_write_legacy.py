@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
+from megatron_ds.conversion.source import WriteOptions
 from tests.problems import raises_problem
 from tests.unit.conversion.models import SMALL, assert_same_tensors, logits, random_source
 
@@ -40,9 +41,9 @@ def test_an_export_is_read_back(
     changes: dict[str, Any], tp_size: int, pp_size: int, tmp_path: Path
 ) -> None:
     source = random_source(model(**changes))
-    write_megatron(source, tmp_path / "out", tp_size=tp_size, pp_size=pp_size)
+    write_megatron(source, tmp_path / "out", WriteOptions(tp_size=tp_size, pp_size=pp_size))
 
-    read = open_megatron(tmp_path / "out")
+    read = open_megatron(tmp_path / "out").weights()
 
     assert read.settings.fixed == source.settings.fixed
     assert_same_tensors(read, source)
@@ -116,7 +117,7 @@ def test_parts_that_megatron_lacks_are_named(changes: dict[str, Any], tmp_path: 
 
 def test_stages_must_divide_the_layers(tmp_path: Path) -> None:
     with raises_problem("megatron-export-stages", contains="4 layers"):
-        write_megatron(random_source(model()), tmp_path / "out", pp_size=3)
+        write_megatron(random_source(model()), tmp_path / "out", WriteOptions(pp_size=3))
 
 
 def test_a_type_is_recorded(tmp_path: Path) -> None:
@@ -125,6 +126,6 @@ def test_a_type_is_recorded(tmp_path: Path) -> None:
     path = tmp_path / "out" / "release" / "mp_rank_00" / "model_optim_rng.pt"
     args = torch.load(path, weights_only=False)["args"]
     assert (args.bf16, args.fp16) == (True, False)
-    read = open_megatron(tmp_path / "out")
+    read = open_megatron(tmp_path / "out").weights()
     assert {tensor.dtype for tensor in read.tensors.values()} == {torch.bfloat16}
     assert dataclasses.asdict(read.settings.model)["num_layers"] == 4

@@ -7,7 +7,6 @@ import warnings
 import weakref
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from megatron_ds.checkpoint.metadata import read_run
 from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
-from megatron_ds.conversion import adam_states
 from megatron_ds.conversion.adam_states import with_training
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
-from megatron_ds.conversion.registry import format_of
-from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.conversion.native import source_of
+from megatron_ds.conversion.registry import recognize
+from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER
 from tests.problems import raises_problem
+from tests.unit.checkpoint.native_writer import random_states
+from tests.unit.checkpoint.native_writer import write_checkpoint as write_native
 from tests.unit.conversion.megatron_writer import core_entries
 from tests.unit.conversion.models import assert_same_tensors, random_source, random_training
 from tests.unit.conversion.test_write_legacy import LLAMA, model
@@ -40,9 +42,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(config: ModelConfig, dtype: torch.dtype) -> WeightsSource:
+def trained(config: ModelConfig, dtype: torch.dtype) -> SourceCheckpoint:
     source = random_source(config)
-    return dataclasses.replace(source, training=random_training(config)).checked().to(dtype)
+    return dataclasses.replace(source, **random_training(config)).checked().to(dtype)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +52,11 @@ def trained(config: ModelConfig, dtype: torch.dtype) -> WeightsSource:
 )
 def test_an_export_is_read_back(changes: dict[str, Any], tp_size: int, tmp_path: Path) -> None:
     source = random_source(model(**changes))
-    write_torch_dist(source, tmp_path / "out", tp_size=tp_size)
+    write_torch_dist(source, tmp_path / "out", WriteOptions(tp_size=tp_size))
 
-    read = open_megatron(tmp_path / "out")
+    read = open_megatron(tmp_path / "out").weights()
 
-    assert format_of(tmp_path / "out") == "torch_dist"
+    assert recognize(tmp_path / "out").name == "torch_dist"
     assert read.path.name == "release"
     assert read.settings.fixed == source.settings.fixed
     assert_same_tensors(read, source)
@@ -76,23 +78,22 @@ def test_the_states_of_a_training_are_read_back(
     the table is tied, so that the last stage has a copy of it."""
     source = trained(model(**(LLAMA if adam == "fused" else {})), dtype)
     if layout == "torch_dist":
-        write_torch_dist(source, tmp_path / "out", adam=adam)
+        write_torch_dist(source, tmp_path / "out", WriteOptions(adam=adam))
     else:
         sizes = dict(zip(("tp_size", "pp_size"), layout, strict=True))
-        write_megatron(source, tmp_path / "out", adam=adam, **sizes)
+        write_megatron(source, tmp_path / "out", WriteOptions(adam=adam, **sizes))
 
     found = open_megatron(tmp_path / "out")
     assert found.path.name == "iter_0000007"
     read = with_training(found)
 
     assert_same_tensors(read, source)
-    assert (MASTER in source.training.optimizer) == (dtype == torch.bfloat16)
-    expected = dataclasses.replace(source.training, optimizer=read.training.optimizer)
-    assert read.training == expected, "steps, samples, arguments, schedule"
-    assert read.training.optimizer.keys() == source.training.optimizer.keys()
-    for kind, tensors in source.training.optimizer.items():
+    assert (MASTER in source.optimizer) == (dtype == torch.bfloat16)
+    assert read.run == source.run, "steps, samples, arguments, schedule"
+    assert read.optimizer.keys() == source.optimizer.keys()
+    for kind, tensors in source.optimizer.items():
         own = dataclasses.replace(source, tensors=tensors)
-        assert_same_tensors(dataclasses.replace(read, tensors=read.training.optimizer[kind]), own)
+        assert_same_tensors(dataclasses.replace(read, tensors=read.optimizer[kind]), own)
 
 
 def read_by_torch(folder: Path) -> dict[str, Tensor]:
@@ -117,7 +118,7 @@ def test_entries_are_those_that_the_layout_describes(
     """Layers are the first axis, and the rows of QKV are ordered by key-value head."""
     config = model(**changes)
     source = trained(config, torch.bfloat16)
-    write_torch_dist(source, tmp_path / "out", tp_size=2, adam="torch")
+    write_torch_dist(source, tmp_path / "out", WriteOptions(tp_size=2, adam="torch"))
     folder = tmp_path / "out" / "iter_0000007"
     state = read_by_torch(folder)
     weights = {key: value for key, value in state.items() if not key.startswith("optimizer.")}
@@ -132,7 +133,7 @@ def test_entries_are_those_that_the_layout_describes(
     for saved, kind in kinds.items():
         prefix = f"optimizer.state.{saved}."
         own = {key.removeprefix(prefix): each for key, each in state.items() if prefix in key}
-        check_equal(own, entries(values_of(source.training.optimizer[kind])))
+        check_equal(own, entries(values_of(source.optimizer[kind])))
     assert len(state) == 4 * len(weights)
 
 
@@ -149,7 +150,7 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def test_objects_and_common_values_are_those_of_megatron(tmp_path: Path) -> None:
     source = trained(model(), torch.float32)
-    write_torch_dist(source, tmp_path / "out", tp_size=2, pp_size=2)
+    write_torch_dist(source, tmp_path / "out", WriteOptions(tp_size=2, pp_size=2))
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "7"
     folder = tmp_path / "out" / "iter_0000007"
     stored = dcp.FileSystemReader(folder).read_metadata().storage_data
@@ -182,11 +183,11 @@ def test_padding_that_was_trained_is_kept(tmp_path: Path) -> None:
     source = dataclasses.replace(
         random_source(config),
         tensors=random_source(padded).tensors,
-        training=random_training(padded),
+        **random_training(padded),
     )
-    write_torch_dist(source.checked().to(torch.float32), tmp_path / "out", tp_size=2)
+    write_torch_dist(source.checked().to(torch.float32), tmp_path / "out", WriteOptions(tp_size=2))
     state = read_by_torch(tmp_path / "out" / "iter_0000007")
-    table = random_training(padded).optimizer[MASTER]["embedding.word.weight"].read()
+    table = random_training(padded)["optimizer"][MASTER]["embedding.word.weight"].read()
     assert torch.equal(state["embedding.word_embeddings.weight"], table)
     read = with_training(open_megatron(tmp_path / "out"))
     assert read.settings.model.vocab_size == 50
@@ -210,13 +211,12 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
 
     optimizer = {
         kind: {name: counted(tensor) for name, tensor in tensors.items()}
-        for kind, tensors in source.training.optimizer.items()
+        for kind, tensors in source.optimizer.items()
     }
-    training = dataclasses.replace(source.training, optimizer=optimizer)
     tensors = {name: counted(tensor) for name, tensor in source.tensors.items()}
     done: list[int] = []
     write_torch_dist(
-        dataclasses.replace(source, tensors=tensors, training=training),
+        dataclasses.replace(source, tensors=tensors, optimizer=optimizer),
         tmp_path / "out",
         on_tensor=lambda name, size: done.append(size),
     )
@@ -258,14 +258,12 @@ def test_weights_alone_have_no_states(tmp_path: Path) -> None:
     [("sgd", True, "is sgd"), ("adam", False, "saved without them")],
 )
 def test_trainings_whose_states_megatron_cannot_take_are_rejected(
-    optimizer: str, has_optimizer: bool, reason: str, tmp_path: Path, monkeypatch: Any
+    optimizer: str, has_optimizer: bool, reason: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "run.json").touch()
-    layout = SimpleNamespace(optimizer=optimizer)
-    found = SimpleNamespace(
-        run=SimpleNamespace(layout=layout, has_optimizer=has_optimizer), path=tmp_path
-    )
-    monkeypatch.setattr(adam_states, "read_run", lambda path: found)
-    source = dataclasses.replace(random_source(model()), path=tmp_path)
+    saved = read_run(write_native(tmp_path, random_states()))
+    layout = dataclasses.replace(saved.run.layout, optimizer=optimizer)
+    record = dataclasses.replace(saved.run, layout=layout, has_optimizer=has_optimizer)
+    options = ReadOptions(optimizer=True, checksums=False)
+    source = source_of(dataclasses.replace(saved, run=record), options)
     with raises_problem("conversion-without-states", contains=reason):
         with_training(source)

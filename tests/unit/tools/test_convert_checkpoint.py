@@ -16,11 +16,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.conversion import convert
+from megatron_ds.config.checkpoint import FORMATS
+from megatron_ds.conversion import convert, registry
 from megatron_ds.conversion.huggingface.families import FAMILIES
-from megatron_ds.conversion.registry import format_of, open_source
+from megatron_ds.conversion.huggingface.read_write import write_hf
+from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.conversion.safetensors_files import SINGLE
-from megatron_ds.conversion.source import WeightsSource
+from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 from tests.problems import printed_codes, raises_problem
@@ -42,7 +44,7 @@ def test_weights_come_back_from_every_format(tmp_path: Path, run: Run) -> None:
         load, save = tmp_path / str(number), tmp_path / str(number + 1)
         printed = run("--load", load, "--save", save, "--to", target, "--verify")
         assert f"wrote {save}" in printed.out
-        assert format_of(save) == target
+        assert recognize(save).name == target
         assert printed_codes(printed.err) == ["hf-tokenizer-not-exported"] * (target == "hf")
 
     assert_same_tensors(open_source(tmp_path / "7"), open_source(tmp_path / "0"))
@@ -90,14 +92,13 @@ def test_states_are_converted_where_there_are_any(
 
 def test_a_wrong_tensor_is_found_by_the_verification(tmp_path: Path) -> None:
     source = random_source(ModelConfig(**SMALL))
-    target = convert.Target(tmp_path / "new", "hf")
-    convert.WRITERS["hf"](source, target, lambda name, size: None)
-    assert convert.verify(source, target) < 1e-5
+    write_hf(source, tmp_path / "new")
+    assert convert.verify(source, tmp_path / "new", "hf") < 1e-5
     tensors = load_file(tmp_path / "new" / SINGLE)
     tensors["transformer.h.1.mlp.c_fc.weight"][0, 0] += 1.0
     save_file(tensors, tmp_path / "new" / SINGLE, {"format": "pt"})
     with raises_problem("conversion-differs"):
-        convert.verify(source, target)
+        convert.verify(source, tmp_path / "new", "hf")
 
 
 def test_the_verification_loads_no_code_and_uses_no_network(
@@ -202,7 +203,7 @@ def test_the_scripts_of_other_projects_convert(tmp_path: Path) -> None:
     random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     expected = open_source(tmp_path / "theirs")
 
-    def converted(name: str, *flags: object) -> WeightsSource:
+    def converted(name: str, *flags: object) -> SourceCheckpoint:
         assert script(name).main([*map(str, flags), str(tmp_path / name)]) == 0
         return open_source(tmp_path / name)
 
@@ -264,3 +265,9 @@ def test_errors_of_a_script_name_its_own_flags(
     places = [*source, str(tmp_path / "theirs"), *flags, str(tmp_path / "new")]
     assert script(name).main(places) == 1
     assert f"\n{target} {tmp_path / 'new'}: it exists" in capsys.readouterr().err
+
+
+def test_each_format_that_load_can_name_is_read_and_written() -> None:
+    writers = [each.name for each in registry.FORMATS if each.write is not None]
+    assert sorted(writers) == sorted(FORMATS)
+    assert {each.name for each in registry.FORMATS} == {*FORMATS}
