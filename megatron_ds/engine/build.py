@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,11 @@ from megatron_ds.engine.deferred_compiler import defer_compiler
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.engine.optimizers.build import attach_matrices, client_optimizer
-from megatron_ds.engine.optimizers.param_groups import multiplier_rule, parameter_groups
+from megatron_ds.engine.optimizers.param_groups import (
+    Multipliers,
+    multiplier_rule,
+    parameter_groups,
+)
 from megatron_ds.engine.pipeline import PipelineEngine
 from megatron_ds.engine.pipeline_module import PipelineStage, build_stage
 from megatron_ds.engine.zero import ZeroEngine
@@ -69,63 +73,24 @@ def build_engine(
             the tokenizer lacks an end-of-document token that is needed, or if the engine does not
             have the configured settings.
     """
-    deepspeed_patches.import_muon_without_compile()
-    deepspeed_patches.silence_memory_reports()
     if config.parallel.sequence_parallel:
         mesh = mesh.with_sequence_parallelism()
-    deepspeed_patches.limit_parameter_prefetch()
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
-    is_deepcompiled = bool(ds_config.get("compile", {}).get("deepcompile"))
-    if not (config.runtime.compile or is_deepcompiled):
-        defer_compiler()
-    mpu = Mpu(mesh)
-    _validate_with_deepspeed(ds_config, mpu, config.deepspeed.deepspeed_config)
+    _prepare_process(config, ds_config)
+    _validate_with_deepspeed(ds_config, Mpu(mesh), config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing, warning = _packing_options(config, mesh, device, eod)
     build_cpp_ops(cpp_ops(ds_config))
-    swap_folder = None
-    if config.deepspeed.uses_nvme:
-        swap_folder = SwapFolder(Path(str(config.deepspeed.nvme_path)))
-        # DeepSpeed names its files by the rank: two runs with one folder would mix their states.
-        _set_nvme_path(ds_config, str(swap_folder.path))
     build = partial(_build_model, config, mesh, rng, packing, init_weights)
-    module: GPTModel | PipelineStage
-    with _zero3_init_context(ds_config, mesh, mpu):
-        if mesh.pp.size > 1:
-            module = build_stage(build, config, mesh)
-            model = module.gpt
-        else:
-            module = model = build(ALL_LAYERS)
-    if config.recompute.tiled_mlp and ds_config["zero_optimization"]["stage"] == 3:
-        # The parameters of an MLP are gathered once for all of its tiles.
-        deepspeed.utils.set_z3_leaf_modules(model, [TiledMLP], raise_if_not_found=False)
-    warnings = [
-        warning,
-        None if is_deepcompiled else _compile(model, config, mesh, device),
-        selective_recompute_note(config, packing, device),
-    ]
-    groups, multipliers = parameter_groups(
-        module, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
-    )
-    with deepspeed_patches.expert_groups(mesh):
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            model_parameters=groups,
-            optimizer=client_optimizer(ds_config["optimizer"]),
-            config=ds_config,
-            mpu=mpu if mesh.pp.size == 1 else None,  # a PipelineModule has its own
-            dist_init_required=False,
-        )
-    if swap_folder is not None:
-        # The configuration that is written and saved is that of any run and rank.
-        _set_nvme_path(ds_config, str(config.deepspeed.nvme_path))
-    if is_deepcompiled:
-        engine.compile()
-        model.compiled = "the model by DeepSpeed's DeepCompile"
-    deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
-    deepspeed_patches.drop_skipped_gradients(engine.optimizer)
-    nvme_states.align_gradients(engine.optimizer)
-    attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
+    with _swap_folder(config, ds_config) as swap_folder:
+        module, model = _build_module(config, mesh, ds_config, build)
+        warnings = [
+            warning,
+            None if _is_deepcompiled(ds_config) else _compile(model, config, mesh, device),
+            selective_recompute_note(config, packing, device),
+        ]
+        engine, multipliers = _initialize(config, mesh, ds_config, module)
+    _correct(engine, model, mesh, ds_config, device)
     kind = ZeroEngine if mesh.pp.size == 1 else PipelineEngine
     return kind(
         engine,
@@ -144,11 +109,90 @@ def build_engine(
     )
 
 
-def _set_nvme_path(ds_config: dict[str, Any], path: str) -> None:
-    for key in ("offload_optimizer", "offload_param"):
-        block = ds_config["zero_optimization"].get(key, {})
-        if block.get("device") == "nvme":
-            block["nvme_path"] = path
+def _is_deepcompiled(ds_config: Mapping[str, Any]) -> bool:
+    return bool(ds_config.get("compile", {}).get("deepcompile"))
+
+
+def _prepare_process(config: Config, ds_config: Mapping[str, Any]) -> None:
+    """Change what DeepSpeed and torch import, before anything is built."""
+    if not (config.runtime.compile or _is_deepcompiled(ds_config)):
+        defer_compiler()
+    deepspeed_patches.import_muon_without_compile()
+    deepspeed_patches.silence_memory_reports()
+    deepspeed_patches.limit_parameter_prefetch()
+
+
+@contextmanager
+def _swap_folder(config: Config, ds_config: dict[str, Any]) -> Iterator[SwapFolder | None]:
+    """With NVMe, let DeepSpeed swap to a folder of this run and rank, while it is built.
+
+    It names its files by the rank: two runs with one folder would mix their states. The
+    configuration that is written and saved afterwards has the folder of the settings.
+    """
+    if not config.deepspeed.uses_nvme:
+        yield None
+        return
+    path = str(config.deepspeed.nvme_path)
+    zero, folder = ds_config["zero_optimization"], SwapFolder(Path(path))
+    blocks = [zero.get(key, {}) for key in ("offload_optimizer", "offload_param")]
+    swapped = [block for block in blocks if block.get("device") == "nvme"]
+    for block in swapped:
+        block["nvme_path"] = str(folder.path)
+    yield folder
+    for block in swapped:
+        block["nvme_path"] = path
+
+
+def _build_module(
+    config: Config,
+    mesh: Mesh,
+    ds_config: dict[str, Any],
+    build: Callable[[Sequence[slice]], GPTModel],
+) -> tuple[GPTModel | PipelineStage, GPTModel]:
+    """Build what DeepSpeed trains, a model or a pipeline stage, and the model in it."""
+    module: GPTModel | PipelineStage
+    with _zero3_init_context(ds_config, mesh):
+        if mesh.pp.size > 1:
+            module = build_stage(build, config, mesh)
+            model = module.gpt
+        else:
+            module = model = build(ALL_LAYERS)
+    if config.recompute.tiled_mlp and ds_config["zero_optimization"]["stage"] == 3:
+        # The parameters of an MLP are gathered once for all of its tiles.
+        deepspeed.utils.set_z3_leaf_modules(model, [TiledMLP], raise_if_not_found=False)
+    return module, model
+
+
+def _initialize(
+    config: Config, mesh: Mesh, ds_config: dict[str, Any], module: GPTModel | PipelineStage
+) -> tuple[Any, tuple[Multipliers, ...]]:
+    """Build DeepSpeed's engine and optimizer, with the factors of each parameter group."""
+    groups, multipliers = parameter_groups(
+        module, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
+    )
+    with deepspeed_patches.expert_groups(mesh):
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=groups,
+            optimizer=client_optimizer(ds_config["optimizer"]),
+            config=ds_config,
+            mpu=Mpu(mesh) if mesh.pp.size == 1 else None,  # a PipelineModule has its own
+            dist_init_required=False,
+        )
+    return engine, multipliers
+
+
+def _correct(
+    engine: Any, model: GPTModel, mesh: Mesh, ds_config: dict[str, Any], device: torch.device
+) -> None:
+    """Compile and patch a built engine, and attach the matrices of its optimizer."""
+    if _is_deepcompiled(ds_config):
+        engine.compile()
+        model.compiled = "the model by DeepSpeed's DeepCompile"
+    deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
+    deepspeed_patches.drop_skipped_gradients(engine.optimizer)
+    nvme_states.align_gradients(engine.optimizer)
+    attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)
 
 
 def _build_model(
@@ -300,7 +344,7 @@ def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str |
         raise user_error("deepspeed-rejects-value", path=path, rejected=rejected) from error
 
 
-def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> Any:
+def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh) -> Any:
     """Context in which ZeRO-3 partitions each parameter when it is created.
 
     No rank then holds the complete model. The group must be passed: by default DeepSpeed partitions
@@ -313,7 +357,7 @@ def _zero3_init_context(ds_config: dict[str, Any], mesh: Mesh, mpu: object) -> A
     size = ds_config["zero_optimization"]["zero_hpz_partition_size"]
     return deepspeed.zero.Init(
         config_dict_or_path=ds_config,
-        mpu=mpu,
+        mpu=Mpu(mesh),
         data_parallel_group=mesh.dp_sp.handle,
         zero_param_parallel_group=deepspeed_patches.set_hpz_group(mesh.dp_sp, size),
     )

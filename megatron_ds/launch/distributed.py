@@ -64,35 +64,12 @@ def init_distributed(
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    backend = accelerator.communication_backend_name()
-    if config.distributed_backend == "gloo" or (
-        backend in ("ccl", "mpi") and not dist.is_backend_available(backend)
-    ):
-        backend = "gloo"
-    if config.distributed_backend not in (None, backend):
-        name = accelerator.device_name()
-        unsupported = Problem("backend-unsupported", settings=config, device=name, backend=backend)
-        print_on_rank(f"WARNING: {unsupported.render()}")
+    backend = _select_backend(config, accelerator)
     if config.deterministic_mode:
         # cuBLAS reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    index = 0
-    if accelerator.device_name() == "cpu":
-        cpp_ops.leave_out_shared_memory_op()
-        # torch maps fresh memory for every large tensor. Transparent huge pages (2 MiB instead of
-        # 4 KiB) make that ten times cheaper, which saves a sixth of a training step.
-        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    else:
-        index = device_index(
-            environment.local_rank(),
-            environment.local_world_size(),
-            accelerator.device_count(),
-            is_shared=environment.has_shared_devices(),
-            may_share=backend == "gloo",
-        )
-        environment.use_device(index)
-        accelerator.set_device(index)
+    index = _select_device(accelerator, backend)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     with rendezvous or nullcontext():
         if backend == "gloo":
@@ -104,6 +81,42 @@ def init_distributed(
     choose_threads(locations[rank()], locations)
     device = torch.device(accelerator.device_name(index))
     return ProcessContext(rank(), world_size(), device, backend, locations)
+
+
+def _select_backend(config: RuntimeConfig, accelerator: Any) -> str:
+    """The accelerator's communication backend, or gloo if it is requested or the other missing."""
+    import torch.distributed as dist
+
+    backend: str = accelerator.communication_backend_name()
+    if config.distributed_backend == "gloo" or (
+        backend in ("ccl", "mpi") and not dist.is_backend_available(backend)
+    ):
+        backend = "gloo"
+    if config.distributed_backend not in (None, backend):
+        name = accelerator.device_name()
+        unsupported = Problem("backend-unsupported", settings=config, device=name, backend=backend)
+        print_on_rank(f"WARNING: {unsupported.render()}")
+    return backend
+
+
+def _select_device(accelerator: Any, backend: str) -> int:
+    """Select this process's device, and return its index."""
+    if accelerator.device_name() == "cpu":
+        cpp_ops.leave_out_shared_memory_op()
+        # torch maps fresh memory for every large tensor. Transparent huge pages (2 MiB instead of
+        # 4 KiB) make that ten times cheaper, which saves a sixth of a training step.
+        os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        return 0
+    index = device_index(
+        environment.local_rank(),
+        environment.local_world_size(),
+        accelerator.device_count(),
+        is_shared=environment.has_shared_devices(),
+        may_share=backend == "gloo",
+    )
+    environment.use_device(index)
+    accelerator.set_device(index)
+    return index
 
 
 def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:

@@ -160,8 +160,12 @@ class GPTModel(nn.Module):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
         if not self._has_head or (stage is not None and "head" not in self._stages[stage]):
             return x_SBH
-        if last_only:
-            x_SBH = x_SBH[-1:]
+        return self._output(x_SBH[-1:] if last_only else x_SBH, labels_BS, loss_mask_BS, own)
+
+    def _output(
+        self, x_SBH: Tensor, labels_BS: Tensor | None, loss_mask_BS: Tensor | None, own: slice
+    ) -> Tensor | TokenLoss:
+        """The logits of hidden states or, with labels, the loss of this rank's slice of them."""
         tied = self.embedding.word.weight if self._tied else None
         x_SBH = self.final_norm(x_SBH)
         if labels_BS is None:

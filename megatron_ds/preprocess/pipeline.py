@@ -133,16 +133,7 @@ def preprocess(
             completed=options.output_prefix + PROGRESS_SUFFIX,
             warn=log,
         )
-        try:
-            stack.enter_context(work)
-        except UserError as error:
-            if options.resume or error.problems[0].code != "resumed-run-differs":
-                raise
-            raise UserError(*error.problems, *refusal) from None
-        before = None if work.progress is None else Progress.from_json(work.progress["counts"])
-        if before is not None and before.dropped and options.fail_on_bad_document:
-            rejects = describe_rejects(before)
-            raise user_error("strict-resume-after-rejects", describe_rejects=rejects)
+        before = _open_work(stack, work, options, refusal, log)
         if before is not None and work.finished:
             if not work.published:
                 _publish(options, work)
@@ -150,14 +141,40 @@ def preprocess(
             return dataclasses.replace(before, input_bytes=options.inputs.total_bytes() or 0)
         if before is not None:
             log(f"resuming after {counted(before.documents, 'document')}")
-        elif options.resume:
-            log(Problem("nothing-to-resume", folder=work.folder))
-        if before is None:
-            raise_if_any(refusal)
         run = _Run(options, tokenizer, work, before or Progress())
         progress = run.encode(workers, metadata, report)
         _publish(options, work)
     return progress
+
+
+def _open_work(
+    stack: ExitStack,
+    work: ResumableOutput,
+    options: PreprocessOptions,
+    refusal: list[Problem],
+    log: Callable[[str], None],
+) -> Progress | None:
+    """Open the work folder, and return the counts of the run that is continued, if there is one.
+
+    Args:
+        refusal: Why a new run cannot start.
+    """
+    try:
+        stack.enter_context(work)
+    except UserError as error:
+        if options.resume or error.problems[0].code != "resumed-run-differs":
+            raise
+        raise UserError(*error.problems, *refusal) from None
+    if work.progress is None:
+        if options.resume:
+            log(Problem("nothing-to-resume", folder=work.folder))
+        raise_if_any(refusal)
+        return None
+    before = Progress.from_json(work.progress["counts"])
+    if before.dropped and options.fail_on_bad_document:
+        rejects = describe_rejects(before)
+        raise user_error("strict-resume-after-rejects", describe_rejects=rejects)
+    return before
 
 
 def _publish(options: PreprocessOptions, work: ResumableOutput) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from megatron_ds.config import Config, ModelConfig, MoEConfig, flag_of
+from megatron_ds.config import Config, ModelConfig, MoEConfig, PrecisionConfig, flag_of
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
@@ -126,21 +126,7 @@ def build_ds_config(
         "zero_force_ds_cpu_optimizer": config.optimizer.optimizer == "adam",
         "communication_data_type": accumulation,
         "data_types": {"grad_accum_dtype": accumulation},
-        "fp16": {
-            **_passed(user, "fp16"),
-            "enabled": precision.fp16,
-            "loss_scale": precision.loss_scale or 0,
-            "initial_scale_power": int(math.log2(precision.initial_loss_scale)),
-            "loss_scale_window": precision.loss_scale_window,
-            "hysteresis": precision.hysteresis,
-            "min_loss_scale": int(precision.min_loss_scale),
-        },
-        "bf16": {
-            **_passed(user, "bf16"),
-            "enabled": precision.bf16,
-            "bf16_master_weights_and_grads": in_effect(precision).bf16_master_weights,
-            "bf16_optimizer_states": in_effect(precision).bf16_master_weights,
-        },
+        **_precision_blocks(precision, user),
         "zero_optimization": _zero_block(config, user, ranks, is_cpu=device == "cpu"),
         "optimizer": _optimizer_block(config, user, is_there),
         "activation_checkpointing": _checkpointing_block(config),
@@ -155,6 +141,27 @@ def build_ds_config(
     if "reduce_bucket_size" not in zero:
         zero["reduce_bucket_size"] = _bucket_size(config, result, ranks)
     return result
+
+
+def _precision_blocks(precision: PrecisionConfig, user: Json) -> Json:
+    has_bf16_masters = in_effect(precision).bf16_master_weights
+    return {
+        "fp16": {
+            **_passed(user, "fp16"),
+            "enabled": precision.fp16,
+            "loss_scale": precision.loss_scale or 0,
+            "initial_scale_power": int(math.log2(precision.initial_loss_scale)),
+            "loss_scale_window": precision.loss_scale_window,
+            "hysteresis": precision.hysteresis,
+            "min_loss_scale": int(precision.min_loss_scale),
+        },
+        "bf16": {
+            **_passed(user, "bf16"),
+            "enabled": precision.bf16,
+            "bf16_master_weights_and_grads": has_bf16_masters,
+            "bf16_optimizer_states": has_bf16_masters,
+        },
+    }
 
 
 def value_origins(config: Config) -> dict[str, str]:
