@@ -78,19 +78,6 @@ def layer_specs(
         )
 
     untied = config.untie_embeddings_and_output_weights
-
-    def head() -> nn.Module:
-        draw = init.normal("head.weight", config.init_method_std) if untied else None
-        padded_vocab = config.padded_vocab(group.size)
-        return OutputLayer(
-            config.vocab_size,
-            padded_vocab,
-            config.hidden_size,
-            softmax_rows=config.softmax_rows,
-            group=group,
-            init=draw,
-        )
-
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))
     return [
         LayerSpec("embedding", lambda: Embedding(config, group=group, init=init)),
@@ -99,8 +86,24 @@ def layer_specs(
             for layer in range(config.num_layers)
         ),
         LayerSpec("final_norm", lambda: sum_gradients(build_norm(config), group)),
-        LayerSpec("head", head, tied_to=None if untied else word),
+        LayerSpec(
+            "head",
+            lambda: _build_head(config, group, init if untied else None),
+            tied_to=None if untied else word,
+        ),
     ]
+
+
+def _build_head(config: ModelConfig, group: Group, init: Initializer | None) -> OutputLayer:
+    """The output layer; without an initializer, it is passed the embedding's weight."""
+    return OutputLayer(
+        config.vocab_size,
+        config.padded_vocab(group.size),
+        config.hidden_size,
+        softmax_rows=config.softmax_rows,
+        group=group,
+        init=None if init is None else init.normal("head.weight", config.init_method_std),
+    )
 
 
 def build_layers(model: nn.Module, specs: list[LayerSpec]) -> None:
