@@ -7,6 +7,7 @@ to the graph. Knows no layers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,11 +46,6 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
     return work
 
 
-def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Forward: identity, of what all ranks have. Backward: sum over the group."""
-    return x if group.size == 1 else _Copy.apply(x, group)
-
-
 def all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
     """Exchange rows between all ranks of a group. Backward: the exchange in the other direction.
 
@@ -63,25 +59,6 @@ def all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> 
         Rows in the order of the ranks that they are from, [sum(receive), ...].
     """
     return x if group.size == 1 else _AllToAll.apply(x, send, receive, group)
-
-
-def gather_from_group(x: Tensor, group: Group) -> Tensor:
-    """Forward: concatenation along the last dimension. Backward: this rank's slice."""
-    return x if group.size == 1 else _Gather.apply(x, group)
-
-
-def gather_slices(x: Tensor, group: Group) -> Tensor:
-    """Forward: concatenation along the first dimension, of which all ranks compute the same.
-    Backward: this rank's slice."""
-    gathered: Tensor = _GatherSlices.apply(x, group)
-    return gathered
-
-
-def take_slice(x: Tensor, group: Group) -> Tensor:
-    """Forward: this rank's slice of the first dimension, of what all ranks have. Backward:
-    concatenation."""
-    own: Tensor = _TakeSlice.apply(x, group)
-    return own
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
@@ -133,61 +110,12 @@ def wait(started: tuple[Tensor, dist.Work | None]) -> Tensor:
     return result
 
 
-def gather_sequence(x: Tensor, group: Group) -> Tensor:
-    """Forward: concatenation along the first dimension. Backward: sum over the group, and slice."""
-    gathered: Tensor = _GatherSequence.apply(x, group)
-    return gathered
+def _concatenate(x: Tensor, group: Group) -> Tensor:
+    return wait(start_all_gather(x, group))
 
 
-def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
-    """Forward: sum over the group, and this rank's slice of the first dimension. Backward:
-    concatenation."""
-    reduced: Tensor = _ReduceScatterSequence.apply(x, group)
-    return reduced
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return wait(start_all_gather(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return wait(start_reduce_scatter(grad, ctx.group)), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return wait(start_reduce_scatter(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return wait(start_all_gather(grad, ctx.group)), None
-
-
-class _GatherSlices(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return wait(start_all_gather(x, group))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _own_slice(grad, ctx.group), None
-
-
-class _TakeSlice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _own_slice(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return wait(start_all_gather(grad, ctx.group)), None
+def _sum_slices(x: Tensor, group: Group) -> Tensor:
+    return wait(start_reduce_scatter(x, group))
 
 
 def _own_slice(x: Tensor, group: Group) -> Tensor:
@@ -195,28 +123,62 @@ def _own_slice(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size)[group.rank].clone(memory_format=torch.contiguous_format)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return torch.cat(list(all_gather(x, group)), dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        group = ctx.group
-        return grad.chunk(group.size, dim=-1)[group.rank].contiguous(), None
+def _concatenate_last(x: Tensor, group: Group) -> Tensor:
+    return torch.cat(list(all_gather(x, group)), dim=-1)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def _own_last_slice(x: Tensor, group: Group) -> Tensor:
+    return x.chunk(group.size, dim=-1)[group.rank].contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        return reduce_from_group_(grad, ctx.group), None
+
+def _identity(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    return reduce_from_group_(x.clone(memory_format=torch.contiguous_format), group)
+
+
+Collective = Callable[[Tensor, Group], Tensor]
+
+
+def _in_graph(compute: Collective, gradient: Collective) -> Collective:
+    """A collective in autograd's graph.
+
+    Args:
+        compute: The forward pass.
+        gradient: The gradient of its input, from that of its output.
+    """
+
+    class InGraph(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+            ctx.group = group
+            return compute(x, group)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return gradient(grad, ctx.group), None
+
+    def run(x: Tensor, group: Group) -> Tensor:
+        return x if group.size == 1 else InGraph.apply(x, group)
+
+    return run
+
+
+copy_to_group = _in_graph(_identity, _sum)
+"""What all ranks have; the gradient is summed over the group."""
+gather_from_group = _in_graph(_concatenate_last, _own_last_slice)
+"""Concatenation along the last dimension; the gradient is this rank's slice."""
+gather_slices = _in_graph(_concatenate, _own_slice)
+"""Concatenation along the first dimension, of which all ranks compute the same; the gradient is
+this rank's slice."""
+take_slice = _in_graph(_own_slice, _concatenate)
+"""Slice of the first dimension, of what all ranks have; the gradient is concatenated."""
+gather_sequence = _in_graph(_concatenate, _sum_slices)
+"""Concatenation along the first dimension; the gradient is summed over the group, and sliced."""
+reduce_scatter_sequence = _in_graph(_sum_slices, _concatenate)
+"""Sum over the group, sliced along the first dimension; the gradient is concatenated."""
 
 
 class _AllToAll(torch.autograd.Function):
