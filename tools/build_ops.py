@@ -98,9 +98,7 @@ def build(ops: Sequence[CppOp], folder: Path) -> bool:
     return all(process.returncode == 0 for process in builds)
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

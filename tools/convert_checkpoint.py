@@ -14,16 +14,12 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-from collections.abc import Sequence
 
 from megatron_ds import cli
 from tools.converter import ConversionOptions as Options
 from tools.converter import convert_checkpoint
 
-
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, convert_checkpoint, argv)
-
+main = cli.program(Options, convert_checkpoint)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -358,9 +358,7 @@ def work(options: Options) -> int:
     return 0 if inspection.good else 1
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -20,7 +20,7 @@ import json
 import random
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,9 +88,7 @@ def work(options: Options) -> None:
     print(f"{len(chosen)} documents, {size:.1f} MB, of Python {version} in {library}")
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

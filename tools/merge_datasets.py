@@ -15,7 +15,7 @@ if __name__ == "__main__":
     program_start.begin()
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds import cli
@@ -68,9 +68,7 @@ def work(options: Options) -> None:
         print(f"wrote {options.output_prefix}.bin and .idx")
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -136,9 +136,7 @@ def work(options: Options) -> None:
         print(f"wrote {options.output}")
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

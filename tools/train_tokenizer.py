@@ -17,7 +17,7 @@ if __name__ == "__main__":
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,9 +140,7 @@ def work(options: Options) -> None:
         print(f"use it with {FLAGS[options.type].format(options.output_dir, kind)}")
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,6 @@ if __name__ == "__main__":
     program_start.begin()
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,9 +83,7 @@ def work(options: Options) -> None:
         Path(options.output).write_text(json.dumps(result) + "\n")
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +63,7 @@ def work(options: Options) -> None:
     convert_checkpoint(fp32)
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

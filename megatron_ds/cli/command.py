@@ -7,6 +7,7 @@ options; pretrain_gpt.py, which needs more, is in `arguments.py`. Knows no torch
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import signal
 import sys
@@ -115,6 +116,11 @@ def run(options: type[T], work: Callable[[T], int | None], argv: Sequence[str]) 
             print("interrupted", *getattr(error, "__notes__", ()), sep="; ", file=sys.stderr)
             return ExitCode.INTERRUPTED
     return result
+
+
+def program(options: type[T], work: Callable[[T], int | None]) -> Callable[[Sequence[str]], int]:
+    """The main function of a tool; see `run`."""
+    return functools.partial(run, options, work)
 
 
 def fail(

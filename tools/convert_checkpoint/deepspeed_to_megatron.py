@@ -15,7 +15,6 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ds import cli
@@ -51,9 +50,7 @@ def work(options: Options) -> None:
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_ds import cli
@@ -30,9 +29,7 @@ class Options(CleaningCommand):
     """
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

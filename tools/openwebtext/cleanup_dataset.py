@@ -15,7 +15,7 @@ if __name__ == "__main__":
     program_start.begin()
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,9 +59,7 @@ class Options(CleaningCommand):
         return dataclasses.replace(options, inputs=inputs, output=self.output_file)
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     program_start.begin()
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -83,9 +83,7 @@ class Options(CleaningCommand):
             yield Problem("required", "eval_task_files")
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,6 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-from collections.abc import Sequence
 
 from megatron_ds import cli
 from megatron_ds.cleaning.find_duplicates import DuplicateOptions as Options
@@ -30,9 +29,7 @@ def work(options: Options) -> None:
     print(f"wrote {options.output}")
 
 
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, work, argv)
-
+main = cli.program(Options, work)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -14,16 +14,12 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-from collections.abc import Sequence
 
 from megatron_ds import cli
 from megatron_ds.cleaning.merge_files import MergeOptions as Options
 from megatron_ds.cleaning.merge_files import merge_files
 
-
-def main(argv: Sequence[str]) -> int:
-    return cli.run(Options, merge_files, argv)
-
+main = cli.program(Options, merge_files)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
