@@ -47,7 +47,10 @@ from megatron_ds.planning.memory_estimate import (
 )
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
-COLLECTIVES = ("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single"),
+    "reduce_scatter_tensor",
+)
 SHAPE: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": HIDDEN,
@@ -191,45 +194,40 @@ def test_experts_are_partitioned_over_the_ranks_that_have_them(experts: int) -> 
     assert memory.device["master weights"] == pytest.approx(FP32 * partition, abs=FP32 * 2)
 
 
-@pytest.mark.parametrize("model", ["plain", "hidden dropout", "swiglu, RMSNorm"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("experts", [1, 8])
-def test_activations_of_a_tensor_parallel_rank_equal_what_autograd_saves(
-    model: str, sequence_parallel: bool, experts: int, monkeypatch: pytest.MonkeyPatch
+TENSOR_PARALLEL = [
+    (model, {"tp": 2, "sequence": sequence, "experts": experts})
+    for model in ("plain", "hidden dropout", "swiglu, RMSNorm")
+    for sequence in (False, True)
+    for experts in (1, 8)
+]
+ULYSSES = [
+    (model, {"tp": tp, "sp": 4 // tp, "sequence": tp > 1})
+    for model in ("plain", "hidden dropout", "rope", "grouped queries", "alibi")
+    for tp in (1, 2)
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), [*TENSOR_PARALLEL, *ULYSSES])
+def test_activations_of_a_parallel_rank_equal_what_autograd_saves(
+    model: str, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without the other ranks: collectives leave their outputs as they are."""
+    tp, sp, is_sharded = layout["tp"], layout.get("sp", 1), bool(layout["sequence"])
     run = dataclasses.replace(
         config(**MODELS[model]),
-        moe=MoEConfig(num_experts=(experts,)),
-        parallel=ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel),
+        moe=MoEConfig(num_experts=(layout.get("experts", 1),)),
+        parallel=ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=is_sharded),
     )
-    group = Group(ranks=(0, 1), rank=0, handle=None, sequence_parallel=sequence_parallel)
-    mesh = dataclasses.replace(Mesh.single(), tp=group)
+    mesh = dataclasses.replace(
+        Mesh.single(),
+        tp=Group(tuple(range(tp)), 0, None, sequence_parallel=is_sharded),
+        sp=Group(tuple(range(sp)), 0, None),
+    )
     done = SimpleNamespace(wait=lambda: None)
-    for name in ("all_reduce", *COLLECTIVES):
+    for name in COLLECTIVES:
         monkeypatch.setattr(dist, name, lambda *_, **__: done)
-    engine = dataclasses.replace(SINGLE, tp_size=2)
-    head = FP32 * HIDDEN * (BATCH * SEQUENCE + VOCAB // 2)
-
-    measured = saved_bytes(run, torch.float32, mesh) - head
-
-    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("model", ["plain", "hidden dropout", "rope", "grouped queries", "alibi"])
-def test_activations_of_a_sequence_parallel_rank_equal_what_autograd_saves(
-    model: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=tp_size, sequence_parallel=True)
-    run = dataclasses.replace(config(**MODELS[model]), parallel=parallel)
-    tp = Group(tuple(range(tp_size)), 0, None, sequence_parallel=tp_size > 1)
-    size = 4 // tp_size
-    mesh = dataclasses.replace(Mesh.single(), tp=tp, sp=Group(tuple(range(size)), 0, None))
-    done = SimpleNamespace(wait=lambda: None)
-    for name in ("all_reduce", "all_to_all_single", *COLLECTIVES):
-        monkeypatch.setattr(dist, name, lambda *_, **__: done)
-    engine = dataclasses.replace(SINGLE, tp_size=tp_size, sp_size=size, dp_size=size)
-    head = FP32 * HIDDEN * (BATCH * SEQUENCE // size + VOCAB // tp_size)
+    engine = dataclasses.replace(SINGLE, tp_size=tp, sp_size=sp, dp_size=sp)
+    head = FP32 * HIDDEN * (BATCH * SEQUENCE // sp + VOCAB // tp)
 
     measured = saved_bytes(run, torch.float32, mesh) - head
 
@@ -300,22 +298,17 @@ def parameter_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("stage", "bytes_per_parameter"), [(1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)]
+    ("stage", "offload", "bytes_per_parameter"),
+    [
+        *[(1, False, 6 + 12 / 4), (2, False, 2 + 16 / 4), (3, False, 18 / 4)],
+        *[(1, True, 8 + 4 / 4), (2, True, 2 + 4 / 4), (3, True, 2 / 4)],
+    ],
 )
-def test_states_take_documented_bytes_per_parameter(stage: int, bytes_per_parameter: float) -> None:
-    assert states(stage).states == pytest.approx(
-        bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3
-    )
-
-
-@pytest.mark.parametrize(
-    ("stage", "bytes_per_parameter"), [(1, 8 + 4 / 4), (2, 2 + 4 / 4), (3, 2 / 4)]
-)
-def test_offloading_optimizer_leaves_documented_bytes(
-    stage: int, bytes_per_parameter: float
+def test_states_take_documented_bytes_per_parameter(
+    stage: int, offload: bool, bytes_per_parameter: float
 ) -> None:
-    found = states(stage, offload_optimizer=True)
-    assert found.states == pytest.approx(bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3)
+    found = states(stage, offload_optimizer=offload).states
+    assert found == pytest.approx(bytes_per_parameter / 2 * parameter_bytes(), rel=1e-3)
 
 
 def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
