@@ -30,6 +30,8 @@ VALID = {
 DP_SIZE = 2
 ROPE = {"position_embedding_type": "rope"}
 FULL = {"recompute_granularity": "full"}
+SLICES = "ds_sequence_parallel_size"
+ULYSSES = {"num_attention_heads": 12}
 SEQUENCE_PARALLEL = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERTS = {"num_experts": (4,)}
 WSD = {"lr_decay_style": "WSD"}
@@ -51,7 +53,9 @@ def config_of(**changes: Any) -> Config:
 
 
 def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
-    world_size = dp_size * config.parallel.tensor_model_parallel_size
+    parallel = config.parallel
+    replica = parallel.tensor_model_parallel_size * parallel.ds_sequence_parallel_size
+    world_size = dp_size * replica
     return [*config.problems(world_size), *schedule_validation.problems(config, dp_size)]
 
 
@@ -62,6 +66,7 @@ def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
         {"num_query_groups": 2, "tensor_model_parallel_size": 2},
         FOLDED,
         {"vocab_size": 91, "make_vocab_size_divisible_by": 1},
+        {"attention_dropout": 0.0, "seed": (1 << 32) - 1, "clip_grad": 0.0},
         {"global_batch_size": 16, "rampup_batch_size": (4, 4, 100)},
         FULL,
         {**FULL, "deepspeed_activation_checkpointing": True, "profile_backward": True},
@@ -76,6 +81,18 @@ def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:
         {**WSD, "lr_wsd_decay_samples": 400},
         ITERATIONS,
         {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.1, "end_weight_decay": 0.2},
+        # Sequence-parallel ranks have equal shares; several of them may share a key-value head.
+        {**ULYSSES, SLICES: 2},
+        {**ULYSSES, SLICES: 4, "num_query_groups": 2},
+        {**ULYSSES, SLICES: 4, "num_query_groups": 1},
+        {**ULYSSES, SLICES: 2, "num_query_groups": 6},
+        {**ULYSSES, SLICES: 2, "num_query_groups": 2, "tensor_model_parallel_size": 2},
+        {**ULYSSES, SLICES: 3, "seq_length": 66},
+        {**ULYSSES, SLICES: 4, "curriculum_seqlen": (8, 64, 10)},
+        {**ULYSSES, SLICES: 4, "curriculum_seqlen": (8, 60, 10)},
+        {**ULYSSES, SLICES: 4, "curriculum_seqlen": (36, 36, 10), "curriculum_seqlen_step": 6},
+        {**ULYSSES, SLICES: 2, **SEQUENCE_PARALLEL, "seq_length": 68},
+        {**ULYSSES, SLICES: 2, "tensor_model_parallel_size": 2, "seq_length": 66},
     ],
 )
 def test_valid_configurations_have_no_problem(changes):
@@ -83,11 +100,13 @@ def test_valid_configurations_have_no_problem(changes):
 
 
 BATCH_SIZES = "step_batch_size_schedule"
+HEADS = "heads-not-divisible-by-sequence-parallel-size"
 DECAY = "weight-decay"
 INDIVISIBLE = "not-divisible-by-expert-parallel-size"
 CASES: list[tuple[dict[str, Any], str]] = [
     # Model.
     ({"hidden_size": 50}, "hidden-size-not-divisible-by-heads"),
+    ({"position_embedding_type": "relative"}, "invalid-choice"),
     ({"num_query_groups": 4}, "heads-not-divisible-by-query-groups"),
     ({"max_position_embeddings": 8}, "sequence-exceeds-position-embeddings"),
     ({**ROPE, "rotary_percent": 0.4}, "odd-rotary-dimension: rotary_percent kv_channels"),
@@ -132,6 +151,25 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "sequence-not-divisible: curriculum_seqlen_step sequence_parallel "
         "tensor_model_parallel_size",
     ),
+    # DeepSpeed-Ulysses.
+    ({**ULYSSES, SLICES: 3}, f"sequence-not-divisible: seq_length {SLICES}"),
+    (
+        {**ULYSSES, SLICES: 4, "curriculum_seqlen": (6, 64, 10), "curriculum_seqlen_step": 6},
+        f"sequence-not-divisible: curriculum_seqlen_step {SLICES}",
+    ),
+    (
+        {**ULYSSES, SLICES: 4, "curriculum_seqlen": (8, 62, 10)},
+        f"sequence-not-divisible: curriculum_seqlen {SLICES}",
+    ),
+    ({SLICES: 2, **SEQUENCE_PARALLEL, "seq_length": 66}, "sequence-not-divisible"),
+    ({**ULYSSES, SLICES: 8}, HEADS),
+    # Three query heads of a rank, of two key-value heads: no whole number of queries for each.
+    ({**ULYSSES, SLICES: 4, "num_query_groups": 6}, HEADS),
+    (
+        {**ULYSSES, SLICES: 4, "num_query_groups": 6, "tensor_model_parallel_size": 6},
+        f"{HEADS}: num_attention_heads num_query_groups {SLICES}",
+    ),
+    ({SLICES: 2, "compile": True}, "sequence-parallelism-with-compile"),
     # Data, tokenizer, checkpoints and logging.
     ({"data_path": None}, "training-data-required"),
     ({"train_data_path": ("x",)}, "mutually-exclusive"),
@@ -290,6 +328,7 @@ def test_contradiction_is_reported(changes, expected):
     ("name", "value"),
     [
         ("num_layers", -1),
+        ("num_experts", (3, 0)),
         ("kv_channels", -4),
         ("num_query_groups", 0),
         ("norm_epsilon", 0.0),
@@ -327,6 +366,9 @@ def test_required_options_are_reported_together():
     names = {problem.fields[0] for problem in found if problem.code == "required"}
     assert names == required
     assert {"training-data-required", "tokenizer-option-required"} <= set(codes(found))
+    # A default that a flag requests is a value of its own.
+    found = Config(given=frozenset({"num_layers"})).problems(world_size=1)
+    assert ("out-of-range", ("num_layers",)) in zip(codes(found), fields(found), strict=True)
 
 
 def test_numbers_that_are_not_finite_suppress_other_problems():
@@ -364,6 +406,14 @@ def test_world_size_must_be_divisible_by_stages():
     (problem,) = parallel.problems(world_size=12, num_layers=4)
     assert problem.code == "world-size-not-divisible-by-stages"
     assert "stages: 1, 2, 3, 6; or start 8 or 16 processes" in problem
+
+
+def test_ranks_that_share_sequences_have_no_samples_of_their_own():
+    config = config_of(**ULYSSES, ds_sequence_parallel_size=4)
+    parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=2)
+    assert [parallel.data_parallel_size(size) for size in (24, 20)] == [3, 0]
+    (problem,) = config.parallel.problems(world_size=18, num_layers=2)
+    assert problem.code == "world-size-not-divisible-by-sequence-parallel-size"
 
 
 def test_sizes_that_do_not_divide_the_processes_are_reported_together():
