@@ -30,10 +30,9 @@ from benchmarks import (
     train_step,
 )
 from benchmarks.accelerator.models import SIZES
-from benchmarks.common import Contender, in_turn, paired_ratio
+from benchmarks.common import Contender, in_turn
 from benchmarks.train_step import (
     BARE,
-    BARE_COMPILED,
     COMPILED,
     DEEPSPEED,
     OURS,
@@ -95,23 +94,6 @@ def test_failure_of_a_contender_is_reported(
         contender.close()
 
 
-def test_ratio_pairs_rounds() -> None:
-    # The machine was slow in the second round, and while we worked in the third.
-    ours = [[1.0, 1.0, 9.0], [10.0, 10.0, 10.0], [12.0, 12.0, 12.0]]
-    theirs = [[2.0, 2.0, 2.0], [20.0, 1.0, 20.0], [8.0, 8.0, 8.0]]
-    assert paired_ratio(ours, theirs) == 0.5
-
-
-def test_target_of_the_better_of_eager_and_compiled() -> None:
-    seconds = {OURS: 3.0, COMPILED: 2.0, BARE_COMPILED: 4.0}
-    reports = {name: [Report([s], [1.0], loss=4.0, peak_mib=1.0)] for name, s in seconds.items()}
-    found = train_step.ratios("bf16", reports)
-    assert [(p["ours"], p["step"], p["target"]) for p in found] == [
-        (OURS, 0.75, None),
-        (COMPILED, 0.5, 0.75),
-    ]
-
-
 def test_targets_depend_on_the_dtype_and_the_fastest_peer() -> None:
     seconds = {OURS: 3.0, COMPILED: 3.0, PLAIN: 6.0, DEEPSPEED: 4.0}
     reports = {
@@ -131,13 +113,6 @@ def test_targets_depend_on_the_dtype_and_the_fastest_peer() -> None:
         (COMPILED, PLAIN): (1.5, 0.7),
         (COMPILED, DEEPSPEED): (0.75, None),
     }
-
-
-def test_summary_of_a_contender() -> None:
-    reports = [Report([value], [1.0], loss=4.0, peak_mib=100.0) for value in (2.0, 4.0, 3.0)]
-    figures = train_step.summary(OURS, reports, flops=600, tokens=90, rate=400.0)
-    assert (figures["step_seconds"], figures["tokens_per_second"], figures["mfu"]) == (3, 30, 0.5)
-    assert figures["model_gflops"] == pytest.approx(200e-9)
 
 
 @pytest.mark.proof

@@ -131,22 +131,6 @@ def test_commands_of_a_script(name: str, tmp_path: Path, listening: str) -> None
     ]
 
 
-def test_zero_3_file_is_the_one_of_the_old_repository() -> None:
-    assert json.loads((EXAMPLES / "deepspeed_config.json").read_text()) == {
-        "fp16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "allgather_partitions": True,
-            "allgather_bucket_size": 2e8,
-            "overlap_comm": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": 2e8,
-            "contiguous_gradients": True,
-            "cpu_offload": True,
-        },
-    }
-
-
 class Text(NamedTuple):
     jsonl: Path
     vocab: Path

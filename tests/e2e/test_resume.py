@@ -21,7 +21,6 @@ from tests.e2e.runs import (
     Launcher,
     Settings,
     checkpoint_differences,
-    records,
     steps,
 )
 
@@ -166,27 +165,6 @@ def test_token_schedules_resume_bit_for_bit(
     assert rates[:4] == pytest.approx([0.0, 0.0016, 0.0048, 0.008])
 
 
-def test_a_run_ends_at_its_tokens_after_a_change_of_lengths(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
-    settings = {**base, "save": tmp_path, "train_tokens": 300, "lr_decay_style": "constant"}
-    grown = {**settings, "curriculum_seqlen": (8, 8, 1)}
-    launcher.start({**grown, "exit_interval": 3}, ranks=1).succeed()
-    output = launcher.start({**settings, "load": tmp_path}, ranks=1).succeed()
-
-    # 16 tokens a step, then 64. From the first step on it would have been 5 steps.
-    assert [record["consumed_tokens"] for record in steps(tmp_path)] == [
-        16,
-        32,
-        48,
-        112,
-        176,
-        240,
-        304,
-    ]
-    assert "iterations 4 to 7; the run uses 14 samples, 304 tokens in total" in output
-
-
 def test_another_global_batch_size_continues_with_the_next_samples(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -206,22 +184,6 @@ def test_another_global_batch_size_continues_with_the_next_samples(
     assert [record["global_batch_size"] for record in steps(full)] == [4] * 4 + [8] * 4
     assert steps(parts) == steps(full)
     assert not checkpoint_differences(full / "global_step8", parts / "global_step8")
-
-
-def test_a_run_that_has_ended_is_started_again_and_only_evaluates(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
-    """Its first start finds no checkpoint."""
-    run = tmp_path / "run"
-    settings = {**base, "train_iters": 2, "eval_iters": 1, "save": run, "load": run}
-    output = launcher.start(settings).succeed()
-    assert output.count("[no-checkpoint-to-load]") == 2  # the second one follows the banner
-    assert [record["iteration"] for record in steps(run)] == [1, 2]
-    before = records(run)
-    output = launcher.start(settings).succeed()
-    assert "at iteration 2" in output
-    assert "validation loss at the end of training for val data" in output
-    assert records(run) == before
 
 
 def test_a_run_continues_on_other_layouts_with_the_same_curve(

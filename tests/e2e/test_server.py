@@ -162,18 +162,3 @@ def test_a_lost_rank_stops_the_server_with_a_message(trained: Path, launcher: La
     result = server.run.wait()
     assert result.codes == (4, -signal.SIGKILL), result.output
     assert "Traceback" not in result.output
-
-
-def test_an_occupied_port_and_a_wrong_model_flag_are_reported(
-    trained: Path, launcher: Launcher
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as occupied:
-        port = occupied.getsockname()[1]
-        busy = launcher.start({"load": trained, "port": port}, script=SERVER).wait()
-    wrong = launcher.start({"load": trained, "hidden_size": 64}, script=SERVER).wait()
-
-    assert busy.codes == (1,)
-    assert str(port) in busy.output
-    assert "[server-address-unusable]" in busy.output
-    assert wrong.codes == (2,)
-    assert "[flag-differs-from-checkpoint]" in wrong.output

@@ -72,8 +72,9 @@ def test_logits_equal_those_of_a_dense_forward_pass(position: str, normalization
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_default_gelu_depends_on_the_bias(bias: bool) -> None:
-    model = build(add_bias_linear=bias)
+@pytest.mark.parametrize("kind", [None, "tanh", "none"])
+def test_default_gelu_depends_on_the_bias(bias: bool, kind: str | None) -> None:
+    model = build(add_bias_linear=bias, gelu_approximation=kind)
     expected = dense_logits(model.config, dict(model.named_parameters()), TOKENS)
     assert_equal(logits(model), expected)
 
