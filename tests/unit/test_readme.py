@@ -33,14 +33,6 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-def test_scripts_of_all_commands_exist() -> None:
-    scripts = {word for words in commands() for word in words if word.endswith(".py")}
-
-    assert {"pretrain_gpt.py", "tools/preprocess_data.py"} <= scripts
-    for script in scripts:
-        assert (REPOSITORY / script).is_file(), script
-
-
 def test_make_targets_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
     targets = {words[1] for words in commands() if words[:1] == ["make"]}

@@ -82,10 +82,6 @@ def test_sequence_length_grows_as_deepspeeds_fixed_linear(
     assert found == expected
 
 
-def test_sequence_length_without_curriculum_is_the_models() -> None:
-    assert schedules.seq_length_at(config_with(train_iters=9), 0) == LENGTH
-
-
 # Batch sizes.
 
 

@@ -169,27 +169,6 @@ def test_counts_of_a_long_order_are_cached(tmp_path: Path, monkeypatch: pytest.M
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
-def test_few_blocks_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 10)
-    order = blend_order([0.5, 0.5], 100)
-    made = []
-    make = module._DeadlineModel.order
-
-    def counted(
-        self: module._DeadlineModel, start: int, *counts: module.Counts
-    ) -> npt.NDArray[np.int16]:
-        made.append(start)
-        return make(self, start, *counts)
-
-    monkeypatch.setattr(module._DeadlineModel, "order", counted)
-    for position in range(100):
-        order.locate(position)
-        order.locate(max(0, position - 10))
-    assert made == list(range(0, 100, 10))
-    order.locate(0)
-    assert made[-1] == 0
-
-
 @pytest.mark.parametrize("count", [0, 32768])
 def test_invalid_number_of_sources_is_rejected(count: int) -> None:
     with pytest.raises(ValueError, match=str(count)):

@@ -119,18 +119,6 @@ def test_files_without_documents_are_left_out_of_the_evaluation(
     assert {each.prefix for each in built.usage if each.split == "train"} == {a, b, c}
 
 
-def test_file_without_tokens_is_rejected(tmp_path: Path) -> None:
-    config = DataConfig(train_data_path=(write(tmp_path / "p", documents=0),))
-    with raises_problem("split-without-tokens"):
-        datasets(config, (1, 0, 0))
-
-
-def test_16_bit_tokens_for_a_larger_vocabulary_are_rejected(tmp_path: Path) -> None:
-    config = DataConfig(data_path=(write(tmp_path / "p"),))
-    with raises_problem("token-dtype-too-small"):
-        datasets(config, (1, 0, 0), vocab_size=65537)
-
-
 def test_blend_follows_the_weights(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", first=100)
     built = datasets(DataConfig(data_path=("3", a, "1", b), split="1"), (400, 0, 0))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +11,6 @@ import pytest
 
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from tests.problems import raises_problem
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-BUILDER = """
-import sys
-from pathlib import Path
-import numpy as np
-from megatron_ds.data.index_cache import ArrayCache
-
-folder = Path(sys.argv[1])
-
-def build():
-    with open(folder / "built", "a") as file:
-        file.write("x")
-    return {"a": np.arange(1 << 20), "b": np.arange(3)}
-
-arrays = ArrayCache([folder / "cache"]).get_or_build("kind", {"seed": 1}, build)
-print(int(arrays["a"].sum()), arrays["b"].tolist())
-"""
-
 
 INVALID_DESCRIPTIONS = [
     *("[]", "5", '{"arrays": 5}', '{"arrays": {"a": 1}}', "[" * 100_000, "\0", '{"arrays": []}')
@@ -129,14 +108,3 @@ def test_first_writable_folder_is_used(tmp_path: Path) -> None:
     assert build.calls == 1
     with raises_problem("index-cache-not-writable", "data_cache_path"):
         ArrayCache([first]).get_or_build("kind", {}, build)
-
-
-def test_concurrent_processes_build_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BUILDER, str(tmp_path)]
-    processes = [
-        subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
-    outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
-    assert outputs == [f"{sum(range(1 << 20))} [0, 1, 2]"] * 4
-    assert (tmp_path / "built").read_text() == "x"

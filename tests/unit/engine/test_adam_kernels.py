@@ -39,17 +39,6 @@ def test_the_first_available_kernel_is_selected() -> None:
     assert select() is AdamKernel.TORCH
 
 
-def test_nothing_is_looked_for_beyond_the_first() -> None:
-    asked: list[AdamKernel] = []
-
-    def is_there(kernel: AdamKernel) -> bool:
-        asked.append(kernel)
-        return True
-
-    assert select_adam_kernel("", None, None, offloaded=False, is_there=is_there) is TORCH_FUSED
-    assert asked == [TORCH_FUSED]
-
-
 def test_the_file_precedes_the_rule() -> None:
     everything = (TORCH_FUSED, APEX, DEEPSPEED)
     assert select(*everything, kind="FusedAdam") is DEEPSPEED

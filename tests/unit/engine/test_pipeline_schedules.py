@@ -61,23 +61,3 @@ def test_idle_times_are_those_of_the_page(ranks: int, micro_batches: int) -> Non
     assert usual == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
     row = f"| {ranks} | {micro_batches} | {usual:.0%} | {folded:.0%} |".replace("%", " %")
     assert row in PAGE.read_text(encoding="utf-8")
-
-
-def test_deepspeed_has_no_other_schedule_of_training() -> None:
-    """The reason why virtual stages and deferred weight gradients are refused."""
-    known = {
-        each.__name__
-        for each in vars(schedule).values()
-        if isinstance(each, type) and issubclass(each, schedule.PipeSchedule)
-    }
-    assert known - {"PipeSchedule", "DataParallelSchedule"} == {
-        "TrainSchedule",
-        "DualPipeVSchedule",
-        "InferenceSchedule",
-    }
-    instructions = {
-        each.__name__
-        for each in vars(schedule).values()
-        if isinstance(each, type) and issubclass(each, schedule.PipeInstruction)
-    }
-    assert not any("Weight" in name for name in instructions), "a backward pass may be divided"

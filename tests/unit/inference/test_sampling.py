@@ -120,12 +120,6 @@ def test_streams_differ_by_seed_and_index() -> None:
     assert stream(1, 0) == streams[0]
 
 
-def test_the_default_generator_is_not_used() -> None:
-    before = torch.get_rng_state()
-    choose(logits(), SamplingParams(top_k=3, top_p=0.9), [prompt_generator(1, 0)])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_parameters_of_sampling_have_no_effect_on_greedy_decoding() -> None:
     plain = choose(logits(), SamplingParams(greedy=True), [])
     options = SamplingParams(greedy=True, top_k=4, top_p=0.1, temperature=9.0)

@@ -489,18 +489,6 @@ def test_errors_of_remote_systems_are_problems(
         read(hf_dataset=str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("values", "code"),
-    [
-        ({"max_document_bytes": 1 << 64}, "out-of-range"),
-        ({"format": "xml"}, "invalid-choice"),
-        ({"text_document_unit": "line"}, "invalid-choice"),
-    ],
-)
-def test_wrong_option_is_an_error(values: dict[str, Any], code: str) -> None:
-    assert codes(InputSpec(("-",), **values).problems()) == [code]
-
-
 def test_options_of_a_dataset_have_no_effect_on_files() -> None:
     options = InputSpec(("-",), hf_config="x", hf_split="test")
     assert codes(options.problems()) == []

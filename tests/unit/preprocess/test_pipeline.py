@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import gzip
 import json
 import os
 from pathlib import Path
@@ -124,13 +123,6 @@ def test_strict_run_reports_rejected_lines_together_and_leaves_nothing(tmp_path:
         assert written(tmp_path) == []
 
 
-def test_text_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
-    given = options(tmp_path, [{"text": "1"}, {"text": "100"}], fail_on_bad_document=True)
-    with raises_problem("rejected-document", contains="in.jsonl:2: "):
-        preprocess(given, TOKENIZER)
-    assert written(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("lines", "ahead", "shown"),
     [([*numbered(3), *["x"] * 500], 100_000, PROBLEMS_SHOWN), (["x", *numbered(200), "y"], 10, 1)],
@@ -163,16 +155,6 @@ def test_wrong_options_are_reported_together(tmp_path: Path) -> None:
         preprocess(given, TOKENIZER)
     names = ("workers", "chunk_size", "paths", "output_prefix", "json_keys")
     assert fields(raised.value.problems) == [(name,) for name in names]
-
-
-def test_few_chunks_are_read_ahead(tmp_path: Path) -> None:
-    """Memory is flat: when the first chunk is written, only a few more were read."""
-    given = options(tmp_path, [{"text": "1 " * 2000}] * 400, chunk_size=1, workers=1)
-    size = os.path.getsize(given.inputs.paths[0])
-    seen: list[Progress] = []
-    preprocess(given, TOKENIZER, seen.append)
-    assert seen[0].documents == 1
-    assert seen[0].input_bytes < size / 20
 
 
 def test_openwebtext(tmp_path: Path, shared_data: Path) -> None:
@@ -261,24 +243,6 @@ def test_nested_keys(tmp_path: Path) -> None:
     assert done.dropped == {"missing key": 1, "wrong type": 1}
 
 
-def test_kinds_of_input_mixed_give_the_same_bytes_for_any_workers(tmp_path: Path) -> None:
-    rows = numbered(60)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in/c.csv").write_text("\n".join(["text", *(r["text"] for r in rows[40:50])]))
-    (tmp_path / "in/d.txt").write_text("\n\n".join(r["text"] for r in rows[50:]))
-    write(tmp_path / "in/a.jsonl", rows[:20])
-    with gzip.open(tmp_path / "in/b.jsonl.gz", "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows[20:40])
-    preprocess(options(tmp_path, rows, append_eod=True), TOKENIZER)
-    expected = pair(tmp_path / "out_text_document")
-    inputs = InputSpec((str(tmp_path / "in"),), text_document_unit="paragraph")
-    base = PreprocessOptions(inputs, str(tmp_path / "mixed"), append_eod=True, overwrite=True)
-    for workers, chunk_size in ((1, 1000), (2, 7), (3, 1)):
-        given = dataclasses.replace(base, workers=workers, chunk_size=chunk_size)
-        assert preprocess(given, TOKENIZER).documents == 60
-        assert pair(tmp_path / "mixed_text_document") == expected
-
-
 def test_folder_of_the_output_is_created(tmp_path: Path) -> None:
     given = options(tmp_path, [{"text": "1 2"}])
     prefix = str(tmp_path / "data" / "new" / "my")
@@ -286,16 +250,6 @@ def test_folder_of_the_output_is_created(tmp_path: Path) -> None:
     assert IndexedDataset(f"{prefix}_text_document").tokens.tolist() == [1, 2]
     with raises_problem("output-prefix-without-name", "output_prefix"):
         preprocess(dataclasses.replace(given, output_prefix=f"{tmp_path}/data/"), TOKENIZER)
-
-
-def test_a_damaged_archive_leaves_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "in.jsonl.gz"
-    content = "".join(json.dumps(row) + "\n" for row in [{"text": "x"}, *numbered(5000)])
-    path.write_bytes(gzip.compress(content.encode())[:-20])
-    given = PreprocessOptions(InputSpec((str(path),)), str(tmp_path / "out"), workers=2)
-    with raises_problem("input-file-unreadable", contains=str(path)):
-        preprocess(given, TOKENIZER)
-    assert written(tmp_path) == []
 
 
 @pytest.mark.parametrize("key", ["a", "b"])

@@ -193,15 +193,6 @@ def test_warm_up_is_excluded_from_throughput() -> None:
     assert [step.warm_up for step in run.steps()] == [True, False, False]
 
 
-def test_an_interval_of_warm_up_only_has_no_throughput() -> None:
-    run = Run(log_interval=1)
-    run.step(1.0, seconds=60.0, warm_up=True)
-    (record,) = run.intervals()
-    assert record.seconds_per_iteration == 60.0
-    speeds = (record.samples_per_second, record.tokens_per_second_per_device, record.tflops)
-    assert speeds == (None, None, None)
-
-
 def test_a_step_record_has_the_state_after_and_the_plan_of_the_step() -> None:
     run = Run(log_interval=1)
     run.step(1.0, loss_scale=64.0)
