@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron_ds.config import passed_keys, support_matrix
 from megatron_ds.config.checks import listed
-from megatron_ds.config.problems import catalogue
+from megatron_ds.config.problems import catalogue, default_flag, plural
 from tests.dist.proofs import EVERYTHING, PROOFS, Proof
-from tools.make_messages import readable
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OUTPUT = REPOSITORY / "docs" / "reference" / "support_matrix.md"
@@ -172,6 +171,21 @@ def _alternatives(values: Mapping[str, Iterable[str]]) -> list[str]:
     return [
         f"{support_matrix.AXES[axis].title} {' or '.join(each)}" for axis, each in values.items()
     ]
+
+
+def readable(text: str) -> str:
+    """A message for the table: placeholders by name, references to fields as flags."""
+    parts = []
+    for literal, name, spec, _ in string.Formatter().parse(text):
+        parts.append(literal)
+        if name == "option":
+            parts.append(default_flag(spec or ""))
+        elif name == "settings":
+            parts.append(f"{default_flag(spec or '')} {{{spec}}}")
+        elif name:
+            _, space, noun = (spec or "").partition(" ")
+            parts.append(f"{{{name}}}{space}{plural(noun) if noun else ''}")
+    return "".join(parts).replace("|", "\\|").replace("\n", "<br>")
 
 
 def _rules() -> str:

@@ -2,7 +2,6 @@
 
 Messages are data: `messages.toml` has the text of each code, so that code and tests identify a
 problem by its code and fields, and improving a message changes nothing else.
-docs/reference/errors.md lists all of them; `python tools/make_messages.py` rewrites it.
 """
 
 from __future__ import annotations

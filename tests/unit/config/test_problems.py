@@ -2,28 +2,71 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from megatron_ds.config.problems import Problem, UserError, catalogue, counted, option, raise_if_any
+from tests.import_graph import REPOSITORY, tree
 from tests.problems import raises_problem
-from tools import make_messages
 
 PROBLEM = Problem.of("not-positive", f"{option('seq_length')} 0: must be positive", "seq_length")
 
 
-def test_page_of_messages_is_current() -> None:
-    """If this fails, run `python tools/make_messages.py` and read the difference."""
-    assert make_messages.OUTPUT.read_text(encoding="utf-8") == make_messages.page()
+CREATORS: dict[str, set[str]] = {"Problem": set(), "user_error": set(), "library_errors": {"why"}}
+"""Functions that create a problem, with the values that they add."""
+RULE_VALUES = frozenset({"combination", "closest"})
+"""Values that a `Rule` of megatron_ds/config/support_matrix.py adds to its problem itself."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A call `Problem(code, *fields, **values)` or `user_error(...)` in the source."""
+
+    code: str
+    names: frozenset[str]
+    """Names of the values."""
+    has_fields: bool
+    location: str
+
+
+def uses() -> Iterator[Use]:
+    """All problems that the package and the tools create."""
+    for folder in ("megatron_ds", "tools"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            for node in ast.walk(tree(path)):
+                if not isinstance(node, ast.Call):
+                    continue
+                function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                is_rule = function == "Rule"
+                if not is_rule and function not in CREATORS:
+                    continue
+                if isinstance(node.args[0], ast.Constant):
+                    keywords = {str(keyword.arg) for keyword in node.keywords}
+                    names = RULE_VALUES if is_rule else keywords | CREATORS[function]
+                    location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
+                    code, has_fields = str(node.args[0].value), len(node.args) > 1 and not is_rule
+                    if code:
+                        yield Use(code, frozenset(names), has_fields, location)
+
+
+def placeholders(text: str) -> frozenset[str]:
+    """Names of the values that a message needs."""
+    parts = [part for part in string.Formatter().parse(text) if part[1]]
+    nested = [placeholders(spec or "") for _, _, spec, _ in parts]
+    return frozenset(str(name) for _, name, _, _ in parts if name != "option").union(*nested)
 
 
 def test_every_problem_has_a_message_and_its_values() -> None:
-    used = list(make_messages.uses())
+    used = list(uses())
     for use in used:
         assert use.code in catalogue(), use
-        needed = make_messages.placeholders(catalogue()[use.code]["text"])
+        needed = placeholders(catalogue()[use.code]["text"])
         implied = needed & {"flag"} if use.has_fields else set()
         assert use.names | implied == needed, use
     assert {use.code for use in used} == set(catalogue()), "remove messages that are not used"

@@ -128,6 +128,21 @@ def test_extreme_logits_stay_finite(kernels: LossKernels) -> None:
     assert weights.sum() > 0
 
 
+class ProductShapes(TorchDispatchMode):
+    """Records the shapes of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.shapes += [arg.shape for arg in args if arg.dim() == 2]
+        return func(*args, **(kwargs or {}))
+
+
 class TensorSizes(TorchDispatchMode):
     """Records the sizes of the tensors that operations return.
 
@@ -184,6 +199,15 @@ def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
     if dtype != torch.float32:  # the weight's gradient is summed, and both are scaled, in fp32
         gradients = max(vocab, tokens) * hidden if with_gradients else 0
         assert sizes.elements[torch.float32] == max(cached * vocab, gradients)
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_products_run_at_the_padded_vocabulary(with_gradients: bool) -> None:
+    x, weight, labels, weights = inputs(torch.bfloat16)
+    with ProductShapes() as products, torch.set_grad_enabled(with_gradients):
+        linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    sizes = {size for shape in products.shapes for size in shape}
+    assert sizes == {TOKENS, PADDED, HIDDEN}
 
 
 @pytest.mark.parametrize("probability", [0.9, 0.997])
