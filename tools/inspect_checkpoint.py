@@ -32,10 +32,10 @@ from megatron_ds.config.problems import Problem, UserError, counted
 from megatron_ds.training.loss_curves import Curves, chart, read_curves
 
 if TYPE_CHECKING:  # torch takes seconds to import
-    from megatron_ds.checkpoint.tensor_reader import LazyTensor
     from megatron_ds.conversion.inspect.compare import Comparison, TensorDifference
     from megatron_ds.conversion.inspect.open import OpenedCheckpoint
     from megatron_ds.conversion.inspect.verify import Verification
+    from megatron_ds.engine.states.state_reader import TensorReader
 
 WIDTH = 100
 SHOWN_DIFFERENCES = 40
@@ -338,7 +338,7 @@ def _difference_line(each: TensorDifference) -> str:
     return f"  {each.kind} {each.name}: {'; '.join(parts)}"
 
 
-def _dtype(tensor: LazyTensor) -> str:
+def _dtype(tensor: TensorReader) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -22,17 +22,16 @@ from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
     read_manifest,
 )
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.checkpoint.universal.folders import FP32
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.expert_files import expert_file
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
-from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
+from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
 Weights = dict[str, torch.Tensor]
-NamedShards = Iterator[tuple[str, LazyTensor]]
+NamedShards = Iterator[tuple[str, TensorReader]]
 
 
 def files_with_weights(found: CheckpointMetadata) -> dict[str, FileRecord]:
@@ -77,14 +76,14 @@ def lazy_full_weights(found: CheckpointMetadata) -> NamedShards:
                 yield name, _unsharded(shards, ShardSpec(spec.dim, spec.sections))
 
 
-def _unsharded(shards: Sequence[LazyTensor], spec: ShardSpec) -> LazyTensor:
+def _unsharded(shards: Sequence[TensorReader], spec: ShardSpec) -> TensorReader:
     shape = list(shards[0].shape)
     shape[spec.dim] = sum(spec.sections)
 
     def read() -> torch.Tensor:
         return unshard([shard.read() for shard in shards], spec)
 
-    return LazyTensor(tuple(shape), shards[0].dtype, read)
+    return TensorReader.full(tuple(shape), shards[0].dtype, read)
 
 
 def load_full_weights(
@@ -137,7 +136,7 @@ def _iter_zero012_shards(path: Path, rank: int, layout: ParallelLayout) -> Named
     """ZeRO 0 to 2: one file per model-parallel rank contains its weights."""
     module = _read(path / f"mp_rank_{rank:02d}_model_states.pt")["module"]
     for name, value in module.items():
-        yield name, LazyTensor.of(value)
+        yield name, TensorReader.of(value)
 
 
 def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedShards:
@@ -175,7 +174,7 @@ def zero3_parameters(
         while offset + size > flats[0][index].numel():
             index, offset = index + 1, 0
         read_one = functools.partial(read, index, offset, size, shape)
-        yield name, LazyTensor(tuple(shape), torch.float32, read_one)
+        yield name, TensorReader.full(tuple(shape), torch.float32, read_one)
         offset += size
 
 
@@ -189,7 +188,7 @@ def _iter_experts(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedShar
     for name, first in files[0].items() if files else ():
         shape = (sum(len(file[name]) for file in files), *first.shape[1:])
         parts = [file[name] for file in files]
-        yield name, LazyTensor(shape, first.dtype, functools.partial(torch.cat, parts))
+        yield name, TensorReader.full(shape, first.dtype, functools.partial(torch.cat, parts))
 
 
 def _read(path: Path) -> Any:

@@ -8,9 +8,9 @@ and no engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,14 @@ from megatron_ds.checkpoint.metadata import CheckpointMetadata
 from megatron_ds.engine.deepspeed.expert_files import expert_file
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace, locate
 from megatron_ds.engine.deepspeed.tensor_files import OPTIMIZER_KEYS, read_tensors
-from megatron_ds.engine.states.state_reader import MASTER, full_shape
+from megatron_ds.engine.states.state_reader import (
+    MASTER,
+    Columns,
+    TensorReader,
+    full_shape,
+    join,
+    part_of,
+)
 from megatron_ds.parallel.sharding import ShardSpec
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -45,7 +52,7 @@ class _Saved:
 
 
 class SavedStates:
-    """The states of one checkpoint; implements `FullStates`.
+    """The states of one checkpoint; implements `StateReader`.
 
     Args:
         found: The checkpoint.
@@ -125,19 +132,18 @@ class SavedStates:
                 return int(group["step"])
         return None
 
-    def read(
-        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
-    ) -> Tensor:
-        saved, shape, ep_size = self._saved[name], self.shapes[name], self._ep_size(name)
-        inside = range(min(rows.start, shape[0]), min(rows.stop, shape[0]))
+    def tensor(self, name: str, kind: str) -> TensorReader:
+        saved = self._saved[name]
+        dtype = self._flat(saved, kind, 0, 0).dtype
+        return TensorReader(self.shapes[name], dtype, partial(self._read_rows, saved, kind))
+
+    def _read_rows(self, saved: _Saved, kind: str, rows: range, columns: Columns | None) -> Tensor:
+        shape, ep_size = self.shapes[saved.place.name], self._ep_size(saved.place.name)
         parts = [
             self._read_columns(saved, kind, ep_rank, local, columns)
-            for ep_rank, local in ShardSpec(0, shape[:1]).locate(inside, ep_size)
+            for ep_rank, local in ShardSpec(0, shape[:1]).locate(rows, ep_size)
         ]
-        missing = len(rows) - len(inside)  # padding of the vocabulary
-        if missing or not parts:
-            parts.append(torch.zeros(missing, *shape[1:]))
-        return join(parts)
+        return join(parts) if parts else torch.zeros(0, *shape[1:])
 
     def _read_columns(
         self,
@@ -145,7 +151,7 @@ class SavedStates:
         kind: str,
         ep_rank: int,
         rows: range,
-        columns: tuple[int, Sequence[range]] | None,
+        columns: Columns | None,
     ) -> Tensor:
         """Rows of one expert-parallel rank, of which columns are kept."""
         spec, tp_size = self._specs.get(saved.place.name), self._tp_size
@@ -153,7 +159,7 @@ class SavedStates:
             # Of a replicated parameter, the first rank's copy.
             places = [(0, rows)] if spec is None else spec.locate(rows, tp_size)
             full = join([self._read_shard(saved, kind, tp, ep_rank, at) for tp, at in places])
-            return full if columns is None else select(full, *columns)
+            return part_of(full, range(len(full)), columns)
         dim, wanted = columns or (spec.dim, [range(sum(spec.sections))])
         assert dim == spec.dim
         shards: dict[int, Tensor] = {}
@@ -274,13 +280,3 @@ class SavedStates:
 def _inner(file: Any) -> Any:
     """The state dict of torch's optimizer in a file of any stage."""
     return next(file[key] for key in OPTIMIZER_KEYS if key in file)
-
-
-def select(full: Tensor, dim: int, ranges: Sequence[range]) -> Tensor:
-    """Parts of a tensor along a dimension, concatenated."""
-    return join([full.narrow(dim, each.start, len(each)) for each in ranges], dim)
-
-
-def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Concatenates tensors; one alone is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

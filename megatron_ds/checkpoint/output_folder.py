@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_ds.checkpoint.local_files import INCOMPLETE
 from megatron_ds.config.problems import user_error
 from megatron_ds.fileio.atomic import fsync_path
+
+OnTensor = Callable[[str, int], None]
+"""Called with name and bytes of each tensor that has been written."""
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from megatron_ds.checkpoint.native_settings import (
     moe_config,
     tokenizer_config,
 )
-from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors, OnTensor
+from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
@@ -44,7 +44,13 @@ from megatron_ds.conversion.source import (
     SourceCheckpoint,
     WriteOptions,
 )
-from megatron_ds.engine.states.state_reader import MASTER, FullStates
+from megatron_ds.engine.states.state_reader import (
+    MASTER,
+    Columns,
+    StateReader,
+    TensorReader,
+    TensorReaders,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By --fp16 and --bf16."""
@@ -228,17 +234,17 @@ def _scheduler(settings: Mapping[str, Any], batch_size: int, seq_length: int) ->
     }
 
 
-def _tensors_of(states: FullStates, path: Path, kind: str) -> LazyTensors:
+def _tensors_of(states: StateReader, path: Path, kind: str) -> TensorReaders:
     """All tensors of a kind, by canonical name."""
 
-    def read(name: str, rows: range) -> Tensor:
+    def read(tensor: TensorReader, rows: range, columns: Columns | None) -> Tensor:
         with _readable(path):
-            return states.read(name, kind, rows)
+            return tensor.load(rows, columns)
 
+    names = [name for name in states.shapes if kind == MASTER or kind in states.moments(name)]
+    tensors = {name: states.tensor(name, kind) for name in names}
     return {
-        name: LazyTensor(shape, read(name, range(1)).dtype, partial(read, name, range(shape[0])))
-        for name, shape in states.shapes.items()
-        if kind == MASTER or kind in states.moments(name)
+        name: dataclasses.replace(each, load=partial(read, each)) for name, each in tensors.items()
     }
 
 

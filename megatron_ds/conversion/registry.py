@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN
-from megatron_ds.checkpoint.tensor_reader import OnTensor
+from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.config.checkpoint import FORMATS as NAMES
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf

@@ -19,8 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors, OnTensor
+from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.config.problems import user_error
+from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
 
 SINGLE = "model.safetensors"
@@ -73,7 +74,7 @@ def files_of_index(path: Path) -> list[Path]:
     return [path.with_name(name) for name in sorted({*map(str, names)})]
 
 
-def open_safetensors(path: Path) -> dict[str, LazyTensor]:
+def open_safetensors(path: Path) -> dict[str, TensorReader]:
     """The tensors of a file.
 
     Raises:
@@ -88,7 +89,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
                 if kind not in DTYPES:
                     raise SafetensorError(f"{name} has type {kind}")
                 read = functools.partial(_read_tensor, path, name)
-                tensors[name] = LazyTensor(shape, DTYPES[kind], read)
+                tensors[name] = TensorReader.full(shape, DTYPES[kind], read)
     except SafetensorError as error:
         raise user_error("foreign-file-unreadable", path=path, error=error) from error
     return tensors
@@ -96,7 +97,7 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 def write_sharded(
     folder: Path,
-    tensors: LazyTensors,
+    tensors: TensorReaders,
     *,
     shard_bytes: int = SHARD_BYTES,
     on_tensor: OnTensor = lambda name, size: None,
@@ -112,7 +113,7 @@ def write_sharded(
     Returns:
         The files by name.
     """
-    shards: list[dict[str, LazyTensor]] = [{}]
+    shards: list[dict[str, TensorReader]] = [{}]
     for name, tensor in tensors.items():
         size = sum(each.nbytes for each in shards[-1].values())
         if shards[-1] and size + tensor.nbytes > shard_bytes:
@@ -133,7 +134,7 @@ def write_sharded(
     return {**records, INDEX: FileRecord.of(content)}
 
 
-def _write_file(path: Path, tensors: LazyTensors, on_tensor: OnTensor) -> FileRecord:
+def _write_file(path: Path, tensors: TensorReaders, on_tensor: OnTensor) -> FileRecord:
     # Larger elements first, so that each tensor's bytes are aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -169,7 +170,7 @@ def _write_file(path: Path, tensors: LazyTensors, on_tensor: OnTensor) -> FileRe
     return FileRecord(size, digest.hexdigest())
 
 
-def _read_ahead(pool: Executor, tensors: Iterable[tuple[str, LazyTensor]]) -> Iterator[Any]:
+def _read_ahead(pool: Executor, tensors: Iterable[tuple[str, TensorReader]]) -> Iterator[Any]:
     """The bytes of the tensors. While one is written the next ones are read: one of any size, or
     several that have `READ_AHEAD_BYTES` together."""
     pending: deque[tuple[int, Future[Any]]] = deque()
@@ -185,7 +186,7 @@ def _read_ahead(pool: Executor, tensors: Iterable[tuple[str, LazyTensor]]) -> It
         yield data.result()
 
 
-def _bytes_of(tensor: LazyTensor) -> Any:
+def _bytes_of(tensor: TensorReader) -> Any:
     value = tensor.read()
     assert tuple(value.shape) == tensor.shape, (tuple(value.shape), tensor.shape)
     assert value.dtype == tensor.dtype, (value.dtype, tensor.dtype)

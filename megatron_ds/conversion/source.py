@@ -21,12 +21,11 @@ from megatron_ds.checkpoint.compatibility import (
     part_conflicts,
 )
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
-from megatron_ds.checkpoint.tensor_reader import LazyTensors
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import field_problems, option_fields
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.conversion.safetensors_files import SHARD_BYTES
-from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -142,14 +141,14 @@ class SourceCheckpoint:
     """The folder of the checkpoint itself, not a --save folder around it."""
     format: str
     settings: ModelSettings
-    tensors: LazyTensors
+    tensors: TensorReaders
     """Full tensors by canonical name: the parameter names of the model without tensor- and pipeline
     parallelism. A vocabulary table may be padded; a tied output layer is absent."""
     precision: torch.dtype | None = None
     """Type in which the model was trained, where this is known and tensors may have another one."""
     parts: Parts = field(default_factory=dict)
     """What the file declares of fused tensors; empty if its format defines their order."""
-    optimizer: Mapping[str, LazyTensors] = field(default_factory=dict)
+    optimizer: Mapping[str, TensorReaders] = field(default_factory=dict)
     """Full states by kind and canonical name, MASTER among them for weights in half precision;
     empty if they are not read. A vocabulary table may be padded."""
     unread: str = "the folder has weights alone"
@@ -277,8 +276,8 @@ WRITE_DEFAULTS = WriteOptions()
 
 
 def _fitted(
-    tensors: LazyTensors, expected: Mapping[str, tuple[int, ...]], may_be_padded: bool = True
-) -> LazyTensors:
+    tensors: TensorReaders, expected: Mapping[str, tuple[int, ...]], may_be_padded: bool = True
+) -> TensorReaders:
     """Tensors in the model's order, without padding of the vocabulary.
 
     Raises:
@@ -307,7 +306,7 @@ def _fitted(
     return fitted
 
 
-def check_sizes(settings: ModelSettings, tensors: LazyTensors, path: Path) -> None:
+def check_sizes(settings: ModelSettings, tensors: TensorReaders, path: Path) -> None:
     """Checks the sizes of a model against its tensors, before the model is described with them.
 
     Args:

@@ -18,8 +18,7 @@ from typing import Any
 
 from megatron_ds.checkpoint.local_files import files_damaged, find_damaged_files
 from megatron_ds.checkpoint.metadata import MANIFEST, TOKENIZER, manifest_text, read_manifest
-from megatron_ds.checkpoint.output_folder import output_folder
-from megatron_ds.checkpoint.tensor_reader import LazyTensor, OnTensor
+from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.safetensors_files import (
@@ -38,6 +37,7 @@ from megatron_ds.conversion.source import (
     fused_parts,
 )
 from megatron_ds.conversion.weights_locations import SETTINGS
+from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.tokenizer.stored_files import read_files, with_copies
 
@@ -58,7 +58,7 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
         age = "another"
         raise user_error("checkpoint-of-other-format", name=SETTINGS, version=version, age=age)
     settings = _settings_of(values, path)
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, TensorReader] = {}
     for name, (size, _) in read_manifest(path).items():
         file = path / name
         if not file.is_file():

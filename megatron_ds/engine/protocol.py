@@ -14,7 +14,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed.partitions import FlatPartition
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
-from megatron_ds.engine.states.state_reader import FullStates
+from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.sharding import ShardSpec
@@ -202,7 +202,7 @@ class Engine(Protocol):
                 the engine then does not have the configured settings.
         """
 
-    def reshard(self, source: FullStates) -> None:
+    def reshard(self, source: StateReader) -> None:
         """Restore weights and optimizer states that any layout saved; settings stay this run's.
 
         Args:

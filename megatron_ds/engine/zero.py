@@ -40,7 +40,7 @@ from megatron_ds.engine.readback import state_bytes
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.engine.states.host_staging import HostCopies
 from megatron_ds.engine.states.resharding import Resharding
-from megatron_ds.engine.states.state_reader import FullStates
+from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
@@ -260,7 +260,7 @@ class ZeroEngine:
             self._engine.optimizer.clip_grad = self._engine.gradient_clipping()
         self.settings = self._read_settings()
 
-    def reshard(self, source: FullStates) -> None:
+    def reshard(self, source: StateReader) -> None:
         Resharding(self._engine, self._stage, self._mesh, source).run()
         if self._loss_scale is not None and source.loss_scaler is not None:
             with self._loss_scale.keep_settings_on_load():

@@ -8,7 +8,7 @@ Imports no torch unless there is such a checkpoint.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,10 +37,8 @@ from megatron_ds.loading.options_from_checkpoint import (
 from megatron_ds.train_state import TrainState
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from megatron_ds.checkpoint.tensor_reader import LazyTensors
     from megatron_ds.conversion.source import ModelSettings, SourceCheckpoint
+    from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 
 RELEASE = "release"
 """Folder of a model that was published: its optimizer and its iteration do not matter."""
@@ -198,8 +196,8 @@ class ForeignStart:
     """What a run starts with."""
 
     path: Path
-    weights: LazyTensors
-    optimizer: Mapping[str, LazyTensors]
+    weights: TensorReaders
+    optimizer: Mapping[str, TensorReaders]
     """The optimizer's states by kind; empty if the run starts with the weights alone."""
     steps: int | None
     state: TrainState
@@ -303,8 +301,8 @@ def _open(found: Found, config: Config) -> SourceCheckpoint:
 
 
 def _checked(
-    source: SourceCheckpoint, config: Config, tensors: LazyTensors | None = None
-) -> LazyTensors:
+    source: SourceCheckpoint, config: Config, tensors: TensorReaders | None = None
+) -> TensorReaders:
     """The weights, or other tensors, with the names and shapes of the run's model."""
     from megatron_ds.conversion.source import ModelSettings
 
@@ -315,12 +313,11 @@ def _checked(
 
 
 class StartStates:
-    """The states of a `ForeignStart` for an engine; implements `FullStates`."""
+    """The states of a `ForeignStart` for an engine; implements `StateReader`."""
 
     def __init__(self, start: ForeignStart) -> None:
         self._start = start
-        self._last: tuple[str, str] | None = None
-        self._full: Tensor | None = None
+        self._last: tuple[tuple[str, str], TensorReader] | None = None
         self.shapes = {name: tensor.shape for name, tensor in start.weights.items()}
         self.counters = {
             "global_steps": start.state.iteration,
@@ -337,24 +334,11 @@ class StartStates:
     def steps(self, name: str) -> int | None:
         return self._start.steps
 
-    def read(
-        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
-    ) -> Tensor:
-        import torch
+    def tensor(self, name: str, kind: str) -> TensorReader:
+        """The full tensor; the last one is kept in memory, because it is read in blocks."""
+        from megatron_ds.engine.states.state_reader import TensorReader
 
-        full = self._read_full(name, kind)
-        inside = full[rows.start : rows.stop]
-        if columns is not None:
-            dim, ranges = columns
-            inside = torch.cat([inside.narrow(dim, each.start, len(each)) for each in ranges], dim)
-        missing = len(rows) - len(inside)  # padding of the vocabulary
-        if missing:
-            inside = torch.cat([inside, inside.new_zeros(missing, *inside.shape[1:])])
-        return inside
-
-    def _read_full(self, name: str, kind: str) -> Tensor:
-        """The full tensor; the last one is kept, because it is read in blocks."""
-        if self._last != (name, kind) or self._full is None:
+        if self._last is None or self._last[0] != (name, kind):
             tensors = self._start.optimizer.get(kind, self._start.weights)
-            self._full, self._last = tensors[name].read(), (name, kind)
-        return self._full
+            self._last = (name, kind), TensorReader.of(tensors[name].read())
+        return self._last[1]

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensors
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.names import canonical_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import grouped, padded
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
-from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from tests.interop.on_cpu import OnCpu, patch_devices
 from tests.unit.conversion.models import model_of, random_source, random_training
 from tests.unit.conversion.test_write_legacy import LLAMA, model
@@ -168,7 +167,7 @@ def test_their_optimizer_loads_the_states(
     theirs.load_state_dict(loaded["model"], strict=True)
     optimizer.load_state_dict(loaded["optimizer"])
 
-    def ours(name: str, tensors: LazyTensors) -> Tensor:
+    def ours(name: str, tensors: TensorReaders) -> Tensor:
         canonical = canonical_name(name)
         assert canonical is not None
         full = tensors[canonical].read()

@@ -6,25 +6,25 @@ requested values are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
-from megatron_ds.checkpoint.native_reader import COUNTERS, SavedStates, join, select
+from megatron_ds.checkpoint.native_reader import COUNTERS, SavedStates
 from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, STATES, STEP, ZERO
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, Columns, TensorReader, part_of
 
 PARAM = "param"
 
 
 class UniversalStates:
-    """The states of one checkpoint; implements `FullStates`.
+    """The states of one checkpoint; implements `StateReader`.
 
     Args:
         path: The folder.
@@ -68,18 +68,14 @@ class UniversalStates:
         sources = [*self._common.get("param_groups", ()), *inner.get("state", {}).values()]
         return next((int(each[STEP]) for each in sources if STEP in each), None)
 
-    def read(
-        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
-    ) -> Tensor:
+    def tensor(self, name: str, kind: str) -> TensorReader:
         full = self._tensor(name, FP32 if kind == MASTER else kind)
-        inside = full[rows.start : rows.stop]
-        missing = len(rows) - len(inside)  # padding of the vocabulary
-        if columns is not None:
-            inside = select(inside, *columns)
-        self.bytes_read += inside.nbytes
-        if missing:
-            return join([inside, inside.new_zeros(missing, *inside.shape[1:])])
-        return inside
+        return TensorReader(self.shapes[name], full.dtype, partial(self._read_part, full))
+
+    def _read_part(self, full: Tensor, rows: range, columns: Columns | None) -> Tensor:
+        found = part_of(full, rows, columns)
+        self.bytes_read += found.nbytes
+        return found
 
     @cached_property
     def _run(self) -> Mapping[str, Any]:

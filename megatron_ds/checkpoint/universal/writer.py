@@ -35,8 +35,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.native_reader import SavedStates
 from megatron_ds.checkpoint.native_settings import model_config
-from megatron_ds.checkpoint.output_folder import output_folder
-from megatron_ds.checkpoint.tensor_reader import OnTensor
+from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
 from megatron_ds.checkpoint.universal.folders import (
     FP32,
     OPTIMIZER_STATE,
@@ -49,7 +48,7 @@ from megatron_ds.checkpoint.universal.reader import PARAM
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.states.resharding import BLOCK
-from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, FullStates
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, StateReader
 from megatron_ds.fileio.atomic import FileRecord, write_atomically
 from megatron_ds.parallel.sharding import ShardSpec
 
@@ -126,7 +125,7 @@ def open_verified(path: Path) -> CheckpointMetadata:
     return dataclasses.replace(read_run(path), reader=reader)
 
 
-def total_bytes(states: FullStates) -> int:
+def total_bytes(states: StateReader) -> int:
     """Bytes of all tensors, padding of the vocabulary included."""
     return sum(
         4 * math.prod(shape) * (1 + len(states.moments(name)))
@@ -135,7 +134,7 @@ def total_bytes(states: FullStates) -> int:
 
 
 def write_states(
-    folder: Path, states: FullStates, content: UniversalContent, on_tensor: OnTensor
+    folder: Path, states: StateReader, content: UniversalContent, on_tensor: OnTensor
 ) -> dict[str, FileRecord]:
     """Writes the states of all parameters, and DeepSpeed's own files.
 
@@ -164,18 +163,16 @@ def write_states(
     return records
 
 
-def read_full(states: FullStates, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+def read_full(states: StateReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
     """A full tensor, which is read in blocks of rows, so that it exists once."""
+    tensor = states.tensor(name, kind)
     step = max(1, BLOCK // math.prod(shape[1:]))
     if step >= shape[0]:
-        return states.read(name, kind, range(shape[0]))
-    full: Tensor | None = None
+        return tensor.read(range(shape[0]))
+    full = torch.empty(shape, dtype=tensor.dtype)
     for start in range(0, shape[0], step):
         rows = range(start, min(start + step, shape[0]))
-        block = states.read(name, kind, rows)
-        full = torch.empty(shape, dtype=block.dtype) if full is None else full
-        full[rows.start : rows.stop] = block
-    assert full is not None
+        full[rows.start : rows.stop] = tensor.read(rows)
     return full
 
 
@@ -195,7 +192,7 @@ def _declared(name: str, shape: tuple[int, ...], content: UniversalContent) -> d
     return found
 
 
-def _optimizer_state(states: FullStates, content: UniversalContent) -> dict[str, Any]:
+def _optimizer_state(states: StateReader, content: UniversalContent) -> dict[str, Any]:
     """Entries for the loaders of all stages: that of ZeRO 3 looks for them one level deeper."""
     common = dict(content.optimizer)
     steps = (states.steps(name) for name in states.shapes)

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.output_folder import output_folder
-from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors, OnTensor
+from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import UserError, user_error
@@ -46,6 +45,7 @@ from megatron_ds.conversion.source import (
 )
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
+from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 from megatron_ds.parallel.sharding import shard_spec
 
 GENERATION = "generation_config.json"
@@ -76,7 +76,7 @@ def _open(path: Path) -> SourceCheckpoint:
     if not settings.fixed["untie_embeddings_and_output_weights"]:
         _remove_copy(theirs, family, path)
     check_sizes(settings, theirs, path / HF_CONFIG)
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, TensorReader] = {}
     used: set[str] = set()
     for name, parts in _parts(family, settings).items():
         missing = [each.name for each in parts if each.name not in theirs]
@@ -262,7 +262,7 @@ def _layer_of(module: str) -> tuple[int | None, str]:
     return int(number), inner
 
 
-def _joined(parts: Sequence[_Part], tensors: Sequence[LazyTensor]) -> LazyTensor:
+def _joined(parts: Sequence[_Part], tensors: Sequence[TensorReader]) -> TensorReader:
     """Our tensor of theirs."""
     shapes = [
         each.shape[::-1] if part.is_transposed else each.shape
@@ -276,10 +276,10 @@ def _joined(parts: Sequence[_Part], tensors: Sequence[LazyTensor]) -> LazyTensor
         own = [part.to_ours(each.read()) for part, each in zip(parts, tensors, strict=True)]
         return own[0] if len(own) == 1 else torch.cat([each.to(dtype) for each in own])
 
-    return LazyTensor(shape, dtype, read)
+    return TensorReader.full(shape, dtype, read)
 
 
-def _their_tensors(family: Family, source: SourceCheckpoint) -> LazyTensors:
+def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
     """Their tensors of ours, under their complete names.
 
     Consecutive tensors are parts of one of ours, which is read once.
@@ -298,12 +298,14 @@ def _their_tensors(family: Family, source: SourceCheckpoint) -> LazyTensors:
         for part in parts:
             shape = (len(part.rows), *ours[name].shape[1:])
             shape = shape[::-1] if part.is_transposed else shape
-            lazy = LazyTensor(shape, ours[name].dtype, functools.partial(read_part, name, part))
+            lazy = TensorReader.full(
+                shape, ours[name].dtype, functools.partial(read_part, name, part)
+            )
             found[f"{'' if name == 'head.weight' else family.prefix}{part.name}"] = lazy
     return found
 
 
-def _open_tensors(path: Path) -> dict[str, LazyTensor]:
+def _open_tensors(path: Path) -> dict[str, TensorReader]:
     """All tensors of a folder, under their names: of the files that transformers reads.
 
     Raises:
@@ -316,7 +318,7 @@ def _open_tensors(path: Path) -> dict[str, LazyTensor]:
             files = files_of_index(path / index)
         else:
             continue
-        found: dict[str, LazyTensor] = {}
+        found: dict[str, TensorReader] = {}
         for file in files:
             if not file.is_file():
                 raise user_error("checkpoint-file-missing", name=file)
@@ -325,18 +327,18 @@ def _open_tensors(path: Path) -> dict[str, LazyTensor]:
     raise user_error("hf-folder-without-weights", path=path)
 
 
-def _open_pickled(path: Path) -> dict[str, LazyTensor]:
+def _open_pickled(path: Path) -> dict[str, TensorReader]:
     values = read_tensors(path, mmap=is_mappable(path))
     if not isinstance(values, dict) or not all(isinstance(v, Tensor) for v in values.values()):
         raise user_error("foreign-file-unreadable", path=path, error="it has other than tensors")
-    return {str(name): LazyTensor.of(value) for name, value in values.items()}
+    return {str(name): TensorReader.of(value) for name, value in values.items()}
 
 
-def _without_prefix(tensors: LazyTensors, family: Family) -> dict[str, LazyTensor]:
+def _without_prefix(tensors: TensorReaders, family: Family) -> dict[str, TensorReader]:
     return {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
 
 
-def _remove_copy(tensors: dict[str, LazyTensor], family: Family, path: Path) -> None:
+def _remove_copy(tensors: dict[str, TensorReader], family: Family, path: Path) -> None:
     """Leaves a tied embedding under its own name, whichever of both names the files have.
 
     Raises:

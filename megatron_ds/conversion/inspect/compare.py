@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.conversion.inspect.open import WEIGHT, OpenedCheckpoint
+from megatron_ds.engine.states.state_reader import TensorReader
 
 BLOCK = 2**20
 """Elements that are compared at once."""
@@ -97,7 +97,7 @@ def compare(
 
 
 def _difference(
-    kind: str, name: str, first: LazyTensor, second: LazyTensor, on_tensor: OnTensor
+    kind: str, name: str, first: TensorReader, second: TensorReader, on_tensor: OnTensor
 ) -> TensorDifference | None:
     """How two tensors differ; None if they are equal, their type included."""
     num_different, max_abs, max_rel = first.numel, None, None

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint.metadata import CheckpointMetadata
-from megatron_ds.checkpoint.tensor_reader import LazyTensors
 from megatron_ds.config import GROUPS
 from megatron_ds.conversion.inspect.verify import files_of
 from megatron_ds.conversion.registry import AUTO, Warn, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.data.blend_history import BlendHistory
-from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
+from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES, TensorReaders
 
 WEIGHT = "weight"
 """Kind of the model's weights; the other kinds are those of the optimizer's states."""
@@ -45,7 +44,7 @@ class OpenedCheckpoint:
     path: Path
     """The folder of the checkpoint itself, not a --save folder around it."""
     format: str
-    tensors: Mapping[str, LazyTensors]
+    tensors: Mapping[str, TensorReaders]
     """By kind: full tensors by canonical name, without padding of the vocabulary."""
     settings: Mapping[str, Mapping[str, Any]]
     """Values by group; of a training run those that are not the default."""
@@ -102,7 +101,7 @@ def open_checkpoint(
     return opened if source.native is None else _with_run(opened, source.native, weights)
 
 
-def _states_of(source: SourceCheckpoint, weights: SourceCheckpoint) -> dict[str, LazyTensors]:
+def _states_of(source: SourceCheckpoint, weights: SourceCheckpoint) -> dict[str, TensorReaders]:
     """States of the optimizer, in the order and with the rows of the weights."""
     return {
         kind: {

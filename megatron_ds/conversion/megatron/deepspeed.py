@@ -19,19 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.conversion.megatron.optimizer import MOMENTS, steps_of
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
-States = dict[str, dict[str, list[LazyTensor]]]
+States = dict[str, dict[str, list[TensorReader]]]
 """By kind and name of the weight: one tensor for each tensor-parallel rank."""
 
 
 def read_states(
     folder: Path,
-    weights: Mapping[str, Sequence[LazyTensor]],
+    weights: Mapping[str, Sequence[TensorReader]],
     rename: Callable[[str], str],
     read: Callable[[Path], Mapping[str, Any]],
 ) -> tuple[States, int | None, str]:
@@ -73,7 +72,7 @@ def read_states(
                 for kind, tensors in kinds.items():
                     parts = [flat[kind] for flat in flats]
                     read_one = partial(_read_weight, saved, shape, parts, places)
-                    tensors[name].append(LazyTensor(shape, torch.float32, read_one))
+                    tensors[name].append(TensorReader.full(shape, torch.float32, read_one))
             base = loaded[0]["base_optimizer_state"]
             steps = steps_of(base["param_groups"][group], base["state"][group]) or steps
     return {kind: dict(tensors) for kind, tensors in kinds.items()}, steps, ""

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.megatron import arguments as megatron_args
@@ -52,6 +51,7 @@ from megatron_ds.conversion.source import (
     SourceCheckpoint,
     check_sizes,
 )
+from megatron_ds.engine.states.state_reader import TensorReader
 
 
 def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
@@ -137,10 +137,10 @@ def _canonical(
     found: Shards,
     orders: RowOrders,
     settings: Mapping[str, Any],
-) -> dict[str, LazyTensor]:
+) -> dict[str, TensorReader]:
     """Our names and rows, without a tied embedding's second copy."""
     tied = not settings.get("untie_embeddings_and_output_weights", False)
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, TensorReader] = {}
     unknown = []
     for foreign, shards in found.items():
         name = canonical_name(foreign)
@@ -157,11 +157,11 @@ def _canonical(
     return tensors
 
 
-def _joined(path: Path, name: str, shards: list[LazyTensor], orders: RowOrders) -> LazyTensor:
+def _joined(path: Path, name: str, shards: list[TensorReader], orders: RowOrders) -> TensorReader:
     shape = joined_shape(name, shards[0].shape, len(shards))
-    return LazyTensor(shape, shards[0].dtype, partial(_read, path, name, shards, orders))
+    return TensorReader.full(shape, shards[0].dtype, partial(_read, path, name, shards, orders))
 
 
-def _read(path: Path, name: str, shards: list[LazyTensor], orders: RowOrders) -> Tensor:
+def _read(path: Path, name: str, shards: list[TensorReader], orders: RowOrders) -> Tensor:
     with malformed_values(path):
         return join(name, [shard.read() for shard in shards], orders)

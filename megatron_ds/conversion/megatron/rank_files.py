@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron_ds.checkpoint.full_weights import zero3_parameters
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron.deepspeed import read_states, zero3_states
 from megatron_ds.conversion.megatron.distributed_optimizer import assign_buffers, buckets_of
@@ -33,7 +32,7 @@ from megatron_ds.conversion.megatron.optimizer import (
     steps_of,
 )
 from megatron_ds.conversion.safe_unpickle import read_foreign
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -45,7 +44,7 @@ BUFFERS = "distrib_optim.pt"
 """File of Megatron's distributed optimizer, in the folder of the weights."""
 NORM_KEYS = {"weight", "bias", "scale"}
 
-Shards = dict[str, list[LazyTensor]]
+Shards = dict[str, list[TensorReader]]
 """By Megatron's name, with layers counted over the whole model: one tensor per rank."""
 
 
@@ -134,7 +133,7 @@ def read_deepspeed(folder: Path) -> FoundWeights:
     for rank in range(ranks):
         module = first["module"] if rank == 0 else read_state_dict(files[0, rank])["module"]
         for name, tensor in _flatten(module):
-            shards[PREFIX.sub("", name)].append(LazyTensor.of(tensor))
+            shards[PREFIX.sub("", name)].append(TensorReader.of(tensor))
     saved = read_states(folder, shards, lambda name: PREFIX.sub("", name), read_state_dict)
     return FoundWeights(state, _complete(folder, shards, ranks), *saved)
 
@@ -180,7 +179,7 @@ def _layer_files(
         for each in loaded:
             for name, tensor in each.items():
                 if len(shards[f"{prefix}{name}"]) < ranks:  # not a tied embedding's second file
-                    shards[f"{prefix}{name}"].append(LazyTensor.of(tensor))
+                    shards[f"{prefix}{name}"].append(TensorReader.of(tensor))
     if gaps := set(range(blocks[0], blocks[-1] + 1)) - set(blocks) if blocks else set():
         names = ", ".join(f"layer_{number:02d}-model_00-model_states.pt" for number in sorted(gaps))
         raise user_error("megatron-files-missing", folder=folder, names=names)
@@ -265,7 +264,7 @@ def _add(shards: Shards, stages: Sequence[Sequence[Mapping[str, Tensor]]], rank:
     """Adds the tensors of one rank's stages, without a stage's copy of another one's."""
     for name, tensor in _stages_as_one(stages):
         if not is_copy(name) and len(shards[name]) <= rank:
-            shards[name].append(LazyTensor.of(tensor))
+            shards[name].append(TensorReader.of(tensor))
 
 
 def _stages_as_one(

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron.arguments import arguments_of
 from megatron_ds.conversion.megatron.names import PREFIX, is_ignored
@@ -45,7 +44,7 @@ from megatron_ds.conversion.megatron.torch_dist_optimizer import (
     read_buckets,
 )
 from megatron_ds.conversion.safe_unpickle import read_dcp_metadata, read_foreign
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 
 ALL_LAYERS = re.compile(r"(.*\blayers\.)(?!\d+\.)(.*)")
 """A name without the number of a layer: the first axis counts layers."""
@@ -126,7 +125,7 @@ def _weight_entries(metadata: Metadata, prefix: str) -> Iterator[tuple[str, Tens
 
 def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
     """The entries of one kind by the names of the weights."""
-    found: dict[str, list[LazyTensor]] = defaultdict(list)
+    found: dict[str, list[TensorReader]] = defaultdict(list)
     for key, entry in _weight_entries(metadata, prefix):
         name = key.removeprefix(prefix)
         halves = HALVES.fullmatch(name)
@@ -137,7 +136,7 @@ def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
             else:
                 shape = shape[1:]
                 read = partial(_read_layer, folder, metadata, key, layer, shape)
-            found[layer_name].append(LazyTensor(shape, dtype, read))
+            found[layer_name].append(TensorReader.full(shape, dtype, read))
     # w, the gate, comes before v in this order
     return {name: [_stacked(parts)] for name, parts in found.items()}
 
@@ -204,12 +203,14 @@ class _IntoTensor(LoadPlanner):
     create_global_plan = finish_plan = load_bytes = create_local_plan  # type: ignore[assignment]
 
 
-def _stacked(parts: list[LazyTensor]) -> LazyTensor:
+def _stacked(parts: list[TensorReader]) -> TensorReader:
     """One tensor, or gate and up as one."""
     if len(parts) == 1:
         return parts[0]
     shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]))
+    return TensorReader.full(
+        shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts])
+    )
 
 
 def _common_state(folder: Path, metadata: Metadata) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.conversion.megatron.distributed_optimizer import (
     MISPLACED,
     PARAM,
@@ -31,7 +30,7 @@ from megatron_ds.conversion.megatron.distributed_optimizer import (
 )
 from megatron_ds.conversion.megatron.names import canonical_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 
 GROUPS_ENTRY = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
 BUCKET = re.compile(
@@ -122,7 +121,7 @@ def has_buckets(metadata: Metadata) -> bool:
 
 def read_buckets(
     metadata: Metadata, weights: Mapping[str, WeightEntry], sizes: Sizes, read_part: ReadPart
-) -> tuple[dict[str, dict[str, LazyTensor]], str]:
+) -> tuple[dict[str, dict[str, TensorReader]], str]:
     """The states by kind and Megatron's name of the weight, or why they cannot be read.
 
     Args:
@@ -152,10 +151,10 @@ def read_buckets(
             return {}, f"{MISPLACED} ({lost[0]})"
         for name in names:
             ranks[name].append(_Found(own, places[name], parts[name]))
-    found: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, dict[str, TensorReader]] = {}
     for kind in (*MOMENTS, MASTER):
         found[kind] = {
-            name: LazyTensor(
+            name: TensorReader.full(
                 weights[name].shape,
                 torch.float32,
                 partial(_join, weights[name], ranks[name], PARAM if kind == MASTER else kind),

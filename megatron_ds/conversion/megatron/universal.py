@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, STATES, STEP, ZERO
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron import arguments as megatron_args
@@ -30,7 +29,7 @@ from megatron_ds.conversion.megatron.rank_files import (
     read_state_dict,
 )
 from megatron_ds.conversion.safe_unpickle import read_foreign
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 
 NUMBERED = re.compile(r"(\d+)\.(.+)")
 """A name in DeepSpeed's pipeline engine: number of the layer, and the name in it."""
@@ -111,7 +110,7 @@ class _Layout:
             tuple((info.get("affine_map") or {}).get("params", ())),
         )
 
-    def shards(self, name: str, saved_name: str, path: Path) -> list[LazyTensor]:
+    def shards(self, name: str, saved_name: str, path: Path) -> list[TensorReader]:
         """A weight, or its rows of each tensor-parallel rank where their order depends on it."""
         content = read_foreign(path)
         if isinstance(content, Tensor) and saved_name in self.flat_shapes:
@@ -123,9 +122,9 @@ class _Layout:
         size = tensor.shape[0] // ranks
         shape = (size, *tensor.shape[1:])
         if ranks == 1:
-            return [LazyTensor.of(tensor)]
+            return [TensorReader.of(tensor)]
         return [
-            LazyTensor(shape, tensor.dtype, partial(_rows, tensor, rank * size, size))
+            TensorReader.full(shape, tensor.dtype, partial(_rows, tensor, rank * size, size))
             for rank in range(ranks)
         ]
 

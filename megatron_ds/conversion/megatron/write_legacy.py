@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.output_folder import output_folder
-from megatron_ds.checkpoint.tensor_reader import LazyTensors, OnTensor
+from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
@@ -30,7 +29,7 @@ from megatron_ds.conversion.megatron.write_common import (
     padded_vocab,
 )
 from megatron_ds.conversion.source import WRITE_DEFAULTS, SavedRun, SourceCheckpoint, WriteOptions
-from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from megatron_ds.parallel.sharding import ShardSpec, take_shard
 
 LAYER_NAMES = {
@@ -168,7 +167,7 @@ class _Stage:
             elif name.startswith("final_norm.") and self._is_last:
                 yield f"final_layernorm.{kind}", self._shard(name)
 
-    def _shard(self, name: str, tensors: LazyTensors | None = None) -> Tensor:
+    def _shard(self, name: str, tensors: TensorReaders | None = None) -> Tensor:
         """A tensor's part of this rank, in Megatron's order, in memory of its own."""
         model = self._model
         tensor = (self._source.tensors if tensors is None else tensors)[name]

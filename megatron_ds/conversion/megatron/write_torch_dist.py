@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_ds.checkpoint.output_folder import output_folder
-from megatron_ds.checkpoint.tensor_reader import LazyTensor, LazyTensors, OnTensor
+from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS
@@ -50,7 +49,12 @@ from megatron_ds.conversion.megatron.write_common import (
     padded_vocab,
 )
 from megatron_ds.conversion.source import WRITE_DEFAULTS, SourceCheckpoint, WriteOptions
-from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES
+from megatron_ds.engine.states.state_reader import (
+    MASTER,
+    VOCABULARY_TABLES,
+    TensorReader,
+    TensorReaders,
+)
 
 NAMES = {
     "embedding.word.weight": "embedding.word_embeddings.weight",
@@ -151,7 +155,7 @@ class _Chunk:
     """Shape of the entry."""
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    tensor: LazyTensor
+    tensor: TensorReader
 
     @property
     def item(self) -> WriteItem:
@@ -174,7 +178,7 @@ class _Chunk:
 
 
 def _chunks(
-    source: SourceCheckpoint, kind: str, tensors: LazyTensors, tp_size: int
+    source: SourceCheckpoint, kind: str, tensors: TensorReaders, tp_size: int
 ) -> Iterator[_Chunk]:
     """The chunks of the weights, or of one kind of optimizer state."""
     model, prefix = source.settings.model, STATE_PREFIXES[kind]

@@ -21,7 +21,13 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed import nvme_states
 from megatron_ds.engine.deepspeed.partitions import ParameterPlace, locate, read_partitions
 from megatron_ds.engine.readback import master_weights
-from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, FullStates, full_shape
+from megatron_ds.engine.states.state_reader import (
+    MASTER,
+    VOCABULARY_TABLES,
+    StateReader,
+    full_shape,
+    join,
+)
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec
 
@@ -64,7 +70,7 @@ class Resharding:
         UserError: If the checkpoint has other parameters.
     """
 
-    def __init__(self, engine: Any, stage: int, mesh: Mesh, source: FullStates) -> None:
+    def __init__(self, engine: Any, stage: int, mesh: Mesh, source: StateReader) -> None:
         self._engine, self._stage, self._mesh, self._source = engine, stage, mesh, source
         self._flats = list(self._own_flats())
         self._check_parameters()
@@ -155,16 +161,16 @@ class Resharding:
     def _read_rows(self, part: _Part, kind: str, rows: range) -> Tensor:
         """Rows of this rank's shard."""
         name, tp = part.place.name, self._mesh.tp
-        spec, read = shard_spec(part.parameter), self._source.read
+        spec, read = shard_spec(part.parameter), self._source.tensor(name, kind).read
         if expert_group(part.parameter) is not None:
             first = self._mesh.ep.rank * part.place.shape[0]
             rows = range(first + rows.start, first + rows.stop)
         if spec is None:
-            return read(name, kind, rows)
+            return read(rows)
         if spec.dim > 0:
-            return read(name, kind, rows, (spec.dim, spec.ranges(tp.rank, tp.size)))
-        found = [read(name, kind, each) for each in spec.full_indices(rows, tp.rank, tp.size)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+            return read(rows, (spec.dim, spec.ranges(tp.rank, tp.size)))
+        found = [read(each) for each in spec.full_indices(rows, tp.rank, tp.size)]
+        return join(found)
 
     def _own_flats(self) -> Iterator[_Flat]:
         """The flat tensors of this rank, without ZeRO one for each parameter."""

@@ -1,10 +1,16 @@
-"""The interface between an engine and checkpoints of other layouts: states by canonical name."""
+"""Tensors of a checkpoint that are described before they are read, whatever its layout is.
+
+The interface between an engine and checkpoints of other layouts: states by canonical name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_ds.parallel.sharding import ShardSpec
@@ -14,8 +20,89 @@ MASTER = "master"
 VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
 """Tables whose rows are padded with zeros to a number that depends on the layout."""
 
+Columns = tuple[int, Sequence[range]]
+"""A dimension other than the first, and indices of it."""
 
-class FullStates(Protocol):
+
+@dataclass(frozen=True)
+class TensorReader:
+    """A tensor in files, of which rows are read on demand, on the CPU."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[range, Columns | None], Tensor]
+    """Reads rows of the tensor; not cached."""
+
+    @classmethod
+    def of(cls, value: Tensor) -> TensorReader:
+        """A tensor that exists already, such as a memory-mapped one.
+
+        Raises:
+            ValueError: If it has more elements than values, as an expanded one.
+        """
+        if value.nbytes > (stored := value.untyped_storage().nbytes()):
+            raise ValueError(f"a tensor of shape {list(value.shape)} has {stored} bytes")
+        return cls.full(tuple(value.shape), value.dtype, lambda: value)
+
+    @classmethod
+    def full(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, load: Callable[[], Tensor]
+    ) -> TensorReader:
+        """A tensor that can only be read completely."""
+        return cls(shape, dtype, lambda rows, columns: part_of(load(), rows, columns))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def read(self, rows: range | None = None, columns: Columns | None = None) -> Tensor:
+        """Reads the tensor, or part of it; may be a view of a file.
+
+        Args:
+            rows: Indices of dimension 0; those after the last are zeros. None: all.
+            columns: Another dimension and indices of it; None: all.
+        """
+        size = self.shape[0] if self.shape else 1
+        rows = range(size) if rows is None else rows
+        found = self.load(range(min(rows.start, size), min(rows.stop, size)), columns)
+        missing = max(0, rows.stop - max(rows.start, size))
+        return join([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
+
+    def to(self, dtype: torch.dtype | None) -> TensorReader:
+        """The tensor in another type, to which it is converted when it is read. None: as it is."""
+        if dtype in (None, self.dtype):
+            return self
+        load = self.load
+        return replace(self, dtype=dtype, load=lambda rows, cols: load(rows, cols).to(dtype))
+
+    def first_rows(self, rows: int) -> TensorReader:
+        """The first rows of the tensor; all of it if it has no more."""
+        return replace(self, shape=(min(rows, self.shape[0]), *self.shape[1:]))
+
+
+TensorReaders = Mapping[str, TensorReader]
+"""By name."""
+
+
+def part_of(full: Tensor, rows: range, columns: Columns | None) -> Tensor:
+    """Rows of a tensor, and of these the columns, concatenated."""
+    found = full[rows.start : rows.stop] if full.dim() else full
+    if columns is None:
+        return found
+    dim, ranges = columns
+    return join([found.narrow(dim, each.start, len(each)) for each in ranges], dim)
+
+
+def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Concatenates tensors; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+class StateReader(Protocol):
     """Weights and optimizer states of a checkpoint by canonical name, whatever its layout was."""
 
     @property
@@ -36,17 +123,8 @@ class FullStates(Protocol):
     def steps(self, name: str) -> int | None:
         """Number of steps in the optimizer's state of a parameter; None if it has none."""
 
-    def read(
-        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
-    ) -> Tensor:
-        """Read part of a full tensor; may be a view of a file.
-
-        Args:
-            name: Parameter.
-            kind: Kind of state.
-            rows: Indices of dimension 0.
-            columns: Another dimension and indices of it; None: all.
-        """
+    def tensor(self, name: str, kind: str) -> TensorReader:
+        """The full tensor of one kind of state of a parameter."""
 
 
 def full_shape(

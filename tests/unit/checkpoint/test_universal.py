@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron_ds.checkpoint.metadata import MANIFEST, RUN, manifest_text
 from megatron_ds.checkpoint.universal.folders import POINTER, list_universal
 from megatron_ds.checkpoint.universal.reader import UniversalStates
 from megatron_ds.checkpoint.universal.writer import UniversalContent, write_states
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec
 from tests.problems import codes, raises_problem
@@ -28,7 +28,7 @@ SPEC = ShardSpec(0, (4, 2))
 
 
 class Given:
-    """States of two parameters; implements `FullStates`."""
+    """States of two parameters; implements `StateReader`."""
 
     shapes: Mapping[str, tuple[int, ...]] = {"embedding.word.weight": (8, 3), "weight": (6, 5)}
     counters: Mapping[str, int] = {"global_steps": STEPS, "global_samples": 12, "skipped_steps": 0}
@@ -40,10 +40,8 @@ class Given:
     def steps(self, name: str) -> int | None:
         return STEPS
 
-    def read(
-        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
-    ) -> Tensor:
-        return full(name, kind)[rows.start : rows.stop]
+    def tensor(self, name: str, kind: str) -> TensorReader:
+        return TensorReader.of(full(name, kind))
 
 
 def full(name: str, kind: str) -> Tensor:
@@ -84,13 +82,12 @@ def test_states_are_those_that_were_written(tmp_path: Path) -> None:
     assert states.loss_scaler is None
     for kind in (MASTER, *states.moments("weight")):
         expected = full("weight", kind)
-        assert torch.equal(states.read("weight", kind, range(6)), expected)
+        tensor = states.tensor("weight", kind)
+        assert torch.equal(tensor.read(), expected)
         columns = (1, [range(2), range(4, 5)])
-        assert torch.equal(
-            states.read("weight", kind, range(2, 5), columns), expected[2:5][:, [0, 1, 4]]
-        )
+        assert torch.equal(tensor.read(range(2, 5), columns), expected[2:5][:, [0, 1, 4]])
     assert states.bytes_read == 4 * 2 * (30 + 9)
-    table = states.read("embedding.word.weight", MASTER, range(5, 10))
+    table = states.tensor("embedding.word.weight", MASTER).read(range(5, 10))
     assert table.shape == (5, 3)
     assert torch.equal(table[:2], full("embedding.word.weight", MASTER)[5:7])
     assert not table[2:].any()  # padding

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.conversion.source import (
     ModelSettings,
@@ -16,7 +15,7 @@ from megatron_ds.conversion.source import (
     SourceCheckpoint,
     expected_shapes,
 )
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -38,7 +37,9 @@ def random_source(
     """Weights of a model, all of them random, biases and norms included."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: LazyTensor.of(0.3 * torch.randn(shape, generator=generator) + ("norm.weight" in name))
+        name: TensorReader.of(
+            0.3 * torch.randn(shape, generator=generator) + ("norm.weight" in name)
+        )
         for name, shape in expected_shapes(config, MoEConfig()).items()
     }
     settings = ModelSettings.of(config, MoEConfig(), tokenizer, eod=None)

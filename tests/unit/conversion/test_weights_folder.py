@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_ds.checkpoint.metadata import MANIFEST, manifest_text, read_manifest
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.native import is_native
 from megatron_ds.conversion.safetensors_files import (
@@ -28,6 +27,7 @@ from megatron_ds.conversion.weights_folder import (
     write_weights_folder,
 )
 from megatron_ds.conversion.weights_locations import SETTINGS, is_weights_folder
+from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.fileio.atomic import FileRecord
 from tests.problems import raises_problem
 from tests.unit.conversion.models import SMALL, assert_same_tensors, random_source
@@ -109,7 +109,7 @@ def test_the_safetensors_library_reads_the_files_and_the_other_way_round(tmp_pat
         "half": torch.randn(3, 3).to(torch.bfloat16),
         "strided": torch.randn(4, 6).t(),
     }
-    write_sharded(tmp_path, {name: LazyTensor.of(value) for name, value in values.items()})
+    write_sharded(tmp_path, {name: TensorReader.of(value) for name, value in values.items()})
 
     content = (tmp_path / SINGLE).read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -166,7 +166,7 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     def fail() -> torch.Tensor:
         raise OSError("the disk is full")
 
-    broken = LazyTensor((32,), torch.float32, fail)
+    broken = TensorReader.full((32,), torch.float32, fail)
     tensors = {**source.tensors, "final_norm.weight": broken}
     with pytest.raises(OSError, match="full"):
         write_weights_folder(
@@ -184,7 +184,7 @@ def test_a_folder_with_files_is_not_replaced(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["layers.0.mlp.fc_in.weight", "head.weight"])
 def test_names_and_shapes_are_checked_before_anything_is_read(name: str) -> None:
     source = random_source(CONFIG)
-    other = {**source.tensors, name: LazyTensor.of(torch.zeros(7, 32))}
+    other = {**source.tensors, name: TensorReader.of(torch.zeros(7, 32))}
     with raises_problem("weights-shape-mismatch", contains=name):
         SourceCheckpoint(source.path, "", source.settings, other).checked()
     del other[name]
@@ -195,7 +195,7 @@ def test_names_and_shapes_are_checked_before_anything_is_read(name: str) -> None
 def test_padding_of_the_vocabulary_is_removed() -> None:
     source = random_source(CONFIG)
     padded = {
-        name: LazyTensor.of(torch.nn.functional.pad(tensor.read(), (0, 0, 0, 14)))
+        name: TensorReader.of(torch.nn.functional.pad(tensor.read(), (0, 0, 0, 14)))
         if name in ("embedding.word.weight", "head.weight")
         else tensor
         for name, tensor in source.tensors.items()

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_ds.checkpoint.metadata import read_run
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.adam_states import with_training
@@ -27,7 +26,7 @@ from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.native import source_of
 from megatron_ds.conversion.registry import recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint, WriteOptions
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from tests.problems import raises_problem
 from tests.unit.checkpoint.native_writer import random_states
 from tests.unit.checkpoint.native_writer import write_checkpoint as write_native
@@ -199,7 +198,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def counted(tensor: LazyTensor) -> LazyTensor:
+    def counted(tensor: TensorReader) -> TensorReader:
         def read() -> Tensor:
             nonlocal most
             most = max(most, sum(each() is not None for each in alive))
@@ -207,7 +206,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
             alive.append(weakref.ref(value))
             return value
 
-        return dataclasses.replace(tensor, read=read)
+        return TensorReader.full(tensor.shape, tensor.dtype, read)
 
     optimizer = {
         kind: {name: counted(tensor) for name, tensor in tensors.items()}
@@ -235,7 +234,7 @@ def test_an_error_leaves_nothing(error: BaseException | None, tmp_path: Path) ->
         raise error
 
     last = "final_norm.bias"
-    broken = dataclasses.replace(source.tensors[last], read=read)
+    broken = TensorReader.full(source.tensors[last].shape, torch.float32, read)
     source = dataclasses.replace(source, tensors={**source.tensors, last: broken})
     with pytest.raises(type(error)):
         write_torch_dist(source, tmp_path / "out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from megatron_ds.engine.deepspeed.partitions import ParameterPlace
 from megatron_ds.engine.states import resharding
 from megatron_ds.engine.states.resharding import Resharding
-from megatron_ds.engine.states.state_reader import MASTER
+from megatron_ds.engine.states.state_reader import MASTER, Columns, TensorReader, part_of
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import ShardSpec, mark_sharded
 from tests.problems import raises_problem
@@ -42,16 +41,15 @@ class States:
     def steps(self, name: str) -> int | None:
         return self._steps
 
-    def read(
-        self, name: str, kind: str, rows: range, columns: tuple[int, Sequence[range]] | None = None
-    ) -> torch.Tensor:
-        found = self.values[name, kind][rows.start : rows.stop]
-        if columns is not None:
-            dim, ranges = columns
-            found = torch.cat([found.narrow(dim, r.start, len(r)) for r in ranges], dim)
-        missing = len(rows) - len(found)
-        self.reads.append(found.numel())
-        return torch.cat([found, torch.zeros(missing, *found.shape[1:])])
+    def tensor(self, name: str, kind: str) -> TensorReader:
+        full = self.values[name, kind]
+
+        def load(rows: range, columns: Columns | None) -> torch.Tensor:
+            found = part_of(full, rows, columns)
+            self.reads.append(found.numel())
+            return found
+
+        return TensorReader(tuple(full.shape), full.dtype, load)
 
 
 class Model(nn.Module):

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_ds.checkpoint.tensor_reader import LazyTensor
 from megatron_ds.config import ModelConfig, OptimizerConfig
 from megatron_ds.config.problems import Problem
+from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.loading.initial_load import (
     StartStates,
     conflicts,
@@ -198,17 +199,21 @@ def test_states_are_read_by_rows_and_columns(tmp_path: Path) -> None:
     start = open_foreign(config.with_vocab(50))
     reads: list[str] = []
 
-    def counting(name: str, tensor: LazyTensor) -> LazyTensor:
-        return dataclasses.replace(tensor, read=lambda: (reads.append(name), tensor.read())[1])
+    def counting(name: str, tensor: TensorReader) -> TensorReader:
+        def load() -> Tensor:
+            reads.append(name)
+            return tensor.read()
+
+        return TensorReader.full(tensor.shape, tensor.dtype, load)
 
     weights = {name: counting(name, tensor) for name, tensor in start.weights.items()}
     states = StartStates(dataclasses.replace(start, weights=weights))
     name = "layers.1.attention.proj.weight"
     full = start.weights[name].read()
 
-    parts = [states.read(name, "master", range(row, row + 8)) for row in range(0, 32, 8)]
-    some = states.read(name, "master", range(2, 4), (1, [range(3), range(6, 8)]))
-    table = states.read("embedding.word.weight", "exp_avg", range(60, 70))
+    parts = [states.tensor(name, "master").read(range(row, row + 8)) for row in range(0, 32, 8)]
+    some = states.tensor(name, "master").read(range(2, 4), (1, [range(3), range(6, 8)]))
+    table = states.tensor("embedding.word.weight", "exp_avg").read(range(60, 70))
 
     assert torch.equal(torch.cat(parts), full)
     assert torch.equal(some, full[2:4][:, [0, 1, 2, 6, 7]])

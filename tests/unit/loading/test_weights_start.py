@@ -115,8 +115,10 @@ def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
     states = StartStates(start)
     expected = open_hf(folder.with_name("hf")).tensors
     name = "layers.1.mlp.fc_in.weight"
-    assert torch.equal(states.read(name, "master", range(8, 20)), expected[name].read()[8:20])
-    table = states.read("embedding.word.weight", "master", range(40))
+    assert torch.equal(
+        states.tensor(name, "master").read(range(8, 20)), expected[name].read()[8:20]
+    )
+    table = states.tensor("embedding.word.weight", "master").read(range(40))
     assert torch.equal(table[:30], expected["embedding.word.weight"].read()[:30])
     assert not table[30:].any()  # padding
     assert states.moments(name) == ()
