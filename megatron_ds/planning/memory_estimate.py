@@ -42,28 +42,6 @@ DTYPE_BYTES = {"fp32": FP32, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
-class GatherLimits:
-    """Settings of ZeRO-3 that determine which parameters stay gathered, in elements."""
-
-    max_live: int
-    max_reuse_distance: int
-    prefetch_bucket: int
-    persistence_threshold: int
-
-
-@dataclass(frozen=True)
-class SwapInputs:
-    """What is kept on a disk, and the buffers of the swapping in elements."""
-
-    optimizer: bool
-    parameters: bool
-    optimizer_buffers: int = 0
-    parameter_buffers: int = 0
-    max_in_host: int = 0
-    """Elements of parameters that are not swapped."""
-
-
-@dataclass(frozen=True)
 class MemoryInputs:
     """Settings of the engine that determine its memory. `*_bytes` are bytes per element."""
 
@@ -79,22 +57,14 @@ class MemoryInputs:
     moment_bytes: float = field(kw_only=True, default=FP32)
     has_matrix_updates: bool = field(kw_only=True, default=False)
     """Whether Muon updates the matrices of the layers, which have one moment less."""
-    bucket_elements: int
-    """reduce_bucket_size."""
-    num_buckets: int = 1
-    """Two with overlap_comm, and under ZeRO-3, which scatters a bucket from a copy of it."""
-    gather_limits: GatherLimits | None = None
-    """Under ZeRO-3."""
+    zero: Mapping[str, Any]
+    """DeepSpeed's `zero_optimization`: buckets, limits of gathering, swapping."""
     offload_optimizer: bool = False
     offload_parameters: bool = False
     offload_fraction: float = 1.0
     """Of the optimizer states that are offloaded."""
-    swap: SwapInputs | None = None
-    """With states on a disk."""
     master_bytes: int = FP32
     """Of master weights and moments."""
-    hpz_size: int = 1
-    """Ranks with a second copy of the ZeRO-3 parameters."""
     immediate_grad_update: bool = True
     """Stage 1 adds a bf16 gradient to its fp32 accumulator as soon as it is computed."""
     sp_size: int = 1
@@ -150,11 +120,10 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
         device: Kind of device, such as "cpu".
     """
     ds_config, offload = build_ds_config(config, dp_size, device), config.deepspeed
-    zero, stage = ds_config["zero_optimization"], zero_stage(config)
     momentum = int(config.optimizer.sgd_momentum != 0)
     moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[config.optimizer.optimizer]
     return MemoryInputs(
-        zero_stage=stage,
+        zero_stage=zero_stage(config),
         tp_size=config.parallel.tensor_model_parallel_size,
         dp_size=dp_size * config.parallel.ds_sequence_parallel_size,
         param_bytes=DTYPE_BYTES[config.precision.name],
@@ -163,44 +132,14 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
         moments=moments,
         moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else FP32,
         has_matrix_updates=config.optimizer.optimizer == "muon",
-        bucket_elements=int(zero["reduce_bucket_size"]),
-        gather_limits=_gather_limits(zero) if stage == 3 else None,
-        num_buckets=2 if zero.get("overlap_comm") or stage == 3 else 1,
+        zero=ds_config["zero_optimization"],
         offload_optimizer=offload.optimizer_offload != "none",
         offload_parameters=offload.param_offload != "none",
         offload_fraction=offload.optimizer_offload_fraction,
-        swap=_swap_inputs(zero) if offload.uses_nvme else None,
         master_bytes=2 if in_effect(config.precision).bf16_master_weights else FP32,
-        hpz_size=int(zero.get("zero_hpz_partition_size", 1)),
         immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
         sp_size=config.parallel.ds_sequence_parallel_size,
         on_cpu=device == "cpu",
-    )
-
-
-def _swap_inputs(zero: Mapping[str, Any]) -> SwapInputs:
-    optimizer, parameters = zero.get("offload_optimizer", {}), zero.get("offload_param", {})
-    swaps_parameters = parameters.get("device") == "nvme"
-    is_swapped = optimizer.get("device") == "nvme"
-    return SwapInputs(
-        optimizer=is_swapped,
-        parameters=swaps_parameters,
-        optimizer_buffers=optimizer["buffer_count"] * int(zero["sub_group_size"])
-        if is_swapped
-        else 0,
-        parameter_buffers=parameters.get("buffer_count", 5) * int(parameters["buffer_size"])
-        if swaps_parameters
-        else 0,
-        max_in_host=int(parameters["max_in_cpu"]) if swaps_parameters else 0,
-    )
-
-
-def _gather_limits(zero: Mapping[str, Any]) -> GatherLimits:
-    return GatherLimits(
-        max_live=int(zero["stage3_max_live_parameters"]),
-        max_reuse_distance=int(zero["stage3_max_reuse_distance"]),
-        prefetch_bucket=int(zero["stage3_prefetch_bucket_size"]),
-        persistence_threshold=int(zero["stage3_param_persistence_threshold"]),
     )
 
 
@@ -238,7 +177,7 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
         gathered=gathered,
         phases={
             "loss": forward + logits + (sizes.bucket if inputs.zero_stage == 3 else 0),
-            "start of the backward pass": forward + scaled + inputs.num_buckets * sizes.bucket,
+            "start of the backward pass": forward + scaled + sizes.num_buckets * sizes.bucket,
             "averaging of the gradients": states + gathered + reduction + retained,
         },
     )
@@ -292,8 +231,10 @@ class _Sizes:
         self.has_bucket = inputs.zero_stage > 1 or (
             inputs.zero_stage == 1 and (not self.has_accumulator or inputs.offload_optimizer)
         )
-        elements = min(inputs.bucket_elements, self.full) if self.has_bucket else 0
+        elements = min(int(inputs.zero["reduce_bucket_size"]), self.full) if self.has_bucket else 0
         self.bucket = inputs.reduction_bytes * elements
+        # ZeRO-3 scatters a bucket from a copy of it.
+        self.num_buckets = 2 if inputs.zero.get("overlap_comm") or inputs.zero_stage == 3 else 1
         replicas = inputs.dp_size // inputs.sp_size
         micro_batches = replicas * config.schedule.micro_batch_size
         self.is_single = config.final_global_batch_size(replicas) == micro_batches
@@ -326,8 +267,8 @@ class _Sizes:
             optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
         optimizer["master weights"] = inputs.master_bytes * partition
         optimizer["moments"] = self.moments * inputs.master_bytes // FP32
-        if inputs.hpz_size > 1:
-            device["second copies"] = inputs.param_bytes * -(-full // inputs.hpz_size)
+        if (hpz_size := int(inputs.zero.get("zero_hpz_partition_size", 1))) > 1:
+            device["second copies"] = inputs.param_bytes * -(-full // hpz_size)
         if inputs.offload_optimizer and inputs.offload_fraction < 1:
             for kind in ("master weights", "moments", "accumulated gradients"):
                 device[kind] = int((1 - inputs.offload_fraction) * host[kind])
@@ -355,21 +296,20 @@ class _Sizes:
         Returns:
             States on the disk, and bytes of locked buffers, which are added to those of the host.
         """
-        inputs, swap = self.inputs, self.inputs.swap
-        if swap is None:
-            return {}, 0
-        disk: dict[str, int] = {}
-        locked = 0
-        if swap.optimizer:
+        inputs, zero, disk, locked = self.inputs, self.inputs.zero, dict[str, int](), 0
+        if (optimizer := zero.get("offload_optimizer", {})).get("device") == "nvme":
             disk = {kind: host.pop(kind) for kind in ("master weights", "moments")}
             disk["gradients"] = FP32 * self.partition
-            locked += inputs.master_bytes * min(swap.optimizer_buffers, 4 * self.partition)
-        if swap.parameters:
-            kept = inputs.param_bytes * swap.max_in_host
+            buffers = optimizer["buffer_count"] * int(zero["sub_group_size"])
+            locked += inputs.master_bytes * min(buffers, 4 * self.partition)
+        if (parameters := zero.get("offload_param", {})).get("device") == "nvme":
+            kept = inputs.param_bytes * int(parameters["max_in_cpu"])
             disk["parameters"] = host["parameters"]
             host["parameters"] = min(kept, host["parameters"])
-            locked += inputs.param_bytes * swap.parameter_buffers
-        host["buffers for swapping"] = locked
+            buffers = parameters.get("buffer_count", 5) * int(parameters["buffer_size"])
+            locked += inputs.param_bytes * buffers
+        if disk:
+            host["buffers for swapping"] = locked
         return disk, locked
 
     def saved(self, *places: Mapping[str, int]) -> int:
@@ -389,19 +329,20 @@ class _Sizes:
         forward pass the last layers, which are passed twice between their two uses, or three times
         if they are recomputed. Prefetching runs ahead until `max_live` parameters are gathered.
         """
-        limits = self.inputs.gather_limits
-        if limits is None:
+        if self.inputs.zero_stage < 3:
             return 0
+        names = ("max_reuse_distance", "max_live_parameters", "param_persistence_threshold")
+        reuse, live, threshold = (int(self.inputs.zero[f"stage3_{name}"]) for name in names)
         sizes = parameter_sizes(self.model, self.inputs.tp_size, self.config.moe, self.ep_size)
         largest = max(sizes)
-        kept = sum(n * count for n, count in sizes.items() if n <= limits.persistence_threshold)
+        kept = sum(n * count for n, count in sizes.items() if n <= threshold)
         if not self.model.untie_embeddings_and_output_weights:
             rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
             kept += rows * self.model.hidden_size
         is_recomputed = self.config.recompute.recompute_granularity == "full"
-        ahead = limits.max_reuse_distance // (3 if is_recomputed else 2)
-        if limits.prefetch_bucket > 0:
-            ahead = max(ahead, limits.max_live)
+        ahead = reuse // (3 if is_recomputed else 2)
+        if int(self.inputs.zero["stage3_prefetch_bucket_size"]) > 0:
+            ahead = max(ahead, live)
         # The current parameter, and the last one that exceeds a limit.
         return self.inputs.param_bytes * min(self.full, kept + ahead + 2 * largest)
 
@@ -435,7 +376,7 @@ class _Sizes:
         # The optimizer steps on a flat copy of its partition.
         step = 0 if inputs.offload_optimizer else FP32 * self.partition
         step += self.matrix_updates()
-        buckets = inputs.num_buckets * self.bucket
+        buckets = self.num_buckets * self.bucket
         return max(buckets, step) if inputs.zero_stage < 3 else buckets + step
 
     def retained_by_malloc(self, activations: int) -> int:

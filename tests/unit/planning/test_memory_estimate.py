@@ -39,7 +39,6 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.planning.memory_estimate import (
     BLOCKWISE_8_BIT,
     FP32,
-    GatherLimits,
     MemoryEstimate,
     MemoryInputs,
     estimate,
@@ -85,6 +84,12 @@ PER_DOCUMENT = (
 )
 """Models that are also measured with attention inside documents."""
 COUNTED = [*((name, False) for name in MODELS), *((name, True) for name in PER_DOCUMENT)]
+LIMITS = {
+    "stage3_max_live_parameters": 10**9,
+    "stage3_max_reuse_distance": 10**9,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_param_persistence_threshold": 10**5,
+}
 SINGLE = MemoryInputs(
     zero_stage=0,
     tp_size=1,
@@ -93,7 +98,7 @@ SINGLE = MemoryInputs(
     accumulation_bytes=4,
     reduction_bytes=4,
     moments=2,
-    bucket_elements=0,
+    zero={"reduce_bucket_size": 0, **LIMITS},
     on_cpu=True,
 )
 
@@ -420,19 +425,14 @@ LLAMA_70B = ModelConfig(
     hidden_dropout=0.0,
     vocab_size=128_256,
 )
-LIMITS = GatherLimits(
-    max_live=10**9,
-    max_reuse_distance=10**9,
-    prefetch_bucket=50_000_000,
-    persistence_threshold=10**5,
-)
 
 
-def gathered(model: ModelConfig, limits: GatherLimits, **recompute: Any) -> int:
+def gathered(model: ModelConfig, limits: dict[str, int], **recompute: Any) -> int:
     """Estimated parameters that ZeRO-3 keeps gathered, bf16."""
+    zero = SINGLE.zero | limits
     run = dataclasses.replace(config(RecomputeConfig(**recompute)), model=model)
     zero3 = dataclasses.replace(
-        SINGLE, zero_stage=3, dp_size=512, param_bytes=2, gather_limits=limits, on_cpu=False
+        SINGLE, zero_stage=3, dp_size=512, param_bytes=2, zero=zero, on_cpu=False
     )
     return estimate(run, zero3).gathered // 2
 
@@ -443,15 +443,15 @@ def test_zero3_gathers_a_few_layers_of_a_large_model() -> None:
     norms = (2 * 80 + 1) * 8192  # below the threshold
     largest = max(table, fc_in)
     expected = 10**9 + 2 * largest + norms
-    assert gathered(LLAMA_70B, LIMITS) == expected
+    assert gathered(LLAMA_70B, {}) == expected
     assert expected * 2 / 2**30 < 6
-    without_prefetch = dataclasses.replace(LIMITS, prefetch_bucket=0)
+    without_prefetch = {"stage3_prefetch_bucket_size": 0}
     assert gathered(LLAMA_70B, without_prefetch) == expected - 5 * 10**8
     full = {"recompute_granularity": "full"}
     assert gathered(LLAMA_70B, without_prefetch, **full) == expected - 10**9 + 10**9 // 3
     tied = dataclasses.replace(LLAMA_70B, untie_embeddings_and_output_weights=False)
-    assert gathered(tied, LIMITS) == expected + table
-    unlimited = dataclasses.replace(LIMITS, max_live=10**12)
+    assert gathered(tied, {}) == expected + table
+    unlimited = {"stage3_max_live_parameters": 10**12}
     assert gathered(LLAMA_70B, unlimited) == parameters_per_rank(LLAMA_70B, 1)
 
 

@@ -81,7 +81,10 @@ SETTINGS = EngineSettings(
     optimizer_offload="cpu",
     param_offload="nvme",
     loss_scale=LossScaleSettings(65536, 1000, 2),
-    hpz_size=16,
+)
+LIMITS = (
+    *("reduce_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
 )
 ENGINE = MemoryInputs(
     zero_stage=3,
@@ -91,7 +94,7 @@ ENGINE = MemoryInputs(
     accumulation_bytes=4,
     reduction_bytes=2,
     moments=2,
-    bucket_elements=500_000_000,
+    zero=dict.fromkeys(LIMITS, 500_000_000),
     offload_optimizer=True,
 )
 GROUPS = {
