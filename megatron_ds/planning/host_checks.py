@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.config import Config, passed_keys
@@ -18,6 +19,7 @@ from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.launch import device, environment
 from megatron_ds.launch.cpp_ops import ASYNC_IO
 from megatron_ds.launch.cpp_ops import problems as op_problems
+from megatron_ds.launch.device import DeviceCapacity
 from megatron_ds.planning import disk_rate, host_memory
 from megatron_ds.planning.disk_rate import DiskRate
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
@@ -26,45 +28,83 @@ SLOW_SECONDS = 1.0
 """Seconds of reading and writing per step from which a warning reports them."""
 
 
+@dataclass(frozen=True)
+class Disk:
+    """The disk of --nvme-path."""
+
+    folder: Path
+    rate: DiskRate
+    free: int
+    """Bytes."""
+    is_in_memory: bool
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this host has for the processes of a run. Sizes are in bytes."""
+
+    kind: str
+    """Kind of the device, such as "cpu"."""
+    processes: int
+    """Processes of the run on this host."""
+    total: float
+    """Memory."""
+    available: float
+    """Memory that no process uses."""
+    lockable: float
+    """Memory that a process may lock."""
+    device: DeviceCapacity | None = None
+    """None on a CPU, or if this process sees no accelerator."""
+    disk: Disk | None = None
+    """On the first process, for what is offloaded to NVMe."""
+
+    @classmethod
+    def here(cls, config: Config, processes: int, rate: DiskRate | None) -> Host:
+        """The host of this process.
+
+        Args:
+            config: Complete configuration of the run.
+            processes: Processes of the run on this host.
+            rate: Rate of the disk of --nvme-path, which the first of them measures; None on others.
+        """
+        kind, disk, folder = device.kind(), None, Path(str(config.deepspeed.nvme_path))
+        if rate is not None:
+            free = shutil.disk_usage(folder).free
+            disk = Disk(folder, rate, free, disk_rate.is_in_memory(folder))
+        rank, is_shared = environment.local_rank(), environment.has_shared_devices()
+        accelerator = None
+        if kind != "cpu":
+            accelerator = device.capacity(rank, processes, is_shared=is_shared)
+        memory = (host_memory.total(), host_memory.available(), host_memory.lockable())
+        return cls(kind, processes, *memory, accelerator, disk)
+
+
 def problems(
-    config: Config,
-    dp_size: int,
-    processes: int,
-    rate: DiskRate | None,
-    warn: Callable[[Problem], None],
+    config: Config, dp_size: int, host: Host, warn: Callable[[Problem], None]
 ) -> Iterator[Problem]:
-    """Check what the settings need of this host.
+    """Check what the settings need of a host.
 
     Args:
         config: Complete configuration without problems.
         dp_size: Data-parallel size.
-        processes: Processes of this run on this host.
-        rate: Rate of the disk of --nvme-path, which the first of them measures; None on others.
+        host: The host of this process.
         warn: Called with each warning.
     """
-    kind = device.kind()
-    yield from _passed_key_problems(config, kind, warn)
-    ops = cpp_ops(build_ds_config(config, dp_size, kind, available_on(kind)))
+    yield from _passed_key_problems(config, host.kind, warn)
+    ops = cpp_ops(build_ds_config(config, dp_size, host.kind, available_on(host.kind)))
     yield from op_problems([op for op in ops if op is not ASYNC_IO])  # libaio.py checks that one
-    estimate = planned_memory(config, dp_size, kind)
-    folder = Path(str(config.deepspeed.nvme_path))
-    is_in_memory = rate is not None and disk_rate.is_in_memory(folder)
-    mode = config.runtime.memory_check
-    excesses = [
-        *_host_excesses(estimate, processes, kind, is_in_memory),
-        *(_device_excesses(estimate, processes) if kind != "cpu" else ()),
-    ]
+    estimate, mode = planned_memory(config, dp_size, host.kind), config.runtime.memory_check
+    excesses = [*_host_excesses(estimate, host), *_device_excesses(estimate, host.device)]
     for problem, is_certain in excesses if mode != "off" else ():
         if is_certain and mode == "error":
             yield problem
         else:
             warn(problem)
-    if estimate.locked > (limit := host_memory.lockable()):
-        yield Problem("locked-memory-exceeded", needed=estimate.locked / 1e6, limit=limit / 1e6)
-    if is_in_memory:
-        warn(Problem("nvme-path-in-memory", folder=folder))
-    if rate is not None:
-        yield from _disk_problems(folder, rate, processes * sum(estimate.disk.values()), warn)
+    if estimate.locked > host.lockable:
+        needed, limit = estimate.locked / 1e6, host.lockable / 1e6
+        yield Problem("locked-memory-exceeded", needed=needed, limit=limit)
+    if host.disk is not None:
+        yield from _disk_problems(host.disk, host.processes * sum(estimate.disk.values()), warn)
     if config.deepspeed.uses_nvme:
         yield from swap_buffer_problems(config, dp_size)
 
@@ -82,50 +122,43 @@ def _passed_key_problems(
             warn(Problem("passed-key-unverified", key=passed.key, effect=passed.effect))
 
 
-def _host_excesses(
-    estimate: MemoryEstimate, processes: int, kind: str, disk_is_memory: bool
-) -> Iterator[tuple[Problem, bool]]:
+def _host_excesses(estimate: MemoryEstimate, host: Host) -> Iterator[tuple[Problem, bool]]:
     """What exceeds the memory of the host, and whether it is certain that the run cannot start."""
-    own = sum(estimate.host.values()) + (estimate.peak if kind == "cpu" else 0)
-    if disk_is_memory:
+    own = sum(estimate.host.values()) + (estimate.peak if host.kind == "cpu" else 0)
+    if host.disk is not None and host.disk.is_in_memory:
         own += sum(estimate.disk.values())
-    needed, total, free = processes * own, host_memory.total(), host_memory.available()
+    needed, count, total, free = host.processes * own, host.processes, host.total, host.available
     size = needed / 1e9
     if needed > total:
         total /= 1e9
-        yield Problem("host-memory-exceeded", needed=size, processes=processes, total=total), True
+        yield Problem("host-memory-exceeded", needed=size, processes=count, total=total), True
     elif needed > free:
         free /= 1e9
-        yield Problem("host-memory-short", needed=size, processes=processes, free=free), False
+        yield Problem("host-memory-short", needed=size, processes=count, free=free), False
 
 
-def _device_excesses(estimate: MemoryEstimate, processes: int) -> Iterator[tuple[Problem, bool]]:
+def _device_excesses(
+    estimate: MemoryEstimate, own: DeviceCapacity | None
+) -> Iterator[tuple[Problem, bool]]:
     """The same of the device. Its states are certain; the rest of the peak is an estimate."""
-    local_rank, is_shared = environment.local_rank(), environment.has_shared_devices()
-    own = device.capacity(local_rank, processes, is_shared=is_shared)
     if own is None:
         return
-    states, peak = own.processes * estimate.states / 1e9, own.processes * estimate.peak / 1e9
-    total, free = own.total / 1e9, own.free / 1e9
+    count, total, free = own.processes, own.total / 1e9, own.free / 1e9
+    states, peak = count * estimate.states / 1e9, count * estimate.peak / 1e9
     if states > total:
-        exceeded = Problem(
-            "device-memory-exceeded", needed=states, processes=own.processes, total=total
-        )
+        exceeded = Problem("device-memory-exceeded", needed=states, processes=count, total=total)
         yield exceeded, True
     elif peak > free:
-        yield Problem("device-memory-short", needed=peak, processes=own.processes, free=free), False
+        yield Problem("device-memory-short", needed=peak, processes=count, free=free), False
 
 
-def _disk_problems(
-    folder: Path, rate: DiskRate, stored: int, warn: Callable[[Problem], None]
-) -> Iterator[Problem]:
-    free = shutil.disk_usage(folder).free
-    if free < stored:
-        yield Problem("nvme-path-too-small", folder=folder, free=free / 1e9, needed=stored / 1e9)
+def _disk_problems(disk: Disk, stored: int, warn: Callable[[Problem], None]) -> Iterator[Problem]:
+    folder, rate, size = disk.folder, disk.rate, stored / 1e9
+    if disk.is_in_memory:
+        warn(Problem("nvme-path-in-memory", folder=folder))
+    if disk.free < stored:
+        yield Problem("nvme-path-too-small", folder=folder, free=disk.free / 1e9, needed=size)
     seconds = stored / rate.read + stored / rate.write
     if seconds > SLOW_SECONDS:
-        size, read, write = stored / 1e9, rate.read / 1e9, rate.write / 1e9
-        warning = Problem(
-            "nvme-takes", folder=folder, read=read, write=write, stored=size, seconds=seconds
-        )
-        warn(warning)
+        rates = {"read": rate.read / 1e9, "write": rate.write / 1e9}
+        warn(Problem("nvme-takes", folder=folder, stored=size, seconds=seconds, **rates))

@@ -98,7 +98,8 @@ def check(
 
         complete = config.with_vocab(vocab_size or given or 0)
         processes = environment.local_world_size() or 1
-        problems += host_checks.problems(complete, dp_size, processes, disk, warn)
+        host = host_checks.Host.here(complete, processes, disk)
+        problems += host_checks.problems(complete, dp_size, host, warn)
     problems += disk_problems
     return problems, None if tokenizer is None else RunInputs(tokenizer, data)
 
