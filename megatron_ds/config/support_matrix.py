@@ -269,6 +269,7 @@ AXES: Mapping[str, Axis] = {
 ON_DISK = ("nvme optimizer", "nvme")
 OPTIMIZER_OFFLOADED = ("optimizer", "both", *ON_DISK)
 OTHER_OPTIMIZERS = tuple(name for name in AXES["optimizer"].values if name != "adam")
+BF16_MASTERS: Values = {"precision": ("bf16",), "masters": ("bf16",)}
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -326,33 +327,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "bf16-masters-at-stage-1",
-        {
-            "precision": ("bf16",),
-            "masters": ("bf16",),
-            "zero": ("1",),
-            "offload": ("none", "parameters"),
-        },
+        {**BF16_MASTERS, "zero": ("1",), "offload": ("none", "parameters")},
         instead={"zero": "2"},
     ),
-    Rule(
-        "bf16-masters-untested",
-        {"precision": ("bf16",), "masters": ("bf16",), "experts": ("replicated", "distributed")},
-        instead={"masters": "fp32"},
-    ),
-    Rule(
-        "bf16-masters-untested",
-        {"precision": ("bf16",), "masters": ("bf16",), "optimizer": OTHER_OPTIMIZERS},
-        instead={"masters": "fp32"},
-    ),
-    Rule(
-        "bf16-masters-untested",
-        {"precision": ("bf16",), "masters": ("bf16",), "offload": ON_DISK},
-        instead={"masters": "fp32"},
-    ),
-    Rule(
-        "bf16-masters-untested",
-        {"zero": ("3",), "precision": ("bf16",), "masters": ("bf16",), "hpz": (MANY,)},
-        instead={"masters": "fp32"},
+    *(
+        Rule("bf16-masters-untested", values, instead={"masters": "fp32"})
+        for values in (
+            {**BF16_MASTERS, "experts": ("replicated", "distributed")},
+            {**BF16_MASTERS, "optimizer": OTHER_OPTIMIZERS},
+            {**BF16_MASTERS, "offload": ON_DISK},
+            {"zero": ("3",), **BF16_MASTERS, "hpz": (MANY,)},
+        )
     ),
 )
 
