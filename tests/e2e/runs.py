@@ -125,13 +125,13 @@ class Run:
             codes = [p.wait(timeout=max(0.0, end - time.monotonic())) for p in self._processes]
         except subprocess.TimeoutExpired:
             self.kill()
-            raise TimeoutError(f"the run hangs:\n{self.output[-3000:]}") from None
+            raise TimeoutError(f"the run hangs:\n{self.output[-20_000:]}") from None
         return Result(tuple(codes), self.output)
 
     def succeed(self) -> str:
         """Waits, requires that all processes succeed, and returns the output."""
         result = self.wait()
-        assert not any(result.codes), f"exit status {result.codes}:\n{result.output[-5000:]}"
+        assert not any(result.codes), f"exit status {result.codes}:\n{result.output[-20_000:]}"
         return result.output
 
     def wait_until(self, reached: Callable[[], bool], interval: float = 0.005) -> None:
@@ -140,7 +140,7 @@ class Run:
         while not reached():
             ended = all(process.poll() is not None for process in self._processes)
             if ended or time.monotonic() > end:
-                raise AssertionError(f"the run did not reach the condition:\n{self.output[-3000:]}")
+                raise AssertionError(f"the run did not reach the condition:\n{self.output[-20_000:]}")
             time.sleep(interval)
 
     def kill(self) -> None:
