@@ -8,7 +8,6 @@ matrix accepts*, in as few runs as a greedy search finds; `random_runs` draws wh
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -24,15 +23,14 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO
 from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, folder
 from tests.dist.recorded import Replay
-from tests.dist.reference import EOD, Run, Samples, train_reference
-from tests.unit.model.dense import dense_flex
+from tests.dist.reference import Run, Samples, train_reference
 
 STEPS = 10
+"""At most, of a run."""
 EXTRA: dict[str, dict[str, str]] = {
     "world": {"2": "", "4": ""},
     "accumulation": {"1": "", "4": ""},
@@ -158,34 +156,24 @@ def reference_of(run: RunLayout, steps: int, replay: Replay | None = None) -> Ru
     size = _micro_batch_size(run) if run["dropout"] != "off" else None
     if run["experts"] != "none":
         kept["experts"], size = "replicated", _micro_batch_size(run)
-    if replay is not None:
-        return _train_reference(kept, size, steps, replay)
-    full = _reference(tuple(kept.items()), size)
-    return dataclasses.replace(
-        full,
-        losses=full.losses[:steps],
-        norms=full.norms[:steps],
-        gradients=full.gradients[:steps],
-        weights=full.weights[: steps + 1],
-    )
+    # A replay is of one run, of which nothing is kept.
+    train = _train_reference if replay is None else _train_reference.__wrapped__
+    return train(tuple(kept.items()), size, steps, replay)
 
 
 @functools.cache
-def _reference(values: tuple[tuple[str, str], ...], micro_batch_size: int | None) -> Run:
-    return _train_reference(dict(values), micro_batch_size, STEPS, None)
-
-
 def _train_reference(
-    values: RunLayout, micro_batch_size: int | None, steps: int, replay: Replay | None
+    values: tuple[tuple[str, str], ...],
+    micro_batch_size: int | None,
+    steps: int,
+    replay: Replay | None,
 ) -> Run:
     run = {axis: axis_.default for axis, axis_ in support_matrix.AXES.items()}
-    run |= {"world": "1", "accumulation": "1", **values}
+    run |= {"world": "1", "accumulation": "1", **dict(values)}
     config, problems = configure(run)
     assert problems == []
-    packed = PackingOptions(EOD, False, True, FlexKernel(dense_flex))
-    rules = packed if config.data.reset_attention_mask else None
     plans = plans_of(run, config)[:steps]
-    return train_reference(config, samples_of(run), plans, rules, micro_batch_size, replay)
+    return train_reference(config, samples_of(run), plans, micro_batch_size, replay)
 
 
 def has_decisions(run: RunLayout) -> bool:

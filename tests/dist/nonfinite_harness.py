@@ -61,17 +61,17 @@ class Layout(NamedTuple):
         half = {} if self.precision == "fp32" else {self.precision: True}
         if self.precision == "fp16":
             half |= {"allow_fp16_on_cpu": True, "initial_loss_scale": 256.0, "hysteresis": 1}
+        case = Case(
+            *(WORLD, self.stage, self.tp, 2, "learned", "adamw"),
+            pp=self.pp,
+            sp=self.ulysses,
+            ep=self.ep,
+        )
         return config_of(
-            case_of(self.stage, self.tp * self.pp * self.ulysses),
+            case,
             precision=half,
             schedule=RATES,
-            parallel={
-                "tensor_model_parallel_size": self.tp,
-                "sequence_parallel": self.sequence,
-                "pipeline_model_parallel_size": self.pp,
-                "ds_sequence_parallel_size": self.ulysses,
-                "expert_model_parallel_size": self.ep,
-            },
+            parallel={"sequence_parallel": self.sequence},
             moe={} if self.ep == 1 else {"num_experts": (2,)},
             deepspeed={"cpu_optimizer": self.offload},
             optimizer=optimizer,

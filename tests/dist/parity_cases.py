@@ -1,13 +1,7 @@
-"""The parity cases: their axes, and the rule that selects the cases that run.
+"""Parity cases: small models on layouts, which are compared with one process.
 
-The rule: a case is one value for each of six axes (`AXES`), and the selected cases are a covering
-array. *Any three values of three different axes other than the model occur together in at least one
-case, and so does every model with every value of every other axis.* So every ZeRO stage meets every
-tensor-parallel size with every accumulation, and every model meets every stage, size and optimizer;
-an error that needs more particular values together can be missed. The array is built greedily and
-deterministically: the same cases in every run. The full product, 448 cases, is run by
-
-    MEGATRON_DS_PARITY=all python -m pytest --timeout 0 tests/dist/test_parity.py
+All cases have the same global batches, so that one run of one process serves all layouts of a model
+and an optimizer.
 """
 
 from __future__ import annotations
@@ -16,10 +10,9 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +26,12 @@ from megatron_ds.config import (
 )
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.train_state import StepPlan
+from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Samples, train_reference
 
 STEPS = 3
 SAMPLES_PER_STEP = 16
-"""Global batch of every case, so that one reference run serves all layouts of a model."""
+"""Global batch of every case."""
 SEED = 5
 
 SHAPE: dict[str, Any] = {
@@ -117,9 +111,13 @@ RATES: dict[str, tuple[float, ...]] = {
 OPTIMIZERS["8-bit"] = dataclasses.replace(OPTIMIZERS["adamw"], use_bnb_optimizer=True)
 
 
+Changes = Mapping[str, Mapping[str, Any]]
+"""Changed fields of a configuration by group."""
+
+
 @dataclass(frozen=True)
 class Case:
-    """One value for each axis."""
+    """A layout, a model and an optimizer, and the steps of the training."""
 
     world: int
     stage: int
@@ -127,6 +125,17 @@ class Case:
     accumulation: int
     model: str
     optimizer: str
+    changes: Changes = field(default_factory=dict, hash=False)
+    pp: int = 1
+    sp: int = 1
+    """Ranks that share every sequence (DeepSpeed-Ulysses)."""
+    ep: int = 1
+    batches: tuple[int, ...] = ()
+    """Samples of each step, if they change."""
+    lengths: tuple[int, ...] = ()
+    """Tokens per sample of each step, if they change."""
+    ends: float = 0.0
+    """Part of the tokens that end a document."""
 
     @property
     def name(self) -> str:
@@ -137,73 +146,11 @@ class Case:
 
     @property
     def micro_batch_size(self) -> int:
-        return SAMPLES_PER_STEP // (self.world // self.tp * self.accumulation)
+        return SAMPLES_PER_STEP // (self.dp * self.accumulation)
 
-
-EIGHT_BIT = tuple(
-    Case(2, stage, tp, 4, "learned", "8-bit") for stage, tp in ((0, 1), (1, 2), (2, 1), (3, 2))
-)
-"""Cases of 8-bit Adam, which follows AdamW."""
-
-
-AXES: dict[str, tuple[Any, ...]] = {
-    "world": (2, 4),
-    "stage": (0, 1, 2, 3),
-    "tp": (1, 2),
-    "accumulation": (1, 4),
-    "model": tuple(MODELS),
-    "optimizer": ("sgd", "adamw"),
-}
-
-
-def combinations(axes: Iterable[str]) -> list[tuple[str, ...]]:
-    """The axes whose values must occur together: layouts by three, each with the model."""
-    layout = [axis for axis in axes if axis != "model"]
-    return [*itertools.combinations(layout, 3), *(("model", axis) for axis in layout)]
-
-
-def demands(case: Case) -> set[tuple[tuple[str, Any], ...]]:
-    """The combinations of values that a case covers."""
-    return {tuple((axis, getattr(case, axis)) for axis in axes) for axes in combinations(AXES)}
-
-
-@functools.cache
-def product() -> tuple[Case, ...]:
-    assert tuple(AXES) == tuple(field.name for field in fields(Case))
-    return tuple(Case(*values) for values in itertools.product(*AXES.values()))
-
-
-@functools.cache
-def covering() -> tuple[Case, ...]:
-    """The covering array: each case is the first of those with the most uncovered combinations."""
-    left = {case: demands(case) for case in product()}
-    missing = set().union(*left.values())
-    chosen = []
-    while missing:
-        best = max(left, key=lambda case: len(left[case] & missing))
-        missing -= left.pop(best)
-        chosen.append(best)
-    return tuple(sorted(chosen, key=astuple))
-
-
-def chosen() -> tuple[Case, ...]:
-    """The cases that run: the covering array, or all if MEGATRON_DS_PARITY is "all"."""
-    return product() if os.environ.get("MEGATRON_DS_PARITY") == "all" else covering()
-
-
-def other_optimizers() -> Iterator[Case]:
-    """Cases of the other optimizers: every stage, two replicas, tensor-parallel sizes 1 and 2.
-
-    Muon meets fused queries, keys and values of different sizes, and a fused gate.
-    """
-    for stage, (world, tp) in itertools.product(AXES["stage"], ((2, 1), (4, 2))):
-        accumulation = 4 if world == 2 else 1
-        yield Case(world, stage, tp, accumulation, "learned", "lion")
-        model = "gqa" if (stage + tp) % 2 else "swiglu"
-        yield Case(world, stage, tp, accumulation, model, "muon")
-    # Embeddings and output layer in groups of their own.
-    for stage, tp, model in ((0, 2, "untied"), (1, 1, "alibi"), (3, 2, "untied")):
-        yield Case(2, stage, tp, 4, model, "grouped")
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.pp * self.sp)
 
 
 @functools.cache
@@ -216,7 +163,7 @@ def folder() -> Path:
     return Path(_folder().name)
 
 
-def config_of(case: Case, **changes: dict[str, Any]) -> Config:
+def config_of(case: Case, **changes: Mapping[str, Any]) -> Config:
     """The configuration of a case, the ZeRO stage taken from a DeepSpeed file as a user would.
 
     The file lowers the thresholds: ZeRO-3 partitions even toy parameters, and gradients are reduced
@@ -224,7 +171,7 @@ def config_of(case: Case, **changes: dict[str, Any]) -> Config:
 
     Args:
         case: The case.
-        changes: Changed fields by group: `model={"hidden_dropout": 0.1}`.
+        changes: Fields that are changed besides those of the case: `model={"hidden_dropout": 0.1}`.
     """
     zero = {
         "stage": case.stage,
@@ -236,7 +183,12 @@ def config_of(case: Case, **changes: dict[str, Any]) -> Config:
     path.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
     config = Config(
         model=ModelConfig(**SHAPE, **MODELS[case.model]),
-        parallel=ParallelConfig(tensor_model_parallel_size=case.tp),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=case.tp,
+            pipeline_model_parallel_size=case.pp,
+            ds_sequence_parallel_size=case.sp,
+            expert_model_parallel_size=case.ep,
+        ),
         optimizer=OPTIMIZERS[case.optimizer],
         schedule=ScheduleConfig(
             micro_batch_size=case.micro_batch_size,
@@ -246,8 +198,10 @@ def config_of(case: Case, **changes: dict[str, Any]) -> Config:
         deepspeed=DeepSpeedConfig(deepspeed_config=str(path)),
     )
     groups = {
-        name: dataclasses.replace(getattr(config, name), **values)
-        for name, values in changes.items()
+        name: dataclasses.replace(
+            getattr(config, name), **{**case.changes.get(name, {}), **changes.get(name, {})}
+        )
+        for name in {**case.changes, **changes}
     }
     # Completed and checked as by the command line, except for the data.
     config, problems = merge_file(dataclasses.replace(config, **groups), case.world)
@@ -260,18 +214,39 @@ def config_of(case: Case, **changes: dict[str, Any]) -> Config:
 
 def plans_of(case: Case) -> list[StepPlan]:
     """The steps of a case."""
+    count = max(len(case.batches), len(case.lengths)) or STEPS
+    batches = case.batches or (SAMPLES_PER_STEP,) * count
+    lengths = case.lengths or (SHAPE["seq_length"],) * count
+    rates = itertools.cycle(RATES[case.optimizer])
     return [
         StepPlan(
-            iteration=step + 1,
-            global_batch_size=SAMPLES_PER_STEP,
-            num_micro_batches=case.accumulation,
+            iteration=iteration,
+            global_batch_size=size,
+            num_micro_batches=size // (case.micro_batch_size * case.dp),
             lr=rate,
             weight_decay=OPTIMIZERS[case.optimizer].weight_decay,
-            seq_length=SHAPE["seq_length"],
+            seq_length=length,
             decoupled_lr=3 * rate if case.optimizer == "grouped" else None,
         )
-        for step, rate in enumerate(RATES[case.optimizer])
+        for iteration, (size, length, rate) in enumerate(
+            zip(batches, lengths, rates, strict=False), 1
+        )
     ]
+
+
+def samples_of(case: Case) -> Samples:
+    """The samples of all steps."""
+    samples = Samples(sum(plan.global_batch_size for plan in plans_of(case)), SHAPE)
+    return samples.with_document_ends(case.ends) if case.ends else samples
+
+
+def train_alone(case: Case, replay: Replay | None = None) -> Run:
+    """The run of one process."""
+    config = config_of(case)
+    # Without the loss per token, it is the mean over micro-batches of their means.
+    is_per_token = config.optimizer.calculate_per_token_loss
+    size = None if is_per_token else config.schedule.micro_batch_size
+    return train_reference(config, samples_of(case), plans_of(case), size, replay)
 
 
 @functools.cache

@@ -28,123 +28,52 @@ class Proof:
 
 
 EVERYTHING: Values = {name: tuple(axis.values) for name, axis in AXES.items()}
-ZERO, TP = EVERYTHING["zero"], EVERYTHING["tp"]
+PARTITIONED = EVERYTHING["zero"][1:]
 SEQUENCE: Values = {"tp": (MANY,), "sequence": ("on",)}
+PRECISION, SHARDED = "tests/dist/test_precision.py", "tests/dist/test_sequence_parallel.py"
 ULYSSES = "tests/dist/test_ulysses.py::test_shared_sequences_train_like_one_process"
+EXPERTS = "tests/dist/test_experts.py::test_experts_train_like_one_process"
 STAGES = "tests/dist/test_pipeline.py::test_stages_equal_one_process"
 PROOFS: tuple[Proof, ...] = (
     Proof("tests/dist/test_layouts.py::test_layout_equals_one_process", EVERYTHING),
     Proof(
         "tests/dist/test_parity.py::test_layout_equals_one_process",
-        {"zero": ZERO, "tp": TP, "optimizer": ("adam", "sgd", "lion", "muon")},
-    ),
-    Proof(
-        "tests/dist/test_precision.py::test_bf16_follows_fp32",
-        {"zero": ("1", "2", "3"), "tp": TP, "precision": ("bf16",)},
-    ),
-    Proof(
-        "tests/dist/test_fp16.py::test_fp16_follows_fp32",
-        {"zero": ("1", "2", "3"), "tp": TP, "precision": ("fp16",)},
-    ),
-    Proof(
-        "tests/dist/test_precision.py::test_offloading_changes_nothing",
-        {"zero": ("1", "2", "3"), "tp": TP, "offload": ("optimizer",)},
+        {"zero": PARTITIONED, "optimizer": ("muon",)},
     ),
     Proof(
         "tests/dist/test_parity.py::test_second_copies_of_parameters_change_nothing",
-        {"zero": ("3",), "hpz": (MANY,), "optimizer": ("adam",)},
+        {"zero": ("3",), "tp": (MANY,), "hpz": (MANY,), "optimizer": ("sgd",)},
+    ),
+    Proof(f"{PRECISION}::test_bf16_follows_fp32", {"zero": PARTITIONED, "precision": ("bf16",)}),
+    Proof(
+        "tests/dist/test_fp16.py::test_fp16_follows_fp32",
+        {"zero": PARTITIONED, "precision": ("fp16",)},
     ),
     Proof(
-        "tests/dist/test_precision.py::test_states_on_a_disk_change_nothing",
-        {"zero": ("3",), "tp": TP, "offload": ("nvme",)},
+        f"{PRECISION}::test_offloading_changes_nothing",
+        {"zero": PARTITIONED, "offload": ("optimizer",)},
     ),
     Proof(
-        "tests/dist/test_precision.py::test_bf16_master_weights_follow_fp32",
+        f"{PRECISION}::test_states_on_a_disk_change_nothing",
+        {"zero": ("3",), "tp": EVERYTHING["tp"], "offload": ("nvme",)},
+    ),
+    Proof(
+        f"{PRECISION}::test_bf16_master_weights_follow_fp32",
         {"zero": ("2", "3"), "precision": ("bf16",), "masters": ("bf16",)},
     ),
+    Proof(f"{SHARDED}::test_dropout_masks_are_those_of_one_process", SEQUENCE),
     Proof(
-        "tests/dist/test_sequence_parallel.py::test_layout_equals_one_process",
-        {**SEQUENCE, "zero": ZERO, "optimizer": ("adam", "sgd")},
+        f"{SHARDED}::test_packed_documents_equal_one_process", {**SEQUENCE, "documents": ("on",)}
     ),
-    Proof(
-        "tests/dist/test_sequence_parallel.py::test_dropout_masks_are_those_of_one_process",
-        {**SEQUENCE, "recompute": ("none", "selective", "full", "deepspeed")},
-    ),
-    Proof(
-        "tests/dist/test_sequence_parallel.py::test_packed_documents_equal_one_process",
-        {**SEQUENCE, "documents": ("on",)},
-    ),
-    Proof(
-        "tests/dist/test_sequence_parallel.py::test_changing_lengths_equal_one_process",
-        {**SEQUENCE, "curriculum": ("on",)},
-    ),
-    Proof(ULYSSES, {"sp": (MANY,), "zero": ZERO[1:], "tp": TP, "optimizer": ("adam", "sgd")}),
+    Proof(ULYSSES, {"sp": (MANY,), "zero": PARTITIONED}),
     Proof(ULYSSES, {"sp": (MANY,), "documents": ("off", "on")}),
-    Proof(ULYSSES, {**SEQUENCE, "sp": (MANY,), "zero": ("1", "3")}),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {
-            "experts": ("replicated",),
-            "zero": ZERO,
-            "tp": TP,
-            "optimizer": ("adam", "sgd"),
-            "recompute": ("none", "selective"),
-        },
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {
-            "experts": ("distributed",),
-            "zero": ("1", "2"),
-            "tp": TP,
-            "optimizer": ("adam", "sgd"),
-        },
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {
-            "experts": ("distributed",),
-            "tp": TP,
-            "recompute": ("none", "full", "deepspeed", "partitioned"),
-        },
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "documents": ("on",), "curriculum": ("on",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "zero": ("0",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "sp": (MANY,), "optimizer": ("sgd",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "pp": (MANY,), "recompute": ("full",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {**SEQUENCE, "experts": ("replicated",), "pp": (MANY,), "optimizer": ("sgd",)},
-    ),
-    Proof(
-        "tests/dist/test_experts.py::test_experts_train_like_one_process",
-        {"experts": ("distributed",), "tp": (MANY,), "zero": ("2",), "optimizer": ("muon",)},
-    ),
+    Proof(EXPERTS, {"experts": ("distributed",), "zero": ("1", "2")}),
+    Proof(EXPERTS, {"experts": ("distributed",), "documents": ("on",), "curriculum": ("on",)}),
+    Proof(EXPERTS, {"experts": ("distributed",), "pp": (MANY,), "recompute": ("full",)}),
     Proof(
         "tests/dist/test_experts.py::test_experts_in_half_precision_have_the_norm_of_one_process",
-        {
-            "experts": ("distributed",),
-            "zero": ("1", "2"),
-            "tp": TP,
-            "precision": ("bf16", "fp16"),
-        },
+        {"experts": ("distributed",), "zero": ("1", "2"), "precision": ("bf16",)},
     ),
-    Proof(STAGES, {"pp": (MANY,), "zero": ("0", "1"), "tp": TP, "optimizer": ("adam", "sgd")}),
-    Proof(STAGES, {"pp": (MANY,), "tp": TP, "recompute": ("full", "deepspeed")}),
-    Proof(STAGES, {"pp": (MANY,), "tp": TP, "documents": ("on",)}),
-    Proof(STAGES, {"pp": (MANY,), "curriculum": ("on",)}),
-    Proof(STAGES, {**SEQUENCE, "pp": (MANY,), "zero": ("0", "1")}),
-    Proof(STAGES, {"pp": (MANY,), "offload": ("optimizer",)}),
+    Proof(STAGES, {"pp": (MANY,), "tp": EVERYTHING["tp"]}),
+    Proof(STAGES, {"pp": (MANY,), "zero": ("0", "1")}),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_ds.config import Config
 from megatron_ds.train_state import StepPlan
 from tests.dist.engine_harness import EngineProbe, Meshes, prepare, train
-from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
+from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, samples_of
 from tests.dist.reference import Samples
 from tests.distributed import run_ranks
 
@@ -46,9 +46,24 @@ def training(
     )
 
 
-def case_training(case: Case, probe: EngineProbe | None = None, **changes: dict[str, Any]) -> Job:
+def case_training(
+    case: Case, probe: EngineProbe | None = None, **changes: Mapping[str, Any]
+) -> Job:
     """The training of a parity case with changed fields, as `config_of` takes them."""
-    return training(config_of(case, **changes), plans_of(case), SAMPLES, probe)
+    return training(config_of(case, **changes), plans_of(case), samples_of(case), probe)
+
+
+def selected(request: pytest.FixtureRequest) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The selected tests of the file of a fixture: name of the function, and parameters."""
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function):
+            yield item.originalname, item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def has_proofs(request: pytest.FixtureRequest) -> bool:
+    """Whether proofs of the file of a fixture are among the selected tests."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker("proof") for item in items)
 
 
 class Failure(str):
@@ -86,6 +101,15 @@ def run_jobs(world: int, jobs: Mapping[str, Job]) -> JobResults:
         return JobResults(
             {job: [load(folder / f"{job}.{rank}") for rank in range(world)] for job in jobs}
         )
+
+
+def run_by_world(jobs: Mapping[int, Mapping[str, Job]]) -> JobResults:
+    """Runs the jobs of each number of ranks. Their names are unique."""
+    results: dict[str, list[Any]] = {}
+    for world, named in jobs.items():
+        if named:
+            results |= run_jobs(world, named).results
+    return JobResults(results)
 
 
 def _run_jobs(rank: int, jobs: dict[str, Job], folder: Path) -> None:

@@ -18,12 +18,13 @@ from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, ModelConfig, OptimizerConfig
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.train_state import StepPlan
 from tests.dist.recorded import Recorded, Replay
+from tests.unit.model.dense import dense_flex
 
 EOD = 7
 """Token that ends a document."""
@@ -99,18 +100,28 @@ class Samples:
         return torch.from_numpy(self._tokens[first : first + count])
 
 
+def packing_of(config: Config) -> PackingOptions | None:
+    """How boundaries of documents are treated: by a dense mask."""
+    data = config.data
+    if not (data.reset_position_ids or data.reset_attention_mask):
+        return None
+    kernel = FlexKernel(dense_flex)
+    return PackingOptions(EOD, data.reset_position_ids, data.reset_attention_mask, kernel)
+
+
 def train_reference(
     config: Config,
     samples: Samples,
     plans: list[StepPlan],
-    documents: PackingOptions | None = None,
     micro_batch_size: int | None = None,
     replay: Replay | None = None,
 ) -> Run:
     """Trains the plans' steps in this process, in fp32.
 
     Args:
-        documents: How document boundaries are treated.
+        config: The configuration, of which only the model, the data and the optimizer matter.
+        samples: The data.
+        plans: The steps.
         micro_batch_size: Samples of a forward pass, which share a dropout mask; None: all of a
             step. With masked tokens only all of them give the mean over the step.
         replay: Decides instead of the model. None: the model decides.
@@ -121,7 +132,7 @@ def train_reference(
         mesh=Mesh.single(),
         rng=rng,
         seed=config.runtime.seed,
-        packing=documents,
+        packing=packing_of(config),
         moe=config.moe,
     )
     named = dict(model.named_parameters())
@@ -163,7 +174,6 @@ def evaluate_reference(
     config: Config,
     samples: Samples,
     weights: Tensors,
-    documents: PackingOptions | None = None,
     micro_batch_size: int | None = None,
     *,
     count: int,
@@ -174,7 +184,12 @@ def evaluate_reference(
         weights: Weights of the model.
         count: How many samples.
     """
-    options = {"mesh": Mesh.single(), "rng": RngStreams(0), "seed": None, "packing": documents}
+    options = {
+        "mesh": Mesh.single(),
+        "rng": RngStreams(0),
+        "seed": None,
+        "packing": packing_of(config),
+    }
     model = GPTModel(config.model, **options).eval()
     model.load_state_dict(weights)
     tokens = samples.batch(0, count)

@@ -14,13 +14,13 @@ from torch._inductor import config as inductor
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case
-from tests.dist.rank_jobs import Job, JobResults, case_training, run_jobs
+from tests.dist.rank_jobs import Job, JobResults, case_training, has_proofs, run_by_world
+from tests.dist.reference import Run
 
 ONE_PROCESS = Case(1, 1, 1, 4, "learned", "adamw")
 ZERO3 = Case(2, 3, 1, 1, "learned", "adamw")
-TWO_STAGES = Case(2, 1, 2, 4, "learned", "adamw")
-"""Of tensor-parallel size 1: the pipeline has the two processes, with two stages each."""
-STAGES = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipev"}
+FOLDED = {"parallel": {"pipeline_schedule": "dualpipev"}}
+TWO_STAGES = Case(2, 1, 1, 4, "learned", "adamw", FOLDED, pp=2)
 STAGED_MODEL = {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.2}
 WITH_DROPOUT = Case(2, 1, 2, 1, "gqa", "adamw")
 
@@ -46,67 +46,75 @@ def use_inductor_random_numbers(engine: Any) -> None:
     inductor.fallback_random = False
 
 
-@pytest.fixture(scope="module")
-def one_process() -> JobResults:
+def proofs() -> dict[str, Job]:
+    """The jobs of two ranks that `make test` leaves out."""
     jobs = {
-        str(compiled): job(ONE_PROCESS, compiled, use_torch_random_numbers, model=STAGED_MODEL)
+        f"own-{granularity}": with_dropout(granularity, True, use_inductor_random_numbers)
+        for granularity in (None, "full")
+    }
+    jobs["stages"] = job(TWO_STAGES, True, use_torch_random_numbers, model=STAGED_MODEL)
+    # Last: eager ZeRO-3 leaves DeepSpeed's linear layer in torch.
+    return jobs | {f"zero3-{compiled}": job(ZERO3, compiled) for compiled in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> JobResults:
+    one = {
+        f"one-{compiled}": job(ONE_PROCESS, compiled, use_torch_random_numbers, model=STAGED_MODEL)
         for compiled in (False, True)
     }
-    return run_jobs(1, jobs)
+    two = {
+        f"selective-{compiled}": with_dropout("selective", compiled, use_torch_random_numbers)
+        for compiled in (True, False)
+    }
+    if has_proofs(request):
+        two |= proofs()
+    return run_by_world({1: one, 2: two})
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> JobResults:
-    jobs = {}
-    for name, granularity in {"stored": None, "full": "full"}.items():
-        jobs[f"own-{name}"] = with_dropout(granularity, True, use_inductor_random_numbers)
-    one = {"tensor_model_parallel_size": 1}
-    jobs["stages"] = job(
-        TWO_STAGES, True, use_torch_random_numbers, parallel=STAGES | one, model=STAGED_MODEL
-    )
-    for compiled in (True, False):  # eager ZeRO-3 leaves DeepSpeed's linear layer in torch
-        jobs[f"zero3-{compiled}"] = job(ZERO3, compiled)
-        jobs[f"selective-{compiled}"] = with_dropout(
-            "selective", compiled, use_torch_random_numbers
-        )
-    return run_jobs(2, jobs)
-
-
-def assert_same(two_ranks: JobResults, compiled: str, eager: str) -> None:
-    for one, other in zip(two_ranks.of(compiled), two_ranks.of(eager), strict=True):
-        assert one.notes["compiled"] > 0
-        assert other.notes["compiled"] == 0
-        assert differences(one, other) == []
-
-
-def test_there_is_no_graph_break(one_process: JobResults, two_ranks: JobResults) -> None:
-    """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs."""
-    runs = [*one_process.of("True")]
-    for name in ("selective-True", "own-stored", "own-full", "stages"):
-        runs += two_ranks.of(name)
-    assert [run.notes["graph breaks"] for run in runs] == [0] * len(runs)
-
-
-def test_one_process_matches_eager(one_process: JobResults) -> None:
-    assert_same(one_process, "True", "False")
-
-
-def test_stages_match_one_eager_process(one_process: JobResults, two_ranks: JobResults) -> None:
-    (eager,) = one_process.of("False")
-    for run in two_ranks.of("stages"):
+def assert_same(compiled: list[Run], others: list[Run]) -> None:
+    for run, other in zip(compiled, others, strict=True):
         assert run.notes["compiled"] > 0
-        assert differences(run, eager) == []
+        assert differences(run, other) == []
 
 
-def test_zero3_matches_eager(two_ranks: JobResults) -> None:
-    assert_same(two_ranks, "zero3-True", "zero3-False")
+def assert_eager(runs: list[Run]) -> list[Run]:
+    assert [run.notes["compiled"] for run in runs] == [0] * len(runs)
+    return runs
 
 
-def test_tensor_parallel_recomputed_dropout_matches_eager(two_ranks: JobResults) -> None:
-    assert_same(two_ranks, "selective-True", "selective-False")
+PROOFS = ("own-None", "own-full", "stages")
 
 
-def test_full_recomputation_repeats_compiled_dropout_masks(two_ranks: JobResults) -> None:
-    for one, other in zip(two_ranks.of("own-full"), two_ranks.of("own-stored"), strict=True):
-        assert one.notes["compiled"] > 0
-        assert differences(one, other) == []
+@pytest.mark.parametrize(
+    "name",
+    ["one-True", "selective-True", *(pytest.param(n, marks=pytest.mark.proof) for n in PROOFS)],
+)
+def test_there_is_no_graph_break(name: str, outcomes: JobResults) -> None:
+    """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs."""
+    for run in outcomes.of(name):
+        assert run.notes["compiled"] > 0
+        assert run.notes["graph breaks"] == 0
+
+
+def test_one_process_matches_eager(outcomes: JobResults) -> None:
+    assert_same(outcomes.of("one-True"), assert_eager(outcomes.of("one-False")))
+
+
+@pytest.mark.proof
+def test_stages_match_one_eager_process(outcomes: JobResults) -> None:
+    assert_same(outcomes.of("stages"), outcomes.of("one-False") * 2)
+
+
+@pytest.mark.proof
+def test_zero3_matches_eager(outcomes: JobResults) -> None:
+    assert_same(outcomes.of("zero3-True"), assert_eager(outcomes.of("zero3-False")))
+
+
+def test_tensor_parallel_recomputed_dropout_matches_eager(outcomes: JobResults) -> None:
+    assert_same(outcomes.of("selective-True"), assert_eager(outcomes.of("selective-False")))
+
+
+@pytest.mark.proof
+def test_full_recomputation_repeats_compiled_dropout_masks(outcomes: JobResults) -> None:
+    assert_same(outcomes.of("own-full"), outcomes.of("own-None"))

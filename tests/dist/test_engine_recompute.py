@@ -9,21 +9,26 @@ import pytest
 import torch
 
 from tests.dist.compare import differences
-from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, reference_of
+from tests.dist.parity_cases import Case, reference_of, train_alone
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs
-from tests.dist.reference import train_reference
 
 LAYOUTS = list(itertools.product((1, 3), (1, 2)))
 """ZeRO stage and tensor-parallel size."""
 EVEN, ODD = [(1, 1), (3, 2)], [(1, 2), (3, 1)]
 """Layouts in which every stage and every size occurs."""
 FULL = {"recompute_granularity": "full"}
+PARTITIONED = {**FULL, "partition_activations": True}
 RECOMPUTE = {
     "full": (EVEN, FULL),
     "pairs of layers": (ODD, {**FULL, "checkpoint_num_layers": 2}),
     "selective": (ODD, {"recompute_granularity": "selective"}),
     "deepspeed": (ODD, {**FULL, "deepspeed_activation_checkpointing": True}),
-    "partitioned": (EVEN, {**FULL, "partition_activations": True}),
+    "partitioned": (EVEN, PARTITIONED),
+    "in host memory": (
+        ODD,
+        {**PARTITIONED, "checkpoint_in_cpu": True, "synchronize_each_layer": True},
+    ),
+    "contiguous": (ODD, {**PARTITIONED, "contiguous_checkpointing": True}),
 }
 CASES = [(kind, *layout) for kind, (layouts, _) in RECOMPUTE.items() for layout in layouts]
 """Kind of recomputation, stage and size."""
@@ -47,13 +52,7 @@ def outcomes() -> JobResults:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_masks_follow_the_position_in_the_data(stage: int, outcomes: JobResults) -> None:
     """Two data-parallel ranks with four micro-batches drop as one process with eight."""
-    case = Case(2, stage, 1, 4, "learned", "adamw")
-    reference = train_reference(
-        config_of(case, model=DROPOUT),
-        SAMPLES,
-        plans_of(case),
-        micro_batch_size=case.micro_batch_size,
-    )
+    reference = train_alone(Case(2, stage, 1, 4, "learned", "adamw", {"model": DROPOUT}))
     for rank, run in enumerate(outcomes.of(f"{stage}-1-{STORED}")):
         assert differences(run, reference) == [], f"rank {rank}"
 

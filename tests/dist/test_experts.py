@@ -1,22 +1,20 @@
-"""Mixtures of experts train like one process, however the experts are distributed.
+"""Mixtures of experts train like one process: capacities, layers without experts, one expert per
+rank, ten steps of a plain loop. `test_layouts.py` has every pair with other options.
 
-{ZeRO 0, 1, 2, 3 with all experts on every rank; ZeRO 0, 1 and 2 with expert-parallel size 2 and 4}
-x {TP, Ulysses, pipeline stages}, on 2 and 4 ranks, as in `test_parity.py`. The reference computes
-the same micro-batches, because the load-balancing loss and the capacity of experts are those of a
-micro-batch. It uses the layer itself, in one process, or a loop over experts;
-`tests/unit/model/test_moe.py` compares one with the other.
+The reference computes the same micro-batches, because the load-balancing loss and the capacity of
+experts are those of a micro-batch. It uses the layer itself, in one process, or a loop over
+experts; `tests/unit/model/test_moe.py` compares one with the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -35,92 +33,42 @@ from megatron_ds.engine.readback import master_weights
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.moe import MoE
-from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import expert_group
-from megatron_ds.train_state import StepPlan, TrainState
+from megatron_ds.train_state import TrainState
 from tests.dist.compare import differences
 from tests.dist.engine_harness import Meshes, batches_of, build, full_weights, train
 from tests.dist.parity_cases import (
+    OPTIMIZERS,
     SAMPLES,
-    SAMPLES_PER_STEP,
-    SHAPE,
     STEPS,
     Case,
+    Changes,
     config_of,
     plans_of,
+    samples_of,
+    train_alone,
 )
-from tests.dist.rank_jobs import Job, JobResults, run_jobs, training
+from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 from tests.dist.recorded import Replay
-from tests.dist.reference import EOD, Run, Samples, Tensors, train_reference
+from tests.dist.reference import Run, Tensors
 
 LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 FOUR = {"num_experts": (4,), **LOSSES}
 DROPPING = {**FOUR, "moe_expert_capacity_factor": 1.0}
+DROPPING_BY_POSITION = {**DROPPING, "moe_token_drop_policy": "position"}
 FULL = {"recompute_granularity": "full"}
-SLICES, STAGES = {"ds_sequence_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 HALF_ERROR = 2e-2
 """Of losses and norms; an expert that counts twice, or not at all, changes the norm by more."""
 ROUTER_ERROR = 0.15
 """Of a router's gradient in bf16 or fp16; without the auxiliary losses it is larger."""
 
 
-@dataclass(frozen=True)
-class ExpertCase:
+def layout(
+    *sizes: Any, moe: Mapping[str, Any] = FOUR, changes: Changes = MappingProxyType({}), **more: Any
+) -> Case:
     """A layout with experts."""
-
-    layout: Case
-    ep: int
-    """Expert-parallel size."""
-    moe: Mapping[str, Any] = field(default_factory=lambda: FOUR)
-    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    is_packed: bool = False
-    """Several documents per sample, with attention inside each."""
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    """Further sizes."""
-    lengths: tuple[int, ...] = (16, 16, 16)
-    """Tokens per sample of each step."""
-
-    @property
-    def plans(self) -> list[StepPlan]:
-        steps = zip(itertools.cycle(plans_of(self.layout)), self.lengths, strict=False)
-        return [dataclasses.replace(plan, seq_length=length) for plan, length in steps]
-
-    @property
-    def samples(self) -> Samples:
-        samples = Samples(len(self.lengths) * SAMPLES_PER_STEP, SHAPE)
-        return samples.with_document_ends(0.2) if self.is_packed else samples
-
-    @property
-    def micro_batch_size(self) -> int:
-        sizes = self.parallel.get("ds_sequence_parallel_size", 1)
-        sizes *= self.parallel.get("pipeline_model_parallel_size", 1)
-        return self.layout.micro_batch_size * int(sizes)
-
-    @property
-    def config(self) -> Config:
-        changes = {name: dict(values) for name, values in self.changes.items()}
-        changes["parallel"] = {"expert_model_parallel_size": self.ep, **self.parallel}
-        changes["schedule"] = {
-            "micro_batch_size": self.micro_batch_size,
-            **changes.get("schedule", {}),
-        }
-        return config_of(self.layout, moe=dict(self.moe), **changes)
-
-    @property
-    def reference(self) -> Run:
-        one = dataclasses.replace(self.layout, stage=0, tp=1)
-        in_fp32 = {name: each for name, each in self.changes.items() if name != "precision"}
-        alone = dataclasses.replace(self, layout=one, ep=1, changes=in_fp32, parallel={})
-        config, size, documents = alone.config, self.micro_batch_size, None
-        if self.is_packed:
-            documents = PackingOptions(EOD, reset_positions=False, reset_attention=True)
-        loop = LoopOverExperts() if self.is_long else None
-        return train_reference(config, self.samples, self.plans, documents, size, loop)
-
-    @property
-    def is_long(self) -> bool:
-        return len(self.lengths) > STEPS
+    return Case(*sizes, {"moe": moe, **changes}, **more)
 
 
 class LoopOverExperts(Replay):
@@ -159,103 +107,79 @@ def mix_in_a_loop(layer: MoE, x_SBH: torch.Tensor) -> torch.Tensor:
     return layer.log.add_gradient(y, loss)
 
 
+TEN_STEPS = (16,) * 10
+IN_STAGES = "two stages, the first without experts"
 CASES = {
-    "all experts, zero 0, tp": ExpertCase(Case(2, 0, 2, 4, "learned", "adamw"), 1),
-    "all experts, zero 1": ExpertCase(Case(2, 1, 1, 1, "swiglu", "sgd"), 1),
-    "all experts, zero 2": ExpertCase(
-        Case(2, 2, 1, 4, "learned", "sgd"),
-        1,
-        changes={"recompute": {"recompute_granularity": "selective"}},
+    "zero 1, top 1, every other layer": layout(
+        *(2, 1, 1, 1, "gqa", "sgd"), ep=2, moe={**FOUR, "moe_router_topk": 1, "expert_interval": 2}
     ),
-    "all experts, zero 3": ExpertCase(Case(2, 3, 1, 4, "learned", "adamw"), 1),
-    "zero 1, top 1, every other layer": ExpertCase(
-        Case(2, 1, 1, 1, "gqa", "sgd"),
-        2,
-        {**FOUR, "moe_router_topk": 1, "expert_interval": 2},
-    ),
-    "zero 2, recomputed with dropout": ExpertCase(
-        Case(2, 2, 1, 4, "swiglu", "adamw"),
-        2,
+    "zero 2, recomputed with dropout": layout(
+        *(2, 2, 1, 4, "swiglu", "adamw"),
+        ep=2,
         changes={"model": {"hidden_dropout": 0.1}, "recompute": FULL},
     ),
-    "zero 1, dropping by probability": ExpertCase(
-        Case(2, 1, 1, 4, "learned", "adamw"), 2, DROPPING
+    "zero 1, dropping by probability": layout(
+        *(2, 1, 1, 4, "learned", "adamw"), ep=2, moe=DROPPING
     ),
-    "zero 1, dropping by position": ExpertCase(
-        Case(2, 1, 1, 1, "untied", "sgd"),
-        2,
-        {**DROPPING, "moe_token_drop_policy": "position", "moe_router_pre_softmax": True},
+    "zero 1, dropping by position": layout(
+        *(2, 1, 1, 1, "untied", "sgd"),
+        ep=2,
+        moe={**DROPPING_BY_POSITION, "moe_router_pre_softmax": True},
     ),
-    "slices of sequences, dropping by probability": ExpertCase(
-        Case(2, 2, 1, 4, "learned", "adamw"), 1, DROPPING, parallel=SLICES
+    "slices of sequences, dropping by position": layout(
+        *(4, 1, 1, 1, "gqa", "sgd"), ep=2, sp=2, moe=DROPPING_BY_POSITION
     ),
-    "slices of sequences, dropping by position": ExpertCase(
-        Case(4, 1, 1, 1, "gqa", "sgd"),
-        2,
-        {**DROPPING, "moe_token_drop_policy": "position"},
-        parallel=SLICES,
-    ),
-    "two stages, the first without experts": ExpertCase(
-        Case(4, 1, 1, 4, "tied", "adamw"),
-        2,
-        {**FOUR, "expert_interval": 2},
+    IN_STAGES: layout(
+        *(4, 1, 1, 4, "tied", "adamw"),
+        ep=2,
+        pp=2,
+        moe={**FOUR, "expert_interval": 2},
         changes={"recompute": FULL},
-        parallel=STAGES,
     ),
-    "folded stages, tp": ExpertCase(
-        Case(4, 1, 2, 4, "swiglu", "sgd"),
-        1,
-        changes={"model": {"num_layers": 4}},
-        parallel={**STAGES, "sequence_parallel": True, "pipeline_schedule": "dualpipev"},
+    "folded stages, tp": layout(
+        *(4, 1, 2, 4, "swiglu", "sgd"),
+        pp=2,
+        changes={
+            "model": {"num_layers": 4},
+            "parallel": {"sequence_parallel": True, "pipeline_schedule": "dualpipev"},
+        },
     ),
-    "zero 0, two copies": ExpertCase(Case(4, 0, 1, 4, "learned", "adamw"), 2),
-    "zero 1, tp, ten steps of a loop over experts": ExpertCase(
-        Case(4, 1, 2, 4, "learned", "adamw"), 2, lengths=(16,) * 10
+    "zero 1, tp, ten steps of a loop over experts": layout(
+        *(4, 1, 2, 4, "learned", "adamw"), ep=2, lengths=TEN_STEPS
     ),
-    "zero 2, tp, ten steps of a loop over experts": ExpertCase(
-        Case(4, 2, 2, 1, "tied", "sgd"), 2, lengths=(16,) * 10
-    ),
-    "muon, tp": ExpertCase(Case(4, 2, 2, 1, "swiglu", "muon"), 2),
-    "zero 1, tp": ExpertCase(Case(4, 1, 2, 4, "learned", "adamw"), 2),
-    "zero 2, tp": ExpertCase(
-        Case(4, 2, 2, 1, "swiglu", "sgd"),
-        2,
-        changes={"recompute": {**FULL, "partition_activations": True}},
-    ),
-    "zero 1, two copies": ExpertCase(
-        Case(4, 1, 1, 1, "learned", "sgd"),
-        2,
-        changes={"recompute": {**FULL, "deepspeed_activation_checkpointing": True}},
-    ),
-    "zero 2, two copies": ExpertCase(Case(4, 2, 1, 4, "tied", "adamw"), 2),
-    "zero 1, one expert per rank": ExpertCase(
-        Case(4, 1, 1, 4, "learned", "adamw"),
-        4,
+    "zero 1, tp": layout(4, 1, 2, 4, "learned", "adamw", ep=2),
+    "zero 2, two copies": layout(4, 2, 1, 4, "tied", "adamw", ep=2),
+    "zero 1, one expert per rank": layout(
+        *(4, 1, 1, 4, "learned", "adamw"),
+        ep=4,
         changes={
             "data": {"reset_attention_mask": True},
             "schedule": {"curriculum_seqlen": (8, 8, 32)},
         },
-        is_packed=True,
+        ends=0.2,
         lengths=(8, 16, 16),
     ),
 }
-PRECISIONS = {
-    "bf16": {"bf16": True},
-    "fp16": {"fp16": True, "allow_fp16_on_cpu": True, "loss_scale": 128.0},
+PRECISIONS: dict[str, Changes] = {
+    "bf16": {"precision": {"bf16": True}},
+    "fp16": {"precision": {"fp16": True, "allow_fp16_on_cpu": True, "loss_scale": 128.0}},
 }
 HALF = {
-    f"{name}, {precision}": dataclasses.replace(
-        CASES[name], changes={"precision": PRECISIONS[precision]}
-    )
-    for name, precision in (
-        ("zero 1, tp", "bf16"),
-        ("zero 1, two copies", "bf16"),
-        ("zero 2, two copies", "bf16"),
-        ("zero 2, tp", "fp16"),
-    )
+    "zero 1, tp, bf16": layout(4, 1, 2, 4, "learned", "adamw", ep=2, changes=PRECISIONS["bf16"]),
+    "zero 1, two copies, bf16": layout(
+        *(4, 1, 1, 1, "learned", "sgd"), ep=2, changes=PRECISIONS["bf16"]
+    ),
+    "zero 2, two copies, bf16": layout(
+        *(4, 2, 1, 4, "tied", "adamw"), ep=2, changes=PRECISIONS["bf16"]
+    ),
+    "zero 2, tp, fp16": layout(4, 2, 2, 1, "swiglu", "sgd", ep=2, changes=PRECISIONS["fp16"]),
 }
-EVERYTHING = {**CASES, **HALF}
-IN_STAGES = "two stages, the first without experts"
+OTHERS = {
+    "zero 0, two copies": layout(4, 0, 1, 4, "learned", "adamw", ep=2),
+    "zero 2, tp": layout(4, 2, 2, 1, "swiglu", "sgd", ep=2),
+}
+"""Layouts of the tests below alone."""
+EVERYTHING = {**CASES, **HALF, **OTHERS}
 NONFINITE = (
     "zero 2, recomputed with dropout",
     "zero 1, two copies, bf16",
@@ -272,16 +196,13 @@ RESUMED = ("zero 1, tp, bf16", "zero 2, two copies", "zero 0, two copies", IN_ST
 
 
 @pytest.fixture(scope="module")
-def results(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, JobResults]:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     """The jobs of the selected tests, by one set of two ranks and one of four."""
-    items = [item for item in request.session.items if item.path == request.path]
     jobs: dict[int, dict[str, Job]] = {2: {}, 4: {}}
-    for item in items:
-        name = item.callspec.params["name"]  # type: ignore[attr-defined]
-        case, test = EVERYTHING[name], item.originalname  # type: ignore[attr-defined]
-        world = case.layout.world
+    for test, params in selected(request):
+        name = params["name"]
+        case = EVERYTHING[name]
+        world = case.world
         if test == test_a_nonfinite_gradient_of_an_expert_skips_the_step_on_all_ranks.__name__:
             jobs[world][f"skip {name}"] = partial(skip, case)
         elif test == test_experts_without_tokens_have_zero_gradients.__name__:
@@ -293,17 +214,18 @@ def results(
             folder = tmp_path_factory.getbasetemp() / f"resume {name}"
             jobs[4][f"resume {name}"] = partial(resume, case, str(folder))
         else:
-            jobs[case.layout.world][name] = training(case.config, case.plans, case.samples)
-    return {world: run_jobs(world, jobs[world]) for world in jobs if jobs[world]}
+            jobs[world][name] = case_training(case)
+    return run_by_world(jobs)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_experts_train_like_one_process(name: str, results: dict[int, JobResults]) -> None:
+def test_experts_train_like_one_process(name: str, results: JobResults) -> None:
     case = CASES[name]
-    reference = case.reference
-    clip = case.config.optimizer.clip_grad
+    is_long = len(case.lengths) > STEPS
+    reference = train_alone(case, LoopOverExperts() if is_long else None)
+    clip = OPTIMIZERS[case.optimizer].clip_grad
     assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
-    for rank, run in enumerate(results[case.layout.world].of(name)):
+    for rank, run in enumerate(results.of(name)):
         assert differences(run, reference) == [], f"rank {rank}"
         for step, expected in zip(run.routing, reference.routing, strict=True):
             if expected:
@@ -314,11 +236,10 @@ def test_experts_train_like_one_process(name: str, results: dict[int, JobResults
 
 @pytest.mark.parametrize("name", HALF)
 def test_experts_in_half_precision_have_the_norm_of_one_process(
-    name: str, results: dict[int, JobResults]
+    name: str, results: JobResults
 ) -> None:
-    case = HALF[name]
-    reference = case.reference
-    for run in results[case.layout.world].of(name):
+    reference = train_alone(HALF[name])
+    for run in results.of(name):
         assert run.losses == pytest.approx(reference.losses, rel=HALF_ERROR)
         assert run.norms == pytest.approx(reference.norms, rel=HALF_ERROR)
         # Recorded as autograd gives them, so with the loss scale.
@@ -333,9 +254,9 @@ def norm_of(tensors: Tensors) -> torch.Tensor:
     return torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
 
 
-def skip(case: ExpertCase, meshes: Meshes) -> tuple[bool, bool, bool]:
+def skip(case: Case, meshes: Meshes) -> tuple[bool, bool, bool]:
     """Whether a step is skipped, the weights kept, and the next step applied."""
-    config, (plan, *_) = case.config, case.plans
+    config, (plan, *_) = config_of(case), plans_of(case)
     mesh = meshes.of(config.parallel)
     engine = build(config, mesh)
     before = full_weights(engine, mesh)
@@ -356,17 +277,17 @@ def skip(case: ExpertCase, meshes: Meshes) -> tuple[bool, bool, bool]:
 
 @pytest.mark.parametrize("name", NONFINITE)
 def test_a_nonfinite_gradient_of_an_expert_skips_the_step_on_all_ranks(
-    name: str, results: dict[int, JobResults]
+    name: str, results: JobResults
 ) -> None:
     """On the last rank, of an expert that only some ranks have."""
-    world = EVERYTHING[name].layout.world
-    assert results[world].of(f"skip {name}") == [(True, True, True)] * world
+    world = EVERYTHING[name].world
+    assert results.of(f"skip {name}") == [(True, True, True)] * world
 
 
-def use_one_expert(case: ExpertCase, meshes: Meshes) -> tuple[Run, list[list[bool]]]:
+def use_one_expert(case: Case, meshes: Meshes) -> tuple[Run, list[list[bool]]]:
     """One step in which every token selects the same experts; and whether each expert then has a
     gradient, by parameter."""
-    config, plans = case.config, case.plans[:1]
+    config, plans = config_of(case), plans_of(case)[:1]
     found: list[list[bool]] = []
 
     def probe(engine: Any) -> None:
@@ -374,7 +295,7 @@ def use_one_expert(case: ExpertCase, meshes: Meshes) -> tuple[Run, list[list[boo
             if name.endswith("router.weight"):
                 parameter.data.zero_()
 
-    run = train(config, plans, case.samples, probe, meshes)
+    run = train(config, plans, samples_of(case), probe, meshes)
     for name, gradient in run.gradients[0].items():
         if ".experts." in name:
             found.append([bool(expert.count_nonzero()) for expert in gradient])
@@ -382,27 +303,25 @@ def use_one_expert(case: ExpertCase, meshes: Meshes) -> tuple[Run, list[list[boo
 
 
 @pytest.mark.parametrize("name", UNUSED)
-def test_experts_without_tokens_have_zero_gradients(
-    name: str, results: dict[int, JobResults]
-) -> None:
+def test_experts_without_tokens_have_zero_gradients(name: str, results: JobResults) -> None:
     """Also where all experts of a rank are without tokens."""
-    case = EVERYTHING[name]
-    size, topk = case.config.moe.experts, case.config.moe.moe_router_topk
-    for run, found in results[case.layout.world].of(f"unused {name}"):
+    config = config_of(EVERYTHING[name])
+    size, topk = config.moe.experts, config.moe.moe_router_topk
+    for run, found in results.of(f"unused {name}"):
         assert found
         assert all(sum(used) == topk for used in found)
         assert run.routing[0]["max_expert_load"] == pytest.approx(size / topk)
         assert math.isfinite(run.norms[0])
 
 
-def resume(case: ExpertCase, folder: str, meshes: Meshes) -> dict[str, Any]:
+def resume(case: Case, folder: str, meshes: Meshes) -> dict[str, Any]:
     """Saves after two steps; what the third step gives then and after a load."""
     options = CheckpointConfig(save=folder, load=folder)
-    config = dataclasses.replace(case.config, checkpoint=options)
+    config = dataclasses.replace(config_of(case), checkpoint=options)
     mesh = meshes.of(config.parallel)
     engine = build(config, mesh)
     state = TrainState()
-    plans, batches = case.plans, batches_of(config, mesh, SAMPLES)
+    plans, batches = plans_of(case), batches_of(config, mesh, SAMPLES)
     for plan in plans[:2]:
         state = state.advance(plan, engine.train_step(batches, plan))
     manager = CheckpointManager(config, mesh, lambda _: None, RankAgreement())
@@ -439,10 +358,10 @@ def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh) -> float:
 
 
 def third_step(
-    engine: ZeroEngine, config: Config, mesh: Mesh, case: ExpertCase
+    engine: ZeroEngine, config: Config, mesh: Mesh, case: Case
 ) -> tuple[float, float, Tensors]:
     """Loss, norm and the weights after it."""
-    plans = case.plans
+    plans = plans_of(case)
     consumed = sum(plan.global_batch_size for plan in plans[:2])
     result = engine.train_step(batches_of(config, mesh, SAMPLES, consumed), plans[2])
     assert result.grad_norm is not None
@@ -450,8 +369,8 @@ def third_step(
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_continues_bit_for_bit(name: str, results: dict[int, JobResults]) -> None:
-    for seen in results[4].of(f"resume {name}"):
+def test_a_resumed_run_continues_bit_for_bit(name: str, results: JobResults) -> None:
+    for seen in results.of(f"resume {name}"):
         assert seen["recorded sizes"] == seen["sizes"]
         equal(seen["loaded"], seen["own"])
         assert seen["resumed"][:2] == seen["continued"][:2]
@@ -460,12 +379,12 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, results: dict[int, JobRe
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
-    name: str, results: dict[int, JobResults]
+    name: str, results: JobResults
 ) -> None:
-    (first, *_) = seen = results[4].of(f"resume {name}")
+    (first, *_) = seen = results.of(f"resume {name}")
     path: Path = first["folder"]
     assert find_damage(path) is None
-    layout = EVERYTHING[name]
+    case = EVERYTHING[name]
     elements = 0
     for file in read_manifest(path):
         if "model_states" in file:
@@ -474,13 +393,13 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
             elements += sum(v.numel() for n, v in content.items() if ".experts." in n)
     biases = sum(v.numel() for n, v in first["own"].items() if n.endswith("experts.fc_out.bias"))
     once = sum(v.numel() for n, v in first["own"].items() if ".experts." in n)
-    assert elements == once + (layout.layout.tp - 1) * biases  # on every tensor-parallel rank
+    assert elements == once + (case.tp - 1) * biases  # on every tensor-parallel rank
     found = read_run(path)
     equal({n: v.read().float() for n, v in lazy_full_weights(found)}, first["own"])
     model = load_model(source_of(found), Mesh.single(), torch.device("cpu"))
-    of_first_stage = len(seen) // layout.config.parallel.pipeline_model_parallel_size
-    for dp_rank, one in enumerate(seen[: of_first_stage : layout.layout.tp]):
-        size = layout.micro_batch_size
+    of_first_stage = len(seen) // case.pp
+    for dp_rank, one in enumerate(seen[: of_first_stage : case.tp]):
+        size = case.micro_batch_size
         tokens = SAMPLES.batch(dp_rank * size, size)
         with torch.no_grad():
             loss = model(tokens[:, :-1], tokens[:, 1:]).mean()

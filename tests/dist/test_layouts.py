@@ -1,11 +1,8 @@
 """Layouts of docs/reference/support_matrix.md train like one process, and the others are rejected.
 
 Every pair of values that the matrix accepts is in one of the runs, whose configurations are those
-of its flags. Further whole layouts are drawn at random: those that the matrix accepts equal one
-process, too, and the command line accepts exactly these. The number and the seed of the draws are
-
-    MEGATRON_DS_RANDOM_LAYOUTS=200 MEGATRON_DS_LAYOUT_SEED=7 python -m pytest \
-        tests/dist/test_layouts.py
+of its flags. The proofs take more steps, and draw further whole layouts at random: those that the
+matrix accepts equal one process, too.
 """
 
 from __future__ import annotations
@@ -13,8 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -29,73 +26,79 @@ from tests.dist.compare import (
 )
 from tests.dist.layouts import RunLayout, name_of
 from tests.dist.offload_harness import WITHOUT_LIBAIO, swapping
-from tests.dist.rank_jobs import JobResults, run_jobs, training
+from tests.dist.rank_jobs import Job, JobResults, run_by_world, selected, training
 from tests.dist.recorded import Replay
 from tests.problems import codes
 
-COUNT = int(os.environ.get("MEGATRON_DS_RANDOM_LAYOUTS", "30"))
-"""Layouts that are drawn and run."""
-SEED = int(os.environ.get("MEGATRON_DS_LAYOUT_SEED", "7"))
-"""Of the draws; the same in every run of the tests, unless another one is named."""
+STEPS, RANDOM_STEPS = 3, 2
+"""Of a run in `make test`, and of one that is drawn; `layouts.STEPS` is that of the proofs."""
+COUNT, SEED = 30, 7
+"""Layouts that are drawn and run, and the seed of the draw."""
 EXACT_GAP, HALF_GAP = 1e-5, 0.07
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
 ON_DISK = [name for name, run in COVERING.items() if run["offload"] in support_matrix.ON_DISK]
 
 
+@dataclass(frozen=True)
+class Stepped:
+    """A run of some steps."""
+
+    name: str
+    run: RunLayout
+    steps: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}, {self.steps} steps"
+
+    def job(self) -> Job:
+        config, problems = layouts.configure(self.run)
+        assert problems == [], self.name
+        plans = layouts.plans_of(self.run, config)[: self.steps]
+        # Signs that rounding decides are searched in the weights after every step of Lion.
+        tensors_of = None if self.run["optimizer"] == "lion" else {1, self.steps}
+        masks = self.run["dropout"] == "all"
+        samples = layouts.samples_of(self.run)
+        return swapping(
+            training(config, plans, samples, records_masks=masks, tensors_of=tensors_of)
+        )
+
+
 @functools.cache
-def random_runs() -> dict[str, RunLayout]:
-    return {name_of(run): run for run in layouts.random_runs(SEED, COUNT, accepted=True)}
+def random_runs() -> list[Stepped]:
+    drawn = layouts.random_runs(SEED, COUNT, accepted=True)
+    return [Stepped(name_of(run), run, RANDOM_STEPS) for run in drawn]
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     """The selected runs, by one set of ranks of each size."""
-    items = [item for item in request.session.items if item.path == request.path]
-    names = [item.callspec.params["name"] for item in items if hasattr(item, "callspec")]
-    runs = {name: COVERING[name] for name in names if name not in ON_DISK or not WITHOUT_LIBAIO}
-    if any(item.name == test_random_layouts_equal_one_process.__name__ for item in items):
-        runs |= random_runs()
-    results: dict[str, list[Any]] = {}
-    for world in layouts.VALUES["world"]:
-        jobs = {}
-        for name, run in runs.items():
-            if run["world"] == world:
-                config, problems = layouts.configure(run)
-                assert problems == [], name
-                plans = layouts.plans_of(run, config)[: steps_of(name)]
-                # Signs that rounding decides are searched in the weights after every step of Lion.
-                tensors_of = None if run["optimizer"] == "lion" else {1, len(plans)}
-                jobs[name] = swapping(
-                    training(
-                        config,
-                        plans,
-                        layouts.samples_of(run),
-                        records_masks=run["dropout"] == "all",
-                        tensors_of=tensors_of,
-                    )
-                )
-        results |= run_jobs(int(world), jobs).results
-    return JobResults(results)
+    chosen: list[Stepped] = []
+    for test, params in selected(request):
+        if test == test_random_layouts_equal_one_process.__name__:
+            chosen += random_runs()
+        elif "run" in params and not (params["run"].name in ON_DISK and WITHOUT_LIBAIO):
+            chosen.append(params["run"])
+    worlds = layouts.VALUES["world"]
+    return run_by_world(
+        {
+            int(n): {each.key: each.job() for each in chosen if each.run["world"] == n}
+            for n in worlds
+        }
+    )
 
 
-def steps_of(name: str) -> int:
-    """Ten steps of a covering run, four if it accumulates on four ranks; two of a random run."""
-    if name not in COVERING:
-        return 2
-    run = COVERING[name]
-    return 4 if (run["world"], run["accumulation"]) == ("4", "4") else layouts.STEPS
-
-
-def check(name: str, run: RunLayout, outcomes: JobResults) -> list[str]:
+def check(stepped: Stepped, outcomes: JobResults) -> list[str]:
     """What differs from one process on any rank."""
-    results = outcomes.of(name)
+    name, run = stepped.name, stepped.run
+    results = outcomes.of(stepped.key)
     is_exact = run["precision"] == "fp32"
     compare = differences if is_exact else differences_in_half_precision
     replay = None
     if layouts.has_decisions(run):
         replay = Replay([each.recorded for each in results])
-    reference = layouts.reference_of(run, steps_of(name), replay)
+    reference = layouts.reference_of(run, stepped.steps, replay)
     found = [
         f"{name}, rank {rank}: {difference}"
         for rank, result in enumerate(results)
@@ -112,44 +115,45 @@ def check(name: str, run: RunLayout, outcomes: JobResults) -> list[str]:
     return found + [f"{name}: {problem}" for problem in decisions]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.libaio) if name in ON_DISK else name
-        for name in COVERING
-    ],
-    ids=lambda name: name,
-)
+def cases(steps: int) -> list[Any]:
+    """The covering array as parameters, of which some are on a disk."""
+    return [
+        pytest.param(
+            Stepped(name, run, steps),
+            id=name,
+            marks=[pytest.mark.libaio] if name in ON_DISK else [],
+        )
+        for name, run in COVERING.items()
+    ]
+
+
+@pytest.mark.parametrize("run", cases(STEPS))
 def test_layout_equals_one_process(
-    name: str, outcomes: JobResults, record_property: Callable[[str, str], None]
+    run: Stepped, outcomes: JobResults, record_property: Callable[[str, str], None]
 ) -> None:
     # For the record of the pairs that ran with a version of DeepSpeed.
-    layout = {axis: COVERING[name][axis] for axis in support_matrix.AXES}
+    layout = {axis: run.run[axis] for axis in support_matrix.AXES}
     record_property("layout", json.dumps(layout))
-    assert check(name, COVERING[name], outcomes) == []
+    assert check(run, outcomes) == []
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("run", cases(layouts.STEPS))
+def test_ten_steps_equal_one_process(run: Stepped, outcomes: JobResults) -> None:
+    assert check(run, outcomes) == []
+
+
+@pytest.mark.proof
 def test_random_layouts_equal_one_process(outcomes: JobResults) -> None:
-    print(f"MEGATRON_DS_LAYOUT_SEED={SEED}")
-    found = [check(name, run, outcomes) for name, run in random_runs().items()]
-    assert list(itertools.chain(*found)) == [], f"MEGATRON_DS_LAYOUT_SEED={SEED}"
+    found = [check(run, outcomes) for run in random_runs()]
+    assert list(itertools.chain(*found)) == []
 
 
 def test_command_line_accepts_what_the_matrix_accepts() -> None:
     known = {rule.code for rule in support_matrix.RULES}
-    for run in layouts.random_runs(SEED, 10 * COUNT, accepted=False):
+    for run in layouts.random_runs(SEED, 300, accepted=False):
         config, problems = layouts.configure(run)
         accepted = not support_matrix.broken_rules(support_matrix.layout_of(config))
         assert accepted == known.isdisjoint(codes(problems)), name_of(run)
         if layouts.is_accepted(run):
-            assert problems == [], f"MEGATRON_DS_LAYOUT_SEED={SEED}"
-
-
-def test_every_accepted_pair_is_in_a_run() -> None:
-    """Checks the covering array independently of its construction."""
-    found = set().union(*map(layouts.pairs_of, COVERING.values()))
-    for one, other in itertools.combinations(support_matrix.AXES, 2):
-        for pair in support_matrix.pairs(one, other):
-            assert (frozenset(pair.items()) in found) == (support_matrix.obstacle(pair) is None), (
-                pair
-            )
+            assert problems == [], name_of(run)

@@ -19,25 +19,29 @@ from megatron_ds.train_state import SpikeLimits
 from tests.dist.engine_harness import Meshes, full_weights
 from tests.dist.nonfinite_harness import RATES, WORLD, Layout, Training, differing_names
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, swapping
-from tests.dist.rank_jobs import JobResults, run_jobs
+from tests.dist.rank_jobs import JobResults, has_proofs, run_jobs
 
 LAYOUTS = [
-    *(Layout("fp32", 0, 1), Layout("fp32", 1, 2), Layout("fp32", 2, 1), Layout("fp32", 3, 2)),
-    *(Layout("fp32", 0, 2), Layout("bf16", 1, 1), Layout("bf16", 2, 2), Layout("bf16", 3, 1)),
-    Layout("bf16", 3, 2, True),
-    *(Layout("fp32", 0, 1, pp=2, rank=0), Layout("bf16", 1, 1, pp=2)),
-    *(Layout("fp32", 1, 1, ulysses=2, rank=0), Layout("bf16", 3, 1, ulysses=2)),
-    *(Layout("fp32", 1, 1, ep=2), Layout("bf16", 2, 1, ep=2)),
-    *(Layout("bf16", 1, 1, pp=2, offload=True), Layout("bf16", 2, 2, offload=True)),
-    *(Layout("fp32", 2, 1, offload=True), Layout("bf16", 3, 1, offload=True)),
+    *(Layout("fp32", 0, 1), Layout("fp32", 1, 2), Layout("bf16", 2, 2), Layout("bf16", 3, 1)),
+    *(Layout("bf16", 1, 1, pp=2), Layout("fp32", 1, 1, ulysses=2, rank=0)),
+    *(Layout("bf16", 2, 1, ep=2), Layout("fp32", 2, 1, offload=True)),
+    Layout("bf16", 3, 1, offload=True),
 ]
-"""Every supported pair of precision, ZeRO stage and tensor-parallel size."""
+PROOFS = [
+    *(Layout("fp32", 0, 2), Layout("fp32", 2, 1), Layout("fp32", 3, 2), Layout("bf16", 1, 1)),
+    *(Layout("bf16", 3, 2, True), Layout("fp32", 0, 1, pp=2, rank=0)),
+    *(Layout("bf16", 3, 1, ulysses=2), Layout("fp32", 1, 1, ep=2)),
+    *(Layout("bf16", 1, 1, pp=2, offload=True), Layout("bf16", 2, 2, offload=True)),
+]
+"""With them, every supported pair of precision, ZeRO stage and tensor-parallel size."""
 SPIKES = [
-    *(Layout("fp32", 0, 2), Layout("fp32", 1, 1), Layout("bf16", 1, 2), Layout("fp32", 2, 2, True)),
-    *(Layout("bf16", 3, 1), Layout("fp16", 3, 2)),
-    *(Layout("fp32", 0, 1, pp=2), Layout("bf16", 1, 1, pp=2), Layout("fp32", 2, 1, ulysses=2)),
-    *(Layout("fp32", 2, 1, ep=2), Layout("bf16", 1, 1, ep=2, rank=0)),
-    *(Layout("fp16", 1, 1, offload=True), Layout("bf16", 3, 1, offload=True)),
+    *(Layout("fp32", 0, 2), Layout("bf16", 1, 2), Layout("fp32", 2, 2, True)),
+    *(Layout("fp16", 3, 2), Layout("bf16", 1, 1, pp=2), Layout("fp32", 2, 1, ulysses=2)),
+    *(Layout("bf16", 1, 1, ep=2, rank=0), Layout("bf16", 3, 1, offload=True)),
+]
+SPIKE_PROOFS = [
+    *(Layout("fp32", 1, 1), Layout("bf16", 3, 1), Layout("fp32", 0, 1, pp=2)),
+    *(Layout("fp32", 2, 1, ep=2), Layout("fp16", 1, 1, offload=True)),
 ]
 ON_DISK = pytest.param("disk", marks=pytest.mark.libaio)
 SIGMA, WINDOW = 50.0, 4
@@ -109,14 +113,21 @@ def compare_with_limits(meshes: Meshes) -> list[tuple[bool, tuple[float, float] 
     return seen
 
 
+def cases(layouts: list[Layout], proofs: list[Layout]) -> list[Any]:
+    return [*layouts, *(pytest.param(each, marks=pytest.mark.proof) for each in proofs), ON_DISK]
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> JobResults:
     jobs: dict[str, Any] = {"limits": compare_with_limits}
-    for layout in LAYOUTS:
+    proofs = has_proofs(request)
+    for layout in (*LAYOUTS, *(PROOFS if proofs else ())):
         value = math.inf if layout.stage % 2 else math.nan
         jobs[str(layout)] = partial(train_with_skipped_step, layout, value, 1, {})
     guard = {"skip_loss_spikes": SIGMA, "skip_loss_spikes_window": WINDOW}
-    for layout in SPIKES:
+    for layout in (*SPIKES, *(SPIKE_PROOFS if proofs else ())):
         value = 1e4 if layout.precision == "fp16" else 1e6
         jobs[f"spike {layout}"] = partial(train_with_skipped_step, layout, value, 3, guard)
     if WITHOUT_LIBAIO is None:
@@ -142,7 +153,7 @@ def check_skip(seen: dict[str, Any], good_steps: int) -> None:
     assert state.skipped_iterations == 1
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, ON_DISK], ids=str)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, PROOFS), ids=str)
 def test_step_with_nonfinite_gradient_changes_nothing(
     layout: Layout | str, outcomes: JobResults
 ) -> None:
@@ -152,7 +163,7 @@ def test_step_with_nonfinite_gradient_changes_nothing(
         assert seen["spikes"] == [False] * 3
 
 
-@pytest.mark.parametrize("layout", [*SPIKES, ON_DISK], ids=str)
+@pytest.mark.parametrize("layout", cases(SPIKES, SPIKE_PROOFS), ids=str)
 def test_spike_on_one_rank_changes_nothing(layout: Layout | str, outcomes: JobResults) -> None:
     results = outcomes.of(f"spike {layout}")
     mean_losses = np.mean([seen["losses"] for seen in results], axis=0)

@@ -1,57 +1,55 @@
 """Packed documents in every layout: two ranks train as one process with a dense mask.
 
-Among the cases, each position embedding, ZeRO stage, tensor-parallel size, recompute granularity,
-optimizer and flag occurs; one case is compiled.
+`test_layouts.py` has every pair with other options. Here are those flags alone, dropout under
+recomputation, and a compiled layer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_ds.config import Config
 from megatron_ds.engine.build import build_engine
-from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
+from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from tests.dist import parity_cases
 from tests.dist.compare import differences
-from tests.dist.parity_cases import Case, config_of, plans_of
-from tests.dist.rank_jobs import JobResults, run_jobs, training
-from tests.dist.reference import EOD, train_reference
+from tests.dist.parity_cases import Case, Changes, config_of, train_alone
+from tests.dist.rank_jobs import JobResults, case_training, has_proofs, run_jobs
 from tests.problems import raises_problem
-from tests.unit.model.dense import dense_flex
 
-SAMPLES = parity_cases.SAMPLES.with_document_ends(0.2)
-BOTH = (True, True)
-CASES: dict[str, tuple[Case, tuple[bool, bool], str | None]] = {
+COMPILED = "compiled"
+
+
+def changes(*flags: str, granularity: str | None = None, dropout: float = 0.0) -> Changes:
+    return {
+        "data": dict.fromkeys(flags, True),
+        "recompute": {"recompute_granularity": granularity},
+        "model": {"attention_dropout": dropout, "hidden_dropout": dropout},
+        "runtime": {"seed": parity_cases.SEED},
+    }
+
+
+POSITIONS, ATTENTION = "reset_position_ids", "reset_attention_mask"
+BOTH = changes(POSITIONS, ATTENTION)
+DROPPED = Case(
+    *(2, 1, 2, 4, "learned", "adamw"), changes(POSITIONS, ATTENTION, dropout=0.1), ends=0.2
+)
+CASES = {
     # First, because ZeRO-3 leaves DeepSpeed's linear layer in torch, which some torch miscompiles.
-    "compiled": (Case(2, 1, 2, 1, "gqa", "adamw"), BOTH, None),
-    "zero0 learned full": (Case(2, 0, 2, 1, "learned", "sgd"), BOTH, "full"),
-    "zero1 rope selective": (Case(2, 1, 2, 4, "rope", "adamw"), BOTH, "selective"),
-    "zero2 alibi": (Case(2, 2, 2, 1, "alibi", "adamw"), (False, True), None),
-    "zero3 learned": (Case(2, 3, 1, 4, "learned", "adamw"), BOTH, None),
-    "zero3 gqa": (Case(2, 3, 1, 1, "gqa", "sgd"), (False, True), "full"),
-    "zero1 rope positions": (Case(2, 1, 1, 1, "rope", "sgd"), (True, False), None),
-    "dropout": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, None),
-    "dropout selective": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "selective"),
-    "dropout full": (Case(2, 1, 2, 4, "learned", "adamw"), BOTH, "full"),
+    COMPILED: Case(
+        *(2, 1, 2, 1, "gqa", "adamw"),
+        {**BOTH, "runtime": {"seed": parity_cases.SEED, "compile": True}},
+        ends=0.2,
+    ),
+    "zero2 alibi": Case(2, 2, 2, 1, "alibi", "adamw", changes(ATTENTION), ends=0.2),
+    "zero3 learned": Case(2, 3, 1, 4, "learned", "adamw", BOTH, ends=0.2),
+    "zero3 gqa": Case(2, 3, 1, 1, "gqa", "sgd", changes(ATTENTION, granularity="full"), ends=0.2),
+    "zero1 rope positions": Case(2, 1, 1, 1, "rope", "sgd", changes(POSITIONS), ends=0.2),
 }
-"""By name: layout, whether positions and attention end with a document, recompute granularity."""
-WITH_DROPOUT = [name for name in CASES if name.startswith("dropout")]
-
-
-def config(name: str) -> Config:
-    case, (positions, attention), granularity = CASES[name]
-    dropout = 0.1 if name in WITH_DROPOUT else 0.0
-    return config_of(
-        case,
-        model={"attention_dropout": dropout, "hidden_dropout": dropout},
-        data={"reset_position_ids": positions, "reset_attention_mask": attention},
-        recompute={"recompute_granularity": granularity},
-        runtime={"seed": parity_cases.SEED, "compile": name == "compiled"},
-    )
 
 
 def check_no_kernel(engine: Any) -> None:
@@ -60,43 +58,46 @@ def check_no_kernel(engine: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> JobResults:
-    jobs = {
-        name: training(config(name), plans_of(case), SAMPLES, check_no_kernel)
-        for name, (case, *_) in CASES.items()
+def outcomes(request: pytest.FixtureRequest) -> JobResults:
+    jobs = {name: case_training(case, check_no_kernel) for name, case in CASES.items()}
+    jobs |= {
+        f"dropout {granularity}": case_training(
+            DROPPED, check_no_kernel, recompute={"recompute_granularity": granularity}
+        )
+        for granularity in (None, "full")
     }
+    if not has_proofs(request):
+        del jobs[COMPILED]
     return run_jobs(2, jobs)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITH_DROPOUT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.proof] * (n == COMPILED)) for n in CASES]
+)
 def test_layout_equals_one_process_with_a_dense_mask(name: str, outcomes: JobResults) -> None:
-    case, flags, _ = CASES[name]
-    rules = PackingOptions(EOD, *flags, FlexKernel(dense_flex))
-    reference = train_reference(config(name), SAMPLES, plans_of(case), rules)
+    reference = train_alone(CASES[name])
     for rank, run in enumerate(outcomes.of(name)):
         assert differences(run, reference) == [], f"rank {rank}"
         # Each layer is compiled in two parts, before and after its attention, once for all
         # micro-batches, whatever their document lengths.
-        assert (run.notes["compiled"] > 0) == (name == "compiled")
+        assert (run.notes["compiled"] > 0) == (name == COMPILED)
         assert run.notes["compiled"] <= 6 * parity_cases.SHAPE["num_layers"]
 
 
-@pytest.mark.parametrize("name", WITH_DROPOUT[1:])
-def test_recomputation_drops_what_was_dropped(name: str, outcomes: JobResults) -> None:
-    for run, stored in zip(outcomes.of(name), outcomes.of(WITH_DROPOUT[0]), strict=True):
-        assert run.losses == stored.losses
-        assert run.norms == stored.norms
+def test_recomputation_drops_what_was_dropped(outcomes: JobResults) -> None:
+    stored, recomputed = outcomes.of("dropout None"), outcomes.of("dropout full")
+    for run, other in zip(recomputed, stored, strict=True):
+        assert run.losses == other.losses
+        assert run.norms == other.norms
 
 
 def test_bounds_change_what_is_learned() -> None:
-    settings, plans = config("zero3 learned"), plans_of(CASES["zero3 learned"][0])[:1]
-    losses = [
-        train_reference(settings, SAMPLES, plans, rules).losses
-        for rules in (None, PackingOptions(EOD, True, True))
-    ]
-    assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+    case = CASES["zero3 learned"]
+    unbound = train_alone(dataclasses.replace(case, changes={}))
+    assert unbound.losses[0] != pytest.approx(train_alone(case).losses[0], rel=1e-4)
 
 
 def test_tokenizer_without_eod_is_rejected() -> None:
+    config = config_of(CASES["zero3 learned"])
     with raises_problem("tokenizer-without-eod"):
-        build_engine(config("zero3 learned"), Mesh.single(), torch.device("cpu"), eod=None)
+        build_engine(config, Mesh.single(), torch.device("cpu"), eod=None)

@@ -1,6 +1,7 @@
-"""Every layout trains like one process: {ZeRO 0, 1, 2, 3} x {TP 1, 2} x {accumulation 1, 4} x
-{learned, rope, alibi, GQA, swiglu, tied, untied}, on 2 and 4 ranks, under SGD without clipping and
-AdamW with clipping. The rule in `parity_cases.py` selects the combinations.
+"""Layouts train like one process, with what the covering array of `test_layouts.py` lacks.
+
+Models and groups of parameters that are no axis, the step of plain SGD, 8-bit Adam, and how ZeRO-3
+constructs the model.
 
 The reference is `reference.train_reference`: torch over the full global batch. Three steps in fp32;
 loss, global norm, every parameter's gradient (taken from DeepSpeed before each step and, under SGD,
@@ -9,9 +10,7 @@ from what the step did to the weights) and every weight after each step agree wi
 
 from __future__ import annotations
 
-import itertools
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,72 +20,71 @@ import torch.distributed as dist
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case, config_of, reference_of
-from tests.dist.rank_jobs import Job, JobResults, case_training, run_jobs
+from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 from tests.dist.reference import Run
 
 REPEATED = "repeated"
-"""The second run of a world's first case, after all others."""
+"""The second run of the first case, after all others."""
 
-HPZ_WORLD = 4
-HPZ = {
-    "hpz-tp1": Case(HPZ_WORLD, 3, 1, 4, "learned", "adamw"),
-    "hpz-tp2": Case(HPZ_WORLD, 3, 2, 1, "swiglu", "sgd"),
-}
-"""Layouts in which pairs of data-parallel ranks hold second copies of the parameters."""
+CASES = (
+    Case(2, 0, 2, 4, "rope", "adamw"),
+    Case(2, 1, 1, 4, "rope", "adamw"),
+    Case(2, 2, 2, 1, "tied", "sgd"),
+    Case(2, 3, 1, 1, "gqa", "adamw"),
+    Case(2, 3, 2, 4, "untied", "sgd"),
+    # Fused queries, keys and values of different sizes, and a fused gate.
+    Case(2, 1, 1, 4, "swiglu", "muon"),
+    Case(2, 2, 1, 4, "gqa", "muon"),
+    Case(2, 3, 1, 4, "swiglu", "muon"),
+    Case(4, 1, 2, 1, "gqa", "muon"),
+    # Embeddings and output layer in groups of their own.
+    Case(2, 0, 2, 4, "untied", "grouped"),
+    Case(2, 1, 1, 4, "alibi", "grouped"),
+    Case(2, 3, 2, 4, "untied", "grouped"),
+)
+SMOKE = CASES[:4]
+"""One case of each ZeRO stage."""
+ZERO3 = [case for case in CASES if case.stage == 3]
+EIGHT_BIT = [Case(2, stage, 1 + stage % 2, 4, "learned", "8-bit") for stage in range(4)]
+HPZ = Case(4, 3, 2, 1, "swiglu", "sgd")
+"""Pairs of data-parallel ranks hold second copies of the parameters."""
 
-Worlds = dict[int, JobResults]
 
-
-def hpz_training(case: Case) -> Job:
-    deepspeed = {**vars(config_of(case).deepspeed), "zero_hpz_partition_size": 2}
-    return case_training(case, partial(assert_second_copies, case.tp), deepspeed=deepspeed)
-
-
-def assert_second_copies(tp: int, engine: Any) -> None:
+def assert_second_copies(engine: Any) -> None:
     """Neighbours along the data-parallel axis share a copy, which the backward pass gathers."""
-    start = {1: dist.get_rank() // 2 * 2, 2: dist.get_rank() % 2}[tp]
+    start = dist.get_rank() % HPZ.tp
     for parameter in engine.module.parameters():
         group = parameter.ds_zero_param_process_group
-        assert dist.get_process_group_ranks(group) == [start, start + tp]
+        assert dist.get_process_group_ranks(group) == [start, start + HPZ.tp]
 
 
 @pytest.fixture(scope="module")
-def worlds(request: pytest.FixtureRequest) -> Worlds:
+def outcomes(request: pytest.FixtureRequest) -> JobResults:
     """The selected cases, trained by one set of two ranks and one of four."""
-    items = [item for item in request.session.items if item.path == request.path]
-    parameters = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    selected = list(dict.fromkeys(p["case"] for p in parameters if "case" in p))
-    results = {}
-    for world in parity_cases.AXES["world"]:
-        cases = [case for case in selected if case.world == world]
-        if cases:
-            jobs = {case.name: case_training(case) for case in cases}
-            if world == HPZ_WORLD:
-                jobs |= {name: hpz_training(case) for name, case in HPZ.items()}
-            results[world] = run_jobs(world, {**jobs, REPEATED: jobs[cases[0].name]})
-    return results
-
-
-SMOKE = {case.stage: case for case in parity_cases.covering() if case.world == 2}.values()
-"""One case of each ZeRO stage."""
+    tests = list(selected(request))
+    jobs: dict[int, dict[str, Job]] = {2: {}, 4: {}}
+    for case in (*CASES[:1], *(params["case"] for _, params in tests if "case" in params)):
+        jobs[case.world][case.name] = case_training(case)
+    jobs[2][REPEATED] = jobs[2][CASES[0].name]
+    if test_second_copies_of_parameters_change_nothing.__name__ in dict(tests):
+        deepspeed = {**vars(config_of(HPZ).deepspeed), "zero_hpz_partition_size": 2}
+        jobs[4]["hpz"] = case_training(HPZ, assert_second_copies, deepspeed=deepspeed)
+    return run_by_world(jobs)
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=[pytest.mark.smoke] if case in SMOKE else [])
-        for case in (*parity_cases.chosen(), *parity_cases.other_optimizers())
-    ],
+    [pytest.param(case, marks=[pytest.mark.smoke] if case in SMOKE else []) for case in CASES],
     ids=lambda case: case.name,
 )
-def test_layout_equals_one_process(case: Case, worlds: Worlds) -> None:
+def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     reference = reference_of(case.model, case.optimizer)
     undecided = sum(int(mask.sum()) for mask in reference.undecided.values())
     assert undecided < 0.01 * sum(weight.numel() for weight in reference.weights[0].values())
     clip = parity_cases.OPTIMIZERS[case.optimizer].clip_grad
     if clip:
         assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
-    for rank, run in enumerate(worlds[case.world].of(case.name)):
+    for rank, run in enumerate(outcomes.of(case.name)):
         assert differences(run, reference) == [], f"rank {rank}"
         assert run.rates == reference.rates
         norm = math.sqrt(sum(weight.square().sum() for weight in reference.weights[-1].values()))
@@ -95,10 +93,10 @@ def test_layout_equals_one_process(case: Case, worlds: Worlds) -> None:
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
 
 
-@pytest.mark.parametrize("case", parity_cases.EIGHT_BIT, ids=lambda case: case.name)
-def test_8_bit_adam_follows_adamw(case: Case, worlds: Worlds) -> None:
+@pytest.mark.parametrize("case", EIGHT_BIT, ids=lambda case: case.name)
+def test_8_bit_adam_follows_adamw(case: Case, outcomes: JobResults) -> None:
     reference = reference_of(case.model, "adamw")
-    for run in worlds[case.world].of(case.name):
+    for run in outcomes.of(case.name):
         assert run.losses[:2] == pytest.approx(reference.losses[:2], rel=1e-4)
         assert run.losses == pytest.approx(reference.losses, rel=2e-3)
         assert run.weights[-1].keys() == reference.weights[-1].keys()
@@ -122,19 +120,14 @@ def _error_of_first_step(run: Run, reference: Run) -> float:
     return max(ratios)
 
 
-@pytest.mark.parametrize("name", HPZ)
-def test_second_copies_of_parameters_change_nothing(name: str, worlds: Worlds) -> None:
-    case = HPZ[name]
-    for rank, run in enumerate(worlds[HPZ_WORLD].of(name)):
-        assert differences(run, reference_of(case.model, case.optimizer)) == [], f"rank {rank}"
-
-
-ZERO3 = [case for case in parity_cases.chosen() if case.stage == 3]
+def test_second_copies_of_parameters_change_nothing(outcomes: JobResults) -> None:
+    for rank, run in enumerate(outcomes.of("hpz")):
+        assert differences(run, reference_of(HPZ.model, HPZ.optimizer)) == [], f"rank {rank}"
 
 
 @pytest.mark.parametrize("case", ZERO3, ids=lambda case: case.name)
-def test_zero3_never_materializes_the_full_model(case: Case, worlds: Worlds) -> None:
-    for run in worlds[case.world].of(case.name):
+def test_zero3_never_materializes_the_full_model(case: Case, outcomes: JobResults) -> None:
+    for run in outcomes.of(case.name):
         seen = run.notes["construction"]
         # The largest single table is less than half of this model.
         assert seen.largest_module < seen.total / 2
@@ -144,26 +137,13 @@ def test_zero3_never_materializes_the_full_model(case: Case, worlds: Worlds) -> 
         assert seen.total <= dp_size * seen.local < 1.05 * seen.total
 
 
-def test_cases_do_not_influence_each_other(worlds: Worlds) -> None:
-    """A world's first case, repeated after all others on the same ranks, is equal bit for bit."""
-    for world in worlds.values():
-        first = next(iter(world.results))
-        for run, again in zip(world.of(first), world.of(REPEATED), strict=True):
-            assert run.losses == again.losses
-            assert run.norms == again.norms
-            for before, after in zip(run.weights, again.weights, strict=True):
-                assert before.keys() == after.keys()
-                assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_covering_array_contains_every_combination() -> None:
-    """Checks the rule of `parity_cases.py` independently of the construction of the array."""
-    chosen = parity_cases.covering()
-    assert len(chosen) == len(set(chosen)) < len(parity_cases.product()) == 448
-    layout = [axis for axis in parity_cases.AXES if axis != "model"]
-    for axes in [*itertools.combinations(layout, 3), *(("model", axis) for axis in layout)]:
-        found = {tuple(getattr(case, axis) for axis in axes) for case in chosen}
-        assert len(found) == math.prod(len(parity_cases.AXES[axis]) for axis in axes), axes
+def test_cases_do_not_influence_each_other(outcomes: JobResults) -> None:
+    """The first case, repeated after all others on the same ranks, is equal bit for bit."""
+    for run, again in zip(outcomes.of(CASES[0].name), outcomes.of(REPEATED), strict=True):
+        assert (run.losses, run.norms) == (again.losses, again.norms)
+        for before, after in zip(run.weights, again.weights, strict=True):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_comparison_detects_a_wrong_gradient() -> None:

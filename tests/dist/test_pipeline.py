@@ -1,6 +1,6 @@
-"""Pipeline stages train like one process: TP x PP x DP, ZeRO 0 and 1, every partition method, tied
-embeddings, accumulation, clipping, dropout, recomputation, documents, batch sizes and lengths that
-change.
+"""Pipeline stages train like one process: four stages, every partition method, tied embeddings,
+parameter groups, documents, batch sizes and lengths that change. `test_layouts.py` has every pair
+with other options.
 
 The reference is that of `test_parity.py`, within 1e-5: loss, norm, every gradient, every weight,
 and the evaluation loss after every step but the last. The engine then releases its parameters.
@@ -9,212 +9,111 @@ and the evaluation loss after every step but the last. The engine then releases 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import pytest
 
-from megatron_ds.config import Config
-from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.train_state import StepPlan
-from tests.dist.compare import differences, differences_in_half_precision
+from tests.dist.compare import differences
 from tests.dist.parity_cases import (
-    SAMPLES,
     SAMPLES_PER_STEP,
     SHAPE,
     Case,
+    Changes,
     config_of,
     plans_of,
+    samples_of,
+    train_alone,
 )
-from tests.dist.rank_jobs import JobResults, run_jobs, training
-from tests.dist.reference import EOD, Samples, evaluate_reference, train_reference
+from tests.dist.rank_jobs import JobResults, case_training, run_jobs, selected, training
+from tests.dist.reference import Samples, evaluate_reference, train_reference
 
-FIVE_LAYERS = {"model": {"num_layers": 5}}
+TIED = (4, "tied", "adamw")
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
-DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 PER_TOKEN = {"data": {"eod_mask_loss": True}, "optimizer": {"calculate_per_token_loss": True}}
-OFFLOAD = {"deepspeed": {"zero_stage": 1, "cpu_optimizer": True}}
-PACKED = SAMPLES.with_document_ends(0.1)
+DOCUMENTS = {
+    "data": {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True},
+    "recompute": {"recompute_granularity": "full"},
+}
+VARYING: dict[str, Any] = {"batches": (16, 8, 16), "lengths": (8, 16, 12)}
 
 
-@dataclass(frozen=True, eq=False)
-class Pipeline:
-    """A layout, and the changed fields of the configuration by group."""
-
-    name: str
-    tp: int
-    pp: int
-    stage: int
-    accumulation: int
-    model: str
-    optimizer: str
-    method: str = "type:transformer"
-    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    batches: tuple[int, ...] = ()
-    """Samples of each step, if they change."""
-    lengths: tuple[int, ...] = ()
-    """Tokens per sample of each step, if they change."""
-    sequence: bool = False
-    """Sequence parallelism."""
-    schedule: str = "1f1b"
-
-    @property
-    def samples(self) -> Samples:
-        return PACKED if "data" in self.changes else SAMPLES
-
-    @property
-    def packing(self) -> PackingOptions | None:
-        is_packed = self.config.data.reset_attention_mask
-        return PackingOptions(EOD, True, True) if is_packed else None
-
-    @property
-    def samples_per_mean(self) -> int | None:
-        """Samples over whose counted tokens a loss is averaged; None: all of a step."""
-        options = self.config
-        is_per_token = options.optimizer.calculate_per_token_loss
-        return None if is_per_token else options.schedule.micro_batch_size
-
-    @property
-    def case(self) -> Case:
-        sizes = (4, self.stage, self.tp * self.pp, self.accumulation)
-        return Case(*sizes, self.model, self.optimizer)
-
-    @property
-    def config(self) -> Config:
-        parallel = {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "pp_partition_method": self.method,
-            "sequence_parallel": self.sequence,
-            "pipeline_schedule": self.schedule,
-        }
-        return config_of(self.case, parallel=parallel, **self.changes)
-
-    @property
-    def plans(self) -> list[StepPlan]:
-        plans = plans_of(self.case)
-        if self.batches:
-            micro = self.case.micro_batch_size * (4 // (self.tp * self.pp))
-            plans = [
-                dataclasses.replace(
-                    plan, global_batch_size=size, num_micro_batches=size // micro, seq_length=length
-                )
-                for plan, size, length in zip(plans, self.batches, self.lengths, strict=True)
-            ]
-        return plans
+def partitioned(method: str) -> Changes:
+    return {"model": {"num_layers": 5}, "parallel": {"pp_partition_method": method}}
 
 
-CASES = (
-    Pipeline("tensor-and-stages", 2, 2, 1, 4, "tied", "grouped"),
-    Pipeline(
-        "data-and-stages", 1, 2, 1, 4, "gqa", "adamw", "uniform",
-        batches=(16, 8, 16), lengths=(8, 16, 12), changes=PER_TOKEN,
+SEQUENCE = {"sequence_parallel": True}
+FOLDED = {"pipeline_schedule": "dualpipev"}
+CASES = {
+    "tensor-and-stages": Case(4, 1, 2, 4, "tied", "grouped", pp=2),
+    "data-and-stages": Case(
+        *(4, 1, 1, 4, "gqa", "adamw"),
+        {**PER_TOKEN, "parallel": {"pp_partition_method": "uniform"}},
+        pp=2,
+        ends=0.1,
+        **VARYING,
     ),
-    Pipeline("without-zero", 1, 2, 0, 4, "tied", "adamw", changes=PER_TOKEN),
-    Pipeline("without-zero-sharded", 2, 2, 0, 1, "swiglu", "adamw"),
-    Pipeline("plain-steps", 2, 2, 0, 4, "learned", "sgd"),
-    Pipeline("plain-steps-partitioned", 2, 2, 1, 1, "tied", "sgd"),
-    Pipeline("four-stages", 1, 4, 1, 4, "untied", "grouped", "parameters", FIVE_LAYERS),
-    Pipeline("listed-layers", 1, 4, 0, 1, "alibi", "sgd", "1,1,2,1", FIVE_LAYERS),
-    Pipeline("muon", 1, 4, 1, 4, "tied", "muon", changes=FIVE_LAYERS),
-    Pipeline("offload", 1, 2, 1, 4, "rope", "adamw", changes=OFFLOAD),
-    Pipeline(
-        "lengths-and-batches", 1, 2, 1, 4, "tied", "adamw",
-        batches=(16, 8, 16), lengths=(8, 16, 12), changes={"model": DROPOUT},
+    "four-stages": Case(4, 1, 1, 4, "untied", "grouped", partitioned("parameters"), pp=4),
+    "listed-layers": Case(4, 0, 1, 1, "alibi", "sgd", partitioned("1,1,2,1"), pp=4),
+    "lengths-and-batches": Case(4, 1, 1, *TIED, {"model": DROPOUT}, pp=2, **VARYING),
+    "documents": Case(
+        4, 1, 2, 4, "learned", "adamw", {**DOCUMENTS, "parallel": SEQUENCE}, pp=2, ends=0.1
     ),
-    Pipeline(
-        "sequence-parallel", 2, 2, 1, 4, "tied", "adamw", sequence=True,
-        batches=(16, 8, 16), lengths=(8, 16, 12), changes={"model": {"hidden_dropout": 0.1}},
+    "folded": Case(
+        *(4, 1, 2, 4, "tied", "grouped"),
+        {"model": {"num_layers": 5, "hidden_dropout": 0.1}, "parallel": {**FOLDED, **SEQUENCE}},
+        pp=2,
     ),
-    Pipeline("sequence-parallel-without-zero", 2, 2, 0, 1, "learned", "sgd", sequence=True),
-    Pipeline(
-        "documents", 2, 2, 1, 4, "learned", "adamw", sequence=True,
-        changes={"data": DOCUMENTS, "recompute": {"recompute_granularity": "full"}},
+    "folded-lengths-and-batches": Case(
+        *(4, 1, 1, 8, "tied", "adamw"),
+        {"model": {"num_layers": 4, **DROPOUT}, "parallel": FOLDED},
+        pp=2,
+        batches=(16, 8, 20),
+        lengths=(8, 16, 12),
     ),
-    Pipeline(
-        "folded", 2, 2, 1, 4, "tied", "grouped", schedule="dualpipev", sequence=True,
-        changes={"model": {"num_layers": 5, "hidden_dropout": 0.1}},
-    ),
-    Pipeline(
-        "folded-lengths-and-batches", 1, 2, 1, 8, "tied", "adamw", schedule="dualpipev",
-        batches=(16, 8, 20), lengths=(8, 16, 12),
-        changes={"model": {"num_layers": 4, **DROPOUT}},
-    ),
-    Pipeline(
-        "folded-documents", 2, 2, 0, 4, "learned", "adamw", schedule="dualpipev",
-        changes={
-            "model": {"num_layers": 4},
-            "data": DOCUMENTS,
-            "recompute": {"recompute_granularity": "full"},
-        },
-    ),
-    Pipeline(
-        "folded-bf16", 1, 2, 1, 8, "tied", "adamw", schedule="dualpipev",
-        changes={"model": {"num_layers": 4}, "precision": {"bf16": True}},
-    ),
-    Pipeline(
-        "folded-without-zero", 1, 2, 0, 4, "untied", "sgd", "2,1,1,1", FIVE_LAYERS | PER_TOKEN,
-        schedule="dualpipev",
-    ),
-    Pipeline(
-        "recomputed-by-deepspeed", 2, 2, 1, 4, "rope", "adamw",
-        changes={
-            "model": {"hidden_dropout": 0.1},
-            "recompute": {
-                "recompute_granularity": "full",
-                "partition_activations": True,
-                "checkpoint_in_cpu": True,
-            },
-        },
-    ),
-)  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> JobResults:
     """The selected cases, trained by one set of four ranks."""
-    items = [item for item in request.session.items if item.path == request.path]
-    cases = [item.callspec.params["case"] for item in items if hasattr(item, "callspec")]
+    names = {params["name"] for _, params in selected(request) if "name" in params}
     jobs = {
-        case.name: training(
-            case.config,
-            case.plans,
-            case.samples,
-            partial(check_layers, case.sequence),
-        )
-        for case in dict.fromkeys(cases)
+        name: case_training(case, partial(check_layers, case.changes.get("parallel", {})))
+        for name, case in CASES.items()
+        if name in names
     }
     return run_jobs(4, jobs)
 
 
-def check_layers(sequence: bool, engine: Any) -> None:
+def check_layers(parallel: Mapping[str, Any], engine: Any) -> None:
     for layer in engine.module.layers.values():
-        assert layer.group.sequence_parallel == sequence
+        assert layer.group.sequence_parallel == parallel.get("sequence_parallel", False)
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(CASES[0], marks=pytest.mark.smoke), *CASES[1:]],
-    ids=lambda case: case.name,
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.smoke] * (name == "tensor-and-stages"))
+        for name in CASES
+    ],
 )
-def test_stages_equal_one_process(case: Pipeline, results: JobResults) -> None:
-    config, options = case.config, (case.packing, case.samples_per_mean)
-    reference = train_reference(config, case.samples, case.plans, *options)
-    evaluated = SAMPLES_PER_STEP // min(case.accumulation, 2)
+def test_stages_equal_one_process(name: str, results: JobResults) -> None:
+    case = CASES[name]
+    config, reference = config_of(case), train_alone(case)
+    size = None if "optimizer" in case.changes else case.micro_batch_size
+    count = SAMPLES_PER_STEP // min(case.accumulation, 2)
     evaluations = [
-        evaluate_reference(config, case.samples, weights, *options, count=evaluated)
+        evaluate_reference(config, samples_of(case), weights, size, count=count)
         for weights in reference.weights[1:-1]
     ]
     norm = sum(float(value.square().sum()) for value in reference.weights[-1].values()) ** 0.5
-    is_exact = config.precision.name == "fp32"
-    compare = differences if is_exact else differences_in_half_precision
-    tolerance = 1e-5 if is_exact else 1e-2
-    for rank, run in enumerate(results.of(case.name)):
-        assert compare(run, reference) == [], f"rank {rank}"
+    for rank, run in enumerate(results.of(name)):
+        assert differences(run, reference) == [], f"rank {rank}"
         assert run.rates == reference.rates
-        assert run.evaluations == pytest.approx(evaluations, rel=tolerance)
-        assert run.notes["params norm"] == pytest.approx(norm, rel=tolerance)
+        assert run.evaluations == pytest.approx(evaluations, rel=1e-5)
+        assert run.notes["params norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def test_copies_of_a_tied_embedding_stay_equal_on_three_replicas() -> None:
@@ -225,13 +124,15 @@ def test_copies_of_a_tied_embedding_stay_equal_on_three_replicas() -> None:
     steps, replicas = 10, 3
     jobs, references = {}, {}
     for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16")):
-        case = Case(2 * replicas, stage, 1, 1, "tied", "adamw")
-        config = config_of(
-            case,
-            parallel={"pipeline_model_parallel_size": 2},
-            schedule={"micro_batch_size": 1, "global_batch_size": replicas, "train_iters": steps},
-            precision={"bf16": precision == "bf16"},
+        case = Case(
+            *(2 * replicas, stage, 1, 1, "tied", "adamw"),
+            {
+                "schedule": {"micro_batch_size": 1, "global_batch_size": replicas},
+                "precision": {"bf16": precision == "bf16"},
+            },
+            pp=2,
         )
+        config = config_of(case, schedule={"train_iters": steps})
         plan = dataclasses.replace(plans_of(case)[0], global_batch_size=replicas)
         plans = [dataclasses.replace(plan, iteration=number + 1) for number in range(steps)]
         samples = Samples(replicas * steps, SHAPE)

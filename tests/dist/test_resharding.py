@@ -4,24 +4,24 @@ Runs of some layouts take two steps, save, and take a third step. Engines of oth
 checkpoint, after all their states were overwritten, and take that third step. Right after the load
 master weights and moments must be equal bit for bit, element by element, as DeepSpeed's own
 functions return them; then the loss, the norm and the weights after the step are compared.
-Each checkpoint is also converted to DeepSpeed's universal format; every layout loads the last of
-its sources from there, too, and must have the same states bit for bit.
+Some checkpoints are also saved in the background, converted to DeepSpeed's universal format, or
+saved without states of the optimizer.
 
-The rule that selects the pairs of a checkpoint and a layout that loads it, in each family of
-layouts (`FAMILIES`):
+`make test` runs the pairs of a checkpoint and a layout that loads it that differ in what they do:
 
-* All ZeRO stages that the sizes allow save and load.
-* "dense" is a covering array over the sizes and the ZeRO stage of the source and those of the
-  target: every value of the source occurs with every value of the target, and every layout saves
-  and loads. So all sizes are resharded to all, all stages to all, and all sizes to all stages.
-* In the other families every layout loads the checkpoints of the two before it, cyclically.
+* of the dense layouts, every ZeRO stage with every ZeRO stage, and all sizes with one process,
+* in each other family of layouts (`FAMILIES`), every layout with the next one, cyclically.
+
+The proofs complete them: of the dense layouts, all sizes are resharded to all, all stages to all
+and all sizes to all stages, and every layout saves and loads; in the other families, every layout
+loads the checkpoints of the two before it, cyclically.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ from tests.dist.engine_harness import Meshes, batches_of, full_tensor, full_weig
 from tests.dist.nonfinite_harness import RATES, Training
 from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO, swap_small_tensors
 from tests.dist.parity_cases import SHAPE, Case, config_of
-from tests.dist.rank_jobs import Job, JobResults, run_jobs
+from tests.dist.rank_jobs import Job, JobResults, run_by_world, selected
 from tests.dist.reference import Tensors
 
 WORLDS = (1, 2, 4)
@@ -91,22 +91,13 @@ class Layout:
     """Changed fields of the configuration by group."""
 
     def config(self, folder: Path) -> Config:
-        parallel = {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "ds_sequence_parallel_size": self.ulysses,
-            "expert_model_parallel_size": self.ep,
-            "pp_partition_method": self.partition,
-            "pipeline_schedule": self.schedule,
-        }
+        parallel = {"pp_partition_method": self.partition, "pipeline_schedule": self.schedule}
         changes: dict[str, Any] = {"parallel": parallel, "schedule": RATES, **self.changes}
         case = Case(
-            self.world,
-            self.stage,
-            self.tp * self.pp * self.ulysses,
-            self.accumulation,
-            self.model,
-            self.optimizer,
+            *(self.world, self.stage, self.tp, self.accumulation, self.model, self.optimizer),
+            pp=self.pp,
+            sp=self.ulysses,
+            ep=self.ep,
         )
         if "deepspeed" in self.changes:
             disk = {"nvme_path": str(folder / "disk")} if "nvme" in str(self.changes) else {}
@@ -124,8 +115,9 @@ class Layout:
 
 
 DENSE = {"num_layers": 3, "activation": "swiglu"}
+ONE_PROCESS = "1_1_1"
 SIZES: dict[str, tuple[dict[str, int], tuple[int, ...]]] = {
-    "1_1_1": ({"world": 1}, (0, 1, 2, 3)),
+    ONE_PROCESS: ({"world": 1}, (0, 1, 2, 3)),
     "2_1_1": ({"tp": 2}, (0, 1, 2, 3)),
     "1_2_1": ({"pp": 2}, (0, 1)),
     "1_1_2": ({}, (0, 1, 2, 3)),
@@ -197,8 +189,8 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "fp32 zero0": Layout(0, model="untied"),
         "bf16 zero1": Layout(1, model="untied", changes=BF16),
         "fp16 zero2 tp2": Layout(2, tp=2, model="untied", changes=FP16),
-        "fp32 zero3 tp2": Layout(3, tp=2, model="untied"),
         "fp16 zero3": Layout(3, model="untied", changes=FP16),
+        "fp32 zero3 tp2": Layout(3, tp=2, model="untied"),
         "bf16 zero2 tp2": Layout(2, tp=2, model="untied", changes=BF16),
         "bf16 zero3": Layout(3, model="untied", changes=BF16),
         "bf16 pp2": Layout(1, pp=2, model="untied", changes=BF16),
@@ -224,50 +216,78 @@ LAYOUTS = {name: layout for name, (_, layout) in DENSE_LAYOUTS.items()} | {
     for family, layouts in FAMILIES.items()
     for name, layout in layouts.items()
 }
-ASYNC = " in the background"
-"""Suffix of the folder with the asynchronous save of a layout."""
-NEXT = 2
-"""Checkpoints that a layout loads, except for "dense"."""
+ASYNC, WEIGHTS = " in the background", " weights"
+"""Suffixes of the folders with further saves of a layout."""
 
 Pair = tuple[str, str]
 """Names of the layout that saves and of the layout that loads."""
+Demand = tuple[tuple[str, Any], ...]
 
 
-def demands(pair: Pair) -> set[tuple[tuple[str, Any], ...]]:
-    """What a pair of "dense" covers: values of the source with values of the target."""
+def demands(pair: Pair) -> set[Demand]:
+    """What a pair of dense layouts covers: values of the source with values of the target."""
     (source_sizes, source), (sizes, target) = (DENSE_LAYOUTS[name] for name in pair)
     one = ("source sizes", source_sizes), ("source stage", source.stage)
     other = ("sizes", sizes), ("stage", target.stage)
     return {*itertools.product(one, other), (("source", pair[0]),), (("target", pair[1]),)}
 
 
-def covering() -> list[Pair]:
-    """The pairs of "dense": each is the first of those with the most uncovered demands."""
+def is_basic(demand: Demand) -> bool:
+    """Whether `make test` covers it."""
+    names, values = zip(*demand, strict=True)
+    return names == ("source stage", "stage") or (
+        names == ("source sizes", "sizes") and ONE_PROCESS in values
+    )
+
+
+def covering() -> tuple[list[Pair], list[Pair]]:
+    """The dense pairs of `make test`, and those that complete them.
+
+    Each is the first of those with the most uncovered demands.
+    """
     left = {pair: demands(pair) for pair in itertools.permutations(DENSE_LAYOUTS, 2)}
-    missing = set().union(*left.values())
-    chosen = []
-    while missing:
-        best = max(left, key=lambda pair: len(left[pair] & missing))
-        missing -= left.pop(best)
-        chosen.append(best)
+    every = set().union(*left.values())
+    covered: set[Demand] = set()
+    chosen: tuple[list[Pair], list[Pair]] = ([], [])
+    for pairs, wanted in zip(chosen, (set(filter(is_basic, every)), every), strict=True):
+        while missing := wanted - covered:
+            best = max(left, key=lambda pair: len(left[pair] & missing))
+            covered |= left.pop(best)
+            pairs.append(best)
     return chosen
 
 
-def cyclic() -> Iterator[Pair]:
+def cyclic(offset: int) -> Iterator[Pair]:
+    """Each layout of a family with a later one."""
     for family, layouts in FAMILIES.items():
         names = [f"{family} {name}" for name in layouts]
         for index, source in enumerate(names):
-            for offset in range(1, NEXT + 1):
-                yield source, names[(index + offset) % len(names)]
+            yield source, names[(index + offset) % len(names)]
 
 
-PAIRS = (*covering(), *cyclic())
-
-
-LOADED_WITHOUT_OPTIMIZER = {
-    [source for source, name in PAIRS if name == target][-1] for target in LAYOUTS
-}
-"""Layouts that also save a checkpoint without states of the optimizer."""
+BASIC, FURTHER = ((*dense, *cyclic(step)) for step, dense in enumerate(covering(), 1))
+"""Pairs of `make test` and of the proofs."""
+LAST = {target: source for source, target in (*FURTHER, *BASIC)}
+"""Of each layout the checkpoint that it also loads in other forms."""
+UNIVERSAL = (
+    *("dense 2_1_1 zero3", "dense ulysses zero2", "experts ep2 zero1", "experts ep2 pp2 zero1"),
+    *("sgd zero1 folded", "lion zero3 tp2", "muon zero2", "precision fp16 zero3"),
+    *("precision bf16 masters", "memory zero2 cpu tp2", "memory more padding"),
+)
+WITHOUT_OPTIMIZER = (
+    *("dense 1_2_1 zero0", "dense 2_1_1 zero3", "experts ep2 tp2 zero2", "muon zero3 tp2"),
+    *(
+        "precision fp16 zero2 tp2",
+        "precision bf16 zero3",
+        "memory zero3 both",
+        "memory round robin",
+    ),
+)
+IN_BACKGROUND = (
+    *("dense 1_1_1 zero0", "dense 2_1_2 zero2", "dense 1_2_1 zero0", "experts ep2 zero2"),
+    *("muon zero3 tp2", "precision bf16 zero1", "precision fp16 zero3", "memory zero1 cpu"),
+)
+"""Layouts that do so in `make test`; the others are proofs."""
 
 
 class Continued(Training):
@@ -379,7 +399,7 @@ def without_padding(tensors: Tensors) -> Tensors:
     }
 
 
-def save_layout(name: str, folder: Path, meshes: Meshes) -> None:
+def save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes) -> None:
     """Takes two steps, saves, and records the states and the third step.
 
     An asynchronous save of the same states is written after the third step.
@@ -389,12 +409,13 @@ def save_layout(name: str, folder: Path, meshes: Meshes) -> None:
         training.step()
     training.manager(folder / name, []).save(training.engine, training.state)
     in_background = training.manager(folder / f"{name}{ASYNC}", [])
-    in_background.save(training.engine, training.state, in_background=True)
-    if name in LOADED_WITHOUT_OPTIMIZER:
+    if ASYNC in forms:
+        in_background.save(training.engine, training.state, in_background=True)
+    if WEIGHTS in forms:
         # As in an engine of --no-save-optim.
         training.engine._files._saves_optimizer = False
         training.engine._experts._optimizer = None
-        manager = training.manager(folder / f"{name} weights", [], no_save_optim=True)
+        manager = training.manager(folder / f"{name}{WEIGHTS}", [], no_save_optim=True)
         manager.save(training.engine, training.state)
     record = {
         "states": training.states(),
@@ -406,48 +427,65 @@ def save_layout(name: str, folder: Path, meshes: Meshes) -> None:
     in_background.advance(wait=True)
     if dist.get_rank() == 0:
         torch.save(record, folder / f"{name}.pt")
-        (path,) = list_checkpoints(folder / name)
-        target = path.with_name(f"{path.name}{SUFFIX}")
-        convert_checkpoint(open_verified(path), target, lambda name, size: None)
+        if SUFFIX in forms:
+            (path,) = list_checkpoints(folder / name)
+            target = path.with_name(f"{path.name}{SUFFIX}")
+            convert_checkpoint(open_verified(path), target, lambda name, size: None)
     training.close()
 
 
 def load_layout(
-    name: str, sources: list[str], folder: Path, meshes: Meshes
-) -> dict[str, list[str]]:
-    """What differs after the load of each checkpoint."""
+    name: str, loads: list[tuple[str, str]], folder: Path, meshes: Meshes
+) -> dict[tuple[str, str], list[str]]:
+    """What differs after each load of a form of a checkpoint: (form, source)."""
     training = Continued(name, folder, meshes)
     found = {}
-    for source in sources:
+    for form, source in loads:
         record = torch.load(folder / f"{source}.pt", weights_only=False)
         training.overwrite()
-        found[source] = list(load_one(training, name, source, record, folder))
-    found[source] += load_universal(training, source, record, folder)
-    found[source] += load_weights(training, source, record, folder)
+        found[form, source] = list(LOADS[form](training, name, source, record, folder))
     training.close()
     return found
 
 
-def load_one(
-    training: Continued, name: str, source: str, record: dict[str, Any], folder: Path
+def load_states(
+    training: Continued, source: str, record: dict[str, Any], folder: Path, said: str
 ) -> Iterator[str]:
+    """Loads a checkpoint, whose states must be those that were saved.
+
+    Args:
+        training: The layout that loads.
+        source: The layout that saved.
+        record: What it recorded.
+        folder: Of the checkpoints.
+        said: Part of a message about the load; "": that of a load of the same layout.
+    """
     log: list[str] = []
-    manager = training.manager(folder / source, log)
+    universal = "universal" in said
+    manager = training.manager(folder / source, log, universal_checkpoint=universal)
     checkpoint = manager.select()
     assert checkpoint is not None
     training.state = manager.load(training.engine, checkpoint)
-    is_resharded = any("resharded in " in line for line in log)
-    own = ParallelLayout.of(training.config, training.mesh.dp.size)
-    if is_resharded != (own != checkpoint.run.layout):
+    if any((said or "resharded in ") in line for line in log) != (said != ""):
         yield f"log {log}"
     yield from differing_states(training, record["states"])
     if (training.steps() or {STEPS}) != (record["steps"] or {STEPS}):
         yield f"steps {training.steps()} instead of {record['steps']}"
     if training.state != record["state"]:
         yield f"{training.state} instead of {record['state']}"
-    both_scaled = all("fp16" in each for each in (name, source))
+    both_scaled = "fp16" in source and training.config.precision.fp16
     if both_scaled and training.scale() != record["scale"]:
         yield f"loss scale {training.scale()} instead of {record['scale']}"
+
+
+def load_one(
+    training: Continued, name: str, source: str, record: dict[str, Any], folder: Path
+) -> Iterator[str]:
+    """Continues a checkpoint; its next step must be that of the run that saved it."""
+    (path,) = list_checkpoints(folder / source)
+    own = ParallelLayout.of(training.config, training.mesh.dp.size)
+    said = "resharded in " if own != read_run(path).run.layout else ""
+    yield from load_states(training, source, record, folder, said)
     third, expected = training.third_step(), record["third"]
     relative = max(LAYOUTS[each].relative for each in (name, source))
     for kind in ("loss", "norm"):
@@ -459,33 +497,17 @@ def load_one(
 
 
 def load_universal(
-    training: Continued, source: str, record: dict[str, Any], folder: Path
+    training: Continued, name: str, source: str, record: dict[str, Any], folder: Path
 ) -> Iterator[str]:
     """Loads the converted checkpoint, which must give the same as the checkpoint itself."""
-    training.overwrite()
-    log: list[str] = []
-    manager = training.manager(folder / source, log, universal_checkpoint=True)
-    checkpoint = manager.select()
-    assert checkpoint is not None
-    training.state = manager.load(training.engine, checkpoint)
-    if not any("from the universal checkpoint" in line for line in log):
-        yield f"log {log}"
-    yield from (f"universal: {each}" for each in differing_states(training, record["states"]))
-    if (training.steps() or {STEPS}) != (record["steps"] or {STEPS}):
-        yield f"universal: steps {training.steps()} instead of {record['steps']}"
-    if training.state != record["state"]:
-        yield f"universal: {training.state} instead of {record['state']}"
-    both_scaled = "fp16" in source and training.config.precision.fp16
-    if both_scaled and training.scale() != record["scale"]:
-        yield f"universal: loss scale {training.scale()} instead of {record['scale']}"
+    return load_states(training, source, record, folder, "from the universal checkpoint")
 
 
 def load_weights(
-    training: Continued, source: str, record: dict[str, Any], folder: Path
+    training: Continued, name: str, source: str, record: dict[str, Any], folder: Path
 ) -> Iterator[str]:
     """Loads a checkpoint without states of the optimizer, whose next step is its first."""
-    training.overwrite()
-    (path,), (full,) = (list_checkpoints(folder / f"{source}{end}") for end in (" weights", ""))
+    (path,), (full,) = (list_checkpoints(folder / f"{source}{end}") for end in (WEIGHTS, ""))
     training.engine.reshard(SavedStates(read_run(path), has_optimizer=False))
     sizes = [sum(each.size for each in read_manifest(each).values()) for each in (path, full)]
     if not sizes[0] < 0.75 * sizes[1]:
@@ -498,6 +520,10 @@ def load_weights(
         yield f"loss {loss} instead of {expected} with the weights alone"
     if not training.steps() <= {1}:
         yield f"steps {training.steps()} after the first one"
+
+
+LOADS = {"": load_one, SUFFIX: load_universal, WEIGHTS: load_weights}
+"""By form of a checkpoint, which is the suffix of its folder, how it is loaded and compared."""
 
 
 def differing_states(training: Continued, saved: dict[str, Tensors]) -> Iterator[str]:
@@ -523,89 +549,142 @@ def differing_states(training: Continued, saved: dict[str, Tensors]) -> Iterator
                 yield f"{kind} of {name}"
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Folder of the checkpoints, and what the layouts that save and load returned."""
+
+    folder: Path
+    saves: JobResults
+    loads: JobResults
+
+    def differences(self, form: str, pairs: Iterable[Pair]) -> list[str]:
+        found = []
+        for source, target in pairs:
+            self.saves.of(source)
+            for rank, seen in enumerate(self.loads.of(target)):
+                found += [f"{source}, rank {rank}: {each}" for each in seen[form, source]]
+        return found
+
+
 @pytest.fixture(scope="module")
-def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[Path, dict[Pair, list[str]]]:
-    """Folder of the checkpoints; what differs after each load of the selected layouts."""
-    items = [item for item in request.session.items if item.path == request.path]
-    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
-    targets = {each["target"] for each in params if "target" in each}
-    pairs = [pair for pair in PAIRS if pair[1] in targets]
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Outcome:
+    """The saves and loads of the selected tests."""
+    loads: dict[str, set[tuple[str, str]]] = {}
+    forms: dict[str, set[str]] = {}
+    for _, params in selected(request):
+        for source, target in params.get("pairs", ()):
+            forms.setdefault(source, set()).add(params["form"])
+            if params["form"] in LOADS:
+                loads.setdefault(target, set()).add((params["form"], source))
     folder = tmp_path_factory.mktemp("checkpoints")
-    found: dict[Pair, list[str]] = {}
-    saves: dict[str, JobResults] = {}
-    for world in WORLDS:
-        names = sorted({source for source, _ in pairs if LAYOUTS[source].world == world})
-        jobs: dict[str, Job] = {name: partial(save_layout, name, folder) for name in names}
-        saves |= dict.fromkeys(names, run_jobs(world, jobs)) if names else {}
-    for world in WORLDS:
-        names = sorted({target for _, target in pairs if LAYOUTS[target].world == world})
-        loads = {name: [source for source, target in pairs if target == name] for name in names}
-        jobs = {name: partial(load_layout, name, loads[name], folder) for name in names}
-        results = run_jobs(world, jobs) if names else JobResults({})
-        for source, target in ((source, name) for name in names for source in loads[name]):
-            saves[source].of(source)
-            found[source, target] = [
-                f"rank {rank}: {difference}"
-                for rank, seen in enumerate(results.of(target))
-                for difference in seen[source]
-            ]
-    return folder, found
+    saving: dict[int, dict[str, Job]] = {world: {} for world in WORLDS}
+    loading: dict[int, dict[str, Job]] = {world: {} for world in WORLDS}
+    for name, layout in LAYOUTS.items():
+        if name in forms:
+            saving[layout.world][name] = partial(save_layout, name, forms[name], folder)
+        if name in loads:
+            loading[layout.world][name] = partial(load_layout, name, sorted(loads[name]), folder)
+    return Outcome(folder, run_by_world(saving), run_by_world(loading))
 
 
-ON_DISK = {name for pair in PAIRS if "memory zero3 nvme" in pair for name in pair}
-TARGETS = [pytest.param(n, marks=pytest.mark.libaio) if n in ON_DISK else n for n in LAYOUTS]
-"""The layouts; without libaio, ON_DISK is empty."""
+def cases(pairs: Iterable[Pair], form: str, basic: Collection[str] | None = None) -> list[Any]:
+    """Parameters of a test: for each target its pairs, and the form of the checkpoints.
+
+    Args:
+        pairs: The pairs.
+        form: The form.
+        basic: Targets of `make test`; None: all.
+    """
+    by_target: dict[str, list[Pair]] = {}
+    for source, target in pairs:
+        by_target.setdefault(target, []).append((source, target))
+    found = []
+    for target in (name for name in LAYOUTS if name in by_target):
+        is_on_disk = any(LAYOUTS[n].changes == NVME for pair in by_target[target] for n in pair)
+        marks = [pytest.mark.libaio] if is_on_disk else []
+        if basic is not None and target not in basic:
+            marks.append(pytest.mark.proof)
+        found.append(pytest.param(form, by_target[target], id=target, marks=marks))
+    return found
 
 
-@pytest.mark.parametrize("target", TARGETS)
+def last(form: str, basic: Collection[str]) -> list[Any]:
+    """Each layout with the checkpoint that it loads in other forms."""
+    return cases([(source, target) for target, source in LAST.items()], form, basic)
+
+
+@pytest.mark.parametrize(("form", "pairs"), cases(BASIC, ""))
 def test_every_layout_continues_checkpoints_of_others(
-    target: str, outcomes: tuple[Path, dict[Pair, list[str]]]
+    form: str, pairs: list[Pair], outcomes: Outcome
 ) -> None:
-    found = {
-        source: different for (source, name), different in outcomes[1].items() if name == target
-    }
-    assert len(found) > 0
-    assert found == {source: [] for source in found}
+    assert outcomes.differences(form, pairs) == []
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.proof
+@pytest.mark.parametrize(("form", "pairs"), cases(FURTHER, ""))
+def test_every_layout_continues_further_checkpoints(
+    form: str, pairs: list[Pair], outcomes: Outcome
+) -> None:
+    assert outcomes.differences(form, pairs) == []
+
+
+@pytest.mark.parametrize(("form", "pairs"), last(SUFFIX, UNIVERSAL))
+def test_a_universal_checkpoint_gives_the_states_of_the_checkpoint_itself(
+    form: str, pairs: list[Pair], outcomes: Outcome
+) -> None:
+    assert outcomes.differences(form, pairs) == []
+
+
+@pytest.mark.parametrize(("form", "pairs"), last(WEIGHTS, WITHOUT_OPTIMIZER))
+def test_weights_alone_continue_on_any_layout(
+    form: str, pairs: list[Pair], outcomes: Outcome
+) -> None:
+    assert outcomes.differences(form, pairs) == []
+
+
+@pytest.mark.parametrize(
+    ("form", "pairs"), cases([(name, name) for name in LAYOUTS], ASYNC, IN_BACKGROUND)
+)
 def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(
-    target: str, outcomes: tuple[Path, dict[Pair, list[str]]]
+    form: str, pairs: list[Pair], outcomes: Outcome
 ) -> None:
     """Although the states have changed between the copy and the write."""
-    folder, found = outcomes
-    for name in {source for source, other in found if other == target}:
-        (path,) = list_checkpoints(folder / name)
-        (other,) = list_checkpoints(folder / f"{name}{ASYNC}")
-        files = read_manifest(path)
-        assert len(files) > 1
-        assert read_manifest(other).keys() == files.keys()
-        assert find_damaged_files(other, read_manifest(other)) == {}
-        same = {name for name in files if read_manifest(other)[name] == files[name]}
-        assert files.keys() - same <= {"run.json"}, name  # each has a branch of its own
+    ((name, _),) = pairs
+    outcomes.saves.of(name)
+    (path,) = list_checkpoints(outcomes.folder / name)
+    (other,) = list_checkpoints(outcomes.folder / f"{name}{form}")
+    files = read_manifest(path)
+    assert len(files) > 1
+    assert read_manifest(other).keys() == files.keys()
+    assert find_damaged_files(other, read_manifest(other)) == {}
+    same = {name for name in files if read_manifest(other)[name] == files[name]}
+    assert files.keys() - same <= {"run.json"}, name  # each has a branch of its own
 
 
-def test_loads_leave_the_checkpoints_as_they_were(
-    outcomes: tuple[Path, dict[Pair, list[str]]],
-) -> None:
-    folder, found = outcomes
-    for name in {source for source, _ in found}:
-        (path,) = list_checkpoints(folder / name)
+def test_loads_leave_the_checkpoints_as_they_were(outcomes: Outcome) -> None:
+    for name in outcomes.saves.results:
+        (path,) = list_checkpoints(outcomes.folder / name)
         assert find_damage(path) is None
         assert find_damaged_files(path, read_manifest(path)) == {}
 
 
 def test_pairs_cover_sizes_and_stages() -> None:
     """Checks the covering array independently of its construction."""
-    dense = [pair for pair in PAIRS if all(name in DENSE_LAYOUTS for name in pair)]
-    pairs = [tuple(DENSE_LAYOUTS[name] for name in pair) for pair in dense]
-    sizes = {(one[0], other[0]) for one, other in pairs}
-    stages = {(one[1].stage, other[1].stage) for one, other in pairs}
-    assert sizes == set(itertools.product(SIZES, SIZES))
-    assert stages == set(itertools.product(range(4), range(4)))
-    assert [*map(set, zip(*PAIRS, strict=True))] == [set(LAYOUTS)] * 2
+
+    def covered(pairs: Iterable[Pair]) -> tuple[set[Any], set[Any]]:
+        dense = [pair for pair in pairs if all(name in DENSE_LAYOUTS for name in pair)]
+        both = [tuple(DENSE_LAYOUTS[name] for name in pair) for pair in dense]
+        sizes = {(one[0], other[0]) for one, other in both}
+        return sizes, {(one[1].stage, other[1].stage) for one, other in both}
+
+    stages = set(itertools.product(range(4), range(4)))
+    assert covered((*BASIC, *FURTHER)) == (set(itertools.product(SIZES, SIZES)), stages)
+    sizes, basic_stages = covered(BASIC)
+    assert basic_stages == stages
+    assert sizes >= {pair for pair in itertools.product(SIZES, SIZES) if ONE_PROCESS in pair}
+    assert [*map(set, zip(*BASIC, *FURTHER, strict=True))] == [set(LAYOUTS)] * 2
+    named = {*UNIVERSAL, *WITHOUT_OPTIMIZER, *IN_BACKGROUND}
+    assert named <= LAYOUTS.keys()
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, "ep2"])

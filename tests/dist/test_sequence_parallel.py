@@ -1,7 +1,7 @@
 """--sequence-parallel: norms, dropout and residuals on S / TP train as one process.
 
-Among the cases, each ZeRO stage, model, accumulation and optimizer occurs, and 2 and 4
-tensor-parallel ranks.
+`test_layouts.py` has every pair with other options. Here are four tensor-parallel ranks, which
+share a sequence, the masks of dropout, and documents.
 """
 
 from __future__ import annotations
@@ -12,42 +12,21 @@ from typing import Any
 import pytest
 from torch._inductor import config as inductor
 
-from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
-from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
 from tests.dist.compare import differences
-from tests.dist.parity_cases import Case, config_of, plans_of, reference_of
-from tests.dist.rank_jobs import Job, JobResults, case_training, run_jobs, training
-from tests.dist.reference import EOD, train_reference
-from tests.unit.model.dense import dense_flex
+from tests.dist.parity_cases import Case, reference_of, train_alone
+from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 
-CASES = [
-    Case(2, 0, 2, 4, "learned", "adamw"),
-    Case(2, 0, 2, 1, "rope", "sgd"),
-    Case(2, 1, 2, 1, "alibi", "sgd"),
-    Case(2, 1, 2, 4, "swiglu", "adamw"),
-    Case(2, 2, 2, 4, "gqa", "sgd"),
-    Case(2, 2, 2, 1, "learned", "adamw"),
-    Case(2, 3, 2, 1, "tied", "adamw"),
-    Case(2, 3, 2, 4, "untied", "sgd"),
-    Case(4, 3, 2, 1, "learned", "adamw"),
-    Case(4, 2, 2, 4, "alibi", "adamw"),
-    Case(4, 1, 4, 1, "rope", "sgd"),
-]
+CASES = [Case(2, 2, 2, 1, "learned", "adamw"), Case(4, 1, 4, 1, "rope", "sgd")]
 LEARNED = Case(2, 1, 2, 4, "learned", "adamw")
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
-FULL = {"recompute_granularity": "full"}
 HIDDEN_DROPOUT_CASES: dict[str, dict[str, dict[str, Any]]] = {
     "stored": {},
     "selective": {"recompute": {"recompute_granularity": "selective"}},
-    "full": {"recompute": FULL},
-    "by DeepSpeed": {"recompute": {**FULL, "deepspeed_activation_checkpointing": True}},
     "compiled": {"runtime": {"compile": True}},
 }
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True}
-PACKED = parity_cases.SAMPLES.with_document_ends(0.2)
-LENGTHS = (8, 12, 16)
-"""Tokens of a sample in each step of a curriculum."""
+PACKED = dataclasses.replace(LEARNED, changes={"data": DOCUMENTS}, ends=0.2)
 
 
 def check_shapes(engine: Any) -> None:
@@ -55,8 +34,7 @@ def check_shapes(engine: Any) -> None:
 
     def check(layer: Any, inputs: Any, output: Any) -> None:
         assert layer.group.sequence_parallel
-        lengths = {length // layer.group.size for length in LENGTHS}
-        assert output.shape[0] in lengths
+        assert output.shape[0] == parity_cases.SHAPE["seq_length"] // layer.group.size
         assert inputs[0].shape == output.shape
 
     for layer in engine.module.layers.values():
@@ -73,20 +51,12 @@ def job(case: Case, *, shard: bool = True, probe: Any = check_shapes, **changes:
     return case_training(case, probe if shard else None, parallel=parallel, **changes)
 
 
-def curriculum() -> list[StepPlan]:
-    plans = zip(plans_of(LEARNED), LENGTHS, strict=True)
-    return [dataclasses.replace(plan, seq_length=length) for plan, length in plans]
-
-
 def jobs() -> dict[str, Job]:
     """The trainings on two ranks other than `CASES`."""
-    sharded = {"sequence_parallel": True}
-    packed = config_of(LEARNED, parallel=sharded, data=DOCUMENTS)
     found = {
         "dropout": job(LEARNED, model=DROPOUT),
         "replicated": job(LEARNED, model=DROPOUT, shard=False),
-        "documents": training(packed, plans_of(LEARNED), PACKED, check_shapes),
-        "curriculum": training(config_of(LEARNED, parallel=sharded), curriculum()),
+        "documents": job(PACKED),
     }
     for name, changes in HIDDEN_DROPOUT_CASES.items():
         probe = check_shapes if name != "compiled" else use_torch_random_numbers
@@ -95,56 +65,43 @@ def jobs() -> dict[str, Job]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest) -> dict[int, JobResults]:
+def outcomes(request: pytest.FixtureRequest) -> JobResults:
     """What the selected tests need."""
-    items = [item for item in request.session.items if item.path == request.path]
-    selected = [item.callspec.params.get("case") for item in items if hasattr(item, "callspec")]
     needed: dict[int, dict[str, Job]] = {2: {}, 4: {}}
-    for case in CASES:
-        if case in selected:
-            needed[case.world][case.name] = job(case)
-    if any(item.originalname != test_layout_equals_one_process.__name__ for item in items):
-        needed[2] |= jobs()
-    return {world: run_jobs(world, needed[world]) for world in needed if needed[world]}
+    for test, params in selected(request):
+        if test == test_layout_equals_one_process.__name__:
+            needed[params["case"].world][params["case"].name] = job(params["case"])
+        else:
+            needed[2] |= jobs()
+    return run_by_world(needed)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layout_equals_one_process(case: Case, outcomes: dict[int, JobResults]) -> None:
-    for rank, run in enumerate(outcomes[case.world].of(case.name)):
+def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
+    for rank, run in enumerate(outcomes.of(case.name)):
         assert differences(run, reference_of(case.model, case.optimizer)) == [], f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", HIDDEN_DROPOUT_CASES)
-def test_dropout_masks_are_those_of_one_process(name: str, outcomes: dict[int, JobResults]) -> None:
-    reference = train_reference(
-        config_of(LEARNED, model={"hidden_dropout": 0.2}),
-        parity_cases.SAMPLES,
-        plans_of(LEARNED),
-        micro_batch_size=LEARNED.micro_batch_size,
+def test_dropout_masks_are_those_of_one_process(name: str, outcomes: JobResults) -> None:
+    reference = train_alone(
+        dataclasses.replace(LEARNED, changes={"model": {"hidden_dropout": 0.2}})
     )
-    for run in outcomes[2].of(name):
+    for run in outcomes.of(name):
         assert differences(run, reference) == []
         assert (run.notes["compiled"] > 0) == (name == "compiled")
         assert run.notes["graph breaks"] == 0
 
 
 def test_attention_dropout_is_that_without_sequence_parallelism(
-    outcomes: dict[int, JobResults],
+    outcomes: JobResults,
 ) -> None:
-    pairs = zip(outcomes[2].of("dropout"), outcomes[2].of("replicated"), strict=True)
+    pairs = zip(outcomes.of("dropout"), outcomes.of("replicated"), strict=True)
     for run, replicated in pairs:
         assert differences(run, replicated) == []
 
 
-def test_packed_documents_equal_one_process(outcomes: dict[int, JobResults]) -> None:
-    rules = PackingOptions(EOD, True, True, FlexKernel(dense_flex))
-    config = config_of(LEARNED, data=DOCUMENTS)
-    reference = train_reference(config, PACKED, plans_of(LEARNED), rules)
-    for run in outcomes[2].of("documents"):
-        assert differences(run, reference) == []
-
-
-def test_changing_lengths_equal_one_process(outcomes: dict[int, JobResults]) -> None:
-    reference = train_reference(config_of(LEARNED), parity_cases.SAMPLES, curriculum())
-    for run in outcomes[2].of("curriculum"):
+def test_packed_documents_equal_one_process(outcomes: JobResults) -> None:
+    reference = train_alone(PACKED)
+    for run in outcomes.of("documents"):
         assert differences(run, reference) == []

@@ -33,7 +33,7 @@ SUITE = {
     "every pair of values of the support matrix equals one process": (
         "tests/dist/test_layouts.py::test_layout_equals_one_process"
     ),
-    "ZeRO x tensor parallelism equals one process, any three values at a time": (
+    "every ZeRO stage equals one process, with Muon and groups of parameters": (
         "tests/dist/test_parity.py::test_layout_equals_one_process"
     ),
     "a step with a non-finite gradient is skipped on all ranks": "tests/dist/test_nonfinite.py",
