@@ -7,31 +7,25 @@ one full parameter exists besides the model. Knows DeepSpeed's file names and no
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.metadata import (
-    MANIFEST,
-    CheckpointMetadata,
-    ParallelLayout,
-    read_manifest,
-)
+from megatron_ds.checkpoint.metadata import MANIFEST, CheckpointMetadata, ShardRecord, read_manifest
 from megatron_ds.checkpoint.universal.folders import FP32
+from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.expert_files import expert_file
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
-from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES, TensorReader
+from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
 
 Weights = dict[str, torch.Tensor]
-NamedShards = Iterator[tuple[str, TensorReader]]
 
 
 def files_with_weights(found: CheckpointMetadata) -> dict[str, FileRecord]:
@@ -45,39 +39,48 @@ def files_with_weights(found: CheckpointMetadata) -> dict[str, FileRecord]:
     return {name: record for name, record in files.items() if not name.endswith(without)}
 
 
-def lazy_full_weights(found: CheckpointMetadata) -> NamedShards:
+def lazy_full_weights(found: CheckpointMetadata) -> dict[str, TensorReader]:
     """Opens every parameter as a full tensor on the CPU, which is read on demand.
 
-    Yields:
-        Canonical name and tensor: fp32 for ZeRO-3, otherwise in the precision of the run.
+    Returns:
+        Tensors by canonical name: the fp32 master weights for ZeRO-3 and of a universal
+        checkpoint, otherwise weights in the precision of the run.
 
     Raises:
         ValueError: For a file with anything but tensors and plain values.
     """
     layout = found.run.layout
+    if layout.zero_stage == 3 or found.is_universal:
+        states = open_states(found, has_optimizer=False)
+        return {name: states.tensor(name, MASTER) for name in states.shapes}
     tp_size = layout.tensor_model_parallel_size
-    readers = [_iter_zero3_shards if layout.zero_stage == 3 else _iter_zero012_shards]
-    if found.run.experts:
-        readers.append(_iter_experts)
-    done = set()
+    weights: dict[str, TensorReader] = {}
     for stage in range(layout.pipeline_model_parallel_size):
-        ranks = range(stage * tp_size, (stage + 1) * tp_size)
-        shards_of = [chain(*(read(found.path, rank, layout) for read in readers)) for rank in ranks]
-        for rows in zip(*shards_of, strict=True):
-            (name,) = {name for name, _ in rows}
-            if name in done:  # the last stage's copy of a tied embedding
+        ranks = [_weights_of(found, stage * tp_size + rank) for rank in range(tp_size)]
+        for name in ranks[0]:
+            if name in weights:  # a stage's copy of a tied embedding
                 continue
-            done.add(name)
-            shards = [shard for _, shard in rows]
-            spec = found.run.shards.get(name)
-            if spec is None:
-                yield name, shards[0]
-            else:
-                yield name, _unsharded(shards, ShardSpec(spec.dim, spec.sections))
+            shards, spec = [each[name] for each in ranks], found.run.shards.get(name)
+            weights[name] = shards[0] if spec is None else _unsharded(shards, spec)
+    return weights
 
 
-def _unsharded(shards: Sequence[TensorReader], spec: ShardSpec) -> TensorReader:
-    shape = list(shards[0].shape)
+def _weights_of(found: CheckpointMetadata, model_rank: int) -> dict[str, TensorReader]:
+    """The weights of a model-parallel rank without ZeRO 3, with those of all its experts."""
+    module = _read(found.path / f"mp_rank_{model_rank:02d}_model_states.pt")["module"]
+    weights = {name: TensorReader.of(value) for name, value in module.items()}
+    num_files = found.run.layout.expert_model_parallel_size if found.run.experts else 0
+    paths = [found.path / expert_file(rank, model_rank) for rank in range(num_files)]
+    files = [_read(path) for path in paths if path.exists()]  # a stage may have no experts
+    for name, first in files[0].items() if files else ():
+        parts = [file[name] for file in files]
+        shape = (sum(map(len, parts)), *first.shape[1:])
+        weights[name] = TensorReader.full(shape, first.dtype, partial(torch.cat, parts))
+    return weights
+
+
+def _unsharded(shards: Sequence[TensorReader], record: ShardRecord) -> TensorReader:
+    spec, shape = ShardSpec(record.dim, record.sections), list(shards[0].shape)
     shape[spec.dim] = sum(spec.sections)
 
     def read() -> torch.Tensor:
@@ -130,65 +133,6 @@ def _load_one(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int,
         )
     with torch.no_grad():
         parameter.copy_(full if spec is None else take_shard(full, spec, rank, size))
-
-
-def _iter_zero012_shards(path: Path, rank: int, layout: ParallelLayout) -> NamedShards:
-    """ZeRO 0 to 2: one file per model-parallel rank contains its weights."""
-    module = _read(path / f"mp_rank_{rank:02d}_model_states.pt")["module"]
-    for name, value in module.items():
-        yield name, TensorReader.of(value)
-
-
-def _iter_zero3_shards(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedShards:
-    """ZeRO 3: fp32 partitions of each flattened parameter, one per data-parallel rank."""
-    num_ranks = layout.data_parallel_size * layout.ds_sequence_parallel_size
-    stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(num_ranks)]
-    shapes = _read(path / f"{stems[0]}_model_states.pt")["param_shapes"]
-    prefix = "bf16_" if layout.precision == "bf16" else ""
-    files = [path / f"{prefix}{stem}_optim_states.pt" for stem in stems]
-    flats = [_read(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
-    yield from zero3_parameters(shapes, flats)
-
-
-def zero3_parameters(
-    shapes: Iterable[Mapping[str, torch.Size]], flats: Sequence[Sequence[torch.Tensor]]
-) -> NamedShards:
-    """The parameters that ZeRO 3 has partitioned over data-parallel ranks.
-
-    The partitions have equal sizes; the last one is padded. They are concatenated in several flat
-    tensors, and none spans two of these.
-
-    Args:
-        shapes: Shapes by name, in the order of the partitions, for each optimizer group.
-        flats: The flat tensors of each rank.
-    """
-    num_ranks = len(flats)
-
-    def read(index: int, offset: int, size: int, shape: torch.Size) -> torch.Tensor:
-        full = torch.cat([flat[index][offset : offset + size] for flat in flats])
-        return full[: shape.numel()].view(shape)
-
-    index = offset = 0  # the flat tensor and the place in it, the same on every rank
-    for name, shape in (item for group in shapes for item in group.items()):
-        size = -(-shape.numel() // num_ranks)
-        while offset + size > flats[0][index].numel():
-            index, offset = index + 1, 0
-        read_one = functools.partial(read, index, offset, size, shape)
-        yield name, TensorReader.full(tuple(shape), torch.float32, read_one)
-        offset += size
-
-
-def _iter_experts(path: Path, tp_rank: int, layout: ParallelLayout) -> NamedShards:
-    """The experts of all expert-parallel ranks, each of which has a file of its own.
-
-    A pipeline stage without experts has no files.
-    """
-    paths = [path / expert_file(rank, tp_rank) for rank in range(layout.expert_model_parallel_size)]
-    files = [_read(file) for file in paths if file.exists()]
-    for name, first in files[0].items() if files else ():
-        shape = (sum(len(file[name]) for file in files), *first.shape[1:])
-        parts = [file[name] for file in files]
-        yield name, TensorReader.full(shape, first.dtype, functools.partial(torch.cat, parts))
 
 
 def _read(path: Path) -> Any:

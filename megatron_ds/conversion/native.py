@@ -108,15 +108,11 @@ def source_of(
     run, path = checkpoint.run, checkpoint.path
     is_universal = checkpoint.is_universal
     with _readable(path):
-        if is_universal:
-            weights = _tensors_of(open_states(checkpoint, has_optimizer=False), path, MASTER)
-        else:
-            weights = dict(lazy_full_weights(checkpoint))
         source = SourceCheckpoint(
             path,
             "universal" if is_universal else "native",
             settings_of(checkpoint),
-            weights,
+            lazy_full_weights(checkpoint),
             precision=DTYPES[run.layout.precision],
             parts={name: shard.parts for name, shard in run.shards.items() if shard.parts},
             native=checkpoint,

@@ -395,7 +395,7 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
     once = sum(v.numel() for n, v in first["own"].items() if ".experts." in n)
     assert elements == once + (case.tp - 1) * biases  # on every tensor-parallel rank
     found = read_run(path)
-    equal({n: v.read().float() for n, v in lazy_full_weights(found)}, first["own"])
+    equal({n: v.read().float() for n, v in lazy_full_weights(found).items()}, first["own"])
     model = load_model(source_of(found), Mesh.single(), torch.device("cpu"))
     of_first_stage = len(seen) // case.pp
     for dp_rank, one in enumerate(seen[: of_first_stage : case.tp]):

@@ -105,7 +105,7 @@ def save_and_read(rank: int, folder: str) -> None:
         CheckpointManager(config, mesh, lambda _: None, RankAgreement()).save(engine, state)
 
         opened = lazy_full_weights(read_run(where / "global_step2"))
-        saved = {name: tensor.read() for name, tensor in opened}
+        saved = {name: tensor.read() for name, tensor in opened.items()}
         own = full_weights(engine, mesh)
         assert saved.keys() == own.keys(), layout
         dtype = torch.bfloat16 if bf16 else torch.float32

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,34 @@ def zero3_states(
     groups = inner[0].get("param_groups") or [{}]
     steps = steps_of(groups[0], states[0][0])
     return found, steps, "" if steps is not None else "it does not contain the number of steps"
+
+
+def zero3_parameters(
+    shapes: Iterable[Mapping[str, torch.Size]], flats: Sequence[Sequence[torch.Tensor]]
+) -> Iterator[tuple[str, TensorReader]]:
+    """The parameters that ZeRO 3 has partitioned over data-parallel ranks.
+
+    The partitions have equal sizes; the last one is padded. They are concatenated in several flat
+    tensors, and none spans two of these.
+
+    Args:
+        shapes: Shapes by name, in the order of the partitions, for each optimizer group.
+        flats: The flat tensors of each rank.
+    """
+    num_ranks = len(flats)
+
+    def read(index: int, offset: int, size: int, shape: torch.Size) -> torch.Tensor:
+        full = torch.cat([flat[index][offset : offset + size] for flat in flats])
+        return full[: shape.numel()].view(shape)
+
+    index = offset = 0  # the flat tensor and the place in it, the same on every rank
+    for name, shape in (item for group in shapes for item in group.items()):
+        size = -(-shape.numel() // num_ranks)
+        while offset + size > flats[0][index].numel():
+            index, offset = index + 1, 0
+        read_one = partial(read, index, offset, size, shape)
+        yield name, TensorReader.full(tuple(shape), torch.float32, read_one)
+        offset += size
 
 
 def _flat_tensors(loaded: Mapping[str, Any], group: int) -> dict[str, Tensor]:

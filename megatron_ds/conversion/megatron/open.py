@@ -51,7 +51,7 @@ from megatron_ds.conversion.source import (
     SourceCheckpoint,
     check_sizes,
 )
-from megatron_ds.engine.states.state_reader import TensorReader
+from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 
 
 def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
@@ -99,16 +99,7 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
         kind: _canonical(found.path, shards, orders, complete)
         for kind, shards in weights.optimizer.items()
     }
-    rows = tensors["embedding.word.weight"].shape[0] if "embedding.word.weight" in tensors else 0
-    vocab_size = megatron_args.true_vocab_size(state, args)
-    described = ModelSettings({}, {"vocab_size": vocab_size or rows})
-    if settings:
-        config = ModelConfig(**settings, vocab_size=vocab_size or rows)
-        described = ModelSettings.of(config, MoEConfig(), None, None)
-        tokenizer = megatron_args.tokenizer_settings(args)
-        described = dataclasses.replace(described, tokenizer=tokenizer)
-        check_sizes(described, tensors, found.path)
-    described = dataclasses.replace(described, may_have_padding=vocab_size is None)
+    described = _settings_of(found.path, settings, state, args, tensors)
     is_coupled = bool(optimizer) and has_coupled_decay(state)
     coupled = [Problem("foreign-decay-coupled", path=found.path)] if is_coupled else []
     known = {name: args[name] for name in ADAM_SETTINGS if args.get(name) is not None}
@@ -130,6 +121,26 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
             scheduler=state.get("opt_param_scheduler") or state.get("lr_scheduler") or {},
         ),
     )
+
+
+def _settings_of(
+    path: Path,
+    settings: Mapping[str, Any],
+    state: Mapping[str, Any],
+    args: Mapping[str, Any],
+    tensors: TensorReaders,
+) -> ModelSettings:
+    """The options of the model, whose sizes are checked."""
+    table = tensors.get("embedding.word.weight")
+    vocab_size = megatron_args.true_vocab_size(state, args)
+    rows = vocab_size or (table.shape[0] if table else 0)
+    found = ModelSettings({}, {"vocab_size": rows})
+    if settings:
+        config = ModelConfig(**settings, vocab_size=rows)
+        found = ModelSettings.of(config, MoEConfig(), None, None)
+        found = dataclasses.replace(found, tokenizer=megatron_args.tokenizer_settings(args))
+        check_sizes(found, tensors, path)
+    return dataclasses.replace(found, may_have_padding=vocab_size is None)
 
 
 def _canonical(

@@ -21,9 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.checkpoint.full_weights import zero3_parameters
 from megatron_ds.config.problems import user_error
-from megatron_ds.conversion.megatron.deepspeed import read_states, zero3_states
+from megatron_ds.conversion.megatron.deepspeed import read_states, zero3_parameters, zero3_states
 from megatron_ds.conversion.megatron.distributed_optimizer import assign_buffers, buckets_of
 from megatron_ds.conversion.megatron.names import PREFIX, is_copy, is_ignored
 from megatron_ds.conversion.megatron.optimizer import (

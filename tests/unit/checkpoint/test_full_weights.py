@@ -21,6 +21,7 @@ from megatron_ds.checkpoint.metadata import (
     ShardRecord,
 )
 from megatron_ds.config import Config, ScheduleConfig
+from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
 from megatron_ds.parallel.sharding import ShardSpec, mark_sharded, take_shard
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
@@ -36,6 +37,7 @@ def checkpoint_of(
     dp: int,
     shards: dict[str, ShardSpec],
     precision: str = "fp32",
+    partitions: tuple[FlatPartition, ...] = (),
 ) -> CheckpointMetadata:
     run = RunRecord(
         state=TrainState(),
@@ -44,12 +46,13 @@ def checkpoint_of(
         data_order=DataOrder.of(CONFIG, dp),
         shards={name: ShardRecord(s.dim, s.sections) for name, s in shards.items()},
         branch=Branch.new(),
+        partitions=partitions,
     )
     return CheckpointMetadata(path, run)
 
 
 def read_weights(checkpoint: CheckpointMetadata) -> Weights:
-    return {name: tensor.read() for name, tensor in lazy_full_weights(checkpoint)}
+    return {name: tensor.read() for name, tensor in lazy_full_weights(checkpoint).items()}
 
 
 def full_weights() -> Weights:
@@ -88,12 +91,18 @@ def write_zero3(
     groups: list[list[list[str]]],
     stem: str,
     precision: str,
-) -> None:
-    """ZeRO-3's files of one tensor-parallel rank.
+) -> tuple[FlatPartition, ...]:
+    """ZeRO-3's files of one tensor-parallel rank; returns the places in them.
 
     groups: parameter names, by optimizer group and flat tensor.
     """
-    shapes = [{name: weights[name].shape for flat in group for name in flat} for group in groups]
+    partitions = []
+    for flat in (flat for group in groups for flat in group):
+        places, offset = [], 0
+        for name in flat:
+            places.append(ParameterPlace(name, tuple(weights[name].shape), offset))
+            offset += -(-weights[name].numel() // dp)
+        partitions.append(FlatPartition(offset, tuple(places)))
     for rank in range(dp):
         flats = []
         for flat in (flat for group in groups for flat in group):
@@ -106,9 +115,10 @@ def write_zero3(
             flats.append(torch.cat(slices))
         base = f"zero_pp_rank_{rank}_{stem}"
         states = {"fp32_flat_groups": flats, "loss_scaler": LossScaler(1.0)}
-        torch.save({"param_shapes": shapes}, folder / f"{base}_model_states.pt")
+        torch.save({}, folder / f"{base}_model_states.pt")
         prefix = "bf16_" if precision == "bf16" else ""
         torch.save({"optimizer_state_dict": states}, folder / f"{prefix}{base}_optim_states.pt")
+    return tuple(partitions)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -116,9 +126,9 @@ def write_zero3(
 @pytest.mark.parametrize(
     "groups",
     [
-        [[["fused", "columns"]], [["whole", "scalar"]]],
+        [[["fused", "columns"]], [["whole"]]],
         # A flat tensor per parameter, as with a small sub_group_size.
-        [[["columns"], ["fused"]], [["scalar"], ["whole"]]],
+        [[["columns"], ["fused"]], [["whole"]]],
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -126,12 +136,12 @@ def test_zero3_partitions_are_joined(
     tmp_path: Path, tp: int, dp: int, groups: list[list[list[str]]], precision: str
 ) -> None:
     weights = full_weights()
-    for rank in range(tp):
+    del weights["scalar"]  # no parameter is one
+    for rank in reversed(range(tp)):
         stem = f"mp_rank_{rank:02d}"
-        write_zero3(tmp_path, parts_of(weights, rank, tp), dp, groups, stem, precision)
-
-    checkpoint = checkpoint_of(tmp_path, stage=3, tp=tp, dp=dp, shards=SHARDS, precision=precision)
-    read = read_weights(checkpoint)
+        places = write_zero3(tmp_path, parts_of(weights, rank, tp), dp, groups, stem, precision)
+    options = {"tp": tp, "dp": dp, "shards": SHARDS, "precision": precision, "partitions": places}
+    read = read_weights(checkpoint_of(tmp_path, stage=3, **options))
 
     assert read.keys() == weights.keys()
     for name, value in weights.items():
@@ -152,11 +162,10 @@ class Trap:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_file_cannot_run_code(tmp_path: Path, stage: int) -> None:
     trap = tmp_path / "sprung"
-    for name in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):
-        content = {"module": {}, "param_shapes": [], "trap": Trap(trap)}
-        torch.save(content, tmp_path / f"{name}_model_states.pt")
+    for name in ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim"):
+        torch.save({"trap": Trap(trap)}, tmp_path / f"{name}_states.pt")
 
-    with pytest.raises(ValueError, match=r"(?s)model_states.pt cannot be read.*mkdir"):
+    with pytest.raises(ValueError, match=r"(?s)_states.pt cannot be read.*mkdir"):
         read_weights(checkpoint_of(tmp_path, stage=stage, tp=1, dp=1, shards={}))
 
     assert not trap.exists()
