@@ -5,6 +5,7 @@ A check that needs several ranks runs once the process group exists.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import secrets
 import socket
@@ -15,9 +16,9 @@ from pathlib import Path
 
 from megatron_ds.checkpoint import run_lock
 from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import RUN, list_checkpoints
 from megatron_ds.checkpoint.run_lock import RunLock
-from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.fileio.visibility import retry
 
@@ -29,12 +30,12 @@ NAMED_RANKS = 8
 
 @contextmanager
 def claimed_folders(
-    config: CheckpointConfig, ranks: RankAgreement, log: Callable[[str], None]
+    folders: RunFolders, ranks: RankAgreement, log: Callable[[str], None]
 ) -> Iterator[RunLock | None]:
     """Checks --save and --load, unless they are URLs, and owns --save inside. Collective.
 
     Args:
-        config: Names the folders.
+        folders: The folders.
         ranks: All ranks.
         log: Prints a line on one rank.
 
@@ -56,12 +57,12 @@ def claimed_folders(
         lock = run_lock.acquire(save, log)
 
     try:
-        if config.save is not None and config.save_url is None:
-            save = Path(config.save)
-            ranks.on_rank0(lambda: own(save))
-            require_shared("save", save, ranks)
-        if config.load not in (None, config.save) and config.load_url is None:
-            require_shared("load", Path(config.load), ranks)
+        save, load = folders.save, folders.load
+        if save is not None and save.url is None:
+            ranks.on_rank0(functools.partial(own, save.folder))
+            require_shared("save", save.folder, ranks)
+        if load is not None and load != save and load.url is None:
+            require_shared("load", load.folder, ranks)
         yield lock
     finally:
         if lock is not None:

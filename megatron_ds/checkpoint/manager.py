@@ -37,6 +37,7 @@ from megatron_ds.checkpoint.compatibility import (
 from megatron_ds.checkpoint.file_assignment import FileReaders
 from megatron_ds.checkpoint.lineage import Branch
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     MANIFEST,
@@ -93,6 +94,7 @@ class CheckpointManager:
         log: Prints a line on one rank.
         ranks: All ranks.
         lock: The lock of --save, on the first rank; None if no other run can use the folder.
+        folders: The locations of --save and --load, which are local without this argument.
         tokenizer: The run's tokenizer, compared with a checkpoint's. The first rank stores its
             files.
         stores: The stores that --save and --load name.
@@ -109,6 +111,7 @@ class CheckpointManager:
         log: Callable[[str], None],
         ranks: RankAgreement,
         lock: RunLock | None = None,
+        folders: RunFolders | None = None,
         tokenizer: StoredTokenizer | None = None,
         stores: RunStores | None = None,
         local: LocalCheckpoints | None = None,
@@ -118,6 +121,7 @@ class CheckpointManager:
         self._log = log
         self._ranks = ranks
         self._lock = lock
+        self._folders = folders or RunFolders.local(config.checkpoint)
         self._tokenizer = tokenizer
         self._stores = stores or RunStores()
         self._local = local
@@ -243,11 +247,9 @@ class CheckpointManager:
         place: str | None = None,
     ) -> SaveSteps:
         """Collects what a checkpoint of this moment has, and touches no files."""
-        options = self._config.checkpoint
-        assert options.save is not None
-        folder = Path(options.save)
-        shown = place or options.save_url or folder
-        self._log(f"saving checkpoint at iteration {state.iteration:7d} to {shown}")
+        options, save = self._config.checkpoint, self._folders.save
+        assert save is not None
+        self._log(f"saving checkpoint at iteration {state.iteration:7d} to {place or save}")
         snapshot = engine.snapshot(copy=copy)
         specs, partitions = engine.shard_specs(), tuple(engine.partitions())
         experts = engine.sharded_experts()
@@ -282,7 +284,7 @@ class CheckpointManager:
                 world_size=self._mesh.world_size,
             )
         return kind(
-            folder=folder,
+            folder=save.folder,
             iteration=state.iteration,
             snapshot=snapshot,
             run=run,
@@ -297,7 +299,9 @@ class CheckpointManager:
     def select(self) -> CheckpointMetadata | None:
         """Selects the checkpoint of --load to resume from.
 
-        Every rank checks names and sizes; each file's checksum is verified by one rank.
+        Every rank checks names and sizes; each file's checksum is verified by one rank. The choice
+        of the `LoadPlan`, by which the settings were completed, is made again: until now, each rank
+        has looked at the folder alone, and the run that owned it may have changed it.
 
         Returns:
             The checkpoint; None if --load has none and does not require one.
@@ -305,8 +309,8 @@ class CheckpointManager:
         Raises:
             UserError: If the checkpoint is damaged, missing, or contradicts this run's settings.
         """
-        assert self._config.checkpoint.load is not None
-        folder = Path(self._config.checkpoint.load)
+        assert self._folders.load is not None
+        folder = self._folders.load.folder
         found = select_checkpoint(
             self._ranks.on_rank0(lambda: _list_restored(folder)),
             self._config.checkpoint,
@@ -317,7 +321,7 @@ class CheckpointManager:
         )
         found = self._newer_local(found) or found
         if found is None:
-            self._warn(Problem("no-checkpoint-to-load", folder=folder))
+            self._warn(Problem("no-checkpoint-to-load", folder=self._folders.load))
             return None
         conflicts = resume_conflicts(found, self._config, self._mesh.dp.size)
         if self._tokenizer is not None:
@@ -335,14 +339,15 @@ class CheckpointManager:
 
     def _newer_local(self, found: CheckpointMetadata | None) -> CheckpointMetadata | None:
         """The local checkpoint with which this run continues after that of --load, if any."""
-        options = self._config.checkpoint
-        if self._local is None or options.load is None or options.save is None:
+        options, folders = self._config.checkpoint, self._folders
+        if self._local is None or folders.load is None or folders.save is None:
             return None
-        place = os.path.realpath(options.save_url or options.save)
-        is_resume = os.path.realpath(options.load) == os.path.realpath(options.save)
+        place = os.path.realpath(str(folders.save))
+        is_resume = os.path.realpath(folders.load.folder) == os.path.realpath(folders.save.folder)
 
         def is_own(run: RunRecord) -> bool:
             saved = run.config.get("checkpoint", {})
+            # Earlier versions saved the URL apart from the staging folder.
             if os.path.realpath(saved.get("save_url") or saved.get("save") or "") != place:
                 return False
             return found is None or run.branch.at(found.iteration) == found.run.branch
@@ -368,8 +373,9 @@ class CheckpointManager:
         saved = {name: shard.parts for name, shard in found.run.shards.items()}
         own = {name: spec.parts for name, spec in engine.shard_specs().items()}
         raise_if_any(part_conflicts(saved, own, found.path))
-        is_local = folder != Path(self._config.checkpoint.load or "")
-        shown = folder if is_local else self._config.checkpoint.load_url or folder
+        load = self._folders.load
+        is_local = load is None or folder != load.folder
+        shown = folder if is_local else load
         self._log(f" loading checkpoint from {shown} at iteration {iteration}")
         layout = ParallelLayout.of(self._config, self._mesh.dp.size)
         conflicts = partition_conflicts(found, engine.partitions())
@@ -419,8 +425,8 @@ class CheckpointManager:
         user is warned. In the folder that it was loaded from, the pointers name the checkpoint from
         now on: a --load without --ckpt-step continues this run. Not collective.
         """
-        assert self._config.checkpoint.save is not None
-        folder = Path(self._config.checkpoint.save)
+        assert self._folders.save is not None
+        folder = self._folders.save.folder
         start = 0 if found is None else found.iteration
         newer = [path for path in list_checkpoints(folder) if iteration_of(path) > start]
         if found is not None:

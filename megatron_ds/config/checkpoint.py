@@ -201,13 +201,6 @@ class CheckpointConfig:
         False, "exit with an error if --load has no checkpoint", only_with=LOAD
     )
 
-    save_url: str | None = None
-    """The URL of --save, for which `save` is then a staging folder."""
-    load_url: str | None = None
-    """The same of --load."""
-    pretrained_url: str | None = None
-    """The same of --pretrained-checkpoint."""
-
     @property
     def step(self) -> int | None:
         """Iteration of the checkpoint that --ckpt-step or --load-tag names."""
@@ -221,7 +214,8 @@ class CheckpointConfig:
 
     def problems(self) -> Iterator[Problem]:
         """Check that the folders can be used, and that flags do not contradict each other."""
-        yield from folder_problems("save", self.save)
+        if self.save is not None and not is_url(self.save):
+            yield from folder_problems("save", self.save)
         if self.ckpt_step is not None and self.load_tag is not None:
             yield exclusive_problem("ckpt_step", "load_tag")
         if self.load_tag is not None and TAG.fullmatch(self.load_tag) is None:
@@ -234,14 +228,16 @@ class CheckpointConfig:
             yield exclusive_problem("finetune", "reset_iteration")
         if self.load is None:
             return
-        folder, name = os.path.split(os.path.normpath(self.load))
-        if name.startswith("global_step") and not name.endswith("_universal"):
+        load = split_location(self.load)[1]
+        folder, name = os.path.split(os.path.normpath(load))
+        is_one = name.startswith("global_step") and not name.endswith("_universal")
+        if is_one and not is_url(load):  # that of a URL is reported when it is downloaded
             yield Problem("load-is-one-checkpoint", settings=self, name=name, folder=folder or ".")
-        elif self.is_new_run and self.save is not None and _is_same(self.save, self.load):
+        elif self.is_new_run and self.save is not None and _is_same(self.save, load):
             name = "finetune" if self.finetune else "reset_iteration"
             names, flag = (name, "load", "save"), option(name)
             yield Problem("new-run-in-the-same-folder", *names, settings=self, flag=flag)
-        elif os.path.exists(self.load) and not os.path.isdir(self.load):
+        elif os.path.exists(load) and not os.path.isdir(load):
             yield Problem("load-is-a-file", settings=self)
 
 

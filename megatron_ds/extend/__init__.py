@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch import environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.loading.initial_load import merge_settings
-from megatron_ds.loading.locations import stage
-from megatron_ds.loading.options_from_checkpoint import with_saved_schedule
+from megatron_ds.loading import plan as loading
 from megatron_ds.train_state import StepResult, TrainState
 from megatron_ds.training.extensions import Callback, Extensions
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
@@ -55,17 +52,16 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
             the statuses. Problems with the settings are printed, all at once.
     """
     startup = StartupTimer()
+    plans: list[loading.LoadPlan] = []
     opened: list[RunInputs | None] = []
 
     def complete(
         config: Config, world_size: int, warn: Callable[[str], None]
     ) -> tuple[Config, list[Problem]]:
         """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
-        config, of_stores = stage(config)
-        config, of_checkpoint = merge_settings(config, warn)
-        config, of_file = merge_file(config, world_size, warn)
-        config, of_schedule = with_saved_schedule(config, world_size, warn)
-        return config, [*of_stores, *of_checkpoint, *of_file, *of_schedule]
+        config, plan, problems = loading.complete(config, world_size, warn)
+        plans.append(plan)
+        return config, problems
 
     def check(
         config: Config, world_size: int, is_sound: bool, warn: Callable[[str], None]
@@ -73,7 +69,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         """Checks files and machine; imported here, after --help has been answered."""
         from megatron_ds.training import preflight
 
-        problems, inputs = preflight.check(config, world_size, is_sound, warn)
+        problems, inputs = preflight.check(config, plans[0], world_size, is_sound, warn)
         opened.append(inputs)
         return [*extensions.problems(), *problems]
 

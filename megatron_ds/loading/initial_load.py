@@ -13,31 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ds.config import GROUP_OF_FIELD, Config
-from megatron_ds.config.checkpoint import FORMATS, TAG, is_remote, missing_folder, split_location
+from megatron_ds.config import GROUP_OF_FIELD, CheckpointConfig, Config
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, find_checkpoint
 from megatron_ds.conversion.weights_locations import (
-    HF,
     NATIVE,
     WeightsFolder,
     find_weights,
-    is_hf,
 )
 from megatron_ds.engine.ds_config.fields import as_flag
 from megatron_ds.loading.options_from_checkpoint import (
-    SIZES,
     UNCHECKED,
     Warn,
-    has_checkpoint,
     replace_given,
-    with_pretrained,
-    with_saved_options,
 )
 from megatron_ds.train_state import TrainState
 
 if TYPE_CHECKING:
-    from megatron_ds.conversion.source import ModelSettings, SourceCheckpoint
+    from megatron_ds.conversion.source import SourceCheckpoint
     from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 
 RELEASE = "release"
@@ -48,55 +41,69 @@ TABLE = "embedding.word.weight"
 Found = MegatronCheckpoint | WeightsFolder
 
 
-def find_foreign(config: Config) -> Found | None:
-    """The checkpoint of another program in --load, or weights alone, unless a run of ours is."""
-    options = config.checkpoint
-    if options.load is None:
-        return None
-    folder = Path(options.load)
+def find_importable(folder: Path, options: CheckpointConfig) -> Found | None:
+    """The checkpoint of another program in a folder, or weights alone, unless a run of ours is."""
     return find_checkpoint(
         folder, options.step, universal=options.universal_checkpoint
     ) or find_weights(folder)
 
 
-def find_damage(config: Config) -> Iterator[Problem]:
+def find_damage(source: SourceCheckpoint) -> Iterator[Problem]:
     """Compares the files of a native folder of weights with their checksums."""
-    found = find_foreign(config)
-    if isinstance(found, WeightsFolder) and found.kind == NATIVE:
+    if source.run is None and source.format == NATIVE:
         from megatron_ds.conversion.weights_folder import find_damage
 
-        if (damage := find_damage(found.path)) is not None:
+        if (damage := find_damage(source.path)) is not None:
             yield damage
 
 
-def merge_settings(
-    config: Config, warn: Warn = lambda problem: None
-) -> tuple[Config, list[Problem]]:
-    """Fills the options of the model from the checkpoint to load.
+def open_importable(
+    found: Found, config: Config, warn: Warn
+) -> tuple[Config, SourceCheckpoint | None, list[Problem]]:
+    """Opens what `find_importable` has found, and fills the options of the model from it.
 
     Args:
+        found: The checkpoint, or the weights.
         config: Configuration of the command line.
         warn: Called for each given option that --use-checkpoint-args replaces.
 
     Returns:
-        The configuration, and every option whose value contradicts the checkpoint of another
-        program.
+        The configuration, what was opened, and every option whose value contradicts it.
     """
-    config, problems = _split_location(with_pretrained(config))
-    found = find_foreign(config)
-    step = config.checkpoint.step
-    if isinstance(found, WeightsFolder) and step is not None:
+    problems, step = list[Problem](), config.checkpoint.step
+    try:
+        source = _open(found, config)
+    except UserError as error:
+        return config, None, list(error.problems)
+    if source.run is None and step is not None:
         field = "ckpt_step" if config.checkpoint.load_tag is None else "load_tag"
         problems.append(
             Problem("ckpt-step-missing", field, step=step, folder=found.path, names="weights alone")
         )
-    if found is None:
-        return with_saved_options(config, warn), problems
-    try:
-        model = _open(found, config)
-    except UserError as error:
-        return config, list(error.problems)
-    settings = model.settings
+    config, differing = _merge_model(config, source, warn)
+    problems += differing
+    continued = _continued(source, config)
+    if "softmax_vocab_size" not in config.given and continued is not None:
+        options = dataclasses.replace(config.model, softmax_vocab_size=source.rows)
+        config = dataclasses.replace(config, model=options)
+    problems += _length_problems(source, continued, config.model.seq_length)
+    own_tokenizer = config.given & vars(config.tokenizer).keys() - {"trust_remote_code"}
+    stored = source.settings.tokenizer_config
+    if source.run is None and stored is not None and not own_tokenizer:
+        if stored.trust_remote_code and not config.tokenizer.trust_remote_code:
+            # Whoever wrote the folder decides nothing about the code that runs here.
+            problems.append(Problem("checkpoint-tokenizer-runs-code", path=found.path))
+            stored = dataclasses.replace(stored, trust_remote_code=False)
+        config = dataclasses.replace(config, tokenizer=stored)
+    return config, source, problems
+
+
+def _merge_model(
+    config: Config, source: SourceCheckpoint, warn: Warn
+) -> tuple[Config, list[Problem]]:
+    """Fills the options of the model that are not given; compares those that are."""
+    problems, settings, path = list[Problem](), source.settings, source.path
+    origins = dict.fromkeys(settings.fixed.keys() - config.given - UNCHECKED, f"from {path}")
     for name, value in {**settings.defaults, **settings.fixed}.items():
         group = GROUP_OF_FIELD[name]
         options = getattr(config, group)
@@ -109,84 +116,49 @@ def merge_settings(
         elif name not in settings.fixed or own in (value, None):
             continue
         elif config.checkpoint.use_checkpoint_args:
-            config = replace_given(config, {name: value}, found.path, warn, "use_checkpoint_args")
+            config = replace_given(config, {name: value}, path, warn, "use_checkpoint_args")
         else:
             given, saved = as_flag(name, own), as_flag(name, value)
             problems.append(
-                Problem("foreign-setting-differs", name, given=given, path=found.path, saved=saved)
+                Problem("foreign-setting-differs", name, given=given, path=path, saved=saved)
             )
-    continued = _continued(found, model, config)
-    if "softmax_vocab_size" not in config.given and continued is not None:
-        options = dataclasses.replace(config.model, softmax_vocab_size=model.rows)
-        config = dataclasses.replace(config, model=options)
-    problems += _length_problems(found, settings, continued, config.model.seq_length)
-    own_tokenizer = config.given & vars(config.tokenizer).keys() - {"trust_remote_code"}
-    stored = settings.tokenizer_config
-    if isinstance(found, WeightsFolder) and stored is not None and not own_tokenizer:
-        if stored.trust_remote_code and not config.tokenizer.trust_remote_code:
-            # Whoever wrote the folder decides nothing about the code that runs here.
-            problems.append(Problem("checkpoint-tokenizer-runs-code", path=found.path))
-            stored = dataclasses.replace(stored, trust_remote_code=False)
-        config = dataclasses.replace(config, tokenizer=stored)
-    origins = dict.fromkeys(settings.fixed.keys() - config.given - UNCHECKED, f"from {found.path}")
     return dataclasses.replace(config, origins={**config.origins, **origins}), problems
 
 
 def _length_problems(
-    found: Found, settings: ModelSettings, continued: TrainState | None, length: int
+    source: SourceCheckpoint, continued: TrainState | None, length: int
 ) -> Iterator[Problem]:
     """Why a run cannot have its sequence length."""
+    settings, path = source.settings, source.path
     longest, saved = settings.longest_sequence, settings.defaults.get("seq_length", length)
     if longest is not None and length > longest:
-        yield Problem("foreign-window-exceeded", path=found.path, length=length, longest=longest)
+        yield Problem("foreign-window-exceeded", path=path, length=length, longest=longest)
     if continued is not None and continued.consumed_samples and length != saved:
-        yield Problem("foreign-length-differs", "seq_length", path=found.path, saved=saved)
+        yield Problem("foreign-length-differs", "seq_length", path=path, saved=saved)
 
 
-def _split_location(config: Config) -> tuple[Config, list[Problem]]:
-    """Removes the name of a format from --load, after checking that expected weights are there."""
-    options = config.checkpoint
-    if options.load is None:
-        return config, []
-    name, folder = split_location(options.load)
-    problems = list[Problem]()
-    is_expected = name != "auto" or options.is_new_run or config.given.isdisjoint(SIZES)
-    is_there = is_hf(Path(folder)) if name == HF else has_checkpoint(folder)
-    is_one = TAG.fullmatch(Path(folder).name)  # an error of its own
-    if is_expected and not (is_there or is_one or is_remote(options.load)):
-        shown, known = options.load_url or folder, ", ".join(FORMATS) if name == "auto" else name
-        unknown = Problem("weights-format-unknown", path=shown, known=known)
-        problems = [*missing_folder(options.load)] or [unknown]
-        if options.load == options.pretrained_checkpoint:
-            problems = [each.about(load="pretrained_checkpoint") for each in problems]
-    options = dataclasses.replace(options, load=folder)
-    return dataclasses.replace(config, checkpoint=options), problems
-
-
-def conflicts(config: Config, vocab_size: int | None) -> Iterator[Problem]:
+def conflicts(source: SourceCheckpoint, config: Config, vocab_size: int) -> Iterator[Problem]:
     """Why the checkpoint of another program cannot be loaded.
 
     Args:
-        config: Configuration that `merge_settings` has filled.
-        vocab_size: Number of the tokenizer's ids; None if it is not known.
+        source: The checkpoint.
+        config: Configuration that `open_importable` has filled.
+        vocab_size: Number of the tokenizer's ids.
     """
-    found = find_foreign(config)
-    if found is None or vocab_size is None:
-        return
+    settings = source.settings
     try:
-        model = _open(found, config)
-        settings, rows = model.settings, model.tensors[TABLE].shape[0]
         saved = None if settings.may_have_unused_rows else settings.model.vocab_size
+        rows = source.tensors[TABLE].shape[0]
         if vocab_size > rows if saved is None else vocab_size != saved:
             saved = saved or rows
             yield Problem(
-                "foreign-vocabulary-differs", path=found.path, saved=saved, own=vocab_size
+                "foreign-vocabulary-differs", path=source.path, saved=saved, own=vocab_size
             )
             return
         own = {**vars(config.model), **vars(config.moe)}
-        fixed = model.settings.fixed.items()
+        fixed = settings.fixed.items()
         if all(own[name] in (value, None) for name, value in fixed if name not in UNCHECKED):
-            _checked(model, config.with_vocab(vocab_size))  # others contradict it already
+            _checked(source, config.with_vocab(vocab_size))  # others contradict it already
     except UserError as error:
         yield from error.problems
 
@@ -214,52 +186,47 @@ class ForeignStart:
         )
 
 
-def open_foreign(config: Config) -> ForeignStart | None:
-    """Opens the checkpoint of another program that --load names.
+def foreign_start(source: SourceCheckpoint, config: Config) -> ForeignStart:
+    """What a run starts with.
 
     Args:
+        source: The checkpoint of another program, or weights alone.
         config: Complete configuration.
 
-    Returns:
-        None if --load names no such checkpoint.
-
     Raises:
-        UserError: If it is damaged or does not fit the run.
+        UserError: If it does not fit the run.
     """
-    found = find_foreign(config)
-    if found is None:
-        return None
-    model = _open(found, config)
-    weights = _checked(model, config)
-    state = _continued(found, model, config)
+    path = source.path
+    weights = _checked(source, config)
+    state = _continued(source, config)
     if state is None:
-        notes = list(model.notes)
+        notes = list(source.notes)
         # Other folders have no optimizer.
-        if isinstance(found, MegatronCheckpoint) and not config.checkpoint.finetune:
-            reason = _why_weights_alone(found, model, config)
-            notes.append(Problem("foreign-weights-alone", path=found.path, reason=reason))
-        rows, used = model.tensors[TABLE].shape[0], config.model.softmax_rows
-        if isinstance(found, WeightsFolder) and rows > used:
-            notes.append(Problem("foreign-rows-unused", path=found.path, rows=rows, used=used))
-        return ForeignStart(found.path, weights, {}, None, TrainState(), tuple(notes))
+        if source.run is not None and not config.checkpoint.finetune:
+            reason = _why_weights_alone(source, config)
+            notes.append(Problem("foreign-weights-alone", path=path, reason=reason))
+        rows, used = source.tensors[TABLE].shape[0], config.model.softmax_rows
+        if source.run is None and rows > used:
+            notes.append(Problem("foreign-rows-unused", path=path, rows=rows, used=used))
+        return ForeignStart(path, weights, {}, None, TrainState(), tuple(notes))
     if config.checkpoint.no_load_optim:
-        return ForeignStart(found.path, weights, {}, None, state, model.notes)
+        return ForeignStart(path, weights, {}, None, state, source.notes)
     optimizer = {
-        kind: _checked(model, config, tensors) for kind, tensors in model.optimizer.items()
+        kind: _checked(source, config, tensors) for kind, tensors in source.optimizer.items()
     }
-    steps = None if model.run is None else model.run.steps
-    return ForeignStart(found.path, weights, optimizer, steps, state, model.notes)
+    steps = None if source.run is None else source.run.steps
+    return ForeignStart(path, weights, optimizer, steps, state, source.notes)
 
 
-def _why_weights_alone(found: Found, model: SourceCheckpoint, config: Config) -> str | None:
-    if found.path.name == RELEASE:
+def _why_weights_alone(source: SourceCheckpoint, config: Config) -> str | None:
+    if source.path.name == RELEASE:
         return "the tracker says `release`"
     if config.checkpoint.finetune:
         return "a new run starts with them"
     is_without = config.checkpoint.no_load_optim
-    run = model.run
-    if run is None or not (model.optimizer or is_without):
-        return model.unread
+    run = source.run
+    if run is None or not (source.optimizer or is_without):
+        return source.unread
     is_adam = config.optimizer.optimizer == "adam" and not config.optimizer.has_8_bit_moments
     if not is_adam and not is_without:
         return "its optimizer states are those of Adam"
@@ -268,17 +235,17 @@ def _why_weights_alone(found: Found, model: SourceCheckpoint, config: Config) ->
     return None
 
 
-def _continued(found: Found, model: SourceCheckpoint, config: Config) -> TrainState | None:
+def _continued(source: SourceCheckpoint, config: Config) -> TrainState | None:
     """The counters of the run that is continued; None if only the weights are loaded."""
-    if _why_weights_alone(found, model, config) is not None:
+    if _why_weights_alone(source, config) is not None:
         return None
-    run = model.run
+    run = source.run
     assert run is not None
     assert run.consumed_samples is not None
     consumed, applied = run.consumed_samples, run.applied_samples
     steps = run.iteration if run.steps is None else run.steps
     applied = consumed if applied is None else applied
-    length = model.settings.defaults.get("seq_length", config.model.seq_length)
+    length = source.settings.defaults.get("seq_length", config.model.seq_length)
     state = TrainState(
         iteration=run.iteration,
         consumed_samples=consumed,

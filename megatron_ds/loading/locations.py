@@ -1,4 +1,4 @@
-"""Locations of --load and --save: URLs are replaced by staging folders before anything reads them.
+"""Locations of --load and --save: URLs get staging folders before anything reads them.
 
 Owns the download of what describes the checkpoints of a store, of complete weights, and of models
 of the Hugging Face hub. Imports no torch.
@@ -6,13 +6,12 @@ of the Hugging Face hub. Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from megatron_ds.checkpoint.location import Location, local_location
 from megatron_ds.checkpoint.metadata import (
     find_damage,
     list_checkpoints,
@@ -29,77 +28,58 @@ from megatron_ds.checkpoint.store.mirror import (
     staging_folder,
 )
 from megatron_ds.checkpoint.store.object_store import ObjectStore
-from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.checkpoint import hub_model, is_remote, is_url, split_location
-from megatron_ds.config.problems import Problem, UserError, collect, problems_about, user_error
+from megatron_ds.config.problems import Problem, UserError, problems_about, user_error
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
-from megatron_ds.loading.options_from_checkpoint import has_checkpoint
 from megatron_ds.tokenizer.base import library_errors
 from megatron_ds.tokenizer.huggingface import HUB_FILES
 
 
-def stage(config: Config) -> tuple[Config, list[Problem]]:
-    """Replaces the URLs of a configuration by their staging folders.
+def locate_save(options: CheckpointConfig) -> Location | None:
+    """The location of --save. Local: the processes of a host take turns at a staging folder.
 
-    Local: every process calls it before the process group exists; those of one host take turns.
-
-    Returns:
-        The configuration, and why a URL cannot be used.
+    Raises:
+        UserError: If its URL cannot be used.
     """
-    options, problems = config.checkpoint, list[Problem]()
-    staging_dir = options.checkpoint_staging_dir
-    changes: dict[str, Any] = {}
-    if options.save is not None and is_url(options.save):
-        save_url = options.save.rstrip("/")
-        with collect(problems):
-            folder = staging_folder(save_url, staging_dir)
-            mirror(_reachable("save", save_url), folder, everything=False)
-            changes |= {"save": str(folder), "save_url": save_url}
-    if options.load is not None and is_remote(options.load):
-        with collect(problems):
-            staged, url = _stage_weights("load", options.load, staging_dir, changes.get("save_url"))
-            changes |= {"load": staged, "load_url": url}
-    options = dataclasses.replace(options, **changes)
-    weights = options.pretrained_checkpoint
-    if (
-        weights is not None
-        and is_remote(weights)
-        and not problems
-        and not has_checkpoint(options.load)
-    ):
-        with collect(problems):
-            staged, url = _stage_weights("pretrained_checkpoint", weights, staging_dir)
-            options = dataclasses.replace(options, pretrained_checkpoint=staged, pretrained_url=url)
-    return dataclasses.replace(config, checkpoint=options), problems
+    if options.save is None or not is_url(options.save):
+        return local_location(options.save)
+    url = options.save.rstrip("/")
+    folder = staging_folder(url, options.checkpoint_staging_dir)
+    mirror(_reachable("save", url), folder, everything=False)
+    return Location(folder, url)
 
 
-def _stage_weights(
-    field: str, location: str, staging_dir: str | None, staged_url: str | None = None
-) -> tuple[str, str | None]:
-    """Stages the URL, or the model of the Hub, of a field that names checkpoints or weights.
+def locate_weights(
+    field: str, options: CheckpointConfig, mirrored: Location | None = None
+) -> Location | None:
+    """The location of an option that names checkpoints or weights, as `locate_save`.
 
     Args:
         field: The option.
-        location: Its value.
-        staging_dir: Value of --checkpoint-staging-dir.
-        staged_url: A URL whose staging folder is up to date.
+        options: Its value, and that of --checkpoint-staging-dir.
+        mirrored: A location that is up to date.
 
-    Returns:
-        The value without the URL, and the URL.
+    Raises:
+        UserError: If its URL, or the model of the Hub, cannot be used.
     """
-    if (model := hub_model(location)) is not None:
-        return _download_model(field, model, staging_dir), None
-    name, url = split_location(location)
+    value, staging_dir = getattr(options, field), options.checkpoint_staging_dir
+    if value is None or not is_remote(value):
+        return local_location(value)
+    if (model := hub_model(value)) is not None:
+        return Location(_download_model(field, model, staging_dir))
+    name, url = split_location(value)
     url = url.rstrip("/")
     if url.rpartition("/")[2].startswith("global_step"):
         raise UserError(_is_one_checkpoint(url))
+    if mirrored is not None and url == mirrored.url:
+        return mirrored
     folder = staging_folder(url, staging_dir)
-    if url != staged_url:
-        mirror(_reachable(field, url), folder, everything=None if name == "auto" else True)
-    return f"{folder}" if name == "auto" else f"{name}:{folder}", url
+    mirror(_reachable(field, url), folder, everything=None if name == "auto" else True)
+    return Location(folder, url)
 
 
-def _download_model(field: str, model: str, staging_dir: str | None) -> str:
+def _download_model(field: str, model: str, staging_dir: str | None) -> Path:
     """Downloads a model of the Hub to Hugging Face's cache; processes of a host take turns.
 
     Raises:
@@ -119,7 +99,7 @@ def _download_model(field: str, model: str, staging_dir: str | None) -> str:
             )
             if any(Path(path).glob(weights)):
                 break
-    return f"hf:{path}"
+    return Path(path)
 
 
 def _is_one_checkpoint(url: str) -> Problem:
@@ -161,7 +141,7 @@ def staged_location(location: str, staging_dir: str | None, warn: Callable[[str]
     if not is_remote(location):
         return location
     if (model := hub_model(location)) is not None:
-        return _download_model("load", model, staging_dir)
+        return f"hf:{_download_model('load', model, staging_dir)}"
     name, url = split_location(location)
     url = url.rstrip("/")
     parent, _, last = url.rpartition("/")

@@ -1,34 +1,24 @@
 """Options of a run that come from the checkpoint of this program in --load.
 
-Owns which folder is loaded (--pretrained-checkpoint), and which options of the saved run replace
-those of the command line: the model's (--use-checkpoint-args, or none given), the tokenizer's (none
-given) and the schedule's (--use-checkpoint-opt_param-scheduler). Imports no torch.
+Owns which options of the saved run replace those of the command line: the model's
+(--use-checkpoint-args, or none given), the tokenizer's (none given) and the schedule's
+(--use-checkpoint-opt_param-scheduler). Imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, saved_config
-from megatron_ds.checkpoint.metadata import (
-    REPLACED,
-    TOKENIZER,
-    CheckpointMetadata,
-    find_record_damage,
-)
-from megatron_ds.checkpoint.selection import list_folder, select_checkpoint
+from megatron_ds.checkpoint.metadata import TOKENIZER, CheckpointMetadata
 from megatron_ds.config import GROUP_OF_FIELD, Config
-from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.fields import no_effect_problem
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.config.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
-from megatron_ds.conversion.megatron.detect import find_checkpoint
-from megatron_ds.conversion.weights_locations import find_weights
 from megatron_ds.engine.ds_config.fields import as_flag
 from megatron_ds.tokenizer.stored_files import with_copies
 
@@ -45,83 +35,30 @@ STYLES = ("min_lr", "lr_decay_style", "lr_warmup_init", "lr_warmup_fraction", "l
 """Fields of the schedule that are taken as they are. Its lengths are converted."""
 
 
-def with_pretrained(config: Config) -> Config:
-    """Names the folder of --pretrained-checkpoint as the one to load, if --load has nothing yet."""
-    options = config.checkpoint
-    if options.pretrained_checkpoint is None or has_checkpoint(options.load):
-        return config
-    options = dataclasses.replace(
-        options,
-        load=options.pretrained_checkpoint,
-        load_url=options.pretrained_url,
-        finetune=True,
-        reset_iteration=False,
-        exit_on_missing_checkpoint=True,
-    )
-    return dataclasses.replace(config, checkpoint=options)
-
-
-def has_checkpoint(load: str | None) -> bool:
-    """Whether a run with this --load would load something, or fail to."""
-    if load is None:
-        return False
-    named, folder = split_location(load)
-    if named != "auto":
-        return True
-    path = Path(folder)
-    try:
-        listing = list_folder(path)
-    except UserError:
-        return True  # reported when the checkpoint is checked
-    is_interrupted = any(path.glob(f"{REPLACED}*"))
-    return bool(
-        listing.paths
-        or listing.universal
-        or listing.stale
-        or is_interrupted
-        or find_checkpoint(path)
-        or find_weights(path)
-    )
-
-
-def find_saved(config: Config) -> CheckpointMetadata | None:
-    """The checkpoint of this program that --load selects, by its run.json alone."""
-    if config.checkpoint.load is None:
-        return None
-    with suppress(UserError, OSError):  # reported when the checkpoint is checked
-        listing = list_folder(Path(config.checkpoint.load))
-        return select_checkpoint(
-            listing, config.checkpoint, find_record_damage, warn=lambda problem: None
-        )
-    return None
-
-
-def with_saved_options(config: Config, warn: Warn) -> Config:
-    """Takes options of model and tokenizer from the checkpoint of this program in --load, if any.
+def with_saved_options(config: Config, saved: CheckpointMetadata, warn: Warn) -> Config:
+    """Takes options of model and tokenizer from a checkpoint of this program.
 
     Args:
         config: Configuration of the command line.
+        saved: The checkpoint.
         warn: Called for each given option that is replaced.
     """
-    found = find_saved(config)
-    if found is None:
-        return config
-    options = config.checkpoint
-    config = _with_softmax_rows(config, found)
-    if options.use_checkpoint_args or config.given.isdisjoint(SIZES):
-        config = _with_model(config, found, warn)
+    config = _with_softmax_rows(config, saved)
+    if config.checkpoint.use_checkpoint_args or config.given.isdisjoint(SIZES):
+        config = _with_model(config, saved, warn)
     if config.given.isdisjoint(vars(config.tokenizer)):
-        config = _with_tokenizer(config, found)
+        config = _with_tokenizer(config, saved)
     return config
 
 
 def with_saved_schedule(
-    config: Config, world_size: int, warn: Warn
+    config: Config, found: CheckpointMetadata, world_size: int, warn: Warn
 ) -> tuple[Config, list[Problem]]:
-    """Takes the schedule of learning rate and weight decay from the checkpoint, if it is requested.
+    """Takes the schedule of learning rate and weight decay from a checkpoint of this program.
 
     Args:
         config: Configuration of the command line, with the batch sizes of the DeepSpeed file.
+        found: The checkpoint.
         world_size: Number of processes.
         warn: Called for each given option that is replaced.
 
@@ -129,14 +66,6 @@ def with_saved_schedule(
         The configuration, and why it cannot have the schedule of the checkpoint.
     """
     name = "use_checkpoint_opt_param_scheduler"
-    if not config.checkpoint.use_checkpoint_opt_param_scheduler:
-        return config, []
-    found = find_saved(config)
-    if found is None:
-        folder = config.checkpoint.load
-        if folder is None or not (find_checkpoint(Path(folder)) or find_weights(Path(folder))):
-            return config, []
-        return config, [Problem("checkpoint-without-schedule", name, path=folder)]
     if config.checkpoint.finetune:
         warn(no_effect_problem(name, "finetune", reason="with a new run"))
         return config, []

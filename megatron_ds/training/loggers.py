@@ -93,6 +93,7 @@ def open_loggers(
     config: Config,
     state: TrainState,
     *,
+    save: Path | None,
     world_size: int,
     dp_size: int,
     write: Callable[[str], object],
@@ -104,6 +105,7 @@ def open_loggers(
     Args:
         config: Configuration of the run.
         state: State from which the run starts; records after it are removed.
+        save: The local folder of --save.
         world_size: Number of processes.
         dp_size: Data-parallel size.
         write: Prints a line and flushes it.
@@ -114,7 +116,7 @@ def open_loggers(
         UserError: If the JSONL file contains anything but records.
     """
     loggers: list[Logger] = []
-    path = jsonl_path(config)
+    path = jsonl_path(config, save)
     if path is not None:
         loggers.append(JsonLines(path, state.iteration, warn=write))
     if config.logging.tensorboard_dir is not None:
@@ -132,11 +134,11 @@ def open_loggers(
     return loggers
 
 
-def jsonl_path(config: Config) -> Path | None:
-    """--metrics-jsonl, or metrics.jsonl in --save; None without both."""
+def jsonl_path(config: Config, save: Path | None) -> Path | None:
+    """--metrics-jsonl, or metrics.jsonl in the folder of --save; None without both."""
     if config.logging.metrics_jsonl is not None:
         return Path(config.logging.metrics_jsonl)
-    return None if config.checkpoint.save is None else Path(config.checkpoint.save, "metrics.jsonl")
+    return None if save is None else save / "metrics.jsonl"
 
 
 def interval_line(record: IntervalRecord) -> str:

@@ -14,8 +14,6 @@ from typing import Any
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.compatibility import resume_conflicts, tokenizer_conflicts
-from megatron_ds.checkpoint.metadata import REPLACED, find_damage, find_record_damage
-from megatron_ds.checkpoint.selection import DamageCheck, list_folder, select_checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
@@ -23,6 +21,7 @@ from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from megatron_ds.engine.ds_config.generate import bucket_warnings
 from megatron_ds.launch import device, environment
 from megatron_ds.loading import initial_load
+from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.planning import swap_disk
 from megatron_ds.planning.disk_rate import DiskRate
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
@@ -31,19 +30,25 @@ from megatron_ds.tokenizer.huggingface import needs_transformers
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the checks have opened, for use by the run."""
+    """What the checks have opened, for use by the run, and what it loads."""
 
+    plan: LoadPlan
     tokenizer: Tokenizer
     data: DataFiles
 
 
 def check(
-    config: Config, world_size: int, is_sound: bool, warn: Callable[[Problem], None]
+    config: Config,
+    plan: LoadPlan,
+    world_size: int,
+    is_sound: bool,
+    warn: Callable[[Problem], None],
 ) -> tuple[list[Problem], RunInputs | None]:
     """Checks what the settings need of machine and files.
 
     Args:
         config: Configuration. What depends on contradictory settings is not checked.
+        plan: What the run loads.
         world_size: Number of processes.
         is_sound: Whether the settings have no problems.
         warn: Called with each warning.
@@ -86,11 +91,7 @@ def check(
         for warning in data_warnings(data, samples or (0, 0, 0), eod):
             warn(warning)
     if is_sound:
-        # Every rank of a large run cannot check every file; the first one does it for all, later.
-        # That of a URL has its description here, and its files in the store.
-        is_here = world_size == 1 and config.checkpoint.load_url is None
-        find = find_damage if is_here else find_record_damage
-        problems += _checkpoint_problems(config, dp_size, tokenizer, find)
+        problems += _checkpoint_problems(config, plan, dp_size, tokenizer)
     disk, disk_problems = _check_disk(config)
     is_merged = config.deepspeed_file is not None or config.deepspeed.deepspeed_config is None
     if is_sound and is_merged and not problems:
@@ -101,7 +102,7 @@ def check(
         host = host_checks.Host.here(complete, processes, disk)
         problems += host_checks.problems(complete, dp_size, host, warn)
     problems += disk_problems
-    return problems, None if tokenizer is None else RunInputs(tokenizer, data)
+    return problems, None if tokenizer is None else RunInputs(plan, tokenizer, data)
 
 
 def _check_disk(config: Config) -> tuple[DiskRate | None, list[Problem]]:
@@ -129,32 +130,19 @@ def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
 
 
 def _checkpoint_problems(
-    config: Config, dp_size: int, tokenizer: Tokenizer | None, find_damage: DamageCheck
+    config: Config, plan: LoadPlan, dp_size: int, tokenizer: Tokenizer | None
 ) -> Iterator[Problem]:
     """Why the checkpoint to load does not fit; its tensors are checked when it is loaded."""
-    if config.checkpoint.load is None:
-        return
-    if initial_load.find_foreign(config) is not None:
-        size = None if tokenizer is None else tokenizer.vocab_size
-        yield from initial_load.conflicts(config, size)
-        if environment.local_rank() == 0:
-            yield from initial_load.find_damage(config)
-        return
-    folder = Path(config.checkpoint.load)
-    try:
-        listing = list_folder(folder)
-        if any(folder.glob(f"{REPLACED}*")):
-            return  # an interrupted save, which the load repairs first
-        found = select_checkpoint(
-            listing, config.checkpoint, find_damage, warn=lambda problem: None
-        )
-    except UserError as error:
-        yield from error.problems
-        return
-    if found is not None:
-        # Without a tokenizer, which is a problem of its own, the vocabulary is not compared.
-        vocab: Any = found.run.config["model"].get("vocab_size")
-        config = config.with_vocab(vocab if tokenizer is None else tokenizer.vocab_size)
-        yield from resume_conflicts(found, config, dp_size)
+    if plan.imported is not None:
         if tokenizer is not None:
-            yield from tokenizer_conflicts(found, tokenizer.fingerprint)
+            yield from initial_load.conflicts(plan.imported, config, tokenizer.vocab_size)
+        if environment.local_rank() == 0:
+            yield from initial_load.find_damage(plan.imported)
+    yield from plan.unusable
+    if plan.saved is not None:
+        # Without a tokenizer, which is a problem of its own, the vocabulary is not compared.
+        vocab: Any = plan.saved.run.config["model"].get("vocab_size")
+        config = config.with_vocab(vocab if tokenizer is None else tokenizer.vocab_size)
+        yield from resume_conflicts(plan.saved, config, dp_size)
+        if tokenizer is not None:
+            yield from tokenizer_conflicts(plan.saved, tokenizer.fingerprint)

@@ -42,8 +42,8 @@ def described(config: Config, inputs: RunInputs) -> Iterator[tuple[str, str]]:
             if spec.metavar not in PATHS:
                 yield flag_of(item.name), str(getattr(options, item.name))
     # Whether the ranks share the folders of --save and --load is checked when they are claimed.
-    yield flag_of("save"), str(config.checkpoint.save_url)
-    yield flag_of("load"), str(config.checkpoint.load_url)
+    for name, location in vars(inputs.plan.folders).items():
+        yield flag_of(name), str(location and location.url)
     values: dict[str, Any] = {} if config.deepspeed_file is None else config.deepspeed_file.values
     for key in leaves(values):
         yield f"{flag_of('deepspeed_config')}: {key}", json.dumps(get(values, key))

@@ -32,7 +32,7 @@ from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.lifecycle import ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.loading.initial_load import StartStates, open_foreign
+from megatron_ds.loading.initial_load import StartStates, foreign_start
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import planned_memory
@@ -88,13 +88,13 @@ def pretrain(
     life.on_group_joined(*distributed.watched_peers(context))
     rank_settings.require_equal(config, inputs)
     startup.mark("process group")
-    ranks = RankAgreement()
+    ranks, folders = RankAgreement(), inputs.plan.folders
     with (
-        claimed_folders(config.checkpoint, ranks, output.print_on_rank) as lock,
-        claimed_stores(config.checkpoint, ranks, output.print_on_rank) as stores,
+        claimed_folders(folders, ranks, output.print_on_rank) as lock,
+        claimed_stores(folders, ranks, output.print_on_rank) as stores,
         owned_tensorboard_folder(config.logging, ranks),
     ):
-        writes = context.rank == 0 and config.checkpoint.save is not None
+        writes = context.rank == 0 and folders.save is not None
         files = read_files(config.tokenizer) if writes else {}
         tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
         local = LocalCheckpoints.open(config.checkpoint, ranks, _warn)
@@ -102,12 +102,13 @@ def pretrain(
             CheckpointManager,
             ranks=ranks,
             lock=stores.lock or lock,
+            folders=folders,
             tokenizer=tokenizer,
             stores=stores,
             local=local,
         )
         trainer = build_trainer(config, inputs, extensions, context, life, startup, checkpoints)
-        life.on_training_started(saves=config.checkpoint.save is not None)
+        life.on_training_started(saves=folders.save is not None)
         try:
             code = trainer.run()
         except BaseException:
@@ -144,8 +145,9 @@ def build_trainer(
     warn_of_hosts(config, context)
     checkpoints = open_checkpoints(config, mesh, output.print_on_rank)
     found: CheckpointMetadata | None = None
-    foreign = open_foreign(config)
-    if config.checkpoint.load is not None and foreign is None:
+    plan, save = inputs.plan, inputs.plan.folders.local_save
+    foreign = None if plan.imported is None else foreign_start(plan.imported, config)
+    if plan.folders.load is not None and foreign is None:
         found = checkpoints.select()
         startup.mark("checkpoint's check")
     state = TrainState()
@@ -178,11 +180,11 @@ def build_trainer(
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = planned_memory(config, mesh.dp.size, context.device.type)
     print_banner(config, context, mesh, engine, state, estimate)
-    if is_new and config.checkpoint.load is not None:
-        _warn(Problem("no-checkpoint-to-load", folder=config.checkpoint.load))
-    if config.checkpoint.save is not None and context.rank == 0:
+    if is_new and plan.folders.load is not None:
+        _warn(Problem("no-checkpoint-to-load", folder=plan.folders.load))
+    if save is not None and context.rank == 0:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
-        write_run_files(Path(config.checkpoint.save), engine, data)
+        write_run_files(save, engine, data)
         checkpoints.start_branch(found)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     last = state.iteration if config.logging.skip_train else total_iterations
@@ -193,7 +195,7 @@ def build_trainer(
         mesh=mesh,
         engine=engine,
         data=data,
-        metrics=_build_metrics(config, mesh, engine, state, context, exits, extensions),
+        metrics=_build_metrics(config, save, mesh, engine, state, context, exits, extensions),
         checkpoints=checkpoints,
         exits=exits,
         state=state,
@@ -226,7 +228,7 @@ def _build_data(
     num_samples = schedules.planned_samples(config, mesh.dp.size, state)
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         print_detail(config, f"    {name + ':':<12}{samples}")
-    save = None if config.checkpoint.save is None else Path(config.checkpoint.save)
+    save = inputs.plan.folders.local_save
     data = build_datasets(
         config.data,
         seq_length=config.model.seq_length,
@@ -252,6 +254,7 @@ def _build_data(
 
 def _build_metrics(
     config: Config,
+    save: Path | None,
     mesh: Mesh,
     engine: Engine,
     state: TrainState,
@@ -273,6 +276,7 @@ def _build_metrics(
         loggers += open_loggers(
             config,
             state,
+            save=save,
             world_size=context.world_size,
             dp_size=mesh.dp.size,
             write=lambda text: output.print_on_rank(text, rank_to_print=-1),

@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d
 from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.folder_checks import claimed_folders
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import find_damage, read_manifest
 from megatron_ds.checkpoint.run_lock import LOCK
@@ -70,7 +71,7 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     ranks = RankAgreement()
     refusals = _claim_own_folders(rank, Path(folder), ranks)
     _show_late(rank)
-    with claimed_folders(options, ranks, print):
+    with claimed_folders(RunFolders.local(options), ranks, print):
         assert all(ranks.on_all((Path(folder) / LOCK).exists))
     fingerprint = TokenizerFingerprint("Kind", {}, vocab_size=2, eod=1)
     tokenizer = StoredTokenizer(fingerprint, {"vocab_file/vocab.txt": b"a"} if rank == 0 else {})
@@ -108,7 +109,8 @@ def _claim_own_folders(rank: int, folder: Path, ranks: RankAgreement) -> list[st
         patch.chdir(place)
         patch.setattr(visibility, "VISIBLE_WITHIN_S", 0.2)
         for options in (CheckpointConfig(save="saved"), CheckpointConfig(load="other")):
-            with pytest.raises(UserError) as raised, claimed_folders(options, ranks, print):
+            folders = RunFolders.local(options)
+            with pytest.raises(UserError) as raised, claimed_folders(folders, ranks, print):
                 pass
             (problem,) = raised.value.problems
             refusals.append(problem.render())
@@ -116,7 +118,7 @@ def _claim_own_folders(rank: int, folder: Path, ranks: RankAgreement) -> list[st
         (place / "file").touch()
         with (
             raises_problem("save-folder-not-created", "save"),
-            claimed_folders(uncreatable, ranks, print),
+            claimed_folders(RunFolders.local(uncreatable), ranks, print),
         ):
             pass
         (place / "file").unlink()

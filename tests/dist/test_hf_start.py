@@ -28,7 +28,8 @@ from megatron_ds.conversion.native import open_native
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.loading.initial_load import StartStates, merge_settings, open_foreign
+from megatron_ds.loading.initial_load import StartStates, foreign_start
+from megatron_ds.loading.plan import LoadPlan, make_plan
 from megatron_ds.train_state import StepPlan, TrainState
 from tests.dist.engine_harness import full_weights, prepare
 from tests.distributed import run_ranks
@@ -54,7 +55,7 @@ LAYOUTS: tuple[Layout, ...] = (
 )
 
 
-def config_of(layout: Layout, load: Path, save: Path) -> Config:
+def config_of(layout: Layout, load: Path, save: Path) -> tuple[Config, LoadPlan]:
     stage, tp_size, stages, bf16 = layout
     config = Config(
         parallel=ParallelConfig(
@@ -67,9 +68,9 @@ def config_of(layout: Layout, load: Path, save: Path) -> Config:
         checkpoint=CheckpointConfig(save=str(save), load=f"hf:{load}"),
         given=frozenset(),
     )
-    merged, problems = merge_settings(config)
+    merged, plan, problems = make_plan(config)
     assert problems == []
-    return merged.with_vocab(VOCAB)
+    return merged.with_vocab(VOCAB), plan
 
 
 def train(rank: int, folder: str) -> None:
@@ -78,12 +79,11 @@ def train(rank: int, folder: str) -> None:
     expected = {name: tensor.read() for name, tensor in open_hf(load).tensors.items()}
     for number, layout in enumerate(LAYOUTS):
         save = Path(folder) / str(number)
-        config = config_of(layout, load, save)
+        config, plan = config_of(layout, load, save)
         mesh = meshes.of(config.parallel)
         engine = build_engine(config, mesh, torch.device("cpu"), init_weights=False)
-        start = open_foreign(config)
-        assert start is not None
-        engine.reshard(StartStates(start))
+        assert plan.imported is not None
+        engine.reshard(StartStates(foreign_start(plan.imported, config)))
         for name, value in full_weights(engine, mesh).items():
             rounded = expected[name].bfloat16().float() if layout[3] else expected[name]
             assert torch.equal(value[: len(rounded)], rounded), (layout, name)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_ds.checkpoint import run_lock
 from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.local.nodes import Nodes
+from megatron_ds.checkpoint.location import Location, RunFolders
 from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.store import mirror as staging
 from megatron_ds.checkpoint.store.fetch import StoreFolder
 from megatron_ds.checkpoint.store.lock import StoreLockFile
 from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.checkpoint.store.save import upload_metrics
-from megatron_ds.config import CheckpointConfig
-from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.problems import Problem, collect, raise_if_any, user_error
 
 
@@ -33,7 +31,7 @@ class RunStores:
 
 @contextmanager
 def claimed_stores(
-    config: CheckpointConfig, ranks: RankAgreement, log: Callable[[str], None]
+    folders: RunFolders, ranks: RankAgreement, log: Callable[[str], None]
 ) -> Iterator[RunStores]:
     """Opens the stores of a run, and owns --save inside. Collective.
 
@@ -42,9 +40,10 @@ def claimed_stores(
         OSError: If a staging folder cannot be written.
     """
 
-    def open_folder(url: str, staged: str) -> StoreFolder:
-        nodes = Nodes.sharing(Path(split_location(staged)[1]), ranks)
-        return StoreFolder(ObjectStore(url), ranks, nodes, log)
+    def open_folder(location: Location) -> StoreFolder:
+        assert location.url is not None
+        nodes = Nodes.sharing(location.folder, ranks)
+        return StoreFolder(ObjectStore(location.url), ranks, nodes, log)
 
     save = load = lock = None
     with ExitStack() as held:
@@ -54,9 +53,8 @@ def claimed_stores(
             held.callback(lock.release)
             return lock
 
-        if config.save_url is not None:
-            assert config.save is not None
-            save, staged = open_folder(config.save_url, config.save), Path(config.save)
+        if folders.save is not None and folders.save.url is not None:
+            save, staged = open_folder(folders.save), folders.save.folder
             store, nodes = save.store, save.nodes
 
             def own_store() -> None:
@@ -80,10 +78,8 @@ def claimed_stores(
                 return problems
 
             raise_if_any(problem for found in ranks.on_all(own_staging) for problem in found)
-        if config.load_url is not None:
-            assert config.load is not None
-            is_same = config.load_url == config.save_url
-            load = save if is_same else open_folder(config.load_url, config.load)
+        if folders.load is not None and folders.load.url is not None:
+            load = save if folders.load == folders.save else open_folder(folders.load)
         if save is not None and ranks.rank == ranks.world_size - 1:
             staging.restore_metrics(save.store, staged)  # of the run that is continued
         try:

@@ -33,8 +33,9 @@ from megatron_ds.checkpoint.store.mirror import fetch
 from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.config import Config
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.loading.locations import stage, staged_location
-from megatron_ds.loading.options_from_checkpoint import with_pretrained
+from megatron_ds.loading.locations import staged_location
+from megatron_ds.loading.options_from_checkpoint import SIZES
+from megatron_ds.loading.plan import make_plan
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, raises_problem
@@ -114,15 +115,16 @@ def run(one_process: None, config: Config, logged: list[str], tmp_path: Path) ->
             "checkpoint_staging_dir": str(tmp_path / node),
         } | options
         given = dataclasses.replace(
-            config, checkpoint=dataclasses.replace(config.checkpoint, **options)
+            config,
+            checkpoint=dataclasses.replace(config.checkpoint, **options),
+            given=frozenset(SIZES),
         )
-        staged, problems = stage(given)
+        staged, plan, problems = make_plan(given)
         assert not problems
-        staged = with_pretrained(staged)
-        ranks = RankAgreement()
-        with claimed_stores(staged.checkpoint, ranks, logged.append) as stores:
+        ranks, folders = RankAgreement(), plan.folders
+        with claimed_stores(folders, ranks, logged.append) as stores:
             yield CheckpointManager(
-                staged, Mesh.build(1), logged.append, ranks, stores.lock, stores=stores
+                staged, Mesh.build(1), logged.append, ranks, stores.lock, folders, stores=stores
             )
 
     return start
@@ -159,7 +161,7 @@ def test_files_that_a_node_has_intact_are_not_downloaded(run: Runs, logged: list
     for damaged in (False, True):
         logged.clear()
         with run() as manager:
-            (path,) = list_checkpoints(Path(manager._config.checkpoint.save or ""))
+            (path,) = list_checkpoints(Path(manager._folders.save.folder))
             if damaged:
                 content = bytearray((path / "model_states.pt").read_bytes())
                 content[-5] ^= 1
@@ -262,7 +264,7 @@ def test_keep_last_keeps_that_many_in_the_store_and_on_the_node(run: Runs) -> No
         assert {name for name in names_in_store() if "global" in name} == {
             *("global_step4", "global_step6")
         }
-        folder = Path(manager._config.checkpoint.save or "")
+        folder = Path(manager._folders.save.folder)
         assert [path.name for path in list_checkpoints(folder)] == ["global_step6", "global_step4"]
 
 
@@ -358,7 +360,7 @@ def test_names_of_a_store_neither_write_nor_delete_outside_the_staging_folder(
     with run() as manager:
         save(manager, 4, 8)
         # What anyone who can write to the bucket does to the older checkpoint.
-        (*_, older) = list_checkpoints(Path(manager._config.checkpoint.save or ""))
+        (*_, older) = list_checkpoints(Path(manager._folders.save.folder))
         files = {**read_manifest(older), name: FileRecord.of(b"theirs")}
         manifest = manifest_text(files).encode()
         ObjectStore(URL).write("global_step4/manifest.json", manifest)
@@ -455,9 +457,10 @@ def test_urls_that_cannot_be_used_are_problems_of_their_flags(
     config: Config, tmp_path: Path
 ) -> None:
     def problems(**options: Any) -> list[Any]:
-        options["checkpoint_staging_dir"] = str(tmp_path)
+        options.setdefault("checkpoint_staging_dir", str(tmp_path))
         changed = dataclasses.replace(config.checkpoint, **options)
-        return stage(dataclasses.replace(config, checkpoint=changed))[1]
+        given = frozenset(SIZES)
+        return make_plan(dataclasses.replace(config, checkpoint=changed, given=given))[2]
 
     assert not problems()
     found = problems(save="unheard-of://x", load="gs+other://y")
@@ -465,13 +468,13 @@ def test_urls_that_cannot_be_used_are_problems_of_their_flags(
     assert [each.fields for each in found] == [("save",), ("load",)]
     (one,) = problems(save=None, load=f"{URL}/global_step4")
     assert one.code == "load-is-one-checkpoint"
+    (empty,) = problems(save=None, load="flaky://bucket/empty", finetune=True)
+    assert empty.code == "weights-format-unknown"
+    assert "flaky://bucket/empty" in empty
     with failing_from(0, PermissionError("no credentials"), READS):
         (denied,) = problems(save=URL, load=None)
     assert (denied.code, denied.fields) == ("store-unusable", ("save",))
     assert "no credentials" in denied
     (tmp_path / "file").touch()
-    changed = dataclasses.replace(
-        config.checkpoint, save=URL, load=None, checkpoint_staging_dir=str(tmp_path / "file")
-    )
-    (unusable,) = stage(dataclasses.replace(config, checkpoint=changed))[1]
+    (unusable,) = problems(save=URL, load=None, checkpoint_staging_dir=str(tmp_path / "file"))
     assert unusable.code == "staging-folder-unusable"

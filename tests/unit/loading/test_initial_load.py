@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.config import ModelConfig, OptimizerConfig
+from megatron_ds.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.loading.initial_load import (
+    ForeignStart,
     StartStates,
     conflicts,
-    find_foreign,
-    merge_settings,
-    open_foreign,
+    find_importable,
+    foreign_start,
 )
+from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.unit.checkpoint.fakes import run_of
@@ -39,9 +40,15 @@ def write(folder: Path, *, has_optimizer: bool = True, **layout: Any) -> Path:
     return write_checkpoint(folder, MODEL, random_source(MODEL), Layout(**layout), states)
 
 
+def start_of(run: Config) -> ForeignStart:
+    config, plan, _ = make_plan(run)
+    assert plan.imported is not None
+    return foreign_start(plan.imported, config.with_vocab(50))
+
+
 def test_options_of_the_model_come_from_the_checkpoint(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", has_optimizer=False)
-    config, problems = merge_settings(run_of(folder, seq_length=10, hidden_dropout=0.2))
+    config, _, problems = make_plan(run_of(folder, seq_length=10, hidden_dropout=0.2))
     assert problems == []
     expected = dataclasses.replace(
         MODEL,
@@ -58,9 +65,9 @@ def test_options_of_the_model_come_from_the_checkpoint(tmp_path: Path) -> None:
 def test_contradictions_name_both_values(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     given = {"num_layers": 3, "activation": "swiglu", "hidden_size": 32}
-    config, problems = merge_settings(run_of(folder, **given))
+    config, plan, problems = make_plan(run_of(folder, **given))
     assert codes(problems) == ["foreign-setting-differs"] * 2
-    assert codes(conflicts(config, 50)) == []  # missing layers are no second problem
+    assert codes(conflicts(plan.imported, config, 50)) == []  # missing layers are no second problem
     assert sorted(fields(problems)) == [("activation",), ("num_layers",)]
     (layers,) = [problem for problem in problems if "num_layers" in problem.fields]
     assert "--num-layers 3" in layers
@@ -74,21 +81,21 @@ def test_contradictions_name_both_values(tmp_path: Path) -> None:
 def test_the_tokenizer_must_be_that_of_the_checkpoint(
     size: int, code: list[str], tmp_path: Path
 ) -> None:
-    config, _ = merge_settings(run_of(write(tmp_path / "a")))
-    assert codes(conflicts(config, size)) == code
+    config, plan, _ = make_plan(run_of(write(tmp_path / "a")))
+    assert codes(conflicts(plan.imported, config, size)) == code
 
 
 def test_an_unknown_size_of_the_vocabulary_is_at_most_the_number_of_rows(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", arguments={"tokenizer_type": "GPT2BPETokenizer"})
-    config, _ = merge_settings(run_of(folder))
-    assert codes(conflicts(config, 64)) == codes(conflicts(config, 20)) == []
-    assert codes(conflicts(config, 65)) == ["foreign-vocabulary-differs"]
+    config, plan, _ = make_plan(run_of(folder))
+    for size, expected in (64, []), (20, []), (65, ["foreign-vocabulary-differs"]):
+        assert codes(conflicts(plan.imported, config, size)) == expected
 
 
 def test_a_run_is_continued_with_its_samples_and_padding(tmp_path: Path) -> None:
-    config, _ = merge_settings(run_of(write(tmp_path / "a")))
+    config, plan, _ = make_plan(run_of(write(tmp_path / "a")))
     assert config.model.softmax_vocab_size == 64
-    start = open_foreign(config.with_vocab(50))
+    start = foreign_start(plan.imported, config.with_vocab(50))
     assert start.state == TrainState(
         iteration=7,
         consumed_samples=28,
@@ -115,8 +122,7 @@ def test_otherwise_only_the_weights_are_loaded(
     layout: dict[str, Any], optimizer: str, tmp_path: Path
 ) -> None:
     run = run_of(write(tmp_path / "a", **layout))
-    config, _ = merge_settings(dataclasses.replace(run, optimizer=OptimizerConfig(optimizer)))
-    start = open_foreign(config.with_vocab(50))
+    start = start_of(dataclasses.replace(run, optimizer=OptimizerConfig(optimizer)))
     assert codes(start.notes) == ["foreign-weights-alone"]
     assert (start.state, start.optimizer, start.steps) == (TrainState(), {}, None)
     assert start.weights["embedding.word.weight"].shape == (50, 32)
@@ -135,12 +141,12 @@ def test_flags_leave_out_the_progress_or_the_optimizer(
 ) -> None:
     run = run_of(write(tmp_path / "a"))
     run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, **options))
-    start = open_foreign(merge_settings(run)[0].with_vocab(50))
+    start = start_of(run)
     assert (start.state, start.notes) == (state, ())
     assert bool(start.optimizer) == has_optimizer
     if "no_load_optim" in options:
         sgd = dataclasses.replace(run, optimizer=OptimizerConfig("sgd"))
-        other = open_foreign(merge_settings(sgd)[0].with_vocab(50))
+        other = start_of(sgd)
         assert other.state == state
 
 
@@ -149,7 +155,7 @@ def test_the_options_of_the_checkpoint_replace_given_ones_on_request(tmp_path: P
     run = run_of(folder, num_layers=3, activation="swiglu", seq_length=10)
     options = dataclasses.replace(run.checkpoint, use_checkpoint_args=True)
     warnings: list[Problem] = []
-    config, problems = merge_settings(dataclasses.replace(run, checkpoint=options), warnings.append)
+    config, _, problems = make_plan(dataclasses.replace(run, checkpoint=options), warnings.append)
     assert problems == []
     assert (config.model.num_layers, config.model.activation) == (2, MODEL.activation)
     assert config.model.seq_length == 10
@@ -161,18 +167,18 @@ def test_the_options_of_the_checkpoint_replace_given_ones_on_request(tmp_path: P
 
 def test_a_continued_run_keeps_its_sequence_length_at_first(tmp_path: Path) -> None:
     run = run_of(write(tmp_path / "a"), seq_length=10)
-    _, problems = merge_settings(run)
+    _, _, problems = make_plan(run)
     assert codes(problems) == ["foreign-length-differs"]
     for name in ("finetune", "reset_iteration"):
         options = dataclasses.replace(run.checkpoint, **{name: True})
-        assert merge_settings(dataclasses.replace(run, checkpoint=options))[1] == []
+        assert make_plan(dataclasses.replace(run, checkpoint=options))[2] == []
 
 
 def test_a_release_has_weights_alone(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     (folder / "iter_0000007").rename(folder / "release")
     (folder / "latest_checkpointed_iteration.txt").write_text("release\n")
-    start = open_foreign(merge_settings(run_of(folder))[0].with_vocab(50))
+    start = start_of(run_of(folder))
     assert start.path.name == "release"
     assert codes(start.notes) == ["foreign-weights-alone"]
 
@@ -180,23 +186,22 @@ def test_a_release_has_weights_alone(tmp_path: Path) -> None:
 def test_a_missing_stage_is_a_problem_of_the_start(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", tp=2)
     (folder / "iter_0000007" / "mp_rank_01" / "model_optim_rng.pt").unlink()
-    assert codes(merge_settings(run_of(folder))[1]) == ["megatron-files-missing"]
+    assert codes(make_plan(run_of(folder))[2]) == ["megatron-files-missing"]
 
 
 def test_a_checkpoint_of_this_program_is_preferred(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
-    assert find_foreign(run_of(folder)) is not None
+    assert find_importable(folder, CheckpointConfig()) is not None
     own = folder / "global_step9"
     own.mkdir()
     (own / "run.json").write_text("{}")
     (folder / "latest").write_text("global_step9")
     (folder / "latest_checkpointed_iteration.txt").write_text("9")
-    assert find_foreign(run_of(folder)) is None
+    assert find_importable(folder, CheckpointConfig()) is None
 
 
 def test_states_are_read_by_rows_and_columns(tmp_path: Path) -> None:
-    config, _ = merge_settings(run_of(write(tmp_path / "a")))
-    start = open_foreign(config.with_vocab(50))
+    start = start_of(run_of(write(tmp_path / "a")))
     reads: list[str] = []
 
     def counting(name: str, tensor: TensorReader) -> TensorReader:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ds import schedules
+from megatron_ds.checkpoint.location import Location
 from megatron_ds.checkpoint.metadata import REPLACED
 from megatron_ds.config import (
     CheckpointConfig,
@@ -22,8 +23,7 @@ from megatron_ds.config import (
 )
 from megatron_ds.config.problems import Problem
 from megatron_ds.conversion.weights_folder import write_weights_folder
-from megatron_ds.loading.initial_load import merge_settings
-from megatron_ds.loading.options_from_checkpoint import with_saved_schedule
+from megatron_ds.loading.plan import complete, make_plan
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.unit.checkpoint.fakes import Managers, run_of, save
@@ -41,14 +41,14 @@ def test_pretrained_weights_are_loaded_until_there_is_a_checkpoint(
 ) -> None:
     for load in (None, tmp_path / "missing", tmp_path):
         run = run_of(load, pretrained_checkpoint=f"native:{pretrained}")
-        config, problems = merge_settings(run)
+        config, plan, problems = make_plan(run)
         assert problems == []
-        assert config.checkpoint.load == str(pretrained)
+        assert plan.folders.load == Location(pretrained)
         assert config.checkpoint.finetune
         assert config.checkpoint.exit_on_missing_checkpoint
         assert config.model.num_layers == SMALL["num_layers"]
     save(checkpoints, 3)
-    config, _ = merge_settings(run_of(folder, pretrained_checkpoint=str(pretrained)))
+    config, _, _ = make_plan(run_of(folder, pretrained_checkpoint=str(pretrained)))
     assert config.checkpoint == CheckpointConfig(
         load=str(folder), pretrained_checkpoint=str(pretrained)
     )
@@ -73,7 +73,7 @@ def test_a_lost_or_damaged_checkpoint_is_not_replaced_by_pretrained_weights(
 ) -> None:
     save(checkpoints, 3)
     change(folder)
-    config, _ = merge_settings(run_of(folder, pretrained_checkpoint=str(pretrained)))
+    config, _, _ = make_plan(run_of(folder, pretrained_checkpoint=str(pretrained)))
     assert config.checkpoint.load == str(folder)
     assert not config.checkpoint.finetune
 
@@ -84,7 +84,7 @@ def test_the_model_of_the_checkpoint_replaces_given_options_on_request(
     save(checkpoints, 3)
     given = {"num_layers": 7, "hidden_size": 8, "seq_length": 9, "hidden_dropout": 0.4}
     warnings: list[Problem] = []
-    config, problems = merge_settings(
+    config, _, problems = make_plan(
         run_of(folder, use_checkpoint_args=True, **given), warnings.append
     )
     assert problems == []
@@ -93,7 +93,7 @@ def test_the_model_of_the_checkpoint_replaces_given_options_on_request(
     assert (model.seq_length, model.hidden_dropout) == (9, 0.4)
     assert fields(warnings) == [("num_layers", "use_checkpoint_args")]
     assert "num_layers" not in config.given
-    kept, _ = merge_settings(run_of(folder, **given), warnings.append)
+    kept, _, _ = make_plan(run_of(folder, **given), warnings.append)
     assert kept.model == ModelConfig(**given)
 
 
@@ -103,12 +103,12 @@ def test_the_tokenizer_of_the_checkpoint_is_used_unless_one_is_given(
     tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", trust_remote_code=True)
     save(manager(tokenizer=tokenizer, model=dataclasses.replace(config.model, vocab_size=71)), 3)
     for requested in (True, False):
-        found, _ = merge_settings(run_of(folder, use_checkpoint_args=requested))
+        found, _, _ = make_plan(run_of(folder, use_checkpoint_args=requested))
         assert found.tokenizer == TokenizerConfig(tokenizer_type="NullTokenizer")
         assert found.model.vocab_size == 70  # an end-of-document id is added to it
     given = run_of(folder)
     given = dataclasses.replace(given, given=given.given | {"tokenizer_type"})
-    assert merge_settings(given)[0].tokenizer == TokenizerConfig()
+    assert make_plan(given)[0].tokenizer == TokenizerConfig()
 
 
 OPTIMIZER = OptimizerConfig(
@@ -156,7 +156,7 @@ def test_the_schedule_is_that_of_the_checkpoint(
         given=frozenset(given),
     )
     warnings: list[Problem] = []
-    found, problems = with_saved_schedule(own, 1, warnings.append)
+    found, _, problems = complete(own, 1, warnings.append)
     assert problems == []
     assert [*found.schedule.problems(found.parallel, 1), *found.optimizer.problems()] == []
     for samples in range(0, 200, 3):
@@ -178,19 +178,22 @@ def test_a_schedule_that_is_no_number_of_iterations_is_rejected(
     options = CheckpointConfig(load=str(folder), use_checkpoint_opt_param_scheduler=True)
     schedule = schedule_of(train_iters=80, global_batch_size=6)
     own = dataclasses.replace(config, schedule=schedule, checkpoint=options)
-    _, problems = with_saved_schedule(own, 1, lambda problem: None)
+    _, _, problems = complete(own, 1, lambda problem: None)
     assert codes(problems) == ["checkpoint-schedule-not-in-iterations"] * 2
     new = dataclasses.replace(options, finetune=True)
     warnings: list[Problem] = []
-    _, problems = with_saved_schedule(dataclasses.replace(own, checkpoint=new), 1, warnings.append)
+    _, _, problems = complete(dataclasses.replace(own, checkpoint=new), 1, warnings.append)
     assert (codes(warnings), problems) == (["no-effect"], [])
 
 
 def test_the_schedule_of_another_program_is_not_read(pretrained: Path, tmp_path: Path) -> None:
-    for load, expected in ((pretrained, ["checkpoint-without-schedule"]), (tmp_path, [])):
+    for load, expected in (
+        (pretrained, "checkpoint-without-schedule"),
+        (tmp_path, "weights-format-unknown"),
+    ):
         run = run_of(load, use_checkpoint_opt_param_scheduler=True)
-        _, problems = with_saved_schedule(run, 1, lambda problem: None)
-        assert codes(problems) == expected
+        _, _, problems = complete(run, 1, lambda problem: None)
+        assert codes(problems) == [expected]
 
 
 def test_changes_of_the_schedule_on_request_need_no_warning(

@@ -14,7 +14,13 @@ import torch
 import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from megatron_ds.checkpoint.metadata import MANIFEST, manifest_text, read_manifest
+from megatron_ds.checkpoint.location import Location
+from megatron_ds.checkpoint.metadata import (
+    MANIFEST,
+    CheckpointMetadata,
+    manifest_text,
+    read_manifest,
+)
 from megatron_ds.checkpoint.store.mirror import STAGING_LOCK
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, TokenizerConfig
 from megatron_ds.config.checkpoint import FORMATS
@@ -23,16 +29,16 @@ from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import lock_now
-from megatron_ds.loading import options_from_checkpoint
+from megatron_ds.loading import plan
 from megatron_ds.loading.initial_load import (
     StartStates,
     conflicts,
     find_damage,
-    find_foreign,
-    merge_settings,
-    open_foreign,
+    find_importable,
+    foreign_start,
 )
-from megatron_ds.loading.locations import stage, staged_location
+from megatron_ds.loading.locations import locate_weights, staged_location
+from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.unit.checkpoint.fakes import run_of
@@ -50,10 +56,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_options_of_the_model_come_from_the_folder(folder: Path, prefix: bool) -> None:
-    config, problems = merge_settings(run_of(f"{folder.name}:{folder}" if prefix else folder))
+    config, loaded, problems = make_plan(run_of(f"{folder.name}:{folder}" if prefix else folder))
 
     assert problems == []
-    assert config.checkpoint.load == str(folder)
+    assert loaded.folders.load == Location(folder)
     expected = open_hf(folder.with_name("hf")).settings.model
     assert config.model == dataclasses.replace(expected, vocab_size=0)
     assert (config.model.seq_length, config.model.hidden_dropout) == (12, 0.0)
@@ -62,11 +68,11 @@ def test_options_of_the_model_come_from_the_folder(folder: Path, prefix: bool) -
 
 def test_given_options_are_kept_and_contradictions_name_both_values(folder: Path) -> None:
     kept = {"seq_length": 6, "hidden_dropout": 0.2, "make_vocab_size_divisible_by": 7}
-    config, problems = merge_settings(run_of(folder, **kept))
+    config, _, problems = make_plan(run_of(folder, **kept))
     assert problems == []
     assert all(getattr(config.model, name) == value for name, value in kept.items())
 
-    _, problems = merge_settings(run_of(folder, num_layers=3, rotary_base=10000.0))
+    _, _, problems = make_plan(run_of(folder, num_layers=3, rotary_base=10000.0))
     assert codes(problems) == ["foreign-setting-differs"] * 2
     assert sorted(fields(problems)) == [("num_layers",), ("rotary_base",)]
     (base,) = [problem for problem in problems if "rotary_base" in problem.fields]
@@ -75,7 +81,7 @@ def test_given_options_are_kept_and_contradictions_name_both_values(folder: Path
 
 
 def test_sequences_are_not_longer_than_the_window(folder: Path) -> None:
-    _, problems = merge_settings(run_of(folder, seq_length=13))
+    _, _, problems = make_plan(run_of(folder, seq_length=13))
     assert codes(problems) == ["foreign-window-exceeded"]
 
 
@@ -86,8 +92,8 @@ def test_sequences_are_not_longer_than_the_window(folder: Path) -> None:
 def test_the_tokenizer_has_at_most_as_many_ids_as_the_model(
     folder: Path, size: int, expected: list[str]
 ) -> None:
-    config, _ = merge_settings(run_of(folder))
-    assert codes(conflicts(config, size)) == expected
+    config, loaded, _ = make_plan(run_of(folder))
+    assert codes(conflicts(loaded.imported, config, size)) == expected
 
 
 def test_the_tokenizer_of_the_folder_is_used_unless_one_is_given(folder: Path) -> None:
@@ -97,18 +103,18 @@ def test_the_tokenizer_of_the_folder_is_used_unless_one_is_given(folder: Path) -
     write_weights_folder(open_hf(hf), hf.with_name("with-tokenizer"))
     load = folder if folder == hf else hf.with_name("with-tokenizer")
 
-    config, _ = merge_settings(run_of(load))
+    config, _, _ = make_plan(run_of(load))
     assert config.tokenizer.tokenizer_type == "HFTokenizer"
     assert Path(str(config.tokenizer.tokenizer_model)).is_relative_to(load)
     given = dataclasses.replace(
         run_of(load), tokenizer=TokenizerConfig(vocab_file="x"), given=frozenset({"vocab_file"})
     )
-    assert merge_settings(given)[0].tokenizer == given.tokenizer
+    assert make_plan(given)[0].tokenizer == given.tokenizer
 
 
 def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
-    config, _ = merge_settings(run_of(folder))
-    start = open_foreign(config.with_vocab(VOCAB - 20))
+    config, loaded, _ = make_plan(run_of(folder))
+    start = foreign_start(loaded.imported, config.with_vocab(VOCAB - 20))
 
     assert (start.state, start.steps) == (TrainState(), None)
     assert codes(start.notes) == ["foreign-rows-unused"]
@@ -122,21 +128,21 @@ def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
     assert torch.equal(table[:30], expected["embedding.word.weight"].read()[:30])
     assert not table[30:].any()  # padding
     assert states.moments(name) == ()
-    complete = open_foreign(config.with_vocab(VOCAB))
+    complete = foreign_start(loaded.imported, config.with_vocab(VOCAB))
     assert complete.notes == ()
 
 
 def test_damaged_folders_are_problems(folder: Path) -> None:
-    config, _ = merge_settings(run_of(folder))
-    assert codes(find_damage(config)) == []
+    _, loaded, _ = make_plan(run_of(folder))
+    assert codes(find_damage(loaded.imported)) == []
     content = bytearray((folder / SINGLE).read_bytes())
     content[-1] ^= 1
     (folder / SINGLE).write_bytes(content)
     damage = ["checkpoint-files-damaged"] if folder.name == "native" else []
-    assert codes(find_damage(config)) == damage
+    assert codes(find_damage(loaded.imported)) == damage
     (folder / SINGLE).write_bytes(content[:-5])
     found = ["checkpoint-file-size" if damage else "foreign-file-unreadable"]
-    assert codes(merge_settings(run_of(folder))[1]) == found
+    assert codes(make_plan(run_of(folder))[2]) == found
 
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
@@ -152,7 +158,7 @@ SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
         ("hf:empty", SIZES, {}, "weights-format-unknown"),
         ("native:empty", SIZES, {}, "weights-format-unknown"),
         ("empty", {}, {}, "weights-format-unknown"),
-        ("empty", SIZES, {"load_url": "s3://a/b", "finetune": True}, "weights-format-unknown"),
+        ("empty", SIZES, {"finetune": True}, "weights-format-unknown"),
         ("gone", SIZES, {}, None),
         ("empty", SIZES, {}, None),
         ("native:gone/global_step5", SIZES, {}, None),
@@ -174,12 +180,12 @@ def test_a_run_without_its_expected_weights_is_rejected(
     Path("empty").mkdir()
     run = run_of(load, **given)
     run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, **options))
-    problems = merge_settings(run)[1]
+    problems = make_plan(run)[2]
     assert codes(problems) == ([] if expected is None else [expected])
-    assert all(str(options.get("load_url", load.partition(":")[2])) in each for each in problems)
+    assert all(load.partition(":")[2] in each for each in problems)
     # The same of --pretrained-checkpoint, which is always expected.
     weights = CheckpointConfig(load="new", pretrained_checkpoint=load)
-    problems = merge_settings(dataclasses.replace(run, checkpoint=weights))[1]
+    problems = make_plan(dataclasses.replace(run, checkpoint=weights))[2]
     assert fields(problems) == [("pretrained_checkpoint",)] * ("step" not in load)
 
 
@@ -188,7 +194,7 @@ def test_weights_have_no_iteration_to_choose(folder: Path) -> None:
     for step in given:
         run = run_of(f"{folder.name}:{folder}")
         options = dataclasses.replace(run.checkpoint, **step)
-        problems = merge_settings(dataclasses.replace(run, checkpoint=options))[1]
+        problems = make_plan(dataclasses.replace(run, checkpoint=options))[2]
         assert (codes(problems), fields(problems)) == (["ckpt-step-missing"], [(*step,)])
 
 
@@ -220,12 +226,9 @@ def test_a_model_of_the_hub_is_downloaded_by_one_process_at_a_time(
     assert not any(".py" in each or "* " in each for each in wanted)
 
     for name in ("load", "pretrained_checkpoint"):
-        options: dict[str, Any] = {name: "hf:owner/model"}
-        run = Config(checkpoint=CheckpointConfig(checkpoint_staging_dir=staging, **options))
-        staged, problems = stage(run)
-        assert problems == []
-        assert getattr(staged.checkpoint, name) == cached
-        assert staged.checkpoint.load_url is staged.checkpoint.pretrained_url is None
+        options: dict[str, Any] = {name: "hf:owner/model", "checkpoint_staging_dir": staging}
+        location = locate_weights(name, CheckpointConfig(**options))
+        assert location == Location(tmp_path / "cache")
     (tmp_path / "owner" / "model").mkdir(parents=True)
     assert staged_location("hf:owner/model", staging, print) == "hf:owner/model"
 
@@ -240,8 +243,7 @@ def test_a_model_that_cannot_be_downloaded_is_one_problem(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     monkeypatch.chdir(tmp_path)
     given: dict[str, Any] = {"checkpoint_staging_dir": "s", field: "hf:owner/model"}
-    staged, problems = stage(Config(checkpoint=CheckpointConfig(**given)))
-    problems += merge_settings(staged)[1]
+    _, _, problems = make_plan(Config(checkpoint=CheckpointConfig(**given)))
     assert (codes(problems), fields(problems)) == (["model-download-failed"], [(field,)])
     assert "owner/model" in problems[0]
     assert "no route to the host" in problems[0]
@@ -251,9 +253,9 @@ def test_a_training_in_the_same_folder_is_continued(folder: Path) -> None:
     """With the options of its model, if none are given."""
     own = folder / "global_step9"
     own.mkdir()
-    assert find_foreign(run_of(folder)) is None
+    assert find_importable(folder, CheckpointConfig()) is None
     (own / "run.json").write_text("{}")
-    config, problems = merge_settings(run_of(folder))
+    config, _, problems = make_plan(run_of(folder))
     assert (config.model, problems) == (ModelConfig(), [])
 
 
@@ -267,14 +269,12 @@ def test_the_model_of_a_checkpoint_of_ours_is_taken_if_no_flag_describes_it(
     experts = {"num_experts": [4], "moe_router_topk": 1}
     tokenizer = {"tokenizer_type": "GPT2BPETokenizer"}
     saved_config = {"model": saved, "moe": experts, "tokenizer": tokenizer}
-    found = SimpleNamespace(path=tmp_path, run=SimpleNamespace(config=saved_config))
-    monkeypatch.setattr(
-        options_from_checkpoint, "select_checkpoint", lambda *args, **options: found
-    )
-    config, _ = merge_settings(run_of(tmp_path, hidden_dropout=0.0, seq_length=16))
+    found = CheckpointMetadata(tmp_path, SimpleNamespace(config=saved_config))
+    monkeypatch.setattr(plan, "select_checkpoint", lambda *args, **options: found)
+    config, _, _ = make_plan(run_of(tmp_path, hidden_dropout=0.0, seq_length=16))
     assert config.model == ModelConfig(num_layers=5, seq_length=16, hidden_dropout=0.0)
     assert (config.moe.num_experts, config.moe.moe_router_topk) == ((4,), 1)
-    config, _ = merge_settings(run_of(tmp_path, num_layers=4))
+    config, _, _ = make_plan(run_of(tmp_path, num_layers=4))
     assert config.model == ModelConfig(num_layers=4)
 
 
@@ -290,7 +290,7 @@ def test_a_folder_cannot_make_its_tokenizer_run_code(tmp_path: Path) -> None:
     files = {**read_manifest(path.parent), path.name: FileRecord.of(content)}
     (path.parent / MANIFEST).write_text(manifest_text(files))
 
-    config, problems = merge_settings(run_of(tmp_path / "native"))
+    config, _, problems = make_plan(run_of(tmp_path / "native"))
     assert codes(problems) == ["checkpoint-tokenizer-runs-code"]
     assert not config.tokenizer.trust_remote_code
     allowed = dataclasses.replace(
@@ -298,6 +298,6 @@ def test_a_folder_cannot_make_its_tokenizer_run_code(tmp_path: Path) -> None:
         tokenizer=TokenizerConfig(trust_remote_code=True),
         given=frozenset({"trust_remote_code"}),
     )
-    config, problems = merge_settings(allowed)
+    config, _, problems = make_plan(allowed)
     assert problems == []
     assert config.tokenizer == stored

@@ -32,11 +32,10 @@ from tests.problems import raises_problem
 from tests.unit.training.logger_records import documented, evaluation, interval, step
 
 
-def config_with(save: Path | None = None, **logging: object) -> Config:
+def config_with(**logging: object) -> Config:
     config = Config()
     return dataclasses.replace(
         config,
-        checkpoint=dataclasses.replace(config.checkpoint, save=save and str(save)),
         logging=dataclasses.replace(config.logging, **logging),
     )
 
@@ -53,11 +52,18 @@ def config_with(save: Path | None = None, **logging: object) -> Config:
 def test_the_jsonl_file_is_given_or_in_the_save_folder(
     save: Path | None, named: str | None, expected: Path | None
 ) -> None:
-    assert jsonl_path(config_with(save, metrics_jsonl=named)) == expected
+    assert jsonl_path(config_with(metrics_jsonl=named), save) == expected
 
 
-def kinds(config: Config) -> list[str]:
-    opened = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=print)
+def only_logger(config: Config, logged: list[str]) -> Logger:
+    (found,) = open_loggers(
+        config, TrainState(), save=None, world_size=1, dp_size=1, write=logged.append
+    )
+    return found
+
+
+def kinds(config: Config, save: Path | None = None) -> list[str]:
+    opened = open_loggers(config, TrainState(), save=save, world_size=1, dp_size=1, write=print)
     for logger in opened:
         logger.close()
     return [type(logger).__name__ for logger in opened]
@@ -71,8 +77,7 @@ def test_a_full_disk_of_tensorboard_is_one_warning(
     config = config_with(tensorboard_dir=str(tmp_path))
 
     def open_board() -> Logger:
-        (found,) = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
-        return found
+        return only_logger(config, logged)
 
     board = open_board() if bytes_left else Logger()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -111,7 +116,7 @@ def test_a_tensorboard_folder_belongs_to_one_run(
 def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path) -> None:
     logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path / "board"))
-    (board,) = open_loggers(config, TrainState(), world_size=1, dp_size=1, write=logged.append)
+    board = only_logger(config, logged)
     board.log_steps([step(1)])
     assert logged == []
     shutil.rmtree(tmp_path / "board")
@@ -125,9 +130,9 @@ def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path) -> N
 
 def test_flags_select_loggers(tmp_path: Path) -> None:
     assert kinds(config_with()) == []
-    assert kinds(config_with(tmp_path)) == ["JsonLines"]
-    board = config_with(tmp_path, tensorboard_dir=str(tmp_path / "board"))
-    assert kinds(board) == ["JsonLines", "BestEffortLogger"]
+    assert kinds(config_with(), tmp_path) == ["JsonLines"]
+    board = config_with(tensorboard_dir=str(tmp_path / "board"))
+    assert kinds(board, tmp_path) == ["JsonLines", "BestEffortLogger"]
 
 
 @pytest.fixture

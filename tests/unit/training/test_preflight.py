@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     RUN,
@@ -26,8 +27,8 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch import device
+from megatron_ds.loading import plan as loading
 from megatron_ds.planning import libaio
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
@@ -36,6 +37,7 @@ from tests.problems import codes, fields
 from tests.token_files import write_pair
 from tests.unit.checkpoint.fakes import records_of
 
+NOTHING = loading.LoadPlan(RunFolders())
 REPOSITORY = Path(__file__).resolve().parents[3]
 BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -99,12 +101,19 @@ def check(line: str, world_size: int = 1) -> tuple[Config, list[Problem], list[P
         word for name, value in flags.items() if value != "-" for word in (name, *value.split())
     ]
     warnings: list[Any] = []
+    plans: list[loading.LoadPlan] = []
+
+    def complete(*arguments: Any) -> tuple[Config, list[Problem]]:
+        config, plan, problems = loading.complete(*arguments)
+        plans.append(plan)
+        return config, problems
+
     config, problems = build_config(
         words,
         world_size=world_size,
         warn=warnings.append,
-        complete=merge_file,
-        check=lambda *arguments: preflight.check(*arguments)[0],
+        complete=complete,
+        check=lambda config, *arguments: preflight.check(config, plans[0], *arguments)[0],
     )
     return config, cast(list[Problem], problems), warnings
 
@@ -274,7 +283,7 @@ def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatc
     config = check("--reset-attention-mask --data-path ended")[0]
     opened.clear()
 
-    problems, inputs = preflight.check(config, 1, True, lambda _: None)
+    problems, inputs = preflight.check(config, NOTHING, 1, True, lambda _: None)
 
     assert problems == []
     build_datasets(
@@ -294,7 +303,7 @@ def test_ranks_may_have_their_files_in_other_folders_and_nothing_else(
 ) -> None:
     def described(line: str) -> dict[str, str]:
         config = check(line)[0]
-        inputs = preflight.check(config, 1, True, lambda _: None)[1]
+        inputs = preflight.check(config, NOTHING, 1, True, lambda _: None)[1]
         return dict(rank_settings.described(config, inputs))
 
     for end in (".bin", ".idx"):

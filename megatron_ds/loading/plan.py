@@ -1,0 +1,201 @@
+"""What --load means for a run, decided once: from which location, which checkpoint, whose options.
+
+Owns the choice between --load and --pretrained-checkpoint, and between checkpoints of this program
+and of others. Imports no torch unless another program's checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ds.checkpoint.location import Location, RunFolders
+from megatron_ds.checkpoint.metadata import (
+    REPLACED,
+    CheckpointMetadata,
+    find_damage,
+    find_record_damage,
+)
+from megatron_ds.checkpoint.selection import (
+    CheckpointListing,
+    DamageCheck,
+    list_folder,
+    select_checkpoint,
+)
+from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.config.checkpoint import FORMATS, TAG, missing_folder, split_location
+from megatron_ds.config.problems import Problem, UserError, collect
+from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.weights_locations import HF, is_hf
+from megatron_ds.engine.ds_config.merge import merge_file
+from megatron_ds.loading.initial_load import Found, find_importable, open_importable
+from megatron_ds.loading.locations import locate_save, locate_weights
+from megatron_ds.loading.options_from_checkpoint import (
+    SIZES,
+    Warn,
+    with_saved_options,
+    with_saved_schedule,
+)
+
+if TYPE_CHECKING:
+    from megatron_ds.conversion.source import SourceCheckpoint
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What a run loads."""
+
+    folders: RunFolders
+    imported: SourceCheckpoint | None = None
+    """A checkpoint of another program, or weights alone."""
+    saved: CheckpointMetadata | None = None
+    """Otherwise the checkpoint of this program. `CheckpointManager.select` selects again."""
+    unusable: tuple[Problem, ...] = ()
+    """Why no checkpoint of this program can be selected."""
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """The contents of a folder to load from."""
+
+    listing: CheckpointListing | None
+    """Checkpoints of this program; None if the folder cannot be read."""
+    unreadable: tuple[Problem, ...]
+    importable: Found | None
+    is_interrupted: bool
+    """Whether a save was interrupted, which the load repairs first."""
+    has_checkpoint: bool
+    """Whether a run would load something from here, or fail to."""
+
+
+def complete(config: Config, world_size: int, warn: Warn) -> tuple[Config, LoadPlan, list[Problem]]:
+    """Decides what a run loads; fills in options from there and from the DeepSpeed file.
+
+    Args:
+        config: Configuration of the command line.
+        world_size: Number of processes.
+        warn: Called for each given option that is replaced.
+
+    Returns:
+        The configuration, what it loads, and why either is impossible.
+    """
+    config, plan, problems = make_plan(config, warn, world_size)
+    config, of_file = merge_file(config, world_size, warn)
+    problems += of_file
+    flag = "use_checkpoint_opt_param_scheduler"
+    if config.checkpoint.use_checkpoint_opt_param_scheduler and plan.imported is not None:
+        folder = plan.folders.load
+        problems.append(Problem("checkpoint-without-schedule", flag, path=folder))
+    elif config.checkpoint.use_checkpoint_opt_param_scheduler and plan.saved is not None:
+        config, of_schedule = with_saved_schedule(config, plan.saved, world_size, warn)
+        problems += of_schedule
+    return config, plan, problems
+
+
+def make_plan(
+    config: Config, warn: Warn = lambda problem: None, world_size: int = 1
+) -> tuple[Config, LoadPlan, list[Problem]]:
+    """Decides what a run loads, and takes the options of model and tokenizer from there.
+
+    Local: every process calls it before the process group exists.
+
+    Args:
+        config: Configuration of the command line.
+        warn: Called for each given option that --use-checkpoint-args replaces.
+        world_size: Number of processes.
+
+    Returns:
+        The configuration, what it loads, and every option that contradicts the checkpoint of
+        another program.
+    """
+    options, problems = config.checkpoint, list[Problem]()
+    save = load = contents = None
+    with collect(problems):
+        save = locate_save(options)
+    with collect(problems):
+        load = locate_weights("load", options, save)
+        contents = _look_into(load, options)
+        has_load = split_location(options.load or "")[0] != "auto" or contents.has_checkpoint
+        if options.pretrained_checkpoint is not None and not has_load:
+            options, load, contents = _with_pretrained(options), None, None
+            load = locate_weights("pretrained_checkpoint", options)
+            contents = _look_into(load, options)
+    config = dataclasses.replace(config, checkpoint=options)
+    plan = LoadPlan(RunFolders(save, load))
+    if load is None or contents is None:
+        return config, plan, problems
+    problems += _missing_weights(config, load, contents)
+    if contents.importable is not None:
+        config, imported, differing = open_importable(contents.importable, config, warn)
+        return config, dataclasses.replace(plan, imported=imported), [*problems, *differing]
+    # Every rank of a large run cannot check every file; the first one does it for all, later.
+    # That of a URL has its description here, and its files in the store.
+    check = find_damage if world_size == 1 and load.url is None else find_record_damage
+    saved, unusable = _select(contents, options, check)
+    described = saved
+    if unusable:  # a checkpoint with damaged files still has the options of its run
+        described, _ = _select(contents, options, find_record_damage)
+    if described is not None:
+        config = with_saved_options(config, described, warn)
+    if contents.is_interrupted:
+        unusable = ()
+    return config, LoadPlan(plan.folders, None, saved, unusable), problems
+
+
+def _look_into(location: Location | None, options: CheckpointConfig) -> _Contents:
+    if location is None:
+        return _Contents(None, (), None, is_interrupted=False, has_checkpoint=False)
+    folder = location.folder
+    importable = find_importable(folder, options)
+    try:
+        listing = list_folder(folder)
+    except UserError as error:
+        return _Contents(None, error.problems, importable, False, has_checkpoint=True)
+    is_interrupted = any(folder.glob(f"{REPLACED}*"))
+    is_own = listing.paths or listing.universal or listing.stale or is_interrupted
+    has_checkpoint = bool(is_own or importable or find_checkpoint(folder))
+    return _Contents(listing, (), importable, is_interrupted, has_checkpoint)
+
+
+def _with_pretrained(options: CheckpointConfig) -> CheckpointConfig:
+    """The options of a run that starts with the weights of --pretrained-checkpoint."""
+    return dataclasses.replace(
+        options,
+        load=options.pretrained_checkpoint,
+        finetune=True,
+        reset_iteration=False,
+        exit_on_missing_checkpoint=True,
+    )
+
+
+def _missing_weights(config: Config, location: Location, contents: _Contents) -> list[Problem]:
+    """Why the location does not have the weights that the run expects there."""
+    options = config.checkpoint
+    assert options.load is not None
+    name = split_location(options.load)[0]
+    is_expected = name != "auto" or options.is_new_run or config.given.isdisjoint(SIZES)
+    is_there = is_hf(location.folder) if name == HF else contents.has_checkpoint
+    is_one = TAG.fullmatch(location.folder.name)  # an error of its own
+    if not is_expected or is_there or is_one:
+        return []
+    known = ", ".join(FORMATS) if name == "auto" else name
+    unknown = Problem("weights-format-unknown", path=location, known=known)
+    problems = [*missing_folder(options.load)] or [unknown]
+    if options.load == options.pretrained_checkpoint:
+        return [each.about(load="pretrained_checkpoint") for each in problems]
+    return problems
+
+
+def _select(
+    contents: _Contents, options: CheckpointConfig, check: DamageCheck
+) -> tuple[CheckpointMetadata | None, tuple[Problem, ...]]:
+    """The checkpoint of this program to load, or why it cannot be selected."""
+    if contents.listing is None:
+        return None, contents.unreadable
+    try:
+        saved = select_checkpoint(contents.listing, options, check, warn=lambda problem: None)
+    except UserError as error:
+        return None, error.problems
+    # Its lock is taken again when the ranks select: a plan keeps no files open.
+    return None if saved is None else dataclasses.replace(saved, reader=None), ()
