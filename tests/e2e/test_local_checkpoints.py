@@ -21,7 +21,11 @@ def crashed(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPat
     """A run that was killed in iteration 6: saved at 2 and 4, and locally after each step."""
     folder = tmp_path_factory.mktemp("crashed")
     run = launcher.start(
-        settings_in(folder, base), ranks=RANKS, fault="iteration:6:kill-all", folder=folder
+        settings_in(folder, base),
+        ranks=RANKS,
+        fault="iteration:6:kill-all",
+        fault_rank=0,  # the log is that of this rank
+        folder=folder,
     )
     assert set(run.wait().codes) == {-9}
     assert "saved local checkpoint at iteration       5 on all nodes\n" in run.output
