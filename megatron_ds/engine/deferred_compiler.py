@@ -26,21 +26,15 @@ def defer_compiler() -> None:
     between layers on an accelerator) imports the compiler then.
     """
     if COMPILER not in sys.modules:
-        stand_in = DeferredCompiler(COMPILER)
-        sys.modules[COMPILER] = stand_in
-        torch._dynamo = stand_in  # type: ignore[attr-defined]
+        sys.modules[COMPILER] = torch._dynamo = _DeferredCompiler()  # type: ignore[attr-defined]
 
 
-class DeferredCompiler(ModuleType):
-    """Does what eager code asks of a compiler, which is nothing, and imports it for anything else.
+class _DeferredCompiler(ModuleType):
+    """Does what eager code asks of a compiler: nothing. Imports it for anything else."""
 
-    Args:
-        name: Name of the module that it stands in for.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__spec__ = importlib.util.find_spec(name)
+    def __init__(self) -> None:
+        super().__init__(COMPILER)
+        self.__spec__ = importlib.util.find_spec(COMPILER)
         self._functions: list[Any] = []
 
     def graph_break(self, msg: str = "") -> None:
@@ -54,18 +48,11 @@ class DeferredCompiler(ModuleType):
         return fn
 
     def __getattr__(self, name: str) -> Any:
-        is_special = name.startswith("__") and name != "__path__"  # asked of every module
-        if is_special and sys.modules.get(self.__name__) is self:
+        is_deferred = sys.modules.get(COMPILER) is self
+        if is_deferred and name.startswith("__") and name != "__path__":  # asked of every module
             raise AttributeError(name)
-        return getattr(self._load(), name)
-
-    def _load(self) -> ModuleType:
-        """Imports the module in place of this one."""
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-            parent, _, child = self.__name__.rpartition(".")
-            if parent and vars(sys.modules[parent]).get(child) is self:
-                delattr(sys.modules[parent], child)
+        if is_deferred:
+            del sys.modules[COMPILER], torch._dynamo
             for function in self._functions:  # torch asks the module again
                 vars(function).pop(CACHED, None)
-        return importlib.import_module(self.__name__)
+        return getattr(importlib.import_module(COMPILER), name)
