@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,8 +12,13 @@ from hypothesis import strategies as st
 
 Result = TypeVar("Result")
 
-FUZZ_SETTINGS = settings(derandomize=True, deadline=None, database=None, max_examples=200)
-"""The same examples on every machine, without time limits."""
+FUZZ_SETTINGS = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "75")),
+)
+"""The same examples on every machine, without time limits; `make proofs` tries more of them."""
 
 REJECTED = object()
 

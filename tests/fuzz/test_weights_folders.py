@@ -23,9 +23,7 @@ from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, MISSING, paths_in, read
 from tests.unit.conversion.megatron_writer import Layout, write_checkpoint
 from tests.unit.conversion.models import SMALL, random_source
 
-SETTINGS_OF_FUZZ = settings(
-    FUZZ_SETTINGS, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
-)
+SETTINGS_OF_FUZZ = settings(FUZZ_SETTINGS, suppress_health_check=[HealthCheck.too_slow])
 LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
 LLAMA |= {"activation": "swiglu", "add_bias_linear": False}
 

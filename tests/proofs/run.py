@@ -159,7 +159,10 @@ def run_mutants() -> Record:
 
 
 SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
-    "unit": ("unit and fuzz tests", Tests(("tests/unit", "tests/fuzz")).run),
+    "unit": (
+        "unit and fuzz tests",
+        Tests(("tests/unit", "tests/fuzz"), environment={"FUZZ_EXAMPLES": "200"}).run,
+    ),
     "layouts": ("layouts, all pairs and random ones", Tests(LAYOUTS).run),
     "resharding": ("checkpoints of every layout in every other one", Tests(RESHARDING).run),
     "dist": (

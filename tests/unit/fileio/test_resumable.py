@@ -95,7 +95,7 @@ def test_job_killed_at_any_step_and_resumed_writes_the_same_bytes(
     assert 20 < last < 39
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(kills=st.lists(st.integers(1, 25), min_size=2, max_size=3))
 def test_job_killed_repeatedly_writes_the_same_bytes(
     folder: Path, uninterrupted: dict[str, bytes], kills: list[int]

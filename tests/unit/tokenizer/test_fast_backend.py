@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,12 +66,12 @@ def test_any_texts_have_the_reference_ids(pieces: list[str]) -> None:
 
 
 def test_the_shared_texts_have_the_reference_ids(shared_data: Path) -> None:
-    """Every document, and every text file as one text."""
+    """The first documents, and every text file as one text."""
     files = (str(shared_data / f"gpt2-{name}") for name in ("vocab.json", "merges.txt"))
     reference = GPT2BPETokenizer(*files)
     fast = FastTokenizer(reference)
     with open(shared_data / "openwebtext-1000.jsonl", encoding="utf-8") as file:
-        texts = [json.loads(line)["text"] for line in file]
+        texts = [json.loads(line)["text"] for line in islice(file, 200)]
     paths = [path for path in sorted(shared_data.iterdir()) if path.suffix in (".txt", ".md")]
     texts += [path.read_text(encoding="utf-8") for path in paths]
     expected = encode_flat(reference, texts)
