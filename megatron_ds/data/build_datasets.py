@@ -35,19 +35,18 @@ from megatron_ds.data.blended_dataset import (
     ConcatDataset,
     SingleSourceOrder,
 )
-from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset
+from megatron_ds.data.gpt_dataset import GPTDataset, NumberedDataset, TokenDataset
 from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.lazy_indexes import (
     LazyIndexes,
+    LazyRemainingIndexes,
     LazySampleIndexes,
-    LazyUnreadIndexes,
     OpenedFile,
 )
 from megatron_ds.data.megatron_blend import core_samples_per_source, normalized
 from megatron_ds.data.remaining_dataset import (
-    NumberedDataset,
-    UnreadDataset,
+    RemainingDataset,
 )
 from megatron_ds.data.sample_index import (
     samples_per_source,
@@ -56,8 +55,8 @@ from megatron_ds.data.sample_index import (
 from megatron_ds.data.usage_report import FileUsage, describe_change
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
 
-Unread = tuple[UnreadDataset, LazyUnreadIndexes]
-"""What a file has left of earlier sequence lengths."""
+Remaining = tuple[RemainingDataset, LazyRemainingIndexes]
+"""The samples of a file that runs with earlier sequence lengths did not read."""
 OPENED_AT_START = 1 << 26
 """Samples of a blend up to which all indexes are built at start, in seconds and about 1 GB."""
 
@@ -139,10 +138,10 @@ def build_datasets(
     progress: BlendProgress | None = None
     others: dict[str, dict[str, TokenDataset]] = {"valid": {}, "test": {}}
     needed = dict(zip(SPLITS, num_samples, strict=True))
-    for each in files.groups:
-        if not needed[each.split]:
+    for given in files.groups:
+        if not needed[given.split]:
             continue
-        group = files.with_text(each)
+        group = files.with_text(given)
         if group.split == "train":
             train, progress = builder.blend(group, needed["train"], history, consumed)
         elif group.sources:
@@ -164,13 +163,13 @@ class _DatasetBuilder:
     vocab_size: int
     fallback_cache: str | None
     usage: list[FileUsage] = field(default_factory=list)
-    """Of the datasets built so far."""
+    """Usage of the datasets built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
     """Files by prefix, with the SHA-256 of their sequence lengths."""
-    pending: list[tuple[GPTDataset | UnreadDataset, LazyIndexes]] = field(default_factory=list)
+    pending: list[tuple[GPTDataset | RemainingDataset, LazyIndexes]] = field(default_factory=list)
     """Datasets whose indexes are not loaded yet."""
     caches: dict[str, ArrayCache] = field(default_factory=dict)
-    """By first folder."""
+    """Caches by their first folder."""
 
     def blend(
         self,
@@ -190,8 +189,8 @@ class _DatasetBuilder:
         version = order_version(rule)
         history = resume_history(before, identities, weights, version, consumed, self.seq_length)
         phase = history.current
-        unread = [
-            self._unread(group.split, file, history.sources[number].earlier)
+        remaining = [
+            self._remaining(group.split, file, history.sources[number].earlier)
             for number, file in zip(phase.sources, files, strict=True)
         ]
         length = max(1, samples - phase.first_sample)
@@ -208,13 +207,13 @@ class _DatasetBuilder:
                 self.seq_length,
             )
             for number, start, count, file, (rest, _) in zip(
-                phase.sources, phase.source_starts, needed, files, unread, strict=True
+                phase.sources, phase.source_starts, needed, files, remaining, strict=True
             )
         ]
         history = with_requests(history, requests)
         datasets = [
-            self._dataset(group.split, file, each, *rest)
-            for file, each, rest in zip(files, requests, unread, strict=True)
+            self._dataset(group.split, file, request, *rest)
+            for file, request, rest in zip(files, requests, remaining, strict=True)
         ]
         self._open_indexes()
         self._note_usage(group, files, history, order)
@@ -238,9 +237,9 @@ class _DatasetBuilder:
         ):
             earlier = history.sources[number].earlier
             tokens = end * self.seq_length + sum(
-                each.consumed * each.seq_length for each in earlier
+                period.consumed * period.seq_length for period in earlier
             )
-            samples = end + sum(each.consumed for each in earlier)
+            samples = end + sum(period.consumed for period in earlier)
             usage = FileUsage(
                 group.split,
                 file.source.prefix,
@@ -312,21 +311,21 @@ class _DatasetBuilder:
         split: str,
         file: OpenedFile,
         requests: Sequence[int],
-        unread: Unread | None,
+        remaining: Remaining | None,
         number: int,
     ) -> TokenDataset:
-        """The samples of a file: what earlier lengths have left, then its consecutive indexes.
+        """The samples of a file: those left from earlier lengths, then its consecutive indexes.
 
         Args:
             split: Name of the split.
             file: The file.
             requests: Samples that each index is built for.
-            unread: What earlier lengths have left.
+            remaining: Samples that are left from earlier lengths.
             number: Indexes of earlier lengths.
         """
-        opened: list[tuple[GPTDataset | UnreadDataset, LazyIndexes]] = []
-        if unread is not None:
-            opened.append(unread)
+        opened: list[tuple[GPTDataset | RemainingDataset, LazyIndexes]] = []
+        if remaining is not None:
+            opened.append(remaining)
         opened += self._indexed(split, file, requests, self.seq_length, number)
         self.pending.extend(opened)
         datasets = [dataset for dataset, _ in opened]
@@ -345,17 +344,17 @@ class _DatasetBuilder:
             )
             yield GPTDataset(file.data, indexes, seq_length, self.vocab_size), indexes
 
-    def _unread(
+    def _remaining(
         self, split: str, file: OpenedFile, earlier: Sequence[LengthPeriod]
-    ) -> tuple[Unread | None, int]:
-        """What a file has left of the index that was read when the sequence length changed.
+    ) -> tuple[Remaining | None, int]:
+        """The unread samples of the index that was in use when the sequence length changed.
 
         Indexes that were not begun are left out: the same epochs follow at the new length.
 
         Returns:
-            The text, None if the index ended there; and the number of indexes until now.
+            The samples, None if the index ended there; and the number of indexes so far.
         """
-        rest: Unread | None = None
+        rest: Remaining | None = None
         number = 0
         lengths = [*(period.seq_length for period in earlier), self.seq_length][1:]
         for period, length in zip(earlier, lengths, strict=True):
@@ -367,8 +366,8 @@ class _DatasetBuilder:
             rest, position = None, period.consumed
             for part, indexes in parts:
                 if 0 < position < len(part):
-                    lazy = LazyUnreadIndexes(part, indexes, position, length, self.seed, number)
-                    rest = (UnreadDataset(part, lazy, length), lazy) if len(lazy) else None
+                    lazy = LazyRemainingIndexes(part, indexes, position, length, self.seed, number)
+                    rest = (RemainingDataset(part, lazy, length), lazy) if len(lazy) else None
                 position -= min(position, len(part))
         return rest, number
 

@@ -6,6 +6,7 @@ Knows the token file and its indexes, but no splits, caches, ranks or torch.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -68,6 +69,55 @@ def read_samples(
     return rows
 
 
+class NumberedDataset(ABC):
+    """Samples that follow each other in a text: sample n ends where n + 1 begins.
+
+    Implements `TokenDataset`.
+    """
+
+    seq_length: int
+    vocab_size: int | None
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def shuffle(self) -> IntArray:
+        """[len(self)], the number of the sample at each position."""
+
+    @abstractmethod
+    def read_numbered(self, sample: int, row: SampleArray) -> None:
+        """Copies a sample's tokens, unchecked, into `row` [seq_length + 1]."""
+
+    @abstractmethod
+    def sample_id(self, position: int) -> str:
+        """A name of the sample that does not depend on its position in the data order."""
+
+    @abstractmethod
+    def _sample(self, position: int) -> int:
+        """The number of the sample at a position; raises IndexError for others."""
+
+    @abstractmethod
+    def _source(self, position: int) -> str:
+        """The file of a sample, for messages."""
+
+    def __getitem__(self, position: int) -> SampleArray:
+        row = np.empty(self.seq_length + 1, dtype=np.int32)
+        self.read_into(position, row)
+        if self.vocab_size is not None and not _all_below(self.vocab_size, row):
+            raise user_error(
+                "sample-token-outside-vocabulary",
+                prefix=self._source(position),
+                sample=self._sample(position),
+                token=next(token for token in row.tolist() if not 0 <= token < self.vocab_size),
+                vocab_size=self.vocab_size,
+            )
+        return row
+
+    def read_into(self, position: int, row: SampleArray) -> None:
+        self.read_numbered(self._sample(position), row)
+
+
 class SampleIndexProvider(Protocol):
     """Gives the indexes of a dataset when they are needed."""
 
@@ -78,8 +128,8 @@ class SampleIndexProvider(Protocol):
         """Loads or builds the indexes."""
 
 
-class GPTDataset:
-    """Samples of a token file, each [seq_length + 1] int32. Implements `TokenDataset`.
+class GPTDataset(NumberedDataset):
+    """Samples of a token file, each [seq_length + 1] int32.
 
     Args:
         tokens: The token file.
@@ -108,25 +158,7 @@ class GPTDataset:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": None}
 
-    def __getitem__(self, position: int) -> SampleArray:
-        row = np.empty(self.seq_length + 1, dtype=np.int32)
-        self.read_into(position, row)
-        if self.vocab_size is not None and not _all_below(self.vocab_size, row):
-            token = next(one for one in row.tolist() if not 0 <= one < self.vocab_size)
-            raise user_error(
-                "sample-token-outside-vocabulary",
-                prefix=self._tokens.prefix,
-                sample=self._sample(position),
-                token=token,
-                vocab_size=self.vocab_size,
-            )
-        return row
-
-    def read_into(self, position: int, row: SampleArray) -> None:
-        self.read_numbered(self._sample(position), row)
-
     def read_numbered(self, sample: int, row: SampleArray) -> None:
-        """As `read_into`, for the number of a sample in the order of the text."""
         _, documents, starts, lengths, pointers, tokens, item = self._views or self.open()
         at, offset = starts[2 * sample], starts[2 * sample + 1]
         filled, wanted = 0, self.seq_length + 1
@@ -144,7 +176,6 @@ class GPTDataset:
         return f"{os.path.basename(self._tokens.prefix)}:{self._sample(position)}"
 
     def shuffle(self) -> IntArray:
-        """[len(self)], the number of the sample at each position."""
         return self._indexes.load().shuffle
 
     def open(self) -> _FastViews:
@@ -162,6 +193,9 @@ class GPTDataset:
             raise IndexError(f"sample {position} of a dataset of {self._size}")
         sample: int = (self._views or self.open())[0][position]
         return sample
+
+    def _source(self, position: int) -> str:
+        return self._tokens.prefix
 
 
 def _view(array: IntArray) -> memoryview:

@@ -14,13 +14,13 @@ import numpy as np
 
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.data.blend_spec import BlendSource
+from megatron_ds.data.gpt_dataset import NumberedDataset
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.remaining_dataset import (
-    NumberedDataset,
-    UnreadIndexes,
-    build_unread_indexes,
-    unread_samples,
+    RemainingIndexes,
+    build_remaining_indexes,
+    remaining_samples,
 )
 from megatron_ds.data.sample_index import (
     SampleIndexes,
@@ -128,8 +128,8 @@ class LazySampleIndexes:
 
 
 @dataclass(frozen=True)
-class LazyUnreadIndexes:
-    """Indexes of the unread text of a dataset, at another sequence length.
+class LazyRemainingIndexes:
+    """Indexes of the remaining samples of a dataset, at another sequence length.
 
     Attributes:
         dataset: The dataset.
@@ -148,19 +148,19 @@ class LazyUnreadIndexes:
     number: int
 
     def __len__(self) -> int:
-        return unread_samples(self.dataset, self.read, self.seq_length)
+        return remaining_samples(self.dataset, self.read, self.seq_length)
 
     @property
     def cache(self) -> ArrayCache:
         return self.indexes.cache
 
-    def load(self) -> UnreadIndexes:
+    def load(self) -> RemainingIndexes:
         """Loads the indexes from the cache, or builds and stores them.
 
         Raises:
             UserError: If they cannot be built or stored.
         """
-        return UnreadIndexes(**self.cache.get_or_build(*self.entry(), self._build))
+        return RemainingIndexes(**self.cache.get_or_build(*self.entry(), self._build))
 
     def missing_bytes(self) -> int:
         """Bytes that the cache needs for them; 0 if they are stored."""
@@ -184,7 +184,7 @@ class LazyUnreadIndexes:
 
     def _build(self) -> Arrays:
         seed = self._shuffle_seed
-        return vars(build_unread_indexes(self.dataset, self.read, self.seq_length, seed))
+        return vars(build_remaining_indexes(self.dataset, self.read, self.seq_length, seed))
 
 
-LazyIndexes = LazySampleIndexes | LazyUnreadIndexes
+LazyIndexes = LazySampleIndexes | LazyRemainingIndexes

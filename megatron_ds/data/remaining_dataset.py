@@ -11,32 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_ds.config.problems import user_error
-from megatron_ds.data.gpt_dataset import SampleArray
+from megatron_ds.data.gpt_dataset import NumberedDataset, SampleArray
 from megatron_ds.data.sample_index import IntArray, shuffle_dtype
 
 
-class NumberedDataset(Protocol):
-    """A dataset whose samples follow each other in a text: sample n ends where n + 1 begins."""
-
-    seq_length: int
-    vocab_size: int | None
-
-    def __len__(self) -> int: ...
-
-    def shuffle(self) -> IntArray:
-        """[len(self)], the number of the sample at each position."""
-
-    def read_numbered(self, sample: int, row: SampleArray) -> None:
-        """Copies a sample's tokens, unchecked, into `row` [seq_length + 1]."""
-
-    def sample_id(self, position: int) -> str:
-        """A name of the sample that does not depend on its position in the data order."""
-
-
 @dataclass(frozen=True)
-class UnreadIndexes:
-    """The arrays of an `UnreadDataset`.
+class RemainingIndexes:
+    """The arrays of a `RemainingDataset`.
 
     Attributes:
         unread: Numbers of the samples that were not read, in the order of the text.
@@ -47,25 +28,25 @@ class UnreadIndexes:
     shuffle: IntArray
 
 
-class UnreadIndexProvider(Protocol):
-    """Gives the indexes of an `UnreadDataset` when they are needed."""
+class RemainingIndexProvider(Protocol):
+    """Gives the indexes of a `RemainingDataset` when they are needed."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
-    def load(self) -> UnreadIndexes:
+    def load(self) -> RemainingIndexes:
         """Loads or builds the indexes."""
 
 
-def unread_samples(dataset: NumberedDataset, read: int, seq_length: int) -> int:
-    """Number of samples of a length in what a dataset has after its first `read` positions."""
+def remaining_samples(dataset: NumberedDataset, read: int, seq_length: int) -> int:
+    """Number of samples of a length after the first `read` positions of a dataset."""
     return (len(dataset) - read) * dataset.seq_length // seq_length
 
 
-def build_unread_indexes(
+def build_remaining_indexes(
     dataset: NumberedDataset, read: int, seq_length: int, seed: int
-) -> UnreadIndexes:
-    """Builds the indexes of what a dataset has after its first `read` positions.
+) -> RemainingIndexes:
+    """Builds the indexes of the samples after the first `read` positions of a dataset.
 
     Args:
         dataset: The dataset.
@@ -73,18 +54,18 @@ def build_unread_indexes(
         seq_length: Tokens per new sample, without the last label.
         seed: Seed of the shuffle.
     """
-    total = unread_samples(dataset, read, seq_length)
+    total = remaining_samples(dataset, read, seq_length)
     shuffle: IntArray = np.arange(total, dtype=shuffle_dtype(total))
     np.random.RandomState(seed).shuffle(shuffle)
-    return UnreadIndexes(np.sort(dataset.shuffle()[read:]), shuffle)
+    return RemainingIndexes(np.sort(dataset.shuffle()[read:]), shuffle)
 
 
-class UnreadDataset:
-    """What a dataset has after its first positions, [seq_length + 1] int32 per sample.
+class RemainingDataset(NumberedDataset):
+    """The samples after the first positions of a dataset, [seq_length + 1] int32 each.
 
     The unread samples are joined in the order of the text, and split again. Where a sample between
     two of them was read, the text continues after a gap. Fewer tokens than a new sample has remain
-    at the end. Implements `TokenDataset` and `NumberedDataset`.
+    at the end.
 
     Args:
         dataset: The dataset.
@@ -93,37 +74,19 @@ class UnreadDataset:
     """
 
     def __init__(
-        self, dataset: NumberedDataset, indexes: UnreadIndexProvider, seq_length: int
+        self, dataset: NumberedDataset, indexes: RemainingIndexProvider, seq_length: int
     ) -> None:
         self.seq_length = seq_length
         self.vocab_size = dataset.vocab_size
         self._dataset = dataset
         self.indexes = indexes
-        self._loaded: UnreadIndexes | None = None
+        self._loaded: RemainingIndexes | None = None
 
     def __len__(self) -> int:
         return len(self.indexes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loaded": None}
-
-    def __getitem__(self, position: int) -> SampleArray:
-        row = np.empty(self.seq_length + 1, dtype=np.int32)
-        self.read_into(position, row)
-        if self.vocab_size is not None:
-            outside = row[(row < 0) | (row >= self.vocab_size)]
-            if len(outside):
-                raise user_error(
-                    "sample-token-outside-vocabulary",
-                    prefix=self.sample_id(position),
-                    sample=self._sample(position),
-                    token=int(outside[0]),
-                    vocab_size=self.vocab_size,
-                )
-        return row
-
-    def read_into(self, position: int, row: SampleArray) -> None:
-        self.read_numbered(self._sample(position), row)
 
     def read_numbered(self, sample: int, row: SampleArray) -> None:
         unread, length = self.open().unread, self._dataset.seq_length
@@ -144,7 +107,10 @@ class UnreadDataset:
     def shuffle(self) -> IntArray:
         return self.open().shuffle
 
-    def open(self) -> UnreadIndexes:
+    def _source(self, position: int) -> str:
+        return self.sample_id(position)
+
+    def open(self) -> RemainingIndexes:
         """Loads the indexes now, instead of when the first sample is read."""
         if self._loaded is None:
             self._loaded = self.indexes.load()
