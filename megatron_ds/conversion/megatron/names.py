@@ -18,37 +18,35 @@ PREFIX = re.compile(r"^(language_model\.)?(embedding\.|encoder\.|transformer\.|d
 BUFFERS = re.compile(r"_extra_state(/|$)|(^|\.)rotary_(pos_)?emb\.")
 COPY = "word_embeddings_for_head."
 """The last pipeline stage's copy of a tied embedding."""
-LAYER = r"layers\.(?P<layer>\d+)\."
-ATTENTION = r"(?:self_)?attention\."
-PATTERNS = {
-    r"word_embeddings\.weight": "embedding.word.weight",
-    r"word_embeddings\.norm\.(?P<kind>\w+)": "embedding.norm.{kind}",
-    r"position_embeddings\.weight": "embedding.position.weight",
-    LAYER
-    + r"(?:input_layernorm|input_norm)\.(?P<kind>\w+)": "layers.{layer}.attention_norm.{kind}",
-    LAYER + ATTENTION + r"linear_qkv\.layer_norm_(?P<kind>\w+)": (
-        "layers.{layer}.attention_norm.{kind}"
+LAYER = re.compile(r"layers\.(\d+)\.")
+KIND = re.compile(r"(.+[._])(weight|bias|scale)")
+NAMES = {
+    "embedding.word": ("word_embeddings.", "word_embeddings."),
+    "embedding.norm": ("word_embeddings.norm.", "word_embeddings.norm."),
+    "embedding.position": ("position_embeddings.", "position_embeddings."),
+    "attention_norm": (
+        *("input_layernorm.", "self_attention.linear_qkv.layer_norm_", "input_norm."),
     ),
-    LAYER + ATTENTION + r"(?:query_key_value|linear_qkv)\.(?P<kind>weight|bias)": (
-        "layers.{layer}.attention.qkv.{kind}"
+    "attention.qkv": (
+        *("self_attention.query_key_value.", "self_attention.linear_qkv."),
+        "self_attention.qkv_linear_",
     ),
-    LAYER + ATTENTION + r"qkv_linear_(?P<kind>weight|bias)": "layers.{layer}.attention.qkv.{kind}",
-    LAYER + ATTENTION + r"(?:dense|linear_proj)\.(?P<kind>\w+)": (
-        "layers.{layer}.attention.proj.{kind}"
+    "attention.proj": (
+        *("self_attention.dense.", "self_attention.linear_proj.", "self_attention.qkv_dense_"),
     ),
-    LAYER + ATTENTION + r"qkv_dense_(?P<kind>weight|bias)": "layers.{layer}.attention.proj.{kind}",
-    LAYER + r"(?:post_attention_layernorm|post_attention_norm|pre_mlp_layernorm)\.(?P<kind>\w+)": (
-        "layers.{layer}.mlp_norm.{kind}"
+    "mlp_norm": (
+        *("post_attention_layernorm.", "mlp.linear_fc1.layer_norm_"),
+        *("post_attention_norm.", "pre_mlp_layernorm."),
     ),
-    LAYER + r"mlp\.linear_fc1\.layer_norm_(?P<kind>\w+)": "layers.{layer}.mlp_norm.{kind}",
-    LAYER + r"mlp\.(?:dense_h_to_4h|linear_fc1)\.(?P<kind>weight|bias)": (
-        "layers.{layer}.mlp.fc_in.{kind}"
-    ),
-    LAYER + r"mlp\.(?:dense_4h_to_h|linear_fc2)\.(?P<kind>\w+)": "layers.{layer}.mlp.fc_out.{kind}",
-    r"(?:final_layernorm|final_norm|norm)\.(?P<kind>\w+)": "final_norm.{kind}",
-    r"(?:output_layer|lm_head|final_linear)\.weight": "head.weight",
+    "mlp.fc_in": ("mlp.dense_h_to_4h.", "mlp.linear_fc1."),
+    "mlp.fc_out": ("mlp.dense_4h_to_h.", "mlp.linear_fc2."),
+    "final_norm": ("final_layernorm.", "final_layernorm.", "final_norm.", "norm."),
+    "head": ("output_layer.", "output_layer.", "lm_head.", "final_linear."),
 }
-"""What a foreign name without its prefix becomes."""
+"""By our module, without its layer, the names before `weight` and `bias`: that of Megatron-LM's
+files, that of Megatron Core with Transformer Engine's layers, and those of other versions and
+forks. Prefixes are left out."""
+MODULES = {name: module for module, names in NAMES.items() for name in names}
 
 
 class QkvOrder(StrEnum):
@@ -87,10 +85,20 @@ def is_copy(name: str) -> bool:
 def canonical_name(name: str) -> str | None:
     """Our name of a weight whose layer is counted over the whole model; None if it is unknown."""
     name = PREFIX.sub("", name)
-    for pattern, ours in PATTERNS.items():
-        if found := re.fullmatch(pattern, name):
-            return ours.format(**found.groupdict()).replace("norm.scale", "norm.weight")
-    return None
+    layer = LAYER.match(name)
+    prefix = layer[0] if layer else ""
+    inner = re.sub(r"^attention\.", "self_attention.", name.removeprefix(prefix))
+    found = KIND.fullmatch(inner)
+    module = MODULES.get(found[1]) if found else None
+    if found is None or module is None:
+        return None
+    return f"{prefix}{module}.{'weight' if found[2] == 'scale' else found[2]}"
+
+
+def megatron_name(name: str, *, core: bool) -> str:
+    """Megatron's name of a weight, without its layer and prefix."""
+    module, _, kind = LAYER.sub("", name).rpartition(".")
+    return f"{NAMES[module][core]}{kind}"
 
 
 def join(name: str, shards: Sequence[Tensor], orders: RowOrders) -> Tensor:

@@ -1,7 +1,7 @@
 """What the writers of Megatron's formats have in common.
 
 Owns the order of the QKV rows, the padding of the vocabulary, the arguments that Megatron compares
-or takes over, and what its models lack. Knows no files.
+or takes over, and what its models lack.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_ds.checkpoint.output_folder import output_folder
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, WriteOptions
 
 ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", "swiglu")
@@ -43,11 +47,15 @@ def check_parts(source: SourceCheckpoint, options: WriteOptions) -> None:
         raise user_error("megatron-export-stages", num_layers=model.num_layers, pp_size=pp_size)
 
 
-def folder_and_pointer(training: SavedRun | None) -> tuple[str, str]:
-    """Name of the checkpoint's folder, and what the tracker says."""
-    if training is None:
-        return RELEASE, RELEASE
-    return f"iter_{training.iteration:07d}", str(training.iteration)
+@contextmanager
+def checkpoint_folder(source: SourceCheckpoint, folder: Path) -> Iterator[Path]:
+    """Creates a folder for Megatron's --load, complete or not at all; gives its checkpoint's."""
+    iteration = source.training.iteration if source.training else None
+    with output_folder(folder) as temporary:
+        path = temporary / (RELEASE if iteration is None else f"iter_{iteration:07d}")
+        path.mkdir()
+        yield path
+        (temporary / TRACKER).write_text(RELEASE if iteration is None else str(iteration))
 
 
 def common_state(

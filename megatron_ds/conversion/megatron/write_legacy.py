@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
+from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.config import ModelConfig
-from megatron_ds.conversion.megatron.detect import TRACKER
+from megatron_ds.conversion.megatron.names import megatron_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import (
     TORCH,
     adam_groups,
     check_parts,
+    checkpoint_folder,
     common_state,
-    folder_and_pointer,
     grouped,
     padded,
     padded_vocab,
@@ -31,15 +31,6 @@ from megatron_ds.conversion.megatron.write_common import (
 from megatron_ds.conversion.source import WRITE_DEFAULTS, SavedRun, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from megatron_ds.parallel.sharding import ShardSpec, take_shard
-
-LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attention.query_key_value",
-    "attention.proj": "self_attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.fc_in": "mlp.dense_h_to_4h",
-    "mlp.fc_out": "mlp.dense_4h_to_h",
-}
 
 
 def write_megatron(
@@ -66,19 +57,17 @@ def write_megatron(
     check_parts(source, options)
     state = common_state(source, options)
     tp_size, pp_size = options.tp_size, options.pp_size
-    folder_name, pointer = folder_and_pointer(source.training)
-    with output_folder(folder) as temporary:
+    with checkpoint_folder(source, folder) as temporary:
         for stage in range(pp_size):
             for rank in range(tp_size):
                 name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp_size > 1 else "")
-                path = temporary / folder_name / name / "model_optim_rng.pt"
-                path.parent.mkdir(parents=True)
+                path = temporary / name / "model_optim_rng.pt"
+                path.parent.mkdir()
                 part = _Stage(source, stage, pp_size, rank, tp_size, on_tensor)
                 content = {**state, "model": part.model()}
                 if source.training is not None:
                     content["optimizer"] = part.optimizer(source.training, options.adam)
                 torch.save(content, path)
-        (temporary / TRACKER).write_text(pointer)
 
 
 class _Stage:
@@ -157,15 +146,12 @@ class _Stage:
 
     def _encoder(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._source.tensors:
-            kind = name.rpartition(".")[2]
-            if name.startswith("layers."):
-                _, layer, rest = name.split(".", 2)
-                if int(layer) in self._layers:
-                    inner = LAYER_NAMES[rest.rpartition(".")[0]]
-                    number = int(layer) - self._layers.start
-                    yield f"layers.{number}.{inner}.{kind}", self._shard(name)
+            inner = megatron_name(name, core=False)
+            if name.startswith("layers.") and self._has(name):
+                number = int(name.split(".")[1]) - self._layers.start
+                yield f"layers.{number}.{inner}", self._shard(name)
             elif name.startswith("final_norm.") and self._is_last:
-                yield f"final_layernorm.{kind}", self._shard(name)
+                yield inner, self._shard(name)
 
     def _shard(self, name: str, tensors: TensorReaders | None = None) -> Tensor:
         """A tensor's part of this rank, in Megatron's order, in memory of its own."""

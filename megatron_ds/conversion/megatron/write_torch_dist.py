@@ -33,17 +33,17 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
+from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.config import ModelConfig
-from megatron_ds.conversion.megatron.detect import TRACKER
+from megatron_ds.conversion.megatron.names import megatron_name
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS
 from megatron_ds.conversion.megatron.torch_dist import STATE_PREFIXES
 from megatron_ds.conversion.megatron.write_common import (
     TORCH,
     adam_groups,
     check_parts,
+    checkpoint_folder,
     common_state,
-    folder_and_pointer,
     grouped,
     padded,
     padded_vocab,
@@ -56,22 +56,8 @@ from megatron_ds.engine.states.state_reader import (
     TensorReaders,
 )
 
-NAMES = {
-    "embedding.word.weight": "embedding.word_embeddings.weight",
-    "embedding.position.weight": "embedding.position_embeddings.weight",
-    "final_norm.weight": "decoder.final_layernorm.weight",
-    "final_norm.bias": "decoder.final_layernorm.bias",
-    "head.weight": "output_layer.weight",
-}
-LAYER_NAMES = {
-    "attention_norm": "self_attention.linear_qkv.layer_norm_",
-    "attention.qkv": "self_attention.linear_qkv.",
-    "attention.proj": "self_attention.linear_proj.",
-    "mlp_norm": "mlp.linear_fc1.layer_norm_",
-    "mlp.fc_in": "mlp.linear_fc1.",
-    "mlp.fc_out": "mlp.linear_fc2.",
-}
-"""The norms have the names that Transformer Engine gives them, with Core's own layers, too."""
+PREFIXES = {"layers": "decoder.layers.", "final_norm": "decoder.", "embedding": "embedding."}
+"""Before the names of weights, by the start of ours."""
 LINEAR = (
     *("self_attention.linear_qkv", "self_attention.linear_proj"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
@@ -123,14 +109,10 @@ def write_torch_dist(
         state["optimizer"] = inner if MASTER not in source.optimizer else {"optimizer": inner}
         for kind, tensors in source.optimizer.items():
             chunks += _chunks(source, kind, tensors, options.tp_size)
-    name, pointer = folder_and_pointer(training)
-    with output_folder(folder) as temporary:
-        path = temporary / name
-        path.mkdir()
+    with checkpoint_folder(source, folder) as path:
         _save(path, _Planner(source.settings.model, chunks, on_tensor))
         torch.save(state, path / "common.pt")
         (path / "metadata.json").write_text(json.dumps(BACKEND))
-        (temporary / TRACKER).write_text(pointer)
 
 
 def _save(path: Path, planner: _Planner) -> None:
@@ -186,15 +168,13 @@ def _chunks(
         shape = tensor.shape
         if name in VOCABULARY_TABLES:
             shape = (padded_vocab(source, tp_size), *shape[1:])
-        if not name.startswith("layers."):
-            zeros = (0,) * len(shape)
-            yield _Chunk(name, f"{prefix}{NAMES[name]}", shape, zeros, shape, tensor)
-            continue
-        _, layer, rest = name.split(".", 2)
-        module, _, weight_or_bias = rest.rpartition(".")
-        key = f"{prefix}decoder.layers.{LAYER_NAMES[module]}{weight_or_bias}"
-        offsets = (int(layer), *(0 for _ in shape))
-        yield _Chunk(name, key, (model.num_layers, *shape), offsets, (1, *shape), tensor)
+        first = name.split(".")[0]
+        key = f"{prefix}{PREFIXES.get(first, '')}{megatron_name(name, core=True)}"
+        offsets, size = (0,) * len(shape), shape
+        if first == "layers":
+            layer = int(name.split(".")[1])
+            offsets, size, shape = (layer, *offsets), (model.num_layers, *size), (1, *shape)
+        yield _Chunk(name, key, size, offsets, shape, tensor)
 
 
 class _Planner(DefaultSavePlanner):
