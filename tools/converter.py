@@ -135,8 +135,7 @@ def convert_checkpoint(options: ConversionOptions) -> None:
     # torch takes seconds to import.
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
         from megatron_ds.conversion import registry
-        from megatron_ds.conversion.adam_states import with_training
-        from megatron_ds.conversion.convert import verify
+        from megatron_ds.conversion.convert import verify, with_training
         from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
         from megatron_ds.conversion.native import DTYPES
         from megatron_ds.conversion.source import ReadOptions, WriteOptions

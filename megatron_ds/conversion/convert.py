@@ -1,7 +1,11 @@
-"""Verification of a conversion: the logits of both models. One model is in memory at a time."""
+"""What a conversion adds to reading and writing: the states of a run, and a verification by logits.
+
+A verification holds one model at a time.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +16,10 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.full_weights import load_full_weights
 from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.registry import open_source
-from megatron_ds.conversion.source import SourceCheckpoint
+from megatron_ds.conversion.source import ADAM_SETTINGS, SourceCheckpoint
+from megatron_ds.engine.states.state_reader import MASTER
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -21,6 +27,36 @@ from megatron_ds.parallel.rng import RngStreams
 PROMPT_TOKENS = 16
 TOLERANCE = 1e-4
 """Of two models' fp32 logits, relative to the largest; a wrong tensor changes them by far more."""
+
+
+def with_training(source: SourceCheckpoint) -> SourceCheckpoint:
+    """A source with the states of the run that saved it, in fp32.
+
+    Args:
+        source: A checkpoint of this program or of Megatron, opened with its optimizer states.
+
+    Raises:
+        UserError: If it has no states, or not those of Adam.
+    """
+    run, reason = source.run, source.unread
+    if not reason and run is not None:
+        is_known = run.arguments.keys() >= {*ADAM_SETTINGS}
+        if run.steps is None or run.consumed_samples is None or not is_known:
+            reason = "counters or settings of the optimizer are missing"
+    if reason or run is None:
+        raise user_error("conversion-without-states", path=source.path, reason=reason)
+    optimizer = {
+        kind: {name: each.to(torch.float32) for name, each in tensors.items()}
+        for kind, tensors in source.optimizer.items()
+        if kind in (*MOMENTS, MASTER)
+    }
+    complete = dataclasses.replace(
+        source,
+        optimizer=optimizer,
+        tensors=optimizer.get(MASTER, source.tensors),
+        run=dataclasses.replace(run, softmax_rows=source.rows),
+    )
+    return complete.checked().to(source.dtype)
 
 
 def verify(source: SourceCheckpoint, folder: Path, name: str) -> float:

@@ -18,9 +18,11 @@ from megatron_ds.conversion.inspect.verify import (
     verify_tensors,
 )
 from megatron_ds.conversion.megatron.detect import (
-    is_megatron,
-    is_torch_dist,
-    is_universal_of_megatron,
+    DEEPSPEED,
+    LEGACY,
+    TORCH_DIST,
+    UNIVERSAL,
+    has_kind,
 )
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
@@ -64,10 +66,10 @@ class Format:
 
 FORMATS = (
     # Megatron-DeepSpeed's folders have the names of native ones.
-    Format("megatron", is_megatron, open_megatron, verify_tensors, write_megatron),
-    Format("torch_dist", is_torch_dist, open_megatron, verify_tensors, write_torch_dist),
+    Format("megatron", has_kind(LEGACY, DEEPSPEED), open_megatron, verify_tensors, write_megatron),
+    Format("torch_dist", has_kind(TORCH_DIST), open_megatron, verify_tensors, write_torch_dist),
     Format("universal", is_own_universal, open_universal, verify_save_folder, write_universal),
-    Format("universal", is_universal_of_megatron, open_megatron, verify_tensors),
+    Format("universal", has_kind(UNIVERSAL), open_megatron, verify_tensors),
     Format("native", is_native, open_native, verify_save_folder),
     Format("native", is_weights_folder, open_weights_folder, verify_manifest, write_weights_folder),
     Format("hf", is_hf, open_hf, verify_tensors, write_hf),

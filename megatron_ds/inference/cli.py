@@ -188,7 +188,7 @@ def loaded_model(
         # A run may save meanwhile: all ranks use the checkpoint of the first one.
         path = broadcast_from_rank0(source.path)
         if path != source.path:
-            source = open_source(path, source.format)
+            source = open_source(path)
         log_rank0(f"loading the checkpoint {path}")
         precision = options.checkpoint.precision
         model = load_checkpoint.load_model(source, mesh, here.device, precision=precision)

@@ -21,8 +21,13 @@ from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from tests.interop.on_cpu import OnCpu, patch_devices
-from tests.unit.conversion.models import model_of, random_source, random_training
-from tests.unit.conversion.test_write_legacy import LLAMA, model
+from tests.unit.conversion.models import (
+    OTHER_LLAMA,
+    model,
+    model_of,
+    random_source,
+    random_training,
+)
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore")]
 
@@ -30,7 +35,7 @@ ROWS = 128
 """Of the vocabulary with padding."""
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
-    "llama": LLAMA,
+    "llama": OTHER_LLAMA,
     "grouped, with biases": {"num_query_groups": 2, "gelu_approximation": "none"},
 }
 
@@ -148,7 +153,7 @@ def test_their_optimizer_loads_the_states(
     core: SimpleNamespace, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Moments, steps and master weights, which their optimizer then steps."""
-    config = model(**LLAMA)
+    config = model(**OTHER_LLAMA)
     source = random_source(config)
     source = dataclasses.replace(source, **random_training(config)).checked().to(dtype)
     training = source.training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,22 +28,14 @@ class MegatronCheckpoint:
     kind: str
 
 
-def is_megatron(path: Path) -> bool:
-    """Whether a folder has a checkpoint of Megatron-LM or Megatron-DeepSpeed."""
-    found = find_checkpoint(path)
-    return found is not None and found.kind not in (TORCH_DIST, UNIVERSAL)
+def has_kind(*kinds: str) -> Callable[[Path], bool]:
+    """Gives a function that tells whether a folder has a checkpoint of some kinds."""
 
+    def matches(path: Path) -> bool:
+        found = find_checkpoint(path)
+        return found is not None and found.kind in kinds
 
-def is_universal_of_megatron(path: Path) -> bool:
-    """Whether a folder has a universal checkpoint of Megatron-DeepSpeed."""
-    found = find_checkpoint(path)
-    return found is not None and found.kind == UNIVERSAL
-
-
-def is_torch_dist(path: Path) -> bool:
-    """Whether a folder has a checkpoint of Megatron Core's `torch_dist` format."""
-    found = find_checkpoint(path)
-    return found is not None and found.kind == TORCH_DIST
+    return matches
 
 
 def find_checkpoint(

@@ -31,6 +31,23 @@ SMALL: dict[str, Any] = {
 }
 
 
+LLAMA: dict[str, Any] = {
+    "activation": "swiglu",
+    "ffn_hidden_size": 24,
+    "num_query_groups": 2,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}
+OTHER_LLAMA = {**LLAMA, "kv_channels": 6, "rotary_base": 5000.0}
+
+
+def model(**changes: Any) -> ModelConfig:
+    """A model of four layers."""
+    return ModelConfig(**{**SMALL, "num_layers": 4, **changes})
+
+
 def random_source(
     config: ModelConfig, tokenizer: TokenizerConfig | None = None, seed: int = 1
 ) -> SourceCheckpoint:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.detect import find_checkpoint
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
@@ -26,7 +25,7 @@ from tests.unit.conversion.megatron_writer import (
     classes_of_megatron,
     write_checkpoint,
 )
-from tests.unit.conversion.models import SMALL, logits, random_source
+from tests.unit.conversion.models import LLAMA, logits, model, random_source
 
 STORED = ("mlm0190_gpt", "mlm08_mcore_rope_tp2", "mlm10_tp1", "mlm25_tp1", "ms_pipe_tp2")
 """Cases whose files are among the tests."""
@@ -103,19 +102,6 @@ def test_the_converter_recognizes_the_formats(
     assert not cut.settings.may_have_padding
 
 
-def model(**changes: Any) -> ModelConfig:
-    return ModelConfig(**{**SMALL, "num_layers": 4, **changes})
-
-
-LLAMA: dict[str, Any] = {
-    "activation": "swiglu",
-    "ffn_hidden_size": 24,
-    "num_query_groups": 2,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "untie_embeddings_and_output_weights": True,
-}
 CASES: dict[str, tuple[dict[str, Any], Layout]] = {
     "version 0, TP 2 x PP 2": ({}, Layout(version=0, names="old", tp=2, pp=2)),
     "version 1, TP 2": ({}, Layout(version=1, names="old", tp=2)),

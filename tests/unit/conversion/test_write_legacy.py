@@ -11,31 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
 from megatron_ds.conversion.source import WriteOptions
 from tests.problems import raises_problem
-from tests.unit.conversion.models import SMALL, assert_same_tensors, logits, random_source
-
-LLAMA: dict[str, Any] = {
-    "activation": "swiglu",
-    "ffn_hidden_size": 24,
-    "num_query_groups": 2,
-    "kv_channels": 6,
-    "add_bias_linear": False,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "rotary_base": 5000.0,
-    "untie_embeddings_and_output_weights": True,
-}
+from tests.unit.conversion.models import (
+    OTHER_LLAMA,
+    assert_same_tensors,
+    logits,
+    model,
+    random_source,
+)
 
 
-def model(**changes: Any) -> ModelConfig:
-    return ModelConfig(**{**SMALL, "num_layers": 4, **changes})
-
-
-@pytest.mark.parametrize("changes", [{}, LLAMA, {"gelu_approximation": "none"}])
+@pytest.mark.parametrize("changes", [{}, OTHER_LLAMA, {"gelu_approximation": "none"}])
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 4), (2, 2)])
 def test_an_export_is_read_back(
     changes: dict[str, Any], tp_size: int, pp_size: int, tmp_path: Path

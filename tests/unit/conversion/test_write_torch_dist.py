@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from megatron_ds.checkpoint.metadata import read_run
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
-from megatron_ds.conversion.adam_states import with_training
+from megatron_ds.conversion.convert import with_training
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
@@ -31,12 +31,17 @@ from tests.problems import raises_problem
 from tests.unit.checkpoint.native_writer import random_states
 from tests.unit.checkpoint.native_writer import write_checkpoint as write_native
 from tests.unit.conversion.megatron_writer import core_entries
-from tests.unit.conversion.models import assert_same_tensors, random_source, random_training
-from tests.unit.conversion.test_write_legacy import LLAMA, model
+from tests.unit.conversion.models import (
+    OTHER_LLAMA,
+    assert_same_tensors,
+    model,
+    random_source,
+    random_training,
+)
 
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
-    "llama": LLAMA,
+    "llama": OTHER_LLAMA,
     "groups, biases and a tied table": {"num_query_groups": 2, "position_embedding_type": "rope"},
 }
 
@@ -75,7 +80,7 @@ def test_the_states_of_a_training_are_read_back(
 ) -> None:
     """As torch_dist, and as files of tensor-parallel ranks and pipeline stages. With torch's Adam
     the table is tied, so that the last stage has a copy of it."""
-    source = trained(model(**(LLAMA if adam == "fused" else {})), dtype)
+    source = trained(model(**(OTHER_LLAMA if adam == "fused" else {})), dtype)
     if layout == "torch_dist":
         write_torch_dist(source, tmp_path / "out", WriteOptions(adam=adam))
     else:
@@ -110,7 +115,7 @@ def read_by_torch(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("changes", [{}, OTHER_LLAMA], ids=["gpt", "llama"])
 def test_entries_are_those_that_the_layout_describes(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -194,7 +199,7 @@ def test_padding_that_was_trained_is_kept(tmp_path: Path) -> None:
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    source = trained(model(**LLAMA), torch.bfloat16)
+    source = trained(model(**OTHER_LLAMA), torch.bfloat16)
     alive: list[weakref.ref[Tensor]] = []
     most = 0
 
