@@ -18,6 +18,7 @@ from megatron_ds.config import sequence_parallel
 from megatron_ds.config.checkpoint import CheckpointConfig
 from megatron_ds.config.data import DataConfig
 from megatron_ds.config.deepspeed import DeepSpeedConfig
+from megatron_ds.config.deepspeed_file import DeepSpeedFile
 from megatron_ds.config.fields import field_problems, in_effect, ineffective, option_fields
 from megatron_ds.config.logging import LoggingConfig
 from megatron_ds.config.model import ModelConfig
@@ -73,7 +74,7 @@ class Config:
     """Names of the fields set by the user."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where values come from that no flag set: by field, key and line of the DeepSpeed file."""
-    deepspeed_file: Any = field(default=None, compare=False)
+    deepspeed_file: DeepSpeedFile | None = field(default=None, compare=False)
     """The parsed file of --deepspeed_config, so that it is read once."""
 
     def problems(self, world_size: int) -> list[Problem]:

@@ -105,6 +105,8 @@ def find(config: Config) -> list[PassedKey]:
 def problems(config: Config) -> Iterator[Problem]:
     """Settings with which the keys of a complete configuration are not passed on."""
     layout, file = support_matrix.layout_of(config), config.deepspeed_file
+    if file is None:
+        return
     passed = find(config)
     for one in passed:
         if excluded := one.excluded(layout):

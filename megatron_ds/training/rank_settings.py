@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_ds.config import GROUPS, Config, flag_of
+from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import user_error
-from megatron_ds.engine.ds_config.values import get, leaves
 from megatron_ds.launch import distributed, environment
 from megatron_ds.training.preflight import RunInputs
 

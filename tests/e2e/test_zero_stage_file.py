@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
-from megatron_ds.engine.ds_config.values import get, leaves
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses
 
 FILES = REPOSITORY / "ds_configs"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.checks import json_remedy
+from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json, get, has, leaves, pop, put
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_config.keys import (
     BLOCKS,
@@ -25,55 +25,9 @@ from megatron_ds.engine.ds_config.keys import (
     RENAMED,
     TOP_KEYS,
 )
-from megatron_ds.engine.ds_config.values import (
-    Json,
-    Kind,
-    as_bool,
-    as_object,
-    get,
-    has,
-    leaves,
-    pop,
-    put,
-)
+from megatron_ds.engine.ds_config.values import Kind, as_bool, as_object
 
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:\n]')
-
-
-@dataclass(frozen=True)
-class DeepSpeedFile:
-    """A file, whose keys `read_file` replaces by the current ones."""
-
-    path: str
-    values: Json
-    lines: dict[str, int]
-    """Line of each dotted key, by the spelling in the file and the current one."""
-    warnings: list[Problem] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-
-    def get(self, dotted: str) -> Any:
-        """A key's value; None if it is absent or "auto", which leave it to the flags."""
-        value = get(self.values, dotted)
-        return None if value == "auto" else value
-
-    def location(self, dotted: str) -> str:
-        """`ds.json:4`, or the path alone if the line is unknown."""
-        line = self.lines.get(dotted)
-        return self.path if line is None else f"{self.path}:{line}"
-
-    def describe(self, dotted: str) -> str:
-        """A key with value and location: `gradient_clipping 0.5 of ds.json:4`."""
-        return f"{dotted} {json.dumps(get(self.values, dotted))} of {self.location(dotted)}"
-
-    def at(self, dotted: str, problem: Problem) -> Problem:
-        """The problem with the location of a key before it."""
-        return problem.with_prefix(f"{self.location(dotted)}: ")
-
-    def invalid(self, dotted: str, reason: object, *fields: str) -> Problem:
-        """The problem of a key whose value is invalid."""
-        value = json.dumps(get(self.values, dotted))
-        problem = Problem("ds-value-invalid", *fields, key=dotted, value=value, reason=reason)
-        return self.at(dotted, problem)
 
 
 def read_file(path: str) -> DeepSpeedFile:

@@ -13,11 +13,12 @@ from importlib.metadata import version
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig, PrecisionConfig, flag_of
+from megatron_ds.config.deepspeed_file import Json, leaves
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.keys import PASSED_KEYS
-from megatron_ds.engine.ds_config.values import Json, as_dtype, leaves
+from megatron_ds.engine.ds_config.values import as_dtype
 from megatron_ds.engine.optimizers.adam_kernels import (
     AdamKernel,
     IsAvailable,
@@ -178,9 +179,9 @@ def value_origins(config: Config) -> dict[str, str]:
             flag = as_flag(name, field_value(config, name), flag_of)
             origins[key] = f"{origins[key]}, {flag}" if key in origins else flag
     file = config.deepspeed_file
-    for key in [] if file is None else leaves(file.values):
+    for key in leaves(file.values if file else {}):
         is_translated = key.startswith(("scheduler.", "curriculum_learning."))
-        if key not in origins and not is_translated and file.get(key) is not None:
+        if file and key not in origins and not is_translated and file.get(key) is not None:
             origins[key] = f"{key} of {file.location(key)}"
     return dict(sorted(origins.items()))
 

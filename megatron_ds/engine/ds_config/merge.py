@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config, passed_keys, support_matrix
+from megatron_ds.config.deepspeed_file import DeepSpeedFile
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine.ds_config import schedules as ds_schedules
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings, replace_fields
-from megatron_ds.engine.ds_config.file import DeepSpeedFile, read_file
+from megatron_ds.engine.ds_config.file import read_file
 from megatron_ds.engine.ds_config.generate import (
     adam_kernel,
     compiles_efficient_linear,

@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ds.config import Config
+from megatron_ds.config.deepspeed_file import DeepSpeedFile
 from megatron_ds.config.problems import Problem, option
-from megatron_ds.engine.ds_config.file import DeepSpeedFile
 
 TRANSLATED = ("WarmupLR", "WarmupDecayLR")
 CURRICULUM = "curriculum_learning"

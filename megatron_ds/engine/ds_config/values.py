@@ -1,4 +1,4 @@
-"""Kinds of values in a DeepSpeed file, and access to nested keys by dotted name.
+"""Kinds of values in a DeepSpeed file.
 
 A kind checks a value of the file and converts it to the type of the configuration.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any
-
-Json = dict[str, Any]
 
 Kind = Callable[[Any], Any]
 """Checks and converts a value. Raises ValueError with the reason if the value is invalid."""
@@ -84,7 +82,7 @@ def as_betas(value: Any) -> tuple[float, float]:
     return first, second
 
 
-def as_object(value: Any) -> Json:
+def as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     return value
@@ -102,41 +100,3 @@ KINDS: dict[str, Kind] = {
     "object": as_object,
     "any": lambda value: value,
 }
-
-
-def get(values: Json, dotted: str) -> Any:
-    """The value of a dotted key; None if it or an object on the way is absent."""
-    parent, last = _parent(values, dotted)
-    return parent.get(last) if isinstance(parent, dict) else None
-
-
-def has(values: Json, dotted: str) -> bool:
-    parent, last = _parent(values, dotted)
-    return isinstance(parent, dict) and last in parent
-
-
-def pop(values: Json, dotted: str) -> Any:
-    parent, last = _parent(values, dotted)
-    return parent.pop(last, None) if isinstance(parent, dict) else None
-
-
-def put(values: Json, dotted: str, value: Any) -> None:
-    """Set a dotted key, whose parent must exist."""
-    parent, last = _parent(values, dotted)
-    parent[last] = value
-
-
-def leaves(values: Json, prefix: str = "") -> list[str]:
-    """The dotted keys of all values that are not objects."""
-    found = []
-    for key, value in values.items():
-        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
-    return found
-
-
-def _parent(values: Json, dotted: str) -> tuple[Any, str]:
-    *above, last = dotted.split(".")
-    value: Any = values
-    for part in above:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value, last

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.config import deepspeed_file
 from megatron_ds.config.checks import json_remedy
-from megatron_ds.engine.ds_config import values as ds_values
 from megatron_ds.engine.ds_config.generate import (
     ZERO3_DEFAULTS,
     ZERO12_DEFAULTS,
@@ -152,7 +152,7 @@ def test_old_key_is_translated_with_a_warning(
     config, problems, warnings = merge(file)
     assert problems == []
     assert set(codes(warnings)) == {"ds-old-key"}
-    assert ds_values.get(build_ds_config(config, 2), key) == value
+    assert deepspeed_file.get(build_ds_config(config, 2), key) == value
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_old_key_is_translated_with_a_warning(
 def test_unsupported_key_that_is_off_is_dropped_with_a_warning(merge: Merge, file: Any) -> None:
     config, problems, warnings = merge(file)
     assert (problems, codes(warnings)) == ([], ["ds-key-dropped"])
-    assert ds_values.get(build_ds_config(config, 2), next(iter(file))) in (
+    assert deepspeed_file.get(build_ds_config(config, 2), next(iter(file))) in (
         None,
         build_ds_config(merge({}).config, 2).get(next(iter(file))),
     )

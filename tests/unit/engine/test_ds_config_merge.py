@@ -10,10 +10,11 @@ import pytest
 
 from megatron_ds import schedules
 from megatron_ds.cli.arguments import build_config
+from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.engine.ds_config.fields import MAPPINGS
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins, zero_stage
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int, get, leaves
+from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields
 from tests.unit.engine.ds_files import FLAGS, FLAGS_OF, SHIPPED, Merge, merged

@@ -14,10 +14,10 @@ from deepspeed.compile import util
 from deepspeed.runtime.superoffload import superoffload_stage3
 
 from megatron_ds.config import passed_keys, support_matrix
+from megatron_ds.config.deepspeed_file import get
 from megatron_ds.config.passed_keys import CORES, DEEPCOMPILE, PASSED, SUPER_OFFLOAD
 from megatron_ds.engine.ds_config.device_support import find_obstacle
 from megatron_ds.engine.ds_config.generate import build_ds_config
-from megatron_ds.engine.ds_config.values import get
 from tests.problems import codes
 from tests.unit.engine.ds_files import Merge
 from tests.unit.engine.passed_key_files import KEYS

@@ -1,0 +1,85 @@
+"""A parsed --deepspeed_config file: values by dotted key, and where each stands."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_ds.config.problems import Problem
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DeepSpeedFile:
+    """A file, whose keys `read_file` replaces by the current ones."""
+
+    path: str
+    values: Json
+    lines: dict[str, int]
+    """Line of each dotted key, by the spelling in the file and the current one."""
+    warnings: list[Problem] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def get(self, dotted: str) -> Any:
+        """A key's value; None if it is absent or "auto", which leave it to the flags."""
+        value = get(self.values, dotted)
+        return None if value == "auto" else value
+
+    def location(self, dotted: str) -> str:
+        """`ds.json:4`, or the path alone if the line is unknown."""
+        line = self.lines.get(dotted)
+        return self.path if line is None else f"{self.path}:{line}"
+
+    def describe(self, dotted: str) -> str:
+        """A key with value and location: `gradient_clipping 0.5 of ds.json:4`."""
+        return f"{dotted} {json.dumps(get(self.values, dotted))} of {self.location(dotted)}"
+
+    def at(self, dotted: str, problem: Problem) -> Problem:
+        """The problem with the location of a key before it."""
+        return problem.with_prefix(f"{self.location(dotted)}: ")
+
+    def invalid(self, dotted: str, reason: object, *fields: str) -> Problem:
+        """The problem of a key whose value is invalid."""
+        value = json.dumps(get(self.values, dotted))
+        problem = Problem("ds-value-invalid", *fields, key=dotted, value=value, reason=reason)
+        return self.at(dotted, problem)
+
+
+def get(values: Json, dotted: str) -> Any:
+    """The value of a dotted key; None if it or an object on the way is absent."""
+    parent, last = _parent(values, dotted)
+    return parent.get(last) if isinstance(parent, dict) else None
+
+
+def has(values: Json, dotted: str) -> bool:
+    parent, last = _parent(values, dotted)
+    return isinstance(parent, dict) and last in parent
+
+
+def pop(values: Json, dotted: str) -> Any:
+    parent, last = _parent(values, dotted)
+    return parent.pop(last, None) if isinstance(parent, dict) else None
+
+
+def put(values: Json, dotted: str, value: Any) -> None:
+    """Set a dotted key, whose parent must exist."""
+    parent, last = _parent(values, dotted)
+    parent[last] = value
+
+
+def leaves(values: Json, prefix: str = "") -> list[str]:
+    """The dotted keys of all values that are not objects."""
+    found = []
+    for key, value in values.items():
+        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+    return found
+
+
+def _parent(values: Json, dotted: str) -> tuple[Any, str]:
+    *above, last = dotted.split(".")
+    value: Any = values
+    for part in above:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value, last
