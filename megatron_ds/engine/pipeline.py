@@ -28,6 +28,7 @@ from megatron_ds.engine.pipeline_module import FoldedStages, PipelineStage, Weig
 from megatron_ds.engine.protocol import LossSum
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.engine.zero import ZeroEngine
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.train_state import StepPlan, StepResult
 
@@ -56,7 +57,7 @@ class PipelineEngine(ZeroEngine):
         )
 
     def partitions(self) -> list[FlatPartition]:
-        stages = self._of_all_stages(super().partitions())
+        stages = gather_objects(super().partitions(), self._mesh.pp)
         return [partition for stage in stages for partition in stage]
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:

@@ -44,6 +44,7 @@ from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import router_metrics
@@ -131,10 +132,14 @@ class ZeroEngine:
             for name, parameter in self._parameters()
             if (spec := shard_spec(parameter)) is not None
         }
-        return {name: spec for stage in self._of_all_stages(own) for name, spec in stage.items()}
+        return {
+            name: spec
+            for stage in gather_objects(own, self._mesh.pp)
+            for name, spec in stage.items()
+        }
 
     def sharded_experts(self) -> tuple[str, ...]:
-        stages = self._of_all_stages(self._experts.names)
+        stages = gather_objects(self._experts.names, self._mesh.pp)
         return tuple(name for stage in stages for name in stage)
 
     def partitions(self) -> list[FlatPartition]:
@@ -214,13 +219,6 @@ class ZeroEngine:
             sums[0] += loss.loss_sum if self._per_token_loss else loss.mean()
             sums[1] += loss.num_tokens if self._per_token_loss else 1.0
         return sums
-
-    def _of_all_stages(self, own: Any) -> list[Any]:
-        """The objects of all pipeline stages. Collective."""
-        stages = [own] * self._mesh.pp.size
-        if self._mesh.pp.size > 1:
-            dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
-        return stages
 
     def _clip_gradients(self) -> None:
         """Scale the gradients of stage 0 as `torch.nn.utils.clip_grad_norm_` does."""

@@ -19,7 +19,7 @@ from megatron_ds.launch import cpp_ops, environment
 from megatron_ds.launch.device import device_index
 from megatron_ds.launch.environment import rank, world_size
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
-from megatron_ds.launch.output import print_on_rank
+from megatron_ds.launch.output import warn_on_rank
 from megatron_ds.launch.threads import choose_threads
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ def _select_backend(config: RuntimeConfig, accelerator: Any) -> str:
         backend = "gloo"
     if config.distributed_backend not in (None, backend):
         name = accelerator.device_name()
-        unsupported = Problem("backend-unsupported", settings=config, device=name, backend=backend)
-        print_on_rank(f"WARNING: {unsupported.render()}")
+        warn_on_rank(Problem("backend-unsupported", settings=config, device=name, backend=backend))
     return backend
 
 

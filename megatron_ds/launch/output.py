@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from megatron_ds.config.problems import UserError
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import program_start
 from megatron_ds.launch.environment import local_rank, rank, world_size
 from megatron_ds.launch.exit_codes import ExitCode
@@ -75,6 +75,11 @@ def print_on_rank(text: str, *, rank_to_print: int = 0) -> None:
     """
     if rank() == rank_to_print % world_size():
         _print(text, sys.stdout)
+
+
+def warn_on_rank(problem: Problem) -> None:
+    """Prints a warning on the first rank."""
+    print_on_rank(f"WARNING: {problem.render()}")
 
 
 def print_error(text: str) -> None:

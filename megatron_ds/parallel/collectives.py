@@ -8,13 +8,15 @@ to the graph. Knows no layers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_ds.parallel.mesh import Group
+
+T = TypeVar("T")
 
 
 def reduce_from_group_(x: Tensor, group: Group) -> Tensor:
@@ -68,6 +70,19 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     gathered = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in group.ranks]
     dist.all_gather(gathered, x.contiguous(), group=group.handle)
     return torch.stack(gathered)
+
+
+def gather_objects(value: T, group: Group) -> list[T]:
+    """The picklable values of all ranks, in their order."""
+    values = [value] * group.size
+    if group.size > 1:
+        dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+def sum_over_group(x: Tensor, group: Group) -> Tensor:
+    """The sum over the group in a new tensor; no autograd."""
+    return reduce_from_group_(x.clone(memory_format=torch.contiguous_format), group)
 
 
 def start_all_gather(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | None]:
@@ -135,14 +150,10 @@ def _identity(x: Tensor, group: Group) -> Tensor:
     return x.view_as(x)
 
 
-def _sum(x: Tensor, group: Group) -> Tensor:
-    return reduce_from_group_(x.clone(memory_format=torch.contiguous_format), group)
-
-
 Collective = Callable[[Tensor, Group], Tensor]
 
 
-def _in_graph(compute: Collective, gradient: Collective) -> Collective:
+def in_graph(compute: Collective, gradient: Collective) -> Collective:
     """A collective in autograd's graph.
 
     Args:
@@ -166,18 +177,18 @@ def _in_graph(compute: Collective, gradient: Collective) -> Collective:
     return run
 
 
-copy_to_group = _in_graph(_identity, _sum)
+copy_to_group = in_graph(_identity, sum_over_group)
 """What all ranks have; the gradient is summed over the group."""
-gather_from_group = _in_graph(_concatenate_last, _own_last_slice)
+gather_from_group = in_graph(_concatenate_last, _own_last_slice)
 """Concatenation along the last dimension; the gradient is this rank's slice."""
-gather_slices = _in_graph(_concatenate, _own_slice)
+gather_slices = in_graph(_concatenate, _own_slice)
 """Concatenation along the first dimension, of which all ranks compute the same; the gradient is
 this rank's slice."""
-take_slice = _in_graph(_own_slice, _concatenate)
+take_slice = in_graph(_own_slice, _concatenate)
 """Slice of the first dimension, of what all ranks have; the gradient is concatenated."""
-gather_sequence = _in_graph(_concatenate, _sum_slices)
+gather_sequence = in_graph(_concatenate, _sum_slices)
 """Concatenation along the first dimension; the gradient is summed over the group, and sliced."""
-reduce_scatter_sequence = _in_graph(_sum_slices, _concatenate)
+reduce_scatter_sequence = in_graph(_sum_slices, _concatenate)
 """Sum over the group, sliced along the first dimension; the gradient is concatenated."""
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TypeVar
 
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ds.parallel.collectives import sum_over_group
 from megatron_ds.parallel.mesh import Group
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -33,14 +33,9 @@ def sum_gradients(module: Module, group: Group) -> Module:
     """
     if group.sequence_parallel:
         for parameter in module.parameters():
-            parameter.register_hook(partial(_sum_over_group, group))
+            # In a new tensor: a hook must not change its argument.
+            parameter.register_hook(partial(sum_over_group, group=group))
     return module
-
-
-def _sum_over_group(group: Group, gradient: Tensor) -> Tensor:
-    total = gradient.clone()  # a hook must not change its argument
-    dist.all_reduce(total, group=group.handle)
-    return total
 
 
 def dropout(x: Tensor, probability: float, group: Group) -> Tensor:

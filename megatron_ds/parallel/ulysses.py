@@ -10,13 +10,10 @@ exchange, k key-value heads, h heads after it, D head size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ds.parallel.collectives import all_to_all
+from megatron_ds.parallel.collectives import all_to_all, in_graph, sum_over_group
 from megatron_ds.parallel.mesh import Group
 
 
@@ -27,13 +24,15 @@ def own_slice(length: int, group: Group) -> slice:
     return slice(group.rank * size, (group.rank + 1) * size)
 
 
-def sum_of_slices(x: Tensor, group: Group) -> Tensor:
-    """Sum over the group, of which every rank then computes the same loss.
+def _times_size(x: Tensor, group: Group) -> Tensor:
+    return x * group.size
 
-    The engine averages gradients over these ranks too, but the gradient of the sum is the sum of
-    the ranks' gradients. So the backward pass multiplies by the size of the group.
-    """
-    return x if group.size == 1 else _SumOfSlices.apply(x, group)
+
+sum_of_slices = in_graph(sum_over_group, _times_size)
+"""Sum over the group, of which every rank then computes the same loss.
+
+The engine averages gradients over these ranks too, but the gradient of the sum is the sum of the
+ranks' gradients. So the backward pass multiplies by the size of the group."""
 
 
 def gather_sequence(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
@@ -80,16 +79,3 @@ def _exchange(x: Tensor, group: Group) -> Tensor:
     """Sends x[i] to rank i and receives its own index of every rank's, in rank order."""
     each = [1] * group.size
     return all_to_all(x, each, each, group)
-
-
-class _SumOfSlices(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.size = group.size
-        total = x.clone()
-        dist.all_reduce(total, group=group.handle)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.size, None

@@ -5,7 +5,8 @@ How a checkpoint is written is up to the manager of checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_ds.checkpoint.manager import CheckpointManager
@@ -53,17 +54,8 @@ class Saver:
             return
         self.finish(final=False)
         in_background = self.options.async_save and not final
-        with _SaveErrors(self.options, final=final):
+        with _warn_of_errors(self.options, final=final):
             self.checkpoints.save(self.engine, state, history, in_background=in_background)
-
-    def save_local(self, state: TrainState, history: Callable[[], BlendHistory | None]) -> None:
-        """Saves a checkpoint to the nodes' own disks; one that fails is a warning.
-
-        Args:
-            state: State after the last step.
-            history: Returns the consumption of the training data.
-        """
-        self.checkpoints.save_local(self.engine, state, history)
 
     def is_local_due(self, iteration: int) -> bool:
         """Whether --local-save-interval demands a save after an iteration."""
@@ -78,7 +70,7 @@ class Saver:
         Raises:
             SaveError: If it has failed, and the run ends with it.
         """
-        with _SaveErrors(self.options, final=False):
+        with _warn_of_errors(self.options, final=False):
             self.checkpoints.advance(wait=False)
 
     def finish(self, *, final: bool) -> None:
@@ -90,25 +82,17 @@ class Saver:
         Raises:
             SaveError: If it fails, and the run ends with it.
         """
-        with _SaveErrors(self.options, final=final):
+        with _warn_of_errors(self.options, final=final):
             self.checkpoints.advance(wait=True)
 
 
-@dataclass(frozen=True)
-class _SaveErrors:
+@contextmanager
+def _warn_of_errors(options: CheckpointConfig, *, final: bool) -> Iterator[None]:
     """Turns a failed save into a warning if the run continues."""
-
-    options: CheckpointConfig
-    final: bool
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        is_end = self.final or self.options.on_save_error == "exit"
-        if not isinstance(error, SaveError) or is_end:
-            return False
+    try:
+        yield
+    except SaveError as error:
+        if final or options.on_save_error == "exit":
+            raise
         flag = option("on_save_error")
-        warning = Problem("save-skipped", problem=error.problem, flag=flag)
-        output.print_on_rank(f"WARNING: {warning.render()}")
-        return True
+        output.warn_on_rank(Problem("save-skipped", problem=error.problem, flag=flag))

@@ -82,10 +82,9 @@ def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
     hosts = [location.host for location in context.locations]
     if across := groups_across_hosts(groups, hosts):
         ranks = ", ".join(map(str, across[0]))
-        warning = Problem(
-            "tensor-parallel-group-spans-hosts", settings=config.parallel, ranks=ranks
+        output.warn_on_rank(
+            Problem("tensor-parallel-group-spans-hosts", settings=config.parallel, ranks=ranks)
         )
-        output.print_on_rank(f"WARNING: {warning.render()}")
 
 
 def print_banner(
@@ -101,7 +100,7 @@ def print_banner(
         return
     documents = engine.packing
     for warning in engine.startup_warnings:
-        output.print_on_rank(f"WARNING: {warning.render()}")
+        output.warn_on_rank(warning)
     facts = BannerData(
         config=config,
         mesh=mesh,

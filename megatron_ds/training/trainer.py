@@ -74,10 +74,8 @@ class Trainer:
         workers = self.config.data.num_workers
         batches = self._batches(self.data.train, self.state.consumed_samples, workers)
         if self.state.iteration >= self.total_iterations and not self.config.logging.skip_train:
-            finished = Problem(
-                "run-complete", iteration=self.state.iteration, last=self.total_iterations
-            )
-            output.print_on_rank(f"WARNING: {finished.render()}")
+            iteration, last = self.state.iteration, self.total_iterations
+            output.warn_on_rank(Problem("run-complete", iteration=iteration, last=last))
         for callback in self.callbacks:
             callback.on_start(self.config, self.state, self.engine.module)
         log_timestamp(self.config, "before the start of training step")
@@ -92,7 +90,7 @@ class Trainer:
                 stop = self._evaluate("validation", f"iteration {self.state.iteration}") or stop
             if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
                 self.metrics.write_pending()
-                self.saver.save_local(self.state, self._blend_history)
+                self.checkpoints.save_local(self.engine, self.state, self._blend_history)
             if self.saver.is_due(self.state.iteration) or self._is_last(stop):
                 self._save(final=self._is_last(stop))
                 stop = stop or self.exits.external_stop(self.state.iteration)
@@ -136,16 +134,15 @@ class Trainer:
     def _skip(self, batches: DeviceBatches) -> None:
         """Skips an iteration of --skip-train-iteration-range: reads its samples."""
         plan = schedules.plan(self.config, self.state, self.mesh.dp.size)
-        found = schedules.skipped_range(self.config, plan.iteration)
-        assert found is not None
+        skipped = schedules.skipped_range(self.config, plan.iteration)
+        assert skipped is not None
         for _ in range(plan.num_micro_batches):
             next(batches, None)  # a step after the end of the data reports it
-        if plan.iteration in (found[0], self.first_iteration):
-            last = min(found[1], self.total_iterations)
+        if plan.iteration in (skipped[0], self.first_iteration):
+            last = min(skipped[1], self.total_iterations)
             one, more = f"iteration {last}", f"iterations {plan.iteration} to {last}"
-            found_range = one if last == plan.iteration else more
-            skipped = Problem("iterations-skipped", iterations=found_range)
-            output.print_on_rank(f"WARNING: {skipped.render()}")
+            iterations = one if last == plan.iteration else more
+            output.warn_on_rank(Problem("iterations-skipped", iterations=iterations))
         self.first_iteration += int(self.first_iteration == plan.iteration)
         self.state = self.state.advance(plan, StepResult(loss=0.0, grad_norm=None, skipped=True))
 
@@ -154,16 +151,17 @@ class Trainer:
             return
         assert plan.limits is not None
         assert result.compared is not None
-        spike = Problem(
-            "loss-spike-skipped",
-            iteration=plan.iteration,
-            sigma=self.config.optimizer.skip_loss_spikes,
-            loss=result.compared[0],
-            max_loss=plan.limits.loss,
-            norm=result.compared[1],
-            max_norm=plan.limits.grad_norm,
+        output.warn_on_rank(
+            Problem(
+                "loss-spike-skipped",
+                iteration=plan.iteration,
+                sigma=self.config.optimizer.skip_loss_spikes,
+                loss=result.compared[0],
+                max_loss=plan.limits.loss,
+                norm=result.compared[1],
+                max_norm=plan.limits.grad_norm,
+            )
         )
-        output.print_on_rank(f"WARNING: {spike.render()}")
 
     def _repeat(self, plan: StepPlan, before: TrainState) -> None:
         """Repeats a skipped step to record its gradients for the error message."""

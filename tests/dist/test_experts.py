@@ -33,6 +33,7 @@ from megatron_ds.engine.readback import master_weights
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.moe import MoE
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import expert_group
 from megatron_ds.train_state import TrainState
@@ -328,7 +329,9 @@ def resume(case: Case, folder: str, meshes: Meshes) -> dict[str, Any]:
     manager.save(engine, state)
     seen = {"own": full_weights(engine, mesh), "loss": evaluate(engine, config, mesh)}
     seen["recorded sizes"] = [partition.size for partition in engine.partitions()]
-    seen["sizes"] = [size for sizes in engine._of_all_stages(flat_sizes(engine)) for size in sizes]
+    seen["sizes"] = [
+        size for sizes in gather_objects(flat_sizes(engine), engine._mesh.pp) for size in sizes
+    ]
     seen["continued"] = third_step(engine, config, mesh, case)
     engine._engine.destroy()
 

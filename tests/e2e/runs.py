@@ -140,7 +140,9 @@ class Run:
         while not reached():
             ended = all(process.poll() is not None for process in self._processes)
             if ended or time.monotonic() > end:
-                raise AssertionError(f"the run did not reach the condition:\n{self.output[-20_000:]}")
+                raise AssertionError(
+                    f"the run did not reach the condition:\n{self.output[-20_000:]}"
+                )
             time.sleep(interval)
 
     def kill(self) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ds.config.problems import user_error
@@ -28,6 +27,7 @@ from megatron_ds.engine.states.state_reader import (
     full_shape,
     join,
 )
+from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec
 
@@ -210,9 +210,7 @@ class Resharding:
             )
             for name, parameter in self._engine.module.named_parameters()
         }
-        stages = [own] * self._mesh.pp.size
-        if self._mesh.pp.size > 1:
-            dist.all_gather_object(stages, own, group=self._mesh.pp.handle)
+        stages = gather_objects(own, self._mesh.pp)
         wanted = {name: shape for stage in stages for name, shape in stage.items()}
         saved = self._source.shapes
         if wanted.keys() != saved.keys():
