@@ -53,6 +53,14 @@ from megatron_ds.conversion.source import (
 )
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 
+READERS = {
+    LEGACY: read_legacy,
+    DEEPSPEED: read_deepspeed,
+    TORCH_DIST: read_torch_dist,
+    UNIVERSAL: read_universal,
+}
+"""Kind of checkpoint -> reader of its tensors."""
+
 
 def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
     """Opens the checkpoint that the pointers of a folder name, or the folder's own.
@@ -70,13 +78,7 @@ def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceChe
 
 
 def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoint:
-    readers = {
-        LEGACY: read_legacy,
-        DEEPSPEED: read_deepspeed,
-        TORCH_DIST: read_torch_dist,
-        UNIVERSAL: read_universal,
-    }
-    weights = readers[found.kind](found.path)
+    weights = READERS[found.kind](found.path)
     state = weights.state
     args = megatron_args.arguments_of(state.get("args"))
     is_neox = neox_args.is_neox(state)
