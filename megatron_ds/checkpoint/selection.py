@@ -157,7 +157,6 @@ def select_checkpoint(
     Raises:
         UserError: If there is no such checkpoint.
     """
-    folder, stale = listing.folder, " and ".join(listing.stale)
     is_training = options is not None
     if options is not None and (path := listing.chosen_universal(options)) is not None:
         return _require_undamaged(path, "universal_checkpoint", find_damage, hold)
@@ -166,20 +165,11 @@ def select_checkpoint(
         field = "ckpt_step" if options.load_tag is None else "load_tag"
         return _select_step(listing, options.step, field, find_damage, hold)
     if not listing.paths:
-        # A new run where a checkpoint is expected would overwrite what was trained.
-        if stale:
-            raise user_error(
-                "checkpoint-pointer-dangling",
-                folder=folder,
-                stale=stale,
-                megatron_hint=_megatron_hint(folder),
-                new_run=", or remove the pointer to start a new run" if is_training else "",
-            )
-        if options.exit_on_missing_checkpoint:
-            hint = f", and {option('exit_on_missing_checkpoint')} is set" if is_training else ""
-            raise user_error("checkpoint-missing", folder=folder, hint=hint)
+        if listing.stale or options.exit_on_missing_checkpoint:
+            raise _missing(listing, is_training)
         return None
-    if stale:
+    if listing.stale:
+        stale = " and ".join(listing.stale)
         first = (*listing.preferred, *listing.paths)[0]
         other = option("ckpt_step") if is_training else f"{option('load')} FOLDER/global_stepN"
         warn(Problem("checkpoint-pointer-ignored", stale=stale, first=first, other=other))
@@ -196,7 +186,23 @@ def select_checkpoint(
         damaged.append(f"\n  - {path}: {damage}")
     new_run = ", or move them away to start a new run" if is_training else ""
     listed = "".join(damaged)
-    raise user_error("all-checkpoints-damaged", folder=folder, damaged=listed, new_run=new_run)
+    raise user_error(
+        "all-checkpoints-damaged", folder=listing.folder, damaged=listed, new_run=new_run
+    )
+
+
+def _missing(listing: CheckpointListing, is_training: bool) -> UserError:
+    """The error of an empty folder: a new run would overwrite what was trained there."""
+    if not listing.stale:
+        hint = f", and {option('exit_on_missing_checkpoint')} is set" if is_training else ""
+        return user_error("checkpoint-missing", folder=listing.folder, hint=hint)
+    return user_error(
+        "checkpoint-pointer-dangling",
+        folder=listing.folder,
+        stale=" and ".join(listing.stale),
+        megatron_hint=_megatron_hint(listing.folder),
+        new_run=", or remove the pointer to start a new run" if is_training else "",
+    )
 
 
 def _candidates(

@@ -65,22 +65,12 @@ def check(
     problems, precision = [], config.precision
     if precision.fp16 and not precision.allow_fp16_on_cpu and device.known_without_fp16():
         problems.append(Problem("fp16-not-supported", device="this CPU"))
-    tokenizer: Tokenizer | None = None
-    try:
-        tokenizer = _build_tokenizer(config, is_sound)
-    except UserError as error:
-        problems += error.problems
-    except OSError as error:
-        problems.append(Problem("tokenizer-unreadable", error=error))
+    tokenizer, tokenizer_problems = _check_tokenizer(config, is_sound)
+    problems += tokenizer_problems
     vocab_size = fingerprint = eod = None
     if tokenizer is not None:
         vocab_size, fingerprint, eod = tokenizer.vocab_size, tokenizer.fingerprint, tokenizer.eod
     given = config.model.vocab_size or vocab_size
-    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
-    if vocab_size not in (None, given) and not is_null:
-        problems.append(
-            Problem("vocab-size-differs-from-tokenizer", given=given, vocab_size=vocab_size)
-        )
     if is_sound and given and dp_size > 1:
         for warning in bucket_warnings(config.with_vocab(given)):
             warn(warning)
@@ -111,6 +101,22 @@ def _check_disk(config: Config) -> tuple[DiskRate | None, list[Problem]]:
     if not (config.deepspeed.uses_nvme and path and environment.local_rank() == 0):
         return None, []
     return swap_disk.check(Path(path))
+
+
+def _check_tokenizer(config: Config, is_sound: bool) -> tuple[Tokenizer | None, list[Problem]]:
+    """The tokenizer, if it can be built, and its problems."""
+    try:
+        tokenizer = _build_tokenizer(config, is_sound)
+    except UserError as error:
+        return None, [*error.problems]
+    except OSError as error:
+        return None, [Problem("tokenizer-unreadable", error=error)]
+    given, vocab_size = config.model.vocab_size, None if tokenizer is None else tokenizer.vocab_size
+    is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
+    if not given or vocab_size in (None, given) or is_null:
+        return tokenizer, []
+    problem = Problem("vocab-size-differs-from-tokenizer", given=given, vocab_size=vocab_size)
+    return tokenizer, [problem]
 
 
 def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,7 +33,8 @@ from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.lifecycle import ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.loading.initial_load import StartStates, foreign_start
+from megatron_ds.loading.initial_load import ForeignStart, StartStates, foreign_start
+from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import planned_memory
@@ -57,6 +59,7 @@ from megatron_ds.training.startup_report import (
     print_arguments,
     print_banner,
     print_detail,
+    print_parameter_count,
     warn_of_hosts,
     write_run_files,
 )
@@ -97,7 +100,7 @@ def pretrain(
         writes = context.rank == 0 and folders.save is not None
         files = read_files(config.tokenizer) if writes else {}
         tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
-        local = LocalCheckpoints.open(config.checkpoint, ranks, _warn)
+        local = LocalCheckpoints.open(config.checkpoint, ranks, output.warn_on_rank)
         checkpoints = functools.partial(
             CheckpointManager,
             ranks=ranks,
@@ -120,8 +123,33 @@ def pretrain(
     return code
 
 
-def _warn(problem: Problem) -> None:
-    output.print_on_rank(f"WARNING: {problem.render()}")
+@dataclass(frozen=True)
+class _Start:
+    """What a run continues: a checkpoint of its own, an imported one, or nothing."""
+
+    own: CheckpointMetadata | None = None
+    imported: ForeignStart | None = None
+
+    @property
+    def is_new(self) -> bool:
+        return self.own is None and self.imported is None
+
+    @property
+    def state(self) -> TrainState:
+        if self.own is not None:
+            return self.own.run.state
+        return TrainState() if self.imported is None else self.imported.state
+
+    def load(self, engine: Engine, checkpoints: CheckpointManager) -> TrainState:
+        """Fills the engine with it. Collective."""
+        if self.own is not None:
+            return checkpoints.load(engine, self.own)
+        if self.imported is not None:
+            engine.reshard(StartStates(self.imported))
+            for note in self.imported.notes:
+                output.warn_on_rank(note)
+            output.print_on_rank(f"  loaded the {self.imported.summary}")
+        return self.state
 
 
 def build_trainer(
@@ -144,48 +172,28 @@ def build_trainer(
     print_arguments(config, context, mesh)
     warn_of_hosts(config, context)
     checkpoints = open_checkpoints(config, mesh, output.print_on_rank)
-    found: CheckpointMetadata | None = None
     plan, save = inputs.plan, inputs.plan.folders.local_save
-    foreign = None if plan.imported is None else foreign_start(plan.imported, config)
-    if plan.folders.load is not None and foreign is None:
-        found = checkpoints.select()
-        startup.mark("checkpoint's check")
-    state = TrainState()
-    if found is not None:
-        state = found.run.state
-    elif foreign is not None:
-        state = foreign.state
-    data = _build_data(config, inputs, mesh, found, state)
+    start = _find_start(config, plan, checkpoints, startup)
+    data = _build_data(config, inputs, mesh, start)
     startup.mark("data")
     peak = device.PeakMemory()
-    # Initial weights are not drawn if a checkpoint replaces them.
-    is_new = found is None and foreign is None
-    engine = build_engine(config, mesh, context.device, eod, init_weights=is_new)
+    # A checkpoint replaces initial weights, which are then not drawn.
+    engine = build_engine(config, mesh, context.device, eod, init_weights=start.is_new)
     peak.restart()  # without the trials of compiled functions, which the estimate leaves out
     startup.mark("model and engine")
-    print_detail(
-        config,
-        f" > number of parameters on (tensor, pipeline) model parallel rank "
-        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}",
-    )
-    if found is not None:
-        state = checkpoints.load(engine, found)
-        startup.mark("checkpoint")
-    elif foreign is not None:
-        engine.reshard(StartStates(foreign))
-        for note in foreign.notes:
-            output.print_on_rank(f"WARNING: {note.render()}")
-        output.print_on_rank(f"  loaded the {foreign.summary}")
+    print_parameter_count(config, mesh, engine)
+    state = start.load(engine, checkpoints)
+    if not start.is_new:
         startup.mark("checkpoint")
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = planned_memory(config, mesh.dp.size, context.device.type)
     print_banner(config, context, mesh, engine, state, estimate)
-    if is_new and plan.folders.load is not None:
-        _warn(Problem("no-checkpoint-to-load", folder=plan.folders.load))
+    if start.is_new and plan.folders.load is not None:
+        output.warn_on_rank(Problem("no-checkpoint-to-load", folder=plan.folders.load))
     if save is not None and context.rank == 0:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         write_run_files(save, engine, data)
-        checkpoints.start_branch(found)
+        checkpoints.start_branch(start.own)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     last = state.iteration if config.logging.skip_train else total_iterations
     hosts = distributed.create_host_group(timeout)
@@ -206,6 +214,18 @@ def build_trainer(
     )
 
 
+def _find_start(
+    config: Config, plan: LoadPlan, checkpoints: CheckpointManager, startup: StartupTimer
+) -> _Start:
+    if plan.imported is not None:
+        return _Start(imported=foreign_start(plan.imported, config))
+    if plan.folders.load is None:
+        return _Start()
+    start = _Start(checkpoints.select())
+    startup.mark("checkpoint's check")
+    return start
+
+
 def mean_over_group(values: list[float], *, group: Group, device: torch.device) -> list[float]:
     """Element-wise mean over the ranks of a group, in one float64 all-reduce."""
     if group.size == 1:
@@ -220,12 +240,11 @@ def _build_data(
     config: Config,
     inputs: RunInputs,
     mesh: Mesh,
-    found: CheckpointMetadata | None,
-    state: TrainState,
+    start: _Start,
 ) -> Datasets:
     """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
     print_detail(config, " > building train, validation, and test datasets for GPT ...")
-    num_samples = schedules.planned_samples(config, mesh.dp.size, state)
+    num_samples = schedules.planned_samples(config, mesh.dp.size, start.state)
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         print_detail(config, f"    {name + ':':<12}{samples}")
     save = inputs.plan.folders.local_save
@@ -237,8 +256,8 @@ def _build_data(
         tokenizer_fingerprint=inputs.tokenizer.fingerprint.digest,
         vocab_size=inputs.tokenizer.vocab_size,
         fallback_cache=None if save is None else str(save / "index-cache"),
-        history=None if found is None else found.run.data,
-        consumed=state.consumed_samples,
+        history=None if start.own is None else start.own.run.data,
+        consumed=start.state.consumed_samples,
         files=inputs.data,
     )
     lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]

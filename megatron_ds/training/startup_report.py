@@ -76,6 +76,15 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
         print_detail(config, f"will use {label} {text}.")
 
 
+def print_parameter_count(config: Config, mesh: Mesh, engine: Engine) -> None:
+    """Prints the parameters of the first rank, as Megatron does."""
+    print_detail(
+        config,
+        f" > number of parameters on (tensor, pipeline) model parallel rank "
+        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}",
+    )
+
+
 def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
     """Warns of tensor-parallel groups that communicate between hosts."""
     groups = axis_groups(context.world_size, config.parallel.tensor_model_parallel_size)["tp"]
