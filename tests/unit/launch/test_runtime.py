@@ -54,11 +54,6 @@ def test_stale_lock_is_an_error(tmp_path: Path) -> None:
     environment.require_no_stale_locks(find_stale_locks(tmp_path))
 
 
-def test_cores_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7})
-    assert environment.available_cores() == 3
-
-
 def test_ops_are_stored_in_the_virtual_environment(
     clean_environment: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -225,11 +220,6 @@ def test_more_processes_than_devices_are_an_error_on_every_rank(
 ) -> None:
     with raises_problem("more-processes-than-devices"):
         device.device_index(local_rank, local_size, count, is_shared=is_shared)
-
-
-def test_processes_share_devices_under_gloo() -> None:
-    found = [device.device_index(n, 4, 2, is_shared=True, may_share=True) for n in range(4)]
-    assert found == [0, 1, 0, 1]
 
 
 def test_deepspeed_uses_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None:

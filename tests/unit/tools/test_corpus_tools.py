@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron_ds.training.loss_curves import read_curves, read_run, smooth
 from tests.problems import printed_codes, raises_problem
-from tests.token_files import write_pair, write_texts
-from tools import make_corpus, plot_loss, train_tokenizer, unigram_loss
+from tests.token_files import write_pair
+from tools import make_corpus, plot_loss, unigram_loss
 
 
 def test_sources_are_decoded_by_their_declared_encoding(tmp_path: Path) -> None:
@@ -23,29 +22,6 @@ def test_sources_are_decoded_by_their_declared_encoding(tmp_path: Path) -> None:
     (tmp_path / "test" / "excluded.py").write_text("pass\n")
 
     assert list(make_corpus.sources(tmp_path)) == ["# coding: latin-1\n# é\n"]
-
-
-def test_trained_tokenizer_loads_as_gpt2_files(tmp_path: Path) -> None:
-    text = "import os\nimport sys\nimport re\n" * 20 + "é€\n"
-    corpus = write_texts(tmp_path / "corpus.jsonl", [text])
-
-    flags = ["--vocab-size", "265", "--output-dir", str(tmp_path)]
-    assert train_tokenizer.main(["--input", str(corpus), *flags]) == 0
-    tokenizer = GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
-    ids = tokenizer.encode(text)
-
-    assert (tokenizer.vocab_size, tokenizer.eod) == (265, 264)
-    assert tokenizer.decode(ids) == text
-    assert len(ids) < len(text.encode()) / 2
-
-
-def test_a_smaller_vocabulary_than_requested_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    corpus = write_texts(tmp_path / "corpus.jsonl", ["ab ab"])
-    flags = ["--vocab-size", "300", "--output-dir", str(tmp_path)]
-    assert train_tokenizer.main(["--input", str(corpus), *flags]) == 0
-    assert printed_codes(capsys.readouterr().err) == ["vocabulary-smaller"]
 
 
 def test_unigram_loss_of_known_tokens(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.problems import printed_codes
 from tests.unit.checkpoint.fakes import flipped, truncated
 from tests.unit.checkpoint.native_writer import MODEL, STEPS, random_states, write_checkpoint
 from tests.unit.conversion.hf_models import random_model
-from tests.unit.tools.conftest import Run, closed_stdout
+from tests.unit.tools.conftest import Run
 from tools import inspect_checkpoint
 
 TOOL = inspect_checkpoint
@@ -319,8 +319,3 @@ def test_a_damaged_curve_is_a_warning(saved: Path, tmp_path: Path, run: Run) -> 
     printed = run(folder)
     assert printed_codes(printed.err) == ["metrics-line-invalid"]
     assert "loss:" not in printed.out
-
-
-def test_closed_stdout_exits_silently(saved: Path, run: Run) -> None:
-    with closed_stdout():
-        assert run(saved / "one", status=141).err == ""

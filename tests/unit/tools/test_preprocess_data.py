@@ -8,17 +8,15 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from itertools import count
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ds.cli.progress import Update
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.fileio import resumable
+from megatron_ds.preprocess.options import PreprocessOptions
+from megatron_ds.preprocess.pipeline import Progress
 from tests.problems import printed_codes
 from tests.token_files import write_texts
 from tests.unit.tools.conftest import Run
@@ -122,7 +120,10 @@ def test_output_of_another_run_is_kept_without_overwrite(tmp_path: Path, run: Ru
     run(*flags)
     pair, other = tmp_path / "out_text_document.bin", ("--max-document-bytes", 50)
     before = pair.stat()
-    assert run(*flags).out.startswith("5 documents, 15 tokens")
+    shown = f"5 documents, 15 tokens\nin {pair} and .idx\n"
+    assert run(*flags).out == run(*flags, "--resume").out == shown
+    error = run(*flags, *other, "--resume", status=1).err
+    assert printed_codes(error) == ["resumed-run-differs"]
     refused = ["resumed-run-differs", "output-exists"]
     assert printed_codes(run(*flags, *other, status=2).err) == refused
     assert pair.stat() == before
@@ -207,6 +208,9 @@ def test_missing_fast_library_is_reported_and_not_required(
 
 def test_time_line_lists_all_stages() -> None:
     parts = {"reading": 1.0, "waiting": 2.0, "writing": 0.5, "parsing": 3.0, "encoding": 4.0}
+    done = Progress(documents=50, seconds=parts, before=Progress(documents=20))
+    lines = preprocess_data.final_report(done, PreprocessOptions(json_keys=()), 5.0, "x")
+    assert "20 of them before the interruption" in lines
     assert preprocess_data.time_line(parts, 5.0, "x") == (
         "time: start 1.50 s, reading 1.00 s, waiting for workers 2.00 s, writing 0.50 s; all "
         "workers together: parsing 3.00 s, encoding by x 4.00 s"
@@ -243,35 +247,3 @@ def test_sentence_flags_are_validated(tmp_path: Path, run: Run) -> None:
     error = run(*corpus(tmp_path), *NULL, *wrong, status=2).err
     assert "--lang" in error
     assert "--workers 0" in error
-
-
-@contextmanager
-def interrupted(*_: object) -> Iterator[Update]:
-    """Progress that raises KeyboardInterrupt after three chunks."""
-    numbers = count(1)
-
-    def update(documents: int, input_bytes: int, description: str) -> None:
-        if next(numbers) == 3:
-            raise KeyboardInterrupt
-
-    yield update
-
-
-def test_interrupted_run_is_reported_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
-    flags = (*corpus(tmp_path), *NULL, "--append-eod", "--workers", 1, "--chunk-size", 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(resumable, "COMMIT_SECONDS", 0.0)
-        patch.setattr(preprocess_data, "progress", interrupted)
-        assert str(tmp_path / "out.work") in run(*flags, status=130).err
-    printed = run(*flags, "--resume")
-    assert "50 documents (" in printed.out
-    assert " of them before the interruption" in printed.out
-    assert printed.err.startswith("resuming after ")
-    shown, log = run(*flags, "--resume")
-    assert str(tmp_path / "out") in log
-    assert shown == f"50 documents, 150 tokens\nin {tmp_path}/out_text_document.bin and .idx\n"
-    error = run(*flags, "--resume", "--max-document-bytes", 50, status=1).err
-    assert "--max-document-bytes" in error
-    assert "[resumed-run-differs]" in error
