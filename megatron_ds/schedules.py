@@ -74,7 +74,7 @@ def _spike_limit(values: Sequence[float], sigma: float, window: int) -> float:
 def skipped_range(config: Config, iteration: int) -> tuple[int, int] | None:
     """The range of --skip-train-iteration-range that contains an iteration."""
     ranges = config.schedule.skipped_ranges
-    return next((each for each in ranges if each[0] <= iteration <= each[1]), None)
+    return next((one for one in ranges if one[0] <= iteration <= one[1]), None)
 
 
 def batch_size_at(config: Config, samples: int, tokens: int, dp_size: int) -> int:
@@ -217,7 +217,7 @@ def describe_schedules(config: Config) -> list[tuple[str, str]]:
 
 
 def run_totals(config: Config, dp_size: int, state: TrainState = INITIAL_STATE) -> RunTotals:
-    """Counters at the end of the run, including those of `state`."""
+    """Counters at the end of the run, including the progress of `state`."""
     total = RunTotals(state.iteration, state.consumed_samples, state.consumed_tokens)
     for steps, batch_size, length in constant_segments(config, dp_size, state):
         samples = steps * batch_size

@@ -1,6 +1,6 @@
 """Options and work that the command lines of cleaning share: tools/openwebtext.
 
-Owns how a cleaning run is reported. What the stages do is in their modules.
+Owns the report of a cleaning run; the stages have their own modules.
 """
 
 from __future__ import annotations

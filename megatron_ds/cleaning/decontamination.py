@@ -124,14 +124,14 @@ class Decontaminate:
 
     def _matches(self, text: str) -> Iterator[tuple[int, int]]:
         """Spans of task texts, which may overlap."""
-        found = list(WORD.finditer(text))
-        words = [match.group().casefold() for match in found]
+        matches = list(WORD.finditer(text))
+        words = [match.group().casefold() for match in matches]
         for at, head in enumerate(itertools.pairwise(words)):
             if head not in self._heads:
                 continue
             for size in self._sizes:
                 if " ".join(words[at : at + size]) in self._grams:
-                    yield found[at].start(), found[min(at + size, len(found)) - 1].end()
+                    yield matches[at].start(), matches[min(at + size, len(matches)) - 1].end()
                     break
 
     def _pieces(self, text: str, matches: Sequence[tuple[int, int]]) -> list[str]:
@@ -162,11 +162,11 @@ def _texts(options: TaskOptions, rejected: list[RejectedDocument]) -> Iterator[s
     whole = not options.eval_task_keys
     wanted = TextFields(options.eval_task_keys, 1 << 31)
     for item in DocumentReader(inputs, options.eval_task_keys, all_columns=whole):
-        found = _all_texts(item) if whole else texts_of(item, wanted)
-        if isinstance(found, RejectedDocument):
-            rejected.append(found)
+        texts = _all_texts(item) if whole else texts_of(item, wanted)
+        if isinstance(texts, RejectedDocument):
+            rejected.append(texts)
         else:
-            yield from found
+            yield from texts
 
 
 def _all_texts(item: RawDocument) -> list[str] | RejectedDocument:

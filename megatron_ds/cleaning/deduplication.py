@@ -188,14 +188,14 @@ class LshIndex:
 
     def _chained(self, slots: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         """Sorted numbers of the documents in one slot per band."""
-        found = [np.empty(0, np.intp)]
+        candidates = [np.empty(0, np.intp)]
         bands, numbers = self._columns, self._last[self._columns, slots]
         while numbers.any():
             there = numbers > 0
             bands, before = bands[there], numbers[there].astype(np.intp) - 1
-            found.append(before)
+            candidates.append(before)
             numbers = self._earlier[before, bands]
-        return np.unique(np.concatenate(found)) if len(found) > 1 else found[0]
+        return np.unique(np.concatenate(candidates)) if len(candidates) > 1 else candidates[0]
 
     def _slots(self, signatures: npt.NDArray[np.uint16]) -> npt.NDArray[np.intp]:
         """Slot of each band, by multiplicative hashing: [signatures, bands]."""

@@ -199,14 +199,14 @@ class _Search:
                 warnings.warn(str(result), stacklevel=2)
             return
         self.counts["documents"] += 1
-        found = self._index.most_similar(result.key)
-        if found is None:
+        similar = self._index.most_similar(result.key)
+        if similar is None:
             self._index.reload(result.key)
             self._names.append(result.name)
             record = pack_record(result.key) + pack_record(result.name.encode())
             self._work.files[KEPT].write(record)
             return
         self.counts["duplicates"] += 1
-        number, similarity = found
+        number, similarity = similar
         line = {self._names[number]: [{result.name: round(similarity, 4)}]}
         self._work.files[OUTPUT].write(json.dumps(line, ensure_ascii=False).encode() + b"\n")

@@ -61,7 +61,7 @@ class MergeOptions:
 
 
 def files_of(path: str, output: str) -> Iterator[str]:
-    """The files of a path, by name, without those that this or an earlier run has written."""
+    """The files of a path, by name, except the outputs of this and of earlier runs."""
     if not os.path.isdir(path):
         yield path
         return

@@ -231,7 +231,7 @@ class CleaningOptions:
         is_valid = not problems
         stages: list[Stage] = []
         for name in self.order:
-            if is_valid or name in NEED_PACKAGES:  # the other ones read files, which must exist
+            if is_valid or name in NEED_PACKAGES:  # other stages read files, which must exist
                 with collect(problems):
                     stages.append(builders[name]())
         raise_if_any(problems)

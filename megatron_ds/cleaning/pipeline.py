@@ -141,8 +141,8 @@ class Cleaner:
         text = self._field(item, self.key)
         if isinstance(text, RejectedDocument):
             return text
-        found = None if self.url_key is None else self._field(item, self.url_key)
-        url = found if isinstance(found, str) and found else None
+        value = None if self.url_key is None else self._field(item, self.url_key)
+        url = value if isinstance(value, str) and value else None
         line_of = partial(_line, item, self.key, text)
         trace = self._trace(Document(text, url), self.stages, line_of)
         return TracedDocument(item.file, item.line, len(text), url is not None, trace)
@@ -150,8 +150,8 @@ class Cleaner:
     def _field(self, item: RawDocument, key: str | None) -> str | RejectedDocument:
         """The text of a key; without a key only the document is checked."""
         keys = () if key is None else (key,)
-        found = texts_of(item, TextFields(keys, self.max_document_bytes))
-        return found if isinstance(found, RejectedDocument) else "".join(found)
+        texts = texts_of(item, TextFields(keys, self.max_document_bytes))
+        return texts if isinstance(texts, RejectedDocument) else "".join(texts)
 
     def _trace(
         self, document: Document, stages: Sequence[Stage], line_of: Callable[[str], bytes]

@@ -38,7 +38,7 @@ class Replaced(NamedTuple):
 
 
 class SplitInto(NamedTuple):
-    """Each text continues as a document of its own."""
+    """Each text continues as a separate document."""
 
     texts: list[str]
 

@@ -44,7 +44,7 @@ class FixUnicode:
         if SUSPICIOUS.search(text) is None:
             return None
         # ftfy is slow and works line by line: only the lines that it may change are passed to it.
-        # They end at \n alone, unlike those of splitlines().
+        # Lines end at \n alone, unlike in splitlines().
         config = self._config
         lines = list(io.StringIO(text, newline="\n"))
         for number, line in enumerate(lines):
@@ -99,7 +99,7 @@ class LengthFilter:
 
 
 class LanguageFilter:
-    """Drops documents of other languages, and those of uncertain language.
+    """Drops documents of other languages or of an uncertain one.
 
     Args:
         codes: ISO 639 codes of the languages to keep.

@@ -96,7 +96,7 @@ def filter_urls(options: UrlListOptions) -> Counter[str]:
 def _kept(
     files: Sequence[Path], urls: UrlFilter, work: ResumableOutput, counts: Counter[str]
 ) -> Iterator[tuple[str, Position]]:
-    """Kept addresses after those of the work, each with its end in the input; counts the dropped
+    """Yields the remaining kept addresses, each with its end in the input, and counts the dropped
     ones. Keeps a hash of each address in memory."""
     first, offset = (0, 0) if work.progress is None else work.progress["place"]
     with (work.folder / OUTPUT).open("rb") as lines:

@@ -199,7 +199,7 @@ def resume_history(
     members = tuple(numbers[one] for one in identities)
     starts = tuple(sources[number].consumed for number in members)
     phase = BlendPhase(consumed, members, tuple(weights), starts)
-    passed = (each for each in before.phases if each.first_sample < consumed)
+    passed = (phase for phase in before.phases if phase.first_sample < consumed)
     return BlendHistory(order, sources, (*passed, phase), seq_length)
 
 
@@ -239,7 +239,7 @@ def extend_requests(
     An index has all samples of its complete epochs, and they are all read before the next index
     begins, so that all documents are read equally often.
     """
-    available = sum(total_samples(each, tokens_per_epoch, seq_length) for each in requests)
+    available = sum(total_samples(request, tokens_per_epoch, seq_length) for request in requests)
     return requests if available >= needed else (*requests, needed - available)
 
 

@@ -93,8 +93,8 @@ def blend_order(
         "samples": num_samples,
         "block": BLOCK,
     }
-    found = cache.get_or_build("blend", key, lambda: {"counts": model.counts(num_samples)})
-    return BlockSchedule(model, num_samples, found["counts"])
+    arrays = cache.get_or_build("blend", key, lambda: {"counts": model.counts(num_samples)})
+    return BlockSchedule(model, num_samples, arrays["counts"])
 
 
 class BlockSchedule:

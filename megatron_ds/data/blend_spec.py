@@ -130,7 +130,7 @@ class DatasetGroup:
     zero_weight_files: tuple[str, ...] = ()
 
     def without(self, sources: Sequence[BlendSource]) -> DatasetGroup:
-        """The group without some of its files; the weights of the others keep their ratios."""
+        """The group without some of its files; the other weights keep their ratios."""
         rest = [source for source in self.sources if source not in sources]
         total = math.fsum(source.weight or 0 for source in rest) or 1
         kept = (replace(one, weight=one.weight and one.weight / total) for one in rest)
@@ -188,11 +188,11 @@ def parse_blend(
     given = f"{flag} {_shorten(paths)}"
     if len(paths) % 2:
         raise user_error("blend-syntax", field, given=given)
-    found = [
+    sources = tuple(
         BlendSource(prefix, _parse_weight(weight, given, field), documents)
         for weight, prefix in zip(paths[::2], paths[1::2], strict=True)
-    ]
-    return DatasetGroup(split, "", flag, _normalize(found, given, field), _unread(found))
+    )
+    return DatasetGroup(split, "", flag, _normalize(sources, given, field), _unread(sources))
 
 
 def parse_group(
@@ -210,7 +210,7 @@ def parse_group(
         return DatasetGroup(split, "", flag, ()), [unnamed]
     name = name.strip()
     problems: list[Problem] = []
-    found: list[BlendSource] = []
+    entries: list[BlendSource] = []
     for entry in rest.split(","):
         words = entry.split()
         if len(words) != 3:
@@ -221,12 +221,12 @@ def parse_group(
             weight = _parse_weight(words[0], given, field)
         with collect(problems):
             documents = _parse_range(words[1], given, field)
-        found.append(BlendSource(words[2], weight, documents))
-    sources = tuple(source for source in found if source.weight)
+        entries.append(BlendSource(words[2], weight, documents))
+    sources = tuple(source for source in entries if source.weight)
     if not problems:
         with collect(problems):
-            sources = _normalize(found, given, field)
-    return DatasetGroup(split, name, f"{flag} {name}:", sources, _unread(found)), problems
+            sources = _normalize(entries, given, field)
+    return DatasetGroup(split, name, f"{flag} {name}:", sources, _unread(entries)), problems
 
 
 def _split_groups(config: DataConfig, problems: list[Problem]) -> list[DatasetGroup]:
@@ -276,9 +276,9 @@ def _weighted_groups(
             )
     groups = []
     for text in texts:
-        group, found = parse_group(text, split, flag, field)
+        group, group_problems = parse_group(text, split, flag, field)
         groups.append(group)
-        problems += found
+        problems += group_problems
     problems += [
         Problem("duplicate-group-name", field, flag=flag, name=name)
         for name, count in Counter(group.name for group in groups if group.name).items()
@@ -294,19 +294,19 @@ def _per_split_groups(path: str) -> list[DatasetGroup]:
     field = "per_split_data_args_path"
     flag = f"--per-split-data-args-path {path}:"
     try:
-        found = json.loads(_read_text(path, field))
+        values = json.loads(_read_text(path, field))
     except (json.JSONDecodeError, RecursionError) as error:
         raise user_error("per-split-file-not-json", field, flag=flag, error=error) from error
-    if not isinstance(found, dict) or any(key not in SPLITS for key in found):
+    if not isinstance(values, dict) or any(key not in SPLITS for key in values):
         raise user_error("per-split-file-keys", field, flag=flag, splits=", ".join(SPLITS))
     groups: list[DatasetGroup] = []
     problems: list[Problem] = []
     for split in SPLITS:
         with collect(problems):
-            words = _as_words(found.get(split), f"{flag} {split}", field)
+            words = _as_words(values.get(split), f"{flag} {split}", field)
             if words:
                 groups.append(parse_blend(words, split, f"{flag} {split}", field))
-    if not found.get("train"):
+    if not values.get("train"):
         problems.append(Problem("per-split-file-without-train", field, flag=flag))
     raise_if_any(problems)
     return groups

@@ -78,7 +78,7 @@ class ConcatDataset(RoutingDataset):
 
     def __init__(self, datasets: Sequence[TokenDataset]) -> None:
         super().__init__(datasets)
-        self._ends = list(itertools.accumulate(len(each) for each in datasets))
+        self._ends = list(itertools.accumulate(len(dataset) for dataset in datasets))
 
     def __len__(self) -> int:
         return self._ends[-1]

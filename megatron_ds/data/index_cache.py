@@ -2,7 +2,7 @@
 
 An entry is complete or absent: arrays are written under temporary names, fsynced and renamed, their
 description with checksums last. An entry that does not match its description is rebuilt. If several
-processes request an entry, one builds it while the others wait. Knows nothing about the arrays.
+processes request an entry, one builds it while its peers wait. Knows nothing about the arrays.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class ArrayCache:
         """
         name = _entry_name(kind, key)
         for folder in self._folders:
-            found = _load(folder, name)
-            if found is not None:
-                return found
+            arrays = _load(folder, name)
+            if arrays is not None:
+                return arrays
         build_once = functools.cache(build)
         reasons = []
         for folder in self._folders:
@@ -110,16 +110,16 @@ class ArrayCache:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with locked(folder / f"{name}.lock", WaitPolicy()) as is_locked:
-                    found = _load(folder, name)
-                    if found is not None:
-                        return found
+                    arrays = _load(folder, name)
+                    if arrays is not None:
+                        return arrays
                     if is_locked:
                         for leftover in folder.glob(f"{name}.*.partial"):
                             leftover.unlink(missing_ok=True)
                     _store(folder, name, build(), key)
-                found = _load(folder, name)
-                if found is not None:
-                    return found
+                arrays = _load(folder, name)
+                if arrays is not None:
+                    return arrays
             except FileNotFoundError:
                 if not attempts_left:
                     raise

@@ -52,14 +52,14 @@ class TokenFileWriter:
     """Writes sequences and documents to the three files from which a pair is made.
 
     Memory use is constant: the index is written as it grows, lengths in their final place and the
-    document index to a file of its own, and is assembled in blocks.
+    document index to a separate file, and is assembled in blocks.
 
     Args:
         prefix: Path of the pair, for messages.
         dtype: Storage type of the tokens, see `token_dtype`.
         files: The `.bin` file, the `.idx` file and the document index, open for reading and
             writing, at the end of what `written` counts. The caller syncs and names them.
-        written: What the files contain already.
+        written: Counts of the content that the files have already.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TokenFileWriter:
         Args:
             tokens: [sum of lengths] integers, the concatenated sequences.
             lengths: [n], tokens of each sequence.
-            sequences: [d], sequences of each document; None for one each.
+            sequences: [d], sequences of each document; None for one per document.
 
         Raises:
             ValueError: If the arguments do not agree.

@@ -56,8 +56,8 @@ class OpenedFile:
 class LazySampleIndexes:
     """Indexes of at least `samples` samples of a file, rounded up to complete epochs.
 
-    They are built or loaded on first use: building those of thousands of files at start-up would
-    take too long, and the number of samples is known without them.
+    They are built or loaded on first use: building the indexes of thousands of files at start-up
+    would take too long, and the number of samples is known without them.
 
     Attributes:
         file: The file.

@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class LoaderProcess:
-    """Reads micro-batches in order, in a process of its own.
+    """Reads micro-batches in order, in a separate process.
 
     Args:
         dataset: The samples.
@@ -67,7 +67,7 @@ class LoaderProcess:
         atexit.register(self.stop)
 
     def read(self) -> SampleArray:
-        """Reads the next micro-batch, [B, S + 1], into memory of its own.
+        """Reads the next micro-batch, [B, S + 1], into new memory.
 
         Raises:
             UserError: If a sample is invalid or a file is damaged.

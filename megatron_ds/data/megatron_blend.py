@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 GREEDY_FORMAT = 1001
-"""Version of the order, apart from those of `blend_schedule`."""
+"""Version of the order, different from the versions of `blend_schedule`."""
 MAX_PARTS = 1024
 """Parts that are computed at once."""
 MAX_ELEMENTS = 1 << 21
@@ -69,11 +69,11 @@ class GreedyModel:
         before, at = np.zeros(len(self._weights)), 0
         while at + length <= size:
             parts = min(self._max_parts(), (size - at) // length)
-            found, _ = self._compute(at, before, parts, length)
+            counts, _ = self._compute(at, before, parts, length)
             ends = at + length * np.arange(1, parts + 1)
             whole = ends % self._block == 0
-            rows[ends[whole] // self._block] = found[1:][whole]
-            before, at = found[-1], at + length * parts
+            rows[ends[whole] // self._block] = counts[1:][whole]
+            before, at = counts[-1], at + length * parts
         if at < size:
             rest = self._order(at, before, size - at)
             before = before + np.bincount(rest, minlength=len(before))
@@ -81,7 +81,7 @@ class GreedyModel:
         return rows
 
     def order(self, start: int, before: Counts, after: Counts) -> npt.NDArray[np.int16]:
-        """Source at every position from `start` on, until the counts are those of `after`."""
+        """Source at every position from `start` on, until the counts equal `after`."""
         return self._order(start, before.astype(np.float64), int(after.sum() - before.sum()))
 
     def _order(self, start: int, before: Floats, size: int) -> npt.NDArray[np.int16]:
@@ -110,7 +110,7 @@ class GreedyModel:
             start: First position.
             before: Counts at this position.
             parts: Number of parts.
-            length: Positions of each.
+            length: Positions of each part.
             keep_order: Return the order, too.
 
         Returns:
@@ -135,7 +135,7 @@ class GreedyModel:
         return np.concatenate([begin, end[-1:]]), chosen
 
     def _guess(self, positions: Counts) -> Floats:
-        """Counts at positions, about in proportion; those of rare sources are too low rather
+        """Counts at positions, about in proportion; counts of rare sources are too low rather
         than too high, because missing samples are read next."""
         sources = len(self._weights)
         expected = self._weights * positions[:, None]

@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     """Tokens of each sample, int32: T is S + 1, since inputs and labels are the same
     row without its last and its first token. Read-only. None if another rank reads it."""
     shape: tuple[int, int]
-    """Of `rows_BT`."""
+    """Shape of `rows_BT`."""
     position: int
     """Position of the first sample in the data order: samples before it, over all ranks."""
     eod: int | None = None

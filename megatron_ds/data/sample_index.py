@@ -1,7 +1,7 @@
 """Megatron's document, sample and shuffle index, splits and blends: which tokens make sample i.
 
-Pure arithmetic on numpy arrays. The three indexes are equal, element by element, to those of
-Megatron-LM and microsoft/Megatron-DeepSpeed. This file knows no files, tokenizers or torch.
+Pure arithmetic on numpy arrays. The three indexes are equal, element by element, to the
+indexes of Megatron-LM and microsoft/Megatron-DeepSpeed. Knows no files, tokenizers or torch.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def shuffle_dtype(total: int) -> type[np.integer[Any]]:
 
 
 def shuffle_parts(array: IntArray, first: int, rng: np.random.RandomState) -> None:
-    """Shuffles the first `first` elements in place, and the others separately."""
+    """Shuffles the first `first` elements in place, and the rest separately."""
     rng.shuffle(array[:first])
     rng.shuffle(array[first:])
 
@@ -177,7 +177,7 @@ def split_bounds(
     """
     if rounding == "megatron-core":
         sums = itertools.accumulate(fractions)
-        return list(itertools.pairwise([0, *(round(each * float(size)) for each in sums)]))
+        return list(itertools.pairwise([0, *(round(share * float(size)) for share in sums)]))
     ends = list(itertools.accumulate(round(fraction * float(size)) for fraction in fractions))
     surplus = ends[-1] - size
     return list(itertools.pairwise([0, *(max(0, end - surplus) for end in ends)]))

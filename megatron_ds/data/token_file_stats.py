@@ -213,12 +213,12 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
     common = int(starts[documents if at is None else at]) + shorter
     token = _first_mismatch(left.tokens[:common], right.tokens[:common])
     if token is not None:
-        found = int(np.searchsorted(starts, token, side="right")) - 1
-        within = token - int(starts[found])
+        number = int(np.searchsorted(starts, token, side="right")) - 1
+        within = token - int(starts[number])
         return FirstDifference(
-            f"token {within} of document {found} is {left.tokens[token]} in {left.prefix} and "
+            f"token {within} of document {number} is {left.tokens[token]} in {left.prefix} and "
             f"{right.tokens[token]} in {right.prefix}",
-            found,
+            number,
             within,
         )
     if at is not None:
@@ -244,12 +244,12 @@ def _first_boundary_difference(left: IndexedDataset, right: IndexedDataset) -> F
         entry = _first_mismatch(left.document_index, right.document_index)
         if entry is None:
             return FirstDifference("")
-        found = entry - 1
+        number = entry - 1
     else:
         at = min(len(left), len(right)) - 1 if sequence is None else sequence
-        found = int(np.searchsorted(left.document_index, at, side="right")) - 1
+        number = int(np.searchsorted(left.document_index, at, side="right")) - 1
     return FirstDifference(
-        f"the tokens are equal, but document {found} is split into different sequences", found
+        f"the tokens are equal, but document {number} is split into different sequences", number
     )
 
 

@@ -48,8 +48,8 @@ def read_sentence_splitter(prefix: str) -> SplitterDescription | None:
     """
     if read_tokenizer(prefix) is None:
         return None
-    found = json.loads(Path(prefix + TOKENIZER_SUFFIX).read_bytes()).get(SENTENCES_KEY)
-    return found if isinstance(found, dict) else None
+    splitter = json.loads(Path(prefix + TOKENIZER_SUFFIX).read_bytes()).get(SENTENCES_KEY)
+    return splitter if isinstance(splitter, dict) else None
 
 
 def metadata_json(identity: TokenizerFingerprint, sentences: SplitterDescription | None) -> bytes:
@@ -68,12 +68,12 @@ def metadata_json(identity: TokenizerFingerprint, sentences: SplitterDescription
 def tokenizer_mismatch(prefix: str, identity: TokenizerFingerprint) -> Iterator[Problem]:
     """Problems of a pair that was made with another tokenizer, or whose record is unreadable."""
     try:
-        found = read_tokenizer(prefix)
+        recorded = read_tokenizer(prefix)
     except UserError as error:
         yield from error.problems
         return
-    if found is not None and not found.same_as(identity):
-        yield Problem("tokenizer-mismatch", prefix=prefix, found=found, identity=identity)
+    if recorded is not None and not recorded.same_as(identity):
+        yield Problem("tokenizer-mismatch", prefix=prefix, found=recorded, identity=identity)
 
 
 def merged_metadata(prefixes: Sequence[str]) -> bytes | None:
@@ -84,8 +84,8 @@ def merged_metadata(prefixes: Sequence[str]) -> bytes | None:
     Raises:
         UserError: If two of them were made with different tokenizers.
     """
-    found = {prefix: read_tokenizer(prefix) for prefix in prefixes}
-    known = {prefix: identity for prefix, identity in found.items() if identity is not None}
+    records = {prefix: read_tokenizer(prefix) for prefix in prefixes}
+    known = {prefix: identity for prefix, identity in records.items() if identity is not None}
     for prefix, identity in known.items():
         first, other = next(iter(known.items()))
         if not identity.same_as(other):
@@ -96,7 +96,7 @@ def merged_metadata(prefixes: Sequence[str]) -> bytes | None:
                 first=first,
                 other=other,
             )
-    if len(known) < len(found):
+    if len(known) < len(records):
         return None
     splitters = [read_sentence_splitter(prefix) for prefix in prefixes]
     same = all(splitter == splitters[0] for splitter in splitters)

@@ -81,11 +81,11 @@ class DataFiles:
             UserError: If a file is damaged.
         """
         empty = [
-            each
-            for each in group.sources
+            source
+            for source in group.sources
             if group.split != "train"
-            and each.documents.may_be_empty
-            and not _has_tokens(self.open(each.prefix), each.documents)
+            and source.documents.may_be_empty
+            and not _has_tokens(self.open(source.prefix), source.documents)
         ]
         return group.without(empty) if empty else group
 
@@ -246,8 +246,8 @@ def data_warnings(files: DataFiles, samples: Sequence[int], eod: int | None) -> 
     """
     needed = dict(zip(SPLITS, samples, strict=True))
     for group in files.groups:
-        kept = {each.prefix for each in files.with_text(group).sources}
-        empty = [each.prefix for each in group.sources if each.prefix not in kept]
+        kept = {source.prefix for source in files.with_text(group).sources}
+        empty = [source.prefix for source in group.sources if source.prefix not in kept]
         if needed[group.split] and empty:
             text, named = group.sources[0].documents.text, join_limited(empty, MAX_NAMED_FILES)
             yield Problem("split-not-evaluated", text=text, split=group.split, named=named)

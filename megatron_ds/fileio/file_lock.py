@@ -30,8 +30,8 @@ class WaitPolicy:
     """How a process waits for a lock.
 
     Attributes:
-        report: Takes messages about the wait. Of the processes that wait for files of one folder,
-            only one reports.
+        report: Takes messages about the wait. Only one of the processes that wait for files of a
+            folder reports.
         report_after: Seconds until the first message.
         report_every: Seconds between messages.
         timeout: Seconds until waiting is given up.

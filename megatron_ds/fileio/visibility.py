@@ -18,7 +18,7 @@ def retry(look: Callable[[], T], wanted: object) -> T:
     """Calls a function until it returns the wanted value or the time is over.
 
     Returns:
-        What the last call returned.
+        The result of the last call.
     """
     end, pause = time.monotonic() + VISIBLE_WITHIN_S, FIRST_PAUSE_S
     while (seen := look()) != wanted and time.monotonic() < end:

@@ -1,6 +1,6 @@
 """Schema of `PUT /api`: parses and validates a request body. Loads no torch.
 
-The fields and their limits are those of Megatron's text generation server. In addition, unknown
+Fields and limits follow Megatron's text generation server. In addition, unknown
 fields, values of a wrong type and fields without an effect are errors.
 """
 
@@ -171,12 +171,12 @@ def _reject_constant(name: str) -> Any:
 
 
 def _reject_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
         raise user_error("request-field-repeated", as_json=_as_json(repeated))
-    return found
+    return fields
 
 
 def _field_problems(given: Mapping[str, Any]) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Options of the tools that load a run's checkpoint, and how pretrain_gpt.py's flags apply.
 
-The tokenizer's flags override the checkpoint's, the model's must agree with it, and the other ones
+The tokenizer's flags override the checkpoint's, the model's must agree with it, and all others
 have no effect. Also reports and errors of these tools. Loads no torch before a checkpoint's
 tokenizer is needed.
 """

@@ -1,7 +1,7 @@
 """Key-value cache in memory that is allocated once.
 
 Implements `model.attention.KeyValueCache`. Data type, device and this rank's number of heads are
-those of the first keys.
+taken from the first keys.
 
 Shapes: B prompts, k this rank's key-value heads, S new tokens, L all tokens so far, D head size.
 """

@@ -13,7 +13,7 @@ from megatron_ds.inference.sampling import check_finite
 from megatron_ds.model.gpt import GPTModel
 
 CHUNK_TOKENS = 128
-"""Tokens whose logits are in memory together; those of a complete text may not fit."""
+"""Tokens whose logits are in memory together; all logits of a text may not fit."""
 
 
 @dataclass(frozen=True)

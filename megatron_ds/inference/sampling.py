@@ -77,8 +77,8 @@ def candidates(
     """Candidates for the next token.
 
     The logits, less their maximum, are divided by the temperature. Top-k keeps the k most probable
-    tokens. Of those, top-p (nucleus sampling, Holtzman et al. 2020) keeps the fewest most probable
-    tokens whose total probability reaches p.
+    tokens. Among these, top-p (nucleus sampling, Holtzman et al. 2020) keeps the fewest most
+    probable tokens whose total probability reaches p.
 
     Returns:
         Unnormalized probabilities, 0 for excluded tokens, and ids, each [B, n].
@@ -129,7 +129,7 @@ def draw(weights_Bn: torch.Tensor, generators: Sequence[torch.Generator]) -> tor
     sums = weights_Bn.cpu().double().cumsum(dim=-1)
     total = sums[:, -1:].contiguous()
     check_finite(total.flatten().tolist())
-    uniform = [torch.rand(1, generator=each, dtype=torch.float64) for each in generators]
-    found = torch.searchsorted(sums, torch.stack(uniform) * total, right=True)
+    uniform = [torch.rand(1, generator=stream, dtype=torch.float64) for stream in generators]
+    columns = torch.searchsorted(sums, torch.stack(uniform) * total, right=True)
     # If the product is rounded up to the total, the search ends after the last nonzero weight.
-    return found.minimum(torch.searchsorted(sums, total))
+    return columns.minimum(torch.searchsorted(sums, total))

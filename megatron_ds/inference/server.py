@@ -63,16 +63,16 @@ class TextServer(Generic[Job]):
             run: Converts a job into a response. It raises `Cancelled` once the event is set, which
                 means that the response is no longer wanted.
             log: Called with lines for the log.
-            hosts: Names in addition to those of this machine for which requests are accepted, see
+            hosts: Names, in addition to this machine's, for which requests are accepted, see
                 `_HostCheck`. None accepts all.
-            info: What the page for browsers shows of the model, and its first settings.
+            info: Description of the model and initial settings, for the page for browsers.
         """
         self._read = read
         self._run_job = run
         self._log = log
         self._stopping = threading.Event()
         self._request_lock = asyncio.Lock()
-        # Of their own, so that long prompts take no thread from generation.
+        # A separate pool, so that long prompts take no thread from generation.
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
         self._requests = 0
         """Requests that run or wait for their turn."""

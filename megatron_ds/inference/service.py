@@ -137,9 +137,10 @@ class TextGenerationService:
         stop_token = self.tokenizer.eod if request.stop_token is None else request.stop_token
         rules = self._rules(request)
         config = BeamSearchConfig(new_tokens, width, stop_token, request.length_penalty, rules)
-        found = beam_search(self.model, prompt, config, should_continue=should_continue)
-        texts = [[*prompt, *hypothesis.ids] for hypothesis in found]
-        return GenerationResult(texts, None, [hypothesis.score for hypothesis in found])
+        hypotheses = beam_search(self.model, prompt, config, should_continue=should_continue)
+        texts = [[*prompt, *hypothesis.ids] for hypothesis in hypotheses]
+        scores = [hypothesis.score for hypothesis in hypotheses]
+        return GenerationResult(texts, None, scores)
 
     def _continue(self, job: GenerationJob, should_continue: ShouldContinue) -> list[list[int]]:
         """Continues the prompts in micro-batches, on which the texts do not depend."""
@@ -209,8 +210,8 @@ class TextGenerationService:
     def _max_chars(self) -> int:
         """Characters of a prompt; longer ones are rejected before they are tokenized.
 
-        That many tokens of the longest text have, so that no prompt that fits is rejected, unless
-        most of it is white space, which some tokenizers drop.
+        A sequence of tokens with the longest text has as many. So no prompt that fits is rejected,
+        unless most of it is white space, which some tokenizers drop.
         """
         longest = max(map(len, token_texts(self.tokenizer)))
         return self.max_length * max(MIN_CHARS_PER_TOKEN, longest)
@@ -227,10 +228,10 @@ def _by_text(
 
     Ids that are parts of characters may share a text: the first, most probable one is kept.
     """
-    found: dict[str, float] = {}
+    by_text: dict[str, float] = {}
     for number, value in top:
-        found.setdefault(decode([number]), value)
-    return found
+        by_text.setdefault(decode([number]), value)
+    return by_text
 
 
 def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
@@ -238,7 +239,7 @@ def max_sequence_length(model: ModelConfig, requested: int | None) -> int:
 
     Args:
         model: The model.
-        requested: Length from the command line (default: that of the run).
+        requested: Length from the command line (default: the run's length).
 
     Raises:
         UserError: If there are fewer learned positions.

@@ -82,7 +82,7 @@ class TpWorkerGroup(Generic[Job, Result]):
                 continue
 
     def shutdown_followers(self) -> None:
-        """Ends the followers; those that a launcher has already ended are ignored."""
+        """Ends the followers; ignores the ones that a launcher has already ended."""
         if not self._is_alone:
             with suppress(TpGroupBroken):
                 self._broadcast(None)

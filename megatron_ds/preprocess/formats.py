@@ -37,7 +37,7 @@ class UnreadableDocument(NamedTuple):
 
     Attributes:
         reason: Category, by which rejected documents are counted.
-        message: What is wrong.
+        message: Description of the error.
         content: The line or row, possibly truncated.
     """
 
@@ -84,7 +84,7 @@ class Selection:
         Raises:
             UserError: If the column of a key is missing or ambiguous.
         """
-        found: list[str] = []
+        columns: list[str] = []
         for key in self.keys:
             column = next((part for part in (key, key.split(".")[0]) if part in names), None)
             if column is None:
@@ -92,8 +92,8 @@ class Selection:
                 raise user_error("column-missing", name=name, key=key, names=shown)
             if (count := names.count(column)) > 1:
                 raise user_error("column-not-unique", name=name, count=count, column=column)
-            found.append(column)
-        return list(names) if self.all_columns else list(dict.fromkeys(found))
+            columns.append(column)
+        return list(names) if self.all_columns else list(dict.fromkeys(columns))
 
     def text_key(self, name: str) -> str:
         """The field that plain text is.

@@ -242,19 +242,19 @@ def _local_files(path: str, format: str) -> list[str]:
 
 def _walk(path: str) -> list[str]:
     """All files below a folder. Warns of skipped folders."""
-    found: list[str] = []
+    paths: list[str] = []
     skipped: list[str] = []
     walk = os.walk(path, onerror=lambda error: skipped.append(str(error.filename)))
     for folder, folders, names in walk:
         folders[:] = [name for name in folders if not is_skipped_name(name)]
-        found += (os.path.join(folder, name) for name in names)
+        paths += (os.path.join(folder, name) for name in names)
         inner = (os.path.join(folder, name) for name in folders)
         skipped += filter(os.path.islink, inner)  # symbolic links may form cycles
     if skipped:
         warnings.warn(
             Problem("input-folders-skipped", path=path, skipped=min(skipped)), stacklevel=2
         )
-    return found
+    return paths
 
 
 def is_skipped_name(name: str) -> bool:

@@ -51,7 +51,7 @@ class RejectedDocument(NamedTuple):
         file: Name of the file.
         line: Line or row, from 1.
         reason: Category, by which rejected documents are counted.
-        message: What is wrong.
+        message: Description of the error.
         content: The line or the fields, as text.
     """
 
@@ -74,9 +74,9 @@ def texts_of(item: RawDocument, fields: TextFields) -> list[str] | RejectedDocum
     if isinstance(item.value, bytes):
         quick = _fast_parse(item.value)
         if quick is not None:
-            found = _texts_in(item, quick, fields)
-            if not isinstance(found, RejectedDocument):
-                return found
+            texts = _texts_in(item, quick, fields)
+            if not isinstance(texts, RejectedDocument):
+                return texts
     # Messages come from json, so that they do not depend on whether orjson is installed.
     value = fields_of(item)
     return value if isinstance(value, RejectedDocument) else _texts_in(item, value, fields)

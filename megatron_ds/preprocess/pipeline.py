@@ -343,8 +343,8 @@ def _strict_problems(
         if len(rejected) > PROBLEMS_SHOWN or checked >= DOCUMENTS_CHECKED_AHEAD:
             end = f"; not checked from {chunk.files[0]}:{chunk.lines[0]} on"
             break
-        found = (texts_of(item, options.text_fields) for item in chunk.items())
-        rejected += (one for one in found if isinstance(one, RejectedDocument))
+        texts = (texts_of(item, options.text_fields) for item in chunk.items())
+        rejected += (one for one in texts if isinstance(one, RejectedDocument))
         checked += len(chunk.lines)
     for document in rejected[:PROBLEMS_SHOWN]:
         yield Problem("rejected-document", document=document)

@@ -68,12 +68,12 @@ def spans(text: str) -> Iterator[tuple[int, int, int]]:
     Sentences cover all characters but whitespace.
     """
     start = _after_space(text, 0)
-    for found in CANDIDATE.finditer(text):
-        blank_line = found[0][0] == "\n"
-        end = found.start() if blank_line else found.end()
+    for candidate in CANDIDATE.finditer(text):
+        blank_line = candidate[0][0] == "\n"
+        end = candidate.start() if blank_line else candidate.end()
         if end <= start:
             continue
-        if blank_line or _ends(text, start, found.start(), end):
+        if blank_line or _ends(text, start, candidate.start(), end):
             following = _after_space(text, end)
             yield start, len(text[start:end].rstrip()) + start, following
             start = following

@@ -60,10 +60,10 @@ class RuleSplitter:
     def __call__(self, text: str) -> list[str]:
         if not self._keep:
             return [text[begin:end] for begin, end, _ in sentence_rules.spans(text)]
-        found = [(begin, following) for begin, _, following in sentence_rules.spans(text)]
-        sentences = [text[begin:following] for begin, following in found]
-        if found:  # as punkt: whitespace before the first sentence is kept, after the last not
-            sentences[0] = text[: found[0][0]] + sentences[0]
+        spans = [(begin, following) for begin, _, following in sentence_rules.spans(text)]
+        sentences = [text[begin:following] for begin, following in spans]
+        if spans:  # as punkt: whitespace before the first sentence is kept, after the last not
+            sentences[0] = text[: spans[0][0]] + sentences[0]
             sentences[-1] = sentences[-1].rstrip()
         return sentences
 
@@ -131,8 +131,8 @@ def choose_splitter(lang: str, keep_newlines: bool, splitter: str = SPLITTERS[0]
     except ImportError as error:
         reason, remedy = f"nltk cannot be imported ({error})", INSTALL
     except LookupError:
-        found = ", ".join(_languages()) or "none"
-        reason, remedy = f"nltk has no punkt model of {lang}, only {found}", DOWNLOAD
+        languages = ", ".join(_languages()) or "none"
+        reason, remedy = f"nltk has no punkt model of {lang}, only {languages}", DOWNLOAD
     raise user_error("punkt-unavailable", lang=lang, reason=reason, remedy=remedy)
 
 
@@ -147,8 +147,8 @@ def _model(punkt: Any, lang: str) -> tuple[str, Any]:
         raise LookupError(lang)  # a path could lead out of nltk's data
     find = importlib.import_module("nltk.data").find
 
-    def unpickle(found: Any) -> Any:
-        with found.open() as file:
+    def unpickle(pointer: Any) -> Any:
+        with pointer.open() as file:
             return punkt.punkt_pickle_load(file)._params
 
     kinds = {f"punkt_tab/{lang}/": punkt.load_punkt_params}
@@ -157,14 +157,14 @@ def _model(punkt: Any, lang: str) -> tuple[str, Any]:
         kinds |= {f"{folder}/{lang}.pickle": unpickle for folder in ("punkt/PY3", "punkt")}
     for name, read in kinds.items():
         try:
-            found = find(f"tokenizers/{name}")
+            model = find(f"tokenizers/{name}")
         except LookupError:
             continue
         try:
-            return name.split("/")[0], read(found)
+            return name.split("/")[0], read(model)
         except Exception as error:  # of any type, depending on the damage
             raise user_error(
-                "punkt-model-damaged", lang=lang, found=found, error=error, download=DOWNLOAD
+                "punkt-model-damaged", lang=lang, found=model, error=error, download=DOWNLOAD
             ) from error
     raise LookupError(lang)
 

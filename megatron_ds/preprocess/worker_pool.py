@@ -86,7 +86,7 @@ class Workers(Generic[Item, Result]):
 
         Raises:
             UserError: If a worker is killed or runs out of memory.
-            Exception: What the function raised in a worker.
+            Exception: The exception of the function in a worker.
         """
         for item in items:
             self._in_flight.append(self._threads.submit(functools.partial(self._ask, item)))

@@ -1,4 +1,4 @@
-"""The tokenizer protocol, and what its implementations share.
+"""The tokenizer protocol, and helpers of its implementations.
 
 Must not know a kind of tokenizer.
 """
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
         """
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, equal to those of `encode`, but faster."""
+        """Ids of each text, as `encode` gives them, but faster."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids. Special tokens appear as their text unless the kind documents otherwise."""
@@ -176,7 +176,7 @@ def library_errors(code: str, **values: Any) -> Iterator[None]:
         values: Values of its message, apart from `why`, the library's message.
 
     Raises:
-        UserError: For any exception but those that end the process.
+        UserError: For any exception that does not end the process.
     """
     try:
         yield

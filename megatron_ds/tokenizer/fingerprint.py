@@ -41,7 +41,7 @@ class TokenizerFingerprint:
 
     def same_as(self, other: TokenizerFingerprint) -> bool:
         """Whether both tokenizers give the same ids, whatever they are called."""
-        own, others = ((each.content, each.vocab_size, each.eod) for each in (self, other))
+        own, others = ((one.content, one.vocab_size, one.eod) for one in (self, other))
         return self.digest == other.digest or (self.content != "" and own == others)
 
     def __str__(self) -> str:
@@ -61,24 +61,24 @@ class TokenizerFingerprint:
             ValueError: For any other content.
         """
         try:
-            found = json.loads(content)
+            values = json.loads(content)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"no tokenizer fingerprint ({type(error).__name__}: {error})"
             ) from None
-        return TokenizerFingerprint.from_dict(found)
+        return TokenizerFingerprint.from_dict(values)
 
     @staticmethod
-    def from_dict(found: Any) -> TokenizerFingerprint:
+    def from_dict(values: Any) -> TokenizerFingerprint:
         """The fingerprint of a JSON value; ignores unknown keys.
 
         Raises:
             ValueError: For any other value.
         """
         try:
-            kind, files, settings = found["kind"], found["files"], found["settings"]
-            numbers = found["vocab_size"], found["eod"]
-            content = found.get("content", "")  # added later
+            kind, files, settings = values["kind"], values["files"], values["settings"]
+            numbers = values["vocab_size"], values["eod"]
+            content = values.get("content", "")  # added later
         except (TypeError, KeyError) as error:
             raise ValueError(
                 f"no tokenizer fingerprint ({type(error).__name__}: {error})"
@@ -105,18 +105,18 @@ def hash_content(tokenizer_json: str, added: Mapping[str, int] | None = None) ->
         tokenizer_json: Content of the file.
         added: Ids of special tokens that it does not declare.
     """
-    found = json.loads(tokenizer_json)
-    normalizer, model = found["normalizer"], found["model"]
+    parsed = json.loads(tokenizer_json)
+    normalizer, model = parsed["normalizer"], parsed["model"]
     settings = {name: value for name, value in model.items() if value not in (None, "", False)}
     pairs = model.get("merges", ())  # strings in older versions
     settings["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
     flags = ("single_word", "lstrip", "rstrip", *(("normalized",) if normalizer else ()))
     tokens = {
         each["content"]: [each["id"], *(name for name in flags if each[name])]
-        for each in found["added_tokens"]
+        for each in parsed["added_tokens"]
     }
     tokens |= {token: [number] for token, number in (added or {}).items()}
-    parts = [normalizer, found["pre_tokenizer"], settings, tokens]
+    parts = [normalizer, parsed["pre_tokenizer"], settings, tokens]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

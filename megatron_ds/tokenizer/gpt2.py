@@ -25,7 +25,7 @@ WORD_START = re.compile(r"(?<=\S)(?= \S)")
 class GPT2BPETokenizer:
     """Byte-level BPE of vocab.json and merges.txt (Radford et al. 2019).
 
-    The end-of-document id is that of `<|endoftext|>`. Inside a document, this text is encoded as
+    Documents end with the id of `<|endoftext|>`. Inside a document, this text is encoded as
     ordinary characters: no special token is declared to the encoder, as in the GPT-2 code that
     Megatron uses. So the ids are the same, and a text cannot forge the end of a document.
     """

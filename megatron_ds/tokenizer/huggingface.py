@@ -61,9 +61,9 @@ def pretrained_files(path: str, trust_remote_code: bool) -> list[Path]:
         beside = [folder.with_name(name) for name in SIDE_FILES]
         return [folder, *(file for file in beside if file.is_file() and file != folder)]
     patterns = _patterns(trust_remote_code)
-    found = {file for each in patterns for file in folder.glob(each) if file.is_file()}
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     # The list of a model's tensors, which may lie in the same folder, is large.
-    return sorted(file for file in found if not file.name.endswith(".index.json"))
+    return sorted(file for file in files if not file.name.endswith(".index.json"))
 
 
 def _local_folder(path: str, trust_remote_code: bool, *, is_downloaded: bool = False) -> str:

@@ -73,7 +73,7 @@ class SentencePieceWithSpecialTokens:
         ids = {piece: number for number, piece in enumerate(pieces)}
         self._special = {token: ids.setdefault(token, len(ids)) for token in special}
         self._special_texts = {number: token for token, number in self._special.items()}
-        # Of several special tokens that match at a position, the first in this order is taken.
+        # If several special tokens match at a position, the first in this order is taken.
         self._pattern = re.compile(f"({'|'.join(map(re.escape, self._special))})")
         self.eod = self._special["<EOD>"]
         self.vocab_size = len(ids)

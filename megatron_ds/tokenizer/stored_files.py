@@ -30,7 +30,7 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
 
 
 def with_copies(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Tokenizer settings whose paths are those of a copy, as far as it has them.
+    """Tokenizer settings with the paths of a copy, for the files that it has.
 
     Args:
         settings: Values by field.

@@ -185,7 +185,7 @@ def train_unigram(
 
 
 def _character_pieces(words: Counter[str]) -> list[str]:
-    """The most frequent characters, followed by those that occur inside words, with ##."""
+    """The most frequent characters; then, with ##, the ones that occur inside words."""
     counts: Counter[str] = Counter()
     for word, count in words.items():
         for char in word:
