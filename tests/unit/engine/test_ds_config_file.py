@@ -88,15 +88,6 @@ def test_wrong_key_is_reported(merge: Merge, file: object, code: str, shown: str
 
 
 @pytest.mark.parametrize(
-    "text", ["{", '{"bf16": {}, "bf16": {}}', "[]", '{"a": ' + "9" * 5000 + "}", "[" * 100_000]
-)
-def test_file_that_is_no_json_object_is_rejected(merge: Merge, text: str) -> None:
-    problems = merge(text).problems
-    assert codes(problems) == ["ds-config-unreadable"]
-    assert "ds.json" in problems[0]
-
-
-@pytest.mark.parametrize(
     ("text", "line"),
     [
         ('{\n  "bf16": {\n    "enabled": true,\n  }\n}', 3),

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.zero import ZeroEngine, _read_step, sum_of_squares
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import StepPlan
+from tests.observed import Observed
 from tests.problems import raises_problem
 
 CPU = torch.device("cpu")
@@ -77,23 +76,14 @@ def test_sum_of_squares_is_exact_enough_over_types_and_sizes() -> None:
 
 def test_sum_of_squares_needs_no_operator_for_each_tensor() -> None:
     """An operator is a launch on an accelerator; there, the norms of a list are one."""
-
-    class Count(TorchDispatchMode):
-        operators = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> object:
-            self.operators += 1
-            return func(*args, **(kwargs or {}))
-
     counts = []
     for number in (2, 500):
         tensors = [torch.ones(3) for _ in range(number)]
-        with Count() as count:
+        operators: list[object] = []
+        with Observed(lambda operator, *_, called=operators: called.append(operator)):
             squares = sum_of_squares(tensors, CPU)
         assert float(squares) == pytest.approx(3 * number)
-        counts.append(count.operators)
+        counts.append(len(operators))
     assert counts[0] == counts[1] < 20
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.mlp import MLP
@@ -17,6 +16,7 @@ from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.router_log import RouterLog
 from tests.dense_gpt import activate
+from tests.observed import Observed
 
 S, B, H, E = 7, 3, 16, 4
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
@@ -122,27 +122,14 @@ def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: s
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-class Operators(TorchDispatchMode):
-    """Records the names of the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        self.names.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 def test_numbers_of_tokens_are_read_once() -> None:
     """The sizes of the experts' inputs are read by `tolist`, which is no operator."""
     layer = build(MoEConfig(num_experts=(E,), **LOSSES), architecture())
-    with Operators() as called:
+    called: set[str] = set()
+    with Observed(lambda operator, *_: called.add(operator.__name__)):
         layer(torch.randn(S, B, H)).sum().backward()
     waiting = {"bincount", "nonzero", "_local_scalar_dense", "masked_select", "_unique2"}
-    assert called.names & waiting == set()
+    assert called & waiting == set()
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(1, 1), (4, 2)])

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import SDPA, UlyssesAttention
@@ -22,6 +21,7 @@ from megatron_ds.model.position_embedding import (
     rotate,
 )
 from megatron_ds.parallel.mesh import Group, Mesh
+from tests.observed import Observed
 from tests.unit.model.dense import TINY
 
 CPU = torch.device("cpu")
@@ -61,27 +61,18 @@ def test_rope_is_exact_in_bf16_runs() -> None:
     assert error.abs().max() < 2e-2
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(Observed):
     """Records the largest number of bytes of all tensors made inside that exist at a time."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(self._record)
         self.live = self.peak = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if (
-            isinstance(out, torch.Tensor)
-            and not out._is_view()
-            and not any(out is one for one in args)
-        ):
-            size = out.nbytes
-            self.live += size
+    def _record(self, operator: Any, args: tuple[Any, ...], out: Any) -> None:
+        if isinstance(out, torch.Tensor) and not out._is_view() and all(out is not a for a in args):
+            self.live += out.nbytes
             self.peak = max(self.peak, self.live)
-            weakref.finalize(out, self._free, size)
-        return out
+            weakref.finalize(out, self._free, out.nbytes)
 
     def _free(self, size: int) -> None:
         self.live -= size

@@ -54,10 +54,6 @@ def test_stages_are_folded_over_the_ranks() -> None:
     assert layers_per_stage(MODEL, parallel) == (2, 1, 1, 1, 1, 1)
 
 
-def test_one_stage_has_all_layers() -> None:
-    assert layers("uniform", stages=1) == (7,)
-
-
 @pytest.mark.parametrize("weights", [(1, 1, 1, 1, 1), (5, 1, 1, 1, 4, 2), (1, 9, 1, 1)])
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_balanced_division_is_the_best_of_all(weights: tuple[int, ...], parts: int) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.mlp import MLP, TiledMLP
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Mesh
+from tests.observed import Observed, tensors_of
 from tests.unit.model.dense import TINY
 
 HIDDEN, BATCH = 32, 2
@@ -21,19 +22,6 @@ LENGTHS = {1: 1, 5: 2, 64: 4, 70: 5}
 def build(kind: type[MLP], activation: str = "gelu") -> MLP:
     config = ModelConfig(**TINY, activation=activation, ffn_hidden_size=96)
     return kind(config, 0, group=Mesh.single().tp, init=Initializer(3))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that an operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, Tensor):
-                self.elements = max(self.elements, each.numel())
-        return result
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -54,12 +42,18 @@ def test_output_and_gradients_are_those_of_the_plain_mlp(length: int, activation
 def test_inner_activations_of_one_tile_exist_at_a_time() -> None:
     length = 64
     x = torch.randn(length, BATCH, HIDDEN, requires_grad=True)
-    with LargestTensor() as plain:
-        build(MLP)(x).sum().backward()
-    with LargestTensor() as tiled:
-        build(TiledMLP)(x).sum().backward()
-    assert plain.elements == length * BATCH * 96
-    assert tiled.elements == x.numel()  # larger than a tile's length / 4 x BATCH x 96
+    largest: dict[type[MLP], int] = {}
+    for kind in (MLP, TiledMLP):
+        sizes: list[int] = []
+
+        def record(operator: Any, args: Any, result: Any, sizes: list[int] = sizes) -> None:
+            sizes.extend(one.numel() for one in tensors_of(result))
+
+        with Observed(record):
+            build(kind)(x).sum().backward()
+        largest[kind] = max(sizes)
+    # The input is larger than a tile's length / 4 x BATCH x 96.
+    assert largest == {MLP: length * BATCH * 96, TiledMLP: x.numel()}
 
 
 def test_each_weight_s_gradient_is_complete_when_its_hook_runs() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.parallel import fused_linear_cross_entropy
 from megatron_ds.parallel.fused_linear_cross_entropy import (
@@ -19,6 +18,7 @@ from megatron_ds.parallel.fused_linear_cross_entropy import (
     linear_cross_entropy,
 )
 from megatron_ds.parallel.mesh import Group, Mesh
+from tests.observed import Observed, tensors_of
 
 TOKENS, VOCAB, PADDED, HIDDEN = 24, 50, 64, 16
 GROUP = Mesh.single().tp
@@ -128,22 +128,7 @@ def test_extreme_logits_stay_finite(kernels: LossKernels) -> None:
     assert weights.sum() > 0
 
 
-class ProductShapes(TorchDispatchMode):
-    """Records the shapes of matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[torch.Size] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
-            self.shapes += [arg.shape for arg in args if arg.dim() == 2]
-        return func(*args, **(kwargs or {}))
-
-
-class TensorSizes(TorchDispatchMode):
+class TensorSizes(Observed):
     """Records the sizes of the tensors that operations return.
 
     Args:
@@ -151,7 +136,7 @@ class TensorSizes(TorchDispatchMode):
     """
 
     def __init__(self, watched: int) -> None:
-        super().__init__()
+        super().__init__(self._record)
         self.elements: dict[torch.dtype, int] = {}
         """Of the largest tensor by type."""
         self.most = 0
@@ -159,17 +144,12 @@ class TensorSizes(TorchDispatchMode):
         self._watched = watched
         self._alive: dict[int, weakref.ref[torch.Tensor]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, torch.Tensor):
-                self.elements[one.dtype] = max(self.elements.get(one.dtype, 0), one.numel())
-        if func.overloadpacket is torch.ops.aten.mm and result.numel() == self._watched:
+    def _record(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
+        for one in tensors_of(result):
+            self.elements[one.dtype] = max(self.elements.get(one.dtype, 0), one.numel())
+        if operator is torch.ops.aten.mm and result.numel() == self._watched:
             self._alive[id(result)] = weakref.ref(result)
             self.most = max(self.most, sum(ref() is not None for ref in self._alive.values()))
-        return result
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -204,9 +184,14 @@ def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_products_run_at_the_padded_vocabulary(with_gradients: bool) -> None:
     x, weight, labels, weights = inputs(torch.bfloat16)
-    with ProductShapes() as products, torch.set_grad_enabled(with_gradients):
+    sizes: set[int] = set()
+
+    def record(operator: Any, args: tuple[Any, ...], result: Any) -> None:
+        if operator in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            sizes.update(size for arg in args if arg.dim() == 2 for size in arg.shape)
+
+    with Observed(record), torch.set_grad_enabled(with_gradients):
         linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
-    sizes = {size for shape in products.shapes for size in shape}
     assert sizes == {TOKENS, PADDED, HIDDEN}
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
+from tests.observed import Observed
 
 HIDDEN = 8
 TWO_RANKS = Group(ranks=(0, 1), rank=0, handle=None)
@@ -22,11 +22,11 @@ SEQUENCE = dataclasses.replace(TWO_RANKS, sequence_parallel=True)
 COPIES = (torch.ops.aten.clone, torch.ops.aten.copy_, torch.ops.aten._to_copy)
 
 
-class Events(TorchDispatchMode):
+class Events(Observed):
     """Records products, copies and all-reduces; stands in for the group, whose sum is doubled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
+        super().__init__(self._record)
         self.found: list[str] = []
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
         monkeypatch.setattr(dist, "all_gather_into_tensor", self.all_gather)
@@ -55,14 +55,11 @@ class Events(TorchDispatchMode):
         self.found.append(f"start of {collective}")
         return SimpleNamespace(wait=lambda: self.found.append(f"end of {collective}"))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+    def _record(self, operator: Any, args: tuple[Any, ...], result: Any) -> None:
+        if operator in (torch.ops.aten.mm, torch.ops.aten.addmm):
             self.found.append("product")
-        elif func.overloadpacket in COPIES:
+        elif operator in COPIES:
             self.found.append("copy")
-        return func(*args, **(kwargs or {}))
 
 
 def draw(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> torch.Tensor:
