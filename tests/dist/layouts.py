@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,14 +17,13 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies
 
-from megatron_ds import schedules
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from megatron_ds.train_state import StepPlan
 from tests.dist.offload_harness import SMALLEST_SWAPPED, WITHOUT_LIBAIO
-from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, folder
+from tests.dist.parity_cases import SAMPLES_PER_STEP, SHAPE, ds_file, folder, scheduled_plans
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Samples, train_reference
 
@@ -101,10 +99,10 @@ def configure(run: RunLayout) -> tuple[Config, list[Problem]]:
     if run.get("offload") == "nvme":
         zero["offload_param"] = {"device": "nvme", "max_in_cpu": 0}
     thresholds = {"zero_optimization": zero, "aio": {"block_size": SMALLEST_SWAPPED}}
-    path = folder() / f"thresholds-{len(zero)}.json"
-    path.write_text(json.dumps(thresholds), encoding="utf-8")
     words = [f"--{name.replace('_', '-')} {value}" for name, value in SHAPE.items()]
-    words += [f"--deepspeed_config {path} --data-path x --tokenizer-type NullTokenizer"]
+    words += [
+        f"--deepspeed_config {ds_file(thresholds)} --data-path x --tokenizer-type NullTokenizer"
+    ]
     words += [f"--train-iters {STEPS} --global-batch-size {SAMPLES_PER_STEP}"]
     words += [f"--micro-batch-size {_micro_batch_size(run)}"]
     for axis, value in run.items():
@@ -133,13 +131,7 @@ def samples_of(run: RunLayout) -> Samples:
 
 
 def plans_of(run: RunLayout, config: Config) -> list[StepPlan]:
-    """The steps of the training loop."""
-    dp_size = config.parallel.data_parallel_size(int(run["world"]))
-    state, plans = TrainState(), []
-    for _ in range(STEPS):
-        plans.append(schedules.plan(config, state, dp_size))
-        state = state.advance(plans[-1], StepResult(0.0, 0.0))
-    return plans
+    return scheduled_plans(config, int(run["world"]), STEPS)
 
 
 def reference_of(run: RunLayout, steps: int, replay: Replay | None = None) -> Run:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning import libaio
 from tests.dist.engine_harness import batches_of, full_weights
 from tests.dist.nonfinite_harness import Training
-from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of
+from tests.dist.parity_cases import SAMPLES, Case, config_of, ds_file, plans_of
 from tests.dist.rank_jobs import Job, training
 from tests.dist.reference import Tensors
 
@@ -50,7 +48,7 @@ class Offload:
         """The configuration, whose DeepSpeed file makes even this small model swap.
 
         Args:
-            folder: For the file and the swapped states.
+            folder: For the swapped states.
             changes: Changed fields by group.
         """
         offload: dict[str, Any] = {"offload_optimizer": {"device": self.optimizer}}
@@ -66,9 +64,7 @@ class Offload:
             **self.zero,
         }
         values = {"zero_optimization": zero, "aio": {"block_size": SMALLEST_SWAPPED}}
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".json", delete=False) as file:
-            json.dump(values, file)
-        deepspeed: dict[str, Any] = {"deepspeed_config": file.name}
+        deepspeed: dict[str, Any] = {"deepspeed_config": ds_file(values)}
         if "nvme" in (self.optimizer, self.parameters):
             deepspeed["nvme_path"] = str(folder / "disk")
         return config_of(self.case, **{"deepspeed": deepspeed, **self.changes, **changes})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import tempfile
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ds import schedules
 from megatron_ds.config import (
     Config,
     DeepSpeedConfig,
@@ -25,7 +27,7 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.train_state import StepPlan
+from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Samples, train_reference
 
@@ -163,6 +165,24 @@ def folder() -> Path:
     return Path(_folder().name)
 
 
+def ds_file(values: Mapping[str, Any]) -> str:
+    """A DeepSpeed file with these keys."""
+    text = json.dumps(values)
+    path = folder() / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def scheduled_plans(config: Config, world: int, steps: int | None = None) -> list[StepPlan]:
+    """The first steps of the training loop, or all."""
+    dp_size = config.parallel.data_parallel_size(world)
+    state, plans = TrainState(), []
+    for _ in range(steps or schedules.total_iterations(config, dp_size)):
+        plans.append(schedules.plan(config, state, dp_size))
+        state = state.advance(plans[-1], StepResult(0.0, 0.0))
+    return plans
+
+
 def config_of(case: Case, **changes: Mapping[str, Any]) -> Config:
     """The configuration of a case, the ZeRO stage taken from a DeepSpeed file as a user would.
 
@@ -179,8 +199,6 @@ def config_of(case: Case, **changes: Mapping[str, Any]) -> Config:
         "reduce_bucket_size": 4000,
         "allgather_bucket_size": 4000,
     }
-    path = folder() / f"zero{case.stage}.json"
-    path.write_text(json.dumps({"zero_optimization": zero}), encoding="utf-8")
     config = Config(
         model=ModelConfig(**SHAPE, **MODELS[case.model]),
         parallel=ParallelConfig(
@@ -195,7 +213,7 @@ def config_of(case: Case, **changes: Mapping[str, Any]) -> Config:
             global_batch_size=SAMPLES_PER_STEP,
             train_iters=STEPS,
         ),
-        deepspeed=DeepSpeedConfig(deepspeed_config=str(path)),
+        deepspeed=DeepSpeedConfig(deepspeed_config=ds_file({"zero_optimization": zero})),
     )
     groups = {
         name: dataclasses.replace(

@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +24,7 @@ from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
 from tests.dist.compare import differences, worst_difference
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, parity_job, resume_job
-from tests.dist.parity_cases import Case, config_of, reference_of
+from tests.dist.parity_cases import Case, config_of, ds_file, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs, training
 from tests.dist.reference import Samples, Tensors, train_reference
 
@@ -116,22 +114,22 @@ def accumulating_config(stage: int, in_fp32: bool) -> Config:
     )
 
 
-def switched(folder: Path, switch: str, stage: int, tp: int, *, bf16: bool, value: bool) -> Config:
+def switched(switch: str, stage: int, tp: int, *, bf16: bool, value: bool) -> Config:
     """A configuration with a switch of DeepSpeed, several buckets and accumulation."""
     block, key = switch.split(".")
     values: dict[str, Any] = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 4000}}
     values.setdefault(block, {})[key] = value
-    path = folder / f"{switch}-{stage}-{value}.json"
-    path.write_text(json.dumps(values), encoding="utf-8")
     case = Case(2, stage, tp, 4, "learned", "adamw")
-    return config_of(case, precision={"bf16": bf16}, deepspeed={"deepspeed_config": str(path)})
+    return config_of(
+        case, precision={"bf16": bf16}, deepspeed={"deepspeed_config": ds_file(values)}
+    )
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     jobs, folder = {}, tmp_path_factory.mktemp("files")
     for (switch, stage, tp, bf16), value in itertools.product(TIMING, (True, False)):
-        config = switched(folder, switch, stage, tp, bf16=bf16, value=value)
+        config = switched(switch, stage, tp, bf16=bf16, value=value)
         plans = parity_cases.plans_of(Case(2, stage, tp, 4, "learned", "adamw"))
         jobs[f"{switch}-{stage}-{tp}-{bf16}-{value}"] = training(config, plans)
     for stage, tp in LAYOUTS:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,7 +34,7 @@ from megatron_ds.engine.protocol import EngineSettings, StateBytes
 from megatron_ds.planning.memory_estimate import MemoryInputs, estimate, memory_inputs
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import batches_of, build, prepare
-from tests.dist.parity_cases import SHAPE, Case, config_of
+from tests.dist.parity_cases import SHAPE, Case, config_of, ds_file
 from tests.dist.reference import Samples
 from tests.dist.synchronization import reads_of_steps
 from tests.distributed import run_ranks
@@ -63,10 +61,7 @@ def layouts() -> dict[str, Config]:
     all_offload = {**offload, "remote_device": "cpu"}
 
     def of_file(stage: int, values: dict[str, Any]) -> Config:
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump(values, file)
-            file.flush()
-            return config(stage, deepspeed={"deepspeed_config": file.name})
+        return config(stage, deepspeed={"deepspeed_config": ds_file(values)})
 
     buckets = {"stage": 1, "reduce_bucket_size": 4000, "allgather_bucket_size": 4000}
     quantized = {"stage": 3, "zero_quantized_weights": True}

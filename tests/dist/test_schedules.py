@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ds import schedules
 from megatron_ds.config import Config
-from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
 from tests.dist.compare import differences
-from tests.dist.parity_cases import Case, config_of
+from tests.dist.parity_cases import Case, config_of, scheduled_plans
 from tests.dist.rank_jobs import JobResults, run_jobs, training
 from tests.dist.reference import Run, Samples, train_reference
 
@@ -99,12 +98,7 @@ def config_and_plans(name: str) -> tuple[Config, list[StepPlan]]:
     fields = {**schedule.fields, "micro_batch_size": 2 * tp}
     case = Case(WORLD, stage, tp, 4, model, "sgd")
     config = config_of(case, optimizer=SGD, schedule=fields, **changes)
-    dp_size = config.parallel.data_parallel_size(WORLD)
-    state, plans = TrainState(), []
-    while state.iteration < schedules.total_iterations(config, dp_size):
-        plans.append(schedules.plan(config, state, dp_size))
-        state = state.advance(plans[-1], StepResult(0.0, 0.0))
-    return config, plans
+    return config, scheduled_plans(config, WORLD)
 
 
 def reference_of(name: str) -> Run:

@@ -34,6 +34,7 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from tests.dist.engine_harness import Meshes, prepare
+from tests.dist.reference import Tensors
 from tests.dist.test_resharding import (
     BF16,
     DENSE,
@@ -71,12 +72,8 @@ def save_and_convert(rank: int, folder: Path) -> list[str]:
     found: list[str] = []
     for name, layout in LAYOUTS.items():
         training = Continued(name, folder, meshes, layout)
-        for _ in range(STEPS):
-            training.step()
-        training.manager(folder / name, []).save(training.engine, training.state)
-        states = training.states()
+        states = save(training, name, folder)
         if rank == 0:
-            torch.save(states, folder / f"{name}.pt")
             (path,) = list_checkpoints(folder / name)
             target = path.with_name(f"{path.name}{SUFFIX}")
             convert_checkpoint(open_verified(path), target, lambda name, size: None)
@@ -96,14 +93,20 @@ def save_and_convert(rank: int, folder: Path) -> list[str]:
     found += [each for name in LAYOUTS for each in load_by_deepspeed(meshes, folder, name)]
     for name, layout in HALVES.items():
         training = Continued(name, folder, meshes, layout)
-        for _ in range(STEPS):
-            training.step()
-        training.manager(folder / f"bf16 {name}", []).save(training.engine, training.state)
-        states = training.states()
-        if rank == 0:
-            torch.save(states, folder / f"bf16 {name}.pt")
+        save(training, f"bf16 {name}", folder)
         training.close()
     return found
+
+
+def save(training: Continued, name: str, folder: Path) -> dict[str, Tensors]:
+    """Takes steps, saves a checkpoint, and records its states, which are returned."""
+    for _ in range(STEPS):
+        training.step()
+    training.manager(folder / name, []).save(training.engine, training.state)
+    states = training.states()
+    if dist.get_rank() == 0:
+        torch.save(states, folder / f"{name}.pt")
+    return states
 
 
 def convert_by_deepspeed(path: Path, folder: Path) -> None:
