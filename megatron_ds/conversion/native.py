@@ -107,6 +107,7 @@ def source_of(
     """
     run, path = checkpoint.run, checkpoint.path
     is_universal = checkpoint.is_universal
+    has_masters = options.masters and not is_universal  # whose weights are the masters
     with _readable(path):
         source = SourceCheckpoint(
             path,
@@ -117,11 +118,11 @@ def source_of(
             parts={name: shard.parts for name, shard in run.shards.items() if shard.parts},
             native=checkpoint,
         ).checked()
-        if options.checksums and (options.optimizer or options.masters):
+        if options.checksums and (options.optimizer or has_masters):
             _verify_optimizer(checkpoint)
         if options.optimizer:
             return _with_states(source, checkpoint)
-        if options.masters and not is_universal:
+        if has_masters:
             tensors = _tensors_of(open_states(checkpoint, has_optimizer=False), path, MASTER)
             masters = dataclasses.replace(source, tensors=tensors, precision=torch.float32)
             return masters.checked()

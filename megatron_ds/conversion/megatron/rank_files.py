@@ -48,7 +48,7 @@ Shards = dict[str, list[TensorReader]]
 
 
 @dataclass(frozen=True)
-class FoundWeights:
+class MegatronContents:
     """The contents of a checkpoint, as its program names and orders them."""
 
     state: Mapping[str, Any]
@@ -62,7 +62,7 @@ class FoundWeights:
     """Why the optimizer's states cannot be read."""
 
 
-def read_legacy(folder: Path) -> FoundWeights:
+def read_legacy(folder: Path) -> MegatronContents:
     """Opens `mp_rank_*` folders below an `iter_*` or `release` folder."""
     files: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
@@ -90,7 +90,7 @@ def read_legacy(folder: Path) -> FoundWeights:
     complete = {kind: _complete(folder, shards, ranks) for kind, shards in kinds.items()}
     weights = complete.pop(WEIGHTS)
     unread = next((each.unread for each in states if each.unread), "")
-    return FoundWeights(state, weights, {} if unread else complete, states[0].steps, unread)
+    return MegatronContents(state, weights, {} if unread else complete, states[0].steps, unread)
 
 
 def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path) -> OptimizerStates:
@@ -102,7 +102,7 @@ def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path)
     return assign_buffers(chunks, buckets_of(read_state_dict(path)), steps_of(groups[0], {}))
 
 
-def read_deepspeed(folder: Path) -> FoundWeights:
+def read_deepspeed(folder: Path) -> MegatronContents:
     """Opens a `global_step*` folder of a Megatron-DeepSpeed fork."""
     layers: dict[tuple[int, int], Path] = {}
     states: dict[int, Path] = {}
@@ -123,7 +123,7 @@ def read_deepspeed(folder: Path) -> FoundWeights:
     if layers:
         pipeline, prefixes = _layer_files(folder, layers)
         saved = read_states(folder, pipeline, partial(pipeline_name, prefixes), read_state_dict)
-        return FoundWeights(state, pipeline, *saved)
+        return MegatronContents(state, pipeline, *saved)
     if not states:
         return _zero3_files(folder, zero3, state)
     files = {(0, rank): path for rank, path in states.items()}
@@ -134,7 +134,7 @@ def read_deepspeed(folder: Path) -> FoundWeights:
         for name, tensor in _flatten(module):
             shards[PREFIX.sub("", name)].append(TensorReader.of(tensor))
     saved = read_states(folder, shards, lambda name: PREFIX.sub("", name), read_state_dict)
-    return FoundWeights(state, _complete(folder, shards, ranks), *saved)
+    return MegatronContents(state, _complete(folder, shards, ranks), *saved)
 
 
 def pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
@@ -185,7 +185,7 @@ def _layer_files(
     return _complete(folder, shards, ranks), prefixes
 
 
-def _zero3_files(folder: Path, paths: Sequence[Path], state: Mapping[str, Any]) -> FoundWeights:
+def _zero3_files(folder: Path, paths: Sequence[Path], state: Mapping[str, Any]) -> MegatronContents:
     """fp32 partitions of each flattened parameter and of its states, one per data-parallel rank."""
     ranks = [(int(found[2]), int(found[1])) for found in map(_zero3_ranks, paths)]
     tp_size, dp_size = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
@@ -204,7 +204,7 @@ def _zero3_files(folder: Path, paths: Sequence[Path], state: Mapping[str, Any]) 
                 kinds[kind][PREFIX.sub("", name)].append(tensor)
     complete = {kind: _complete(folder, shards, tp_size) for kind, shards in kinds.items()}
     weights = complete.pop(WEIGHTS)
-    return FoundWeights(state, weights, {} if unread else complete, steps, unread)
+    return MegatronContents(state, weights, {} if unread else complete, steps, unread)
 
 
 def _zero3_ranks(path: Path) -> re.Match[str]:

@@ -35,7 +35,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron.arguments import arguments_of
 from megatron_ds.conversion.megatron.names import PREFIX, is_ignored
 from megatron_ds.conversion.megatron.optimizer import PARTITIONED, steps_of
-from megatron_ds.conversion.megatron.rank_files import WEIGHTS, FoundWeights, Shards
+from megatron_ds.conversion.megatron.rank_files import WEIGHTS, MegatronContents, Shards
 from megatron_ds.conversion.megatron.torch_dist_optimizer import (
     GROUPS_ENTRY,
     Sizes,
@@ -62,7 +62,7 @@ PARTITIONED_MASTERS = "optimizer.state.param."
 COMMON_ENTRY = "common_state/shard_0_1"
 
 
-def read_torch_dist(folder: Path) -> FoundWeights:
+def read_torch_dist(folder: Path) -> MegatronContents:
     """Opens an `iter_*` folder.
 
     Raises:
@@ -87,7 +87,7 @@ def read_torch_dist(folder: Path) -> FoundWeights:
     groups = inner.get("param_groups") or [{}]
     steps = steps_of(groups[0], inner.get("state") or {})
     optimizer = {} if unread else {kind: found for kind, found in kinds.items() if found}
-    return FoundWeights(state, weights, optimizer, steps, unread)
+    return MegatronContents(state, weights, optimizer, steps, unread)
 
 
 def _read_buckets(

@@ -23,7 +23,7 @@ from megatron_ds.conversion.megatron.names import PREFIX, QkvOrder, canonical_na
 from megatron_ds.conversion.megatron.optimizer import MOMENTS, steps_of
 from megatron_ds.conversion.megatron.rank_files import (
     NORM_KEYS,
-    FoundWeights,
+    MegatronContents,
     Shards,
     pipeline_name,
     read_state_dict,
@@ -38,7 +38,7 @@ PARTS = ("param_n_sub_params", "sub_param_shape")
 KINDS = {FP32: MASTER, **{kind: kind for kind in MOMENTS}}
 
 
-def read_universal(folder: Path) -> FoundWeights:
+def read_universal(folder: Path) -> MegatronContents:
     """Opens a universal checkpoint.
 
     Raises:
@@ -70,7 +70,7 @@ def read_universal(folder: Path) -> FoundWeights:
         unread = "its optimizer states are not those of Adam"
     elif steps is None:
         unread = "it does not contain the number of steps"
-    return FoundWeights(state, weights, {} if unread else kinds, steps, unread)
+    return MegatronContents(state, weights, {} if unread else kinds, steps, unread)
 
 
 @dataclass(frozen=True)
