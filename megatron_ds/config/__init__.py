@@ -146,9 +146,20 @@ class Config:
 
     def with_vocab(self, vocab_size: int) -> Config:
         """A copy with the vocabulary size of the tokenizer."""
-        return dataclasses.replace(
-            self, model=dataclasses.replace(self.model, vocab_size=vocab_size)
-        )
+        return self.with_values({"vocab_size": vocab_size})
+
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """A copy with other values of some fields.
+
+        Args:
+            values: Value by name of the field.
+        """
+        groups: dict[str, Any] = {}
+        for name, value in values.items():
+            group = GROUP_OF_FIELD[name]
+            options = groups.get(group, getattr(self, group))
+            groups[group] = dataclasses.replace(options, **{name: value})
+        return dataclasses.replace(self, **groups)
 
     def final_global_batch_size(self, dp_size: int) -> int:
         """Samples per optimizer step at the end of the run."""

@@ -13,15 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ds.config import GROUP_OF_FIELD, CheckpointConfig, Config
+from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.conversion.megatron.detect import MegatronCheckpoint, find_checkpoint
-from megatron_ds.conversion.weights_locations import (
-    NATIVE,
-    WeightsFolder,
-    find_weights,
-)
-from megatron_ds.engine.ds_config.fields import as_flag
+from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.weights_locations import NATIVE, find_weights
+from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.loading.options_from_checkpoint import (
     UNCHECKED,
     Warn,
@@ -38,14 +34,11 @@ RELEASE = "release"
 TABLE = "embedding.word.weight"
 
 
-Found = MegatronCheckpoint | WeightsFolder
-
-
-def find_importable(folder: Path, options: CheckpointConfig) -> Found | None:
+def find_importable(folder: Path, options: CheckpointConfig) -> Path | None:
     """The checkpoint of another program in a folder, or weights alone, unless a run of ours is."""
-    return find_checkpoint(
-        folder, options.step, universal=options.universal_checkpoint
-    ) or find_weights(folder)
+    found = find_checkpoint(folder, options.step, universal=options.universal_checkpoint)
+    checkpoint = found or find_weights(folder)
+    return None if checkpoint is None else checkpoint.path
 
 
 def find_damage(source: SourceCheckpoint) -> Iterator[Problem]:
@@ -58,12 +51,12 @@ def find_damage(source: SourceCheckpoint) -> Iterator[Problem]:
 
 
 def open_importable(
-    found: Found, config: Config, warn: Warn
+    path: Path, config: Config, warn: Warn
 ) -> tuple[Config, SourceCheckpoint | None, list[Problem]]:
     """Opens what `find_importable` has found, and fills the options of the model from it.
 
     Args:
-        found: The checkpoint, or the weights.
+        path: The checkpoint, or the weights.
         config: Configuration of the command line.
         warn: Called for each given option that --use-checkpoint-args replaces.
 
@@ -72,27 +65,26 @@ def open_importable(
     """
     problems, step = list[Problem](), config.checkpoint.step
     try:
-        source = _open(found, config)
+        source = _open(path, config)
     except UserError as error:
         return config, None, list(error.problems)
     if source.run is None and step is not None:
         field = "ckpt_step" if config.checkpoint.load_tag is None else "load_tag"
         problems.append(
-            Problem("ckpt-step-missing", field, step=step, folder=found.path, names="weights alone")
+            Problem("ckpt-step-missing", field, step=step, folder=path, names="weights alone")
         )
     config, differing = _merge_model(config, source, warn)
     problems += differing
     continued = _continued(source, config)
     if "softmax_vocab_size" not in config.given and continued is not None:
-        options = dataclasses.replace(config.model, softmax_vocab_size=source.rows)
-        config = dataclasses.replace(config, model=options)
+        config = config.with_values({"softmax_vocab_size": source.rows})
     problems += _length_problems(source, continued, config.model.seq_length)
     own_tokenizer = config.given & vars(config.tokenizer).keys() - {"trust_remote_code"}
     stored = source.settings.tokenizer_config
     if source.run is None and stored is not None and not own_tokenizer:
         if stored.trust_remote_code and not config.tokenizer.trust_remote_code:
             # Whoever wrote the folder decides nothing about the code that runs here.
-            problems.append(Problem("checkpoint-tokenizer-runs-code", path=found.path))
+            problems.append(Problem("checkpoint-tokenizer-runs-code", path=path))
             stored = dataclasses.replace(stored, trust_remote_code=False)
         config = dataclasses.replace(config, tokenizer=stored)
     return config, source, problems
@@ -105,14 +97,11 @@ def _merge_model(
     problems, settings, path = list[Problem](), source.settings, source.path
     origins = dict.fromkeys(settings.fixed.keys() - config.given - UNCHECKED, f"from {path}")
     for name, value in {**settings.defaults, **settings.fixed}.items():
-        group = GROUP_OF_FIELD[name]
-        options = getattr(config, group)
-        own = getattr(options, name)
+        own = field_value(config, name)
         if name in UNCHECKED:
             continue
         if name not in config.given:
-            changed = dataclasses.replace(options, **{name: value})
-            config = dataclasses.replace(config, **{group: changed})
+            config = config.with_values({name: value})
         elif name not in settings.fixed or own in (value, None):
             continue
         elif config.checkpoint.use_checkpoint_args:
@@ -258,13 +247,13 @@ def _continued(source: SourceCheckpoint, config: Config) -> TrainState | None:
     return state.restarted() if config.checkpoint.reset_iteration else state
 
 
-def _open(found: Found, config: Config) -> SourceCheckpoint:
+def _open(path: Path, config: Config) -> SourceCheckpoint:
     from megatron_ds.conversion.registry import recognize
     from megatron_ds.conversion.source import ReadOptions
 
     model = dataclasses.asdict(config.model)
     options = ReadOptions(optimizer=True, checksums=False, model=model)
-    return recognize(found.path).open(found.path, options)
+    return recognize(path).open(path, options)
 
 
 def _checked(

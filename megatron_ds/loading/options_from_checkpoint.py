@@ -19,7 +19,7 @@ from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.fields import no_effect_problem
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.config.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
-from megatron_ds.engine.ds_config.fields import as_flag
+from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.tokenizer.stored_files import with_copies
 
 Warn = Callable[[Problem], None]
@@ -127,28 +127,19 @@ def replace_given(
         flag: Field of the flag that requests it.
     """
     for name, value in values.items():
-        group = GROUP_OF_FIELD[name]
-        options = getattr(config, group)
-        own = getattr(options, name)
+        own = field_value(config, name)
         if name in config.given and own != value:
-            given, saved = as_flag(name, own), as_flag(name, value)
-            because = option(flag)
+            texts = {"given": as_flag(name, own), "saved": as_flag(name, value)}
             warn(
                 Problem(
-                    "replaced-by-checkpoint",
-                    name,
-                    flag,
-                    given=given,
-                    saved=saved,
-                    path=path,
-                    because=because,
+                    "replaced-by-checkpoint", name, flag, path=path, because=option(flag), **texts
                 )
             )
-        changed = dataclasses.replace(options, **{name: value})
-        config = dataclasses.replace(config, **{group: changed})
     origins = dict.fromkeys(values, f"from {path}")
     return dataclasses.replace(
-        config, given=config.given - values.keys(), origins={**config.origins, **origins}
+        config.with_values(values),
+        given=config.given - values.keys(),
+        origins={**config.origins, **origins},
     )
 
 
@@ -157,8 +148,7 @@ def _with_softmax_rows(config: Config, found: CheckpointMetadata) -> Config:
     if "softmax_vocab_size" in config.given:
         return config
     rows = found.run.config["model"].get("softmax_vocab_size")
-    changed = dataclasses.replace(config.model, softmax_vocab_size=rows)
-    return dataclasses.replace(config, model=changed)
+    return config.with_values({"softmax_vocab_size": rows})
 
 
 def _with_model(config: Config, found: CheckpointMetadata, warn: Warn) -> Config:
@@ -184,12 +174,8 @@ def _with_tokenizer(config: Config, found: CheckpointMetadata) -> Config:
     saved = with_copies(found.run.config["tokenizer"], found.path / TOKENIZER)
     known = {item.name for item in dataclasses.fields(config.tokenizer)}
     values = {name: value for name, value in saved.items() if name in known}
-    tokenizer = dataclasses.replace(config.tokenizer, **{**values, "trust_remote_code": False})
-    config = dataclasses.replace(config, tokenizer=tokenizer)
-    if tokenizer.tokenizer_type == "NullTokenizer" and "vocab_size" not in config.given:
+    config = config.with_values({**values, "trust_remote_code": False})
+    if config.tokenizer.tokenizer_type == "NullTokenizer" and "vocab_size" not in config.given:
         # Its end-of-document id is not counted in --vocab-size.
-        model = dataclasses.replace(
-            config.model, vocab_size=found.run.config["model"]["vocab_size"] - 1
-        )
-        config = dataclasses.replace(config, model=model)
+        config = config.with_vocab(found.run.config["model"]["vocab_size"] - 1)
     return config

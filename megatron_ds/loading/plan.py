@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ds.checkpoint.location import Location, RunFolders
@@ -29,7 +30,7 @@ from megatron_ds.config.problems import Problem, UserError, collect
 from megatron_ds.conversion.megatron.detect import find_checkpoint
 from megatron_ds.conversion.weights_locations import HF, is_hf
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.loading.initial_load import Found, find_importable, open_importable
+from megatron_ds.loading.initial_load import find_importable, open_importable
 from megatron_ds.loading.locations import locate_save, locate_weights
 from megatron_ds.loading.options_from_checkpoint import (
     SIZES,
@@ -62,7 +63,7 @@ class _Contents:
     listing: CheckpointListing | None
     """Checkpoints of this program; None if the folder cannot be read."""
     unreadable: tuple[Problem, ...]
-    importable: Found | None
+    importable: Path | None
     is_interrupted: bool
     """Whether a save was interrupted, which the load repairs first."""
     has_checkpoint: bool

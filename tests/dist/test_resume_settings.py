@@ -28,7 +28,6 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from megatron_ds.checkpoint.metadata import ParallelLayout
 from megatron_ds.config import Config
-from megatron_ds.engine.ds_config.fields import replace_fields
 from megatron_ds.engine.ds_config.generate import PARTITION_KEYS, is_read_at
 from megatron_ds.engine.ds_config.keys import BLOCKS
 from megatron_ds.engine.protocol import EngineSettings
@@ -172,7 +171,7 @@ class Layout:
         config = config_of(
             case, precision=self.precision, deepspeed=self.deepspeed, schedule=schedule
         )
-        return replace_fields(config, {"sgd_momentum": 0.9})
+        return config.with_values({"sgd_momentum": 0.9})
 
 
 LAYOUTS = {
@@ -292,7 +291,7 @@ def resume(config: Config, mesh: Mesh, folder: Path, first: Training) -> tuple[T
 
 
 def changed(config: Config, names: list[str]) -> Config:
-    return replace_fields(config, {name: SETTINGS[name][0] for name in names})
+    return config.with_values({name: SETTINGS[name][0] for name in names})
 
 
 def resume_layout(
@@ -313,7 +312,7 @@ def resume_layout(
         _, incomplete = resume(changed(config, others), mesh, folder, first)
         seen["effect"] = outcome.differences(incomplete)
     if name in OPTIMIZERS_CHANGED:
-        moved = replace_fields(first.config, OPTIMIZERS_CHANGED[name])
+        moved = first.config.with_values(OPTIMIZERS_CHANGED[name])
         _, seen["moved"] = resume(moved, mesh, folder, first)
     for setting in layout.settings:
         value, apply = SETTINGS[setting]

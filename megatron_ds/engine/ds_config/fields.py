@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -86,15 +85,6 @@ def mappings(config: Config) -> Iterator[tuple[str, str, kinds.Kind]]:
 def field_value(config: Config, name: str) -> Any:
     """The value of a field, whatever its group."""
     return getattr(getattr(config, GROUP_OF_FIELD[name]), name)
-
-
-def replace_fields(config: Config, values: dict[str, Any]) -> Config:
-    """A copy of the configuration with other values of some fields."""
-    for name, value in values.items():
-        group = GROUP_OF_FIELD[name]
-        changed = dataclasses.replace(getattr(config, group), **{name: value})
-        config = dataclasses.replace(config, **{group: changed})
-    return config
 
 
 def as_flag(name: str, value: Any, flag_of: Callable[[str], str] = option) -> str:

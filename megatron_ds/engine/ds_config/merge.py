@@ -18,7 +18,7 @@ from megatron_ds.config.deepspeed_file import DeepSpeedFile
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine.ds_config import schedules as ds_schedules
-from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings, replace_fields
+from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.file import read_file
 from megatron_ds.engine.ds_config.generate import (
     adam_kernel,
@@ -90,7 +90,7 @@ class _ConfigMerger:
         self.problems: list[Problem] = []
 
     def filled(self) -> Config:
-        return replace_fields(self._config, self._values)
+        return self._config.with_values(self._values)
 
     def merged(self) -> Config:
         origins = {

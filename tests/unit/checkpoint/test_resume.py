@@ -19,7 +19,6 @@ from megatron_ds.checkpoint.metadata import CheckpointMetadata, DataOrder, Paral
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
-from megatron_ds.engine.ds_config.fields import replace_fields
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.train_state import TrainState
 from tests.problems import codes
@@ -164,8 +163,8 @@ def test_keys_that_order_the_flat_tensors_are_part_of_the_layout(
 
 def test_changes_of_the_layout_are_named() -> None:
     stages = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "dualpipev"}
-    before = replace_fields(config_of(""), {**stages, "num_layers": 4})
-    now = replace_fields(before, {"pipeline_schedule": "1f1b", "bf16": True})
+    before = config_of("").with_values({**stages, "num_layers": 4})
+    now = before.with_values({"pipeline_schedule": "1f1b", "bf16": True})
     assert resume_conflicts(saved_by(before), now, 1) == []
     assert layout_changes(*(ParallelLayout.of(config, 1) for config in (before, now))) == [
         "precision fp32 -> bf16",

@@ -11,7 +11,6 @@ from megatron_ds import schedule_validation
 from megatron_ds.config import GROUPS, Config
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config.fields import replace_fields
 from megatron_ds.engine.ds_config.merge import merge_file
 from tests.problems import codes, fields
 
@@ -49,7 +48,7 @@ ADJUSTED = {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_sche
 
 
 def config_of(**changes: Any) -> Config:
-    return replace_fields(Config(), {**VALID, **changes})
+    return Config().with_values({**VALID, **changes})
 
 
 def problems(config: Config, dp_size: int = DP_SIZE) -> list[Problem]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config.fields import replace_fields
 from megatron_ds.engine.ds_config.merge import merge_file
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +42,7 @@ def merged(flags: str, *, without: str = "", given: Mapping[str, Any] | None = N
     """
     argv = f"{FLAGS.replace(without, '')} {flags}".split()
     config = build_config(argv, world_size=WORLD_SIZE, warn=lambda _: None)[0]
-    config = replace_fields(config, dict(given or {}))
+    config = config.with_values(dict(given or {}))
     config = dataclasses.replace(config, given=config.given | frozenset(given or ()))
     warnings: list[Problem] = []
     return Merged(*merge_file(config, WORLD_SIZE, warnings.append), warnings)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.config import CheckpointConfig, Config, ModelConfig, OptimizerConfig
+from megatron_ds.config import CheckpointConfig, Config, ModelConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.loading.initial_load import (
@@ -122,7 +122,7 @@ def test_otherwise_only_the_weights_are_loaded(
     layout: dict[str, Any], optimizer: str, tmp_path: Path
 ) -> None:
     run = run_of(write(tmp_path / "a", **layout))
-    start = start_of(dataclasses.replace(run, optimizer=OptimizerConfig(optimizer)))
+    start = start_of(run.with_values({"optimizer": optimizer}))
     assert codes(start.notes) == ["foreign-weights-alone"]
     assert (start.state, start.optimizer, start.steps) == (TrainState(), {}, None)
     assert start.weights["embedding.word.weight"].shape == (50, 32)
@@ -140,22 +140,20 @@ def test_flags_leave_out_the_progress_or_the_optimizer(
     options: dict[str, bool], state: TrainState, has_optimizer: bool, tmp_path: Path
 ) -> None:
     run = run_of(write(tmp_path / "a"))
-    run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, **options))
+    run = run.with_values(options)
     start = start_of(run)
     assert (start.state, start.notes) == (state, ())
     assert bool(start.optimizer) == has_optimizer
     if "no_load_optim" in options:
-        sgd = dataclasses.replace(run, optimizer=OptimizerConfig("sgd"))
-        other = start_of(sgd)
-        assert other.state == state
+        assert start_of(run.with_values({"optimizer": "sgd"})).state == state
 
 
 def test_the_options_of_the_checkpoint_replace_given_ones_on_request(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", has_optimizer=False)
     run = run_of(folder, num_layers=3, activation="swiglu", seq_length=10)
-    options = dataclasses.replace(run.checkpoint, use_checkpoint_args=True)
     warnings: list[Problem] = []
-    config, _, problems = make_plan(dataclasses.replace(run, checkpoint=options), warnings.append)
+    requested = run.with_values({"use_checkpoint_args": True})
+    config, _, problems = make_plan(requested, warnings.append)
     assert problems == []
     assert (config.model.num_layers, config.model.activation) == (2, MODEL.activation)
     assert config.model.seq_length == 10
@@ -170,8 +168,7 @@ def test_a_continued_run_keeps_its_sequence_length_at_first(tmp_path: Path) -> N
     _, _, problems = make_plan(run)
     assert codes(problems) == ["foreign-length-differs"]
     for name in ("finetune", "reset_iteration"):
-        options = dataclasses.replace(run.checkpoint, **{name: True})
-        assert make_plan(dataclasses.replace(run, checkpoint=options))[2] == []
+        assert make_plan(run.with_values({name: True}))[2] == []
 
 
 def test_a_release_has_weights_alone(tmp_path: Path) -> None:

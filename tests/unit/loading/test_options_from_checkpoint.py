@@ -180,9 +180,8 @@ def test_a_schedule_that_is_no_number_of_iterations_is_rejected(
     own = dataclasses.replace(config, schedule=schedule, checkpoint=options)
     _, _, problems = complete(own, 1, lambda problem: None)
     assert codes(problems) == ["checkpoint-schedule-not-in-iterations"] * 2
-    new = dataclasses.replace(options, finetune=True)
     warnings: list[Problem] = []
-    _, _, problems = complete(dataclasses.replace(own, checkpoint=new), 1, warnings.append)
+    _, _, problems = complete(own.with_values({"finetune": True}), 1, warnings.append)
     assert (codes(warnings), problems) == (["no-effect"], [])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,7 @@ def test_a_resume_selects_once_before_the_ranks_select_together(
     manager: Managers, config: Config, calls: list[str]
 ) -> None:
     save(manager(), 3, 6)
-    requested = dataclasses.replace(config.checkpoint, use_checkpoint_opt_param_scheduler=True)
-    own = dataclasses.replace(config, checkpoint=requested)
+    own = config.with_values({"use_checkpoint_opt_param_scheduler": True})
 
     merged, planned, problems = complete(own, 1, lambda problem: None)
     problems += preflight._checkpoint_problems(merged, planned, 1, None)

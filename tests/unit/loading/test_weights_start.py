@@ -178,14 +178,13 @@ def test_a_run_without_its_expected_weights_is_rejected(
     """
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    run = run_of(load, **given)
-    run = dataclasses.replace(run, checkpoint=dataclasses.replace(run.checkpoint, **options))
+    run = run_of(load, **given).with_values(options)
     problems = make_plan(run)[2]
     assert codes(problems) == ([] if expected is None else [expected])
     assert all(load.partition(":")[2] in each for each in problems)
     # The same of --pretrained-checkpoint, which is always expected.
-    weights = CheckpointConfig(load="new", pretrained_checkpoint=load)
-    problems = make_plan(dataclasses.replace(run, checkpoint=weights))[2]
+    weights = run.with_values({"load": "new", "pretrained_checkpoint": load})
+    problems = make_plan(weights)[2]
     assert fields(problems) == [("pretrained_checkpoint",)] * ("step" not in load)
 
 
@@ -193,8 +192,7 @@ def test_weights_have_no_iteration_to_choose(folder: Path) -> None:
     given: tuple[dict[str, Any], ...] = ({"ckpt_step": 3}, {"load_tag": "global_step3"})
     for step in given:
         run = run_of(f"{folder.name}:{folder}")
-        options = dataclasses.replace(run.checkpoint, **step)
-        problems = make_plan(dataclasses.replace(run, checkpoint=options))[2]
+        problems = make_plan(run.with_values(step))[2]
         assert (codes(problems), fields(problems)) == (["ckpt-step-missing"], [(*step,)])
 
 
