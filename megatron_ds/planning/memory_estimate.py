@@ -6,6 +6,10 @@ peak over the phases of a step. It excludes the libraries themselves, allocator 
 the buffers of communication libraries. With pipeline stages every part is that of the stage that
 has the most of it.
 
+Activations are formulas and not counted on torch's fake tensors: torch 2.13 without CUDA aborts at
+attention over fake CUDA tensors, although a CPU may plan for them, and the first operation on fake
+tensors takes more than a second of every start.
+
 Shapes: T tokens of a micro-batch on this rank, H hidden, P parameters of this tensor-parallel rank,
 N ranks over which states are partitioned, v this rank's rows of the vocabulary.
 """
