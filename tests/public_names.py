@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GOLDEN = Path(__file__).parent / "golden" / "public_names.txt"
-MODULES = ("megatron_ds.extend",)
+MODULES = ("megatron_ds.extend", "megatron_ds.extend.layers")
 
 
 def public_names() -> str:

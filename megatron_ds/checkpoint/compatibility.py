@@ -163,6 +163,23 @@ def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) ->
     yield Problem("resume-tokenizer-changed", saved=saved, path=found.path, now=now, copy=TOKENIZER)
 
 
+def changed_parts(
+    found: CheckpointMetadata, now: Mapping[str, str], parts: Iterable[str]
+) -> Iterator[Problem]:
+    """Other functions than those of the checkpoint's run instead of the package's own.
+
+    Args:
+        found: The checkpoint.
+        now: Names of the run's functions, by part.
+        parts: The parts that are compared.
+    """
+    for part in parts:
+        before, after = (names.get(part) for names in (found.run.custom_parts, now))
+        if before != after:
+            saved, own = before or "the built-in one", after or "the built-in one"
+            yield Problem("resume-part-changed", part=part, saved=saved, path=found.path, now=own)
+
+
 def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
     """Warnings of the changed settings that a resume allows and that affect training."""
     if config.checkpoint.finetune:

@@ -165,6 +165,8 @@ class RunRecord:
     """Parameters whose dimension 0, of experts, is sharded over the expert-parallel ranks."""
     has_optimizer: bool = True
     """Whether the files have the states of the optimizer, and not only the weights."""
+    custom_parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Names of the functions that the run used instead of the package's own, by what they are."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -204,6 +206,9 @@ class RunRecord:
                 # The following are absent from checkpoints of older versions.
                 experts=tuple(map(str, values.get("experts", ()))),
                 has_optimizer=bool(values.get("has_optimizer", True)),
+                custom_parts={
+                    key: str(name) for key, name in values.get("custom_parts", {}).items()
+                },
             )
         except (TypeError, OverflowError, KeyError) as error:
             raise ValueError(f"unexpected or missing values ({error})") from error

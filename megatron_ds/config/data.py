@@ -108,8 +108,12 @@ class DataConfig:
         False, "mask the loss at end-of-document tokens of the input"
     )
 
-    def problems(self) -> Iterator[Problem]:
-        """Check that the data of each split is given once."""
+    def problems(self, *, has_own_data: bool = False) -> Iterator[Problem]:
+        """Check that the data of each split is given once.
+
+        Args:
+            has_own_data: The program brings the dataset instead.
+        """
         shared = [name for name in SPLIT_DATA_FIELDS if getattr(self, name)]
         by_split = {
             split: [name for name in names if getattr(self, name)]
@@ -129,7 +133,9 @@ class DataConfig:
         for names in (shared, *by_split.values()):
             if len(names) > 1:
                 yield exclusive_problem(*names)
-        if not shared and not listed and not by_split["train"]:
+        if has_own_data:
+            yield from (Problem("data-replaced", name) for name in (*shared, *listed, *separate))
+        elif not shared and not listed and not by_split["train"]:
             yield Problem("training-data-required")
         if self.split is not None and by_split["train"] and not by_split["valid"]:
             yield Problem("split-without-shared-data")

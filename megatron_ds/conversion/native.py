@@ -133,8 +133,10 @@ def settings_of(checkpoint: CheckpointMetadata) -> ModelSettings:
     """The options of a checkpoint's model.
 
     Raises:
-        UserError: If it has options unknown to this version.
+        UserError: If it has options unknown to this version, or layers of a program.
     """
+    if layer := checkpoint.run.custom_parts.get("layer"):
+        raise user_error("checkpoint-with-own-layer", path=checkpoint.path, layer=layer)
     fingerprint = checkpoint.run.tokenizer
     return ModelSettings.of(
         model_config(checkpoint),

@@ -87,6 +87,7 @@ class Datasets:
         usage: Samples and epochs of every file.
         progress: Blend history of the training data.
         changes: Lines on differences from the run that is resumed.
+        has_masks: Whether `~id` in place of a token's id means that it has no loss as a label.
     """
 
     train: TokenDataset | None
@@ -95,6 +96,7 @@ class Datasets:
     usage: tuple[FileUsage, ...] = ()
     progress: BlendProgress | None = None
     changes: tuple[str, ...] = ()
+    has_masks: bool = False
 
 
 def build_datasets(

@@ -26,6 +26,8 @@ class Batch(NamedTuple):
     """Position of the first sample in the data order: samples before it, over all ranks."""
     eod: int | None = None
     """Token id without loss; None for loss everywhere."""
+    has_masks: bool = False
+    """Whether `~id` in place of a token's id means that it has no loss as a label."""
 
 
 class MicroBatchIterator:
@@ -44,6 +46,7 @@ class MicroBatchIterator:
         dp_size: Number of data-parallel ranks.
         num_workers: Loader processes; 0 reads in this process. Does not change the order.
         eod: Token id without loss; None for loss everywhere.
+        has_masks: As of `Batch`.
         reads: Read the samples. If False, batches have positions only, because another rank of the
             tensor-parallel group reads and sends them.
     """
@@ -58,6 +61,7 @@ class MicroBatchIterator:
         dp_size: int,
         num_workers: int = 0,
         eod: int | None = None,
+        has_masks: bool = False,
         reads: bool = True,
     ) -> None:
         assert 0 <= dp_rank < dp_size
@@ -68,7 +72,7 @@ class MicroBatchIterator:
         first = consumed + dp_rank * micro_batch_size
         self._positions = range(first, first + steps * per_step, per_step)
         self._shape = micro_batch_size, dataset.seq_length + 1
-        self._eod = eod
+        self._eod, self._has_masks = eod, has_masks
         self._rows: Generator[tuple[int, SampleArray | None], None, None]
         if reads:
             self._rows = _read_all(dataset, self._positions, micro_batch_size, num_workers)
@@ -84,7 +88,7 @@ class MicroBatchIterator:
 
     def __next__(self) -> Batch:
         position, rows = next(self._rows)
-        return Batch(rows, self._shape, position, self._eod)
+        return Batch(rows, self._shape, position, self._eod, self._has_masks)
 
     def close(self) -> None:
         """Ends the loader processes and the iteration."""

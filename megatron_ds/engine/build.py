@@ -41,6 +41,7 @@ from megatron_ds.launch.cpp_ops import build as build_cpp_ops
 from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
+from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.model.mlp import TiledMLP
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
@@ -55,6 +56,7 @@ def build_engine(
     eod: int | None = None,
     *,
     init_weights: bool = True,
+    parts: CustomParts = BUILT_IN,
 ) -> ZeroEngine:
     """Build the model of a configuration, sharded over a mesh, in a DeepSpeed engine. Collective.
 
@@ -65,8 +67,8 @@ def build_engine(
         mesh: Mesh of this process.
         device: Device of this process.
         eod: Id of the end-of-document token, for --reset-position-ids and --reset-attention-mask.
-        init_weights: Draw initial weights. If False, weights are undefined until a checkpoint is
-            loaded.
+        init_weights: Draw initial weights. If False, a checkpoint must be loaded.
+        parts: What replaces parts of the model.
 
     Raises:
         UserError: If DeepSpeed rejects values of the user's file, if a C++ op cannot be built, if
@@ -81,7 +83,7 @@ def build_engine(
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing, warning = _packing_options(config, mesh, device, eod)
     build_cpp_ops(cpp_ops(ds_config))
-    build = partial(_build_model, config, mesh, rng, packing, init_weights)
+    build = partial(_build_model, config, mesh, rng, packing, init_weights, parts)
     with _swap_folder(config, ds_config) as swap_folder:
         module, model = _build_module(config, mesh, ds_config, build)
         warnings = [
@@ -91,8 +93,7 @@ def build_engine(
         ]
         engine, multipliers = _initialize(config, mesh, ds_config, module)
     _correct(engine, model, mesh, ds_config, device)
-    kind = ZeroEngine if mesh.pp.size == 1 else PipelineEngine
-    return kind(
+    return (ZeroEngine if mesh.pp.size == 1 else PipelineEngine)(
         engine,
         ds_config=ds_config,
         read_settings=partial(readback.check, config, mesh, engine, ds_config, multipliers),
@@ -201,6 +202,7 @@ def _build_model(
     rng: RngStreams,
     packing: PackingOptions | None,
     init_weights: bool,
+    parts: CustomParts,
     stages: Sequence[slice],
 ) -> GPTModel:
     checkpoint = None
@@ -216,6 +218,7 @@ def _build_model(
         packing=packing,
         moe=config.moe,
         stages=stages,
+        parts=parts,
     )
 
 

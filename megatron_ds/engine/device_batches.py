@@ -166,10 +166,17 @@ class _Copies:
 
 
 def _on_device(batch: Batch, rows_BT: Tensor, document_end: int | None) -> DeviceBatch:
-    ids_BT = rows_BT.long()
+    ids_BT, mask_BS, ends = rows_BT.long(), None, [document_end]
+    if batch.has_masks:
+        mask_BS = (ids_BT[:, 1:] >= 0).float()
+        ids_BT = torch.where(ids_BT < 0, ~ids_BT, ids_BT)
+        ends += [] if document_end is None else [~document_end]
     tokens_BS = ids_BT[:, :-1]
-    mask_BS = None if batch.eod is None else (tokens_BS != batch.eod).float()
+    if batch.eod is not None:
+        eod_mask_BS = (tokens_BS != batch.eod).float()
+        mask_BS = eod_mask_BS if mask_BS is None else mask_BS * eod_mask_BS
     max_documents = None
     if document_end is not None and batch.rows_BT is not None:
-        max_documents = batch.shape[0] + int(np.count_nonzero(batch.rows_BT == document_end))
+        counts = (int(np.count_nonzero(batch.rows_BT == end)) for end in ends)
+        max_documents = batch.shape[0] + sum(counts)
     return DeviceBatch(tokens_BS, ids_BT[:, 1:], mask_BS, batch.position, max_documents)

@@ -5,6 +5,7 @@ Imports no torch; `megatron_ds.extend.layers` has the names that need it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
+from megatron_ds.data.dataset_request import DatasetRequest
 from megatron_ds.launch import environment
 from megatron_ds.launch.extension_locks import find_stale_locks
 from megatron_ds.launch.lifecycle import process_lifecycle
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Callback",
     "Config",
+    "DatasetRequest",
     "EvalRecord",
     "Extensions",
     "IntervalRecord",
@@ -59,6 +62,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         config: Config, world_size: int, warn: Callable[[str], None]
     ) -> tuple[Config, list[Problem]]:
         """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
+        config = dataclasses.replace(config, has_own_data=extensions.dataset is not None)
         config, plan, problems = loading.complete(config, world_size, warn)
         plans.append(plan)
         return config, problems

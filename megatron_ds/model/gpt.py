@@ -18,7 +18,7 @@ from megatron_ds.model.attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.elementwise import Elementwise
 from megatron_ds.model.embedding import Embedding
-from megatron_ds.model.layers import build_layers, layer_specs
+from megatron_ds.model.layers import BUILT_IN, CustomParts, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
 from megatron_ds.model.output_layer import OutputLayer, TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
@@ -50,6 +50,7 @@ class GPTModel(nn.Module):
         packing: What happens at document boundaries, in passes without a cache. None: nothing.
         stages: Which of `layer_specs` this model has: the parts that `forward` computes together.
         moe: Which layers have experts, and how many.
+        parts: What replaces parts of the model.
     """
 
     embedding: Embedding
@@ -70,6 +71,7 @@ class GPTModel(nn.Module):
         packing: PackingOptions | None = None,
         stages: Sequence[slice] = ALL_LAYERS,
         moe: MoEConfig = DENSE,
+        parts: CustomParts = BUILT_IN,
     ) -> None:
         super().__init__()
         self.config = config
@@ -93,6 +95,7 @@ class GPTModel(nn.Module):
             init=Initializer(seed),
             checkpoint_core=checkpointing if granularity == "selective" else None,
             tiled_mlp=checkpointing is not None and checkpointing.config.tiled_mlp,
+            parts=parts,
         )
         specs = [spec for stage in stages for spec in all_specs[stage]]
         self._stages = [[spec.name for spec in all_specs[stage]] for stage in stages]

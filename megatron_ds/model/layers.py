@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config.problems import user_error
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding, build_word_embedding
 from megatron_ds.model.mlp import MLP, TiledMLP
@@ -20,10 +21,69 @@ from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
+from megatron_ds.parallel.fused_linear_cross_entropy import LossFunction
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sequence import sum_gradients
+
+
+@dataclass(frozen=True)
+class LayerBuilder:
+    """Builds a transformer layer, of the model's parts or with others."""
+
+    layer: int
+    """Number of the layer, from 0."""
+    config: ModelConfig
+    moe: MoEConfig
+    group: Group
+    """Tensor-parallel group."""
+    sp_group: Group
+    """Group of DeepSpeed-Ulysses."""
+    ep_group: Group
+    """Expert-parallel group."""
+    router_log: RouterLog
+    rng: RngStreams
+    init: Initializer
+    """Draws the initial weights, which are the same in every layout."""
+    checkpoint_core: ActivationCheckpointing | None
+    tiled_mlp: bool
+
+    def mlp(self) -> nn.Module:
+        """The feed-forward layer that the options select."""
+        config, group, init = self.config, self.group, self.init
+        if not self.moe.has_experts(self.layer):
+            return (TiledMLP if self.tiled_mlp else MLP)(config, self.layer, group=group, init=init)
+        groups = {"group": group, "sp_group": self.sp_group, "ep_group": self.ep_group}
+        return MoE(config, self.moe, self.layer, **groups, init=init, log=self.router_log)
+
+    def block(self, mlp: nn.Module | None = None, kind: type[Block] = Block) -> Block:
+        """The transformer layer.
+
+        Args:
+            mlp: Its feed-forward layer, [S, B, H] to [S, B, H]. None: that of the options.
+            kind: Its class.
+        """
+        return kind(
+            self.config,
+            self.layer,
+            group=self.group,
+            rng=self.rng,
+            init=self.init,
+            mlp=self.mlp() if mlp is None else mlp,
+            checkpoint_core=self.checkpoint_core,
+        )
+
+
+@dataclass(frozen=True)
+class CustomParts:
+    """What a program uses instead of parts of the model."""
+
+    loss: LossFunction | None = None
+    layer: Callable[[LayerBuilder], Block] | None = None
+
+
+BUILT_IN = CustomParts()
 
 
 @dataclass(frozen=True)
@@ -50,6 +110,7 @@ def layer_specs(
     init: Initializer,
     checkpoint_core: ActivationCheckpointing | None = None,
     tiled_mlp: bool = False,
+    parts: CustomParts = BUILT_IN,
 ) -> list[LayerSpec]:
     """Embedding, transformer layers, final norm and output layer, in this order.
 
@@ -64,18 +125,21 @@ def layer_specs(
         init: Draws the initial weights.
         checkpoint_core: Recomputes the attention cores. None: they are stored.
         tiled_mlp: Compute the feed-forward layers in tiles.
+        parts: What replaces parts of the model.
+
+    Raises:
+        UserError: When a layer is built that is not a `Block`.
     """
 
     def block(layer: int) -> nn.Module:
-        mlp: nn.Module
-        if moe.has_experts(layer):
-            groups = {"group": group, "sp_group": sp_group, "ep_group": ep_group}
-            mlp = MoE(config, moe, layer, **groups, init=init, log=router_log)
-        else:
-            mlp = (TiledMLP if tiled_mlp else MLP)(config, layer, group=group, init=init)
-        return Block(
-            config, layer, group=group, rng=rng, init=init, mlp=mlp, checkpoint_core=checkpoint_core
+        groups = group, sp_group, ep_group
+        builder = LayerBuilder(
+            layer, config, moe, *groups, router_log, rng, init, checkpoint_core, tiled_mlp
         )
+        built = (parts.layer or LayerBuilder.block)(builder)
+        if not isinstance(built, Block):
+            raise user_error("layer-of-other-type", found=type(built).__name__)
+        return built
 
     untied = config.untie_embeddings_and_output_weights
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))
@@ -88,13 +152,15 @@ def layer_specs(
         LayerSpec("final_norm", lambda: sum_gradients(build_norm(config), group)),
         LayerSpec(
             "head",
-            lambda: _build_head(config, group, init if untied else None),
+            lambda: _build_head(config, group, init if untied else None, parts.loss),
             tied_to=None if untied else word,
         ),
     ]
 
 
-def _build_head(config: ModelConfig, group: Group, init: Initializer | None) -> OutputLayer:
+def _build_head(
+    config: ModelConfig, group: Group, init: Initializer | None, loss: LossFunction | None
+) -> OutputLayer:
     """The output layer; without an initializer, it is passed the embedding's weight."""
     return OutputLayer(
         config.vocab_size,
@@ -103,6 +169,7 @@ def _build_head(config: ModelConfig, group: Group, init: Initializer | None) -> 
         softmax_rows=config.softmax_rows,
         group=group,
         init=None if init is None else init.normal("head.weight", config.init_method_std),
+        loss=loss,
     )
 
 

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from megatron_ds.parallel.collectives import gather_from_group, gather_sequence
 from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_weight
-from megatron_ds.parallel.fused_linear_cross_entropy import EAGER, linear_cross_entropy
+from megatron_ds.parallel.fused_linear_cross_entropy import (
+    EAGER,
+    LossFunction,
+    linear_cross_entropy,
+)
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init
 from megatron_ds.parallel.ulysses import sum_of_slices
@@ -48,6 +52,7 @@ class OutputLayer(nn.Module):
         softmax_rows: Rows over which the loss normalizes.
         group: Tensor-parallel group.
         init: Draws a weight of its own. None: the weight is the embedding's, passed to each call.
+        loss: Computes the loss instead of the cross entropy.
     """
 
     def __init__(
@@ -59,11 +64,12 @@ class OutputLayer(nn.Module):
         softmax_rows: int,
         group: Group,
         init: Init | None,
+        loss: LossFunction | None = None,
     ) -> None:
         super().__init__()
         self.vocab_size, self.softmax_rows = vocab_size, softmax_rows
         self.group = group
-        self.kernels = EAGER
+        self.kernels, self.loss_function = EAGER, loss
         self.weight: nn.Parameter | None = None
         if init is not None:
             self.weight = vocab_parallel_weight(
@@ -112,6 +118,7 @@ class OutputLayer(nn.Module):
             vocab_size=self.softmax_rows,
             group=self.group,
             kernels=self.kernels,
+            function=self.loss_function,
         )
         if weights is None:
             return TokenLoss(total, total.new_full((), labels_BS.numel()))

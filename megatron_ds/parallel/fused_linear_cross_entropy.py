@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.collectives import all_gather, start_all_reduce_
 from megatron_ds.parallel.mesh import Group
 
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""Losses [T] of logits [T, vocabulary] in fp32 and labels [T], each of its own row only."""
 CHUNK_BYTES = 2**28
 """Bytes of the logits of a chunk, in the model's type."""
 CACHED_LOGITS = 2**20
@@ -98,6 +101,7 @@ def linear_cross_entropy(
     vocab_size: int,
     group: Group,
     kernels: LossKernels = EAGER,
+    function: LossFunction | None = None,
 ) -> Tensor:
     """Sum over tokens of weight x cross entropy(x W^T, label); softmax and sums are in fp32.
 
@@ -110,14 +114,18 @@ def linear_cross_entropy(
         vocab_size: Rows of the full output layer that are tokens.
         group: Group over which the rows are sharded.
         kernels: Eager or compiled functions.
+        function: Computes the losses instead of the cross entropy.
 
     Returns:
         A scalar in fp32.
+
+    Raises:
+        UserError: If `function` does not return a loss for each label.
     """
     width = weight_vH.shape[0]
     first = group.rank * width
     rows = min(max(vocab_size - first, 0), width)
-    loss = _Loss(labels_T, weights_T, first, rows, width, group, kernels)
+    loss = _Loss(labels_T, weights_T, first, rows, width, group, kernels, vocab_size, function)
     if torch.is_grad_enabled() and (x_TH.requires_grad or weight_vH.requires_grad):
         result: Tensor = _LinearCrossEntropy.apply(x_TH, weight_vH, loss)
         return result
@@ -138,13 +146,15 @@ class _Loss:
     """Rows including the padding, the same on every rank."""
     group: Group
     kernels: LossKernels
+    vocab_size: int
+    function: LossFunction | None
 
     def value(self, x_TH: Tensor, weight_vH: Tensor) -> Tensor:
         """The loss without gradients."""
         total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
         for chunk in self._chunks(x_TH):
             logits = self._logits(x_TH[chunk], weight_vH)
-            total += self._cross_entropy_(logits, chunk, for_gradient=False)
+            total += self._loss_(logits, chunk, for_gradient=False)
             del logits  # before those of the next chunk are allocated
         return total
 
@@ -163,7 +173,7 @@ class _Loss:
         for chunk in chunks:
             x = x_TH[chunk]
             logits = self._logits(x, weight_vH)
-            total += self._cross_entropy_(logits, chunk, for_gradient=True)
+            total += self._loss_(logits, chunk, for_gradient=True)
             if not self.rows:
                 continue
             torch.mm(logits, weight_vH, out=grad_x[chunk])
@@ -182,7 +192,7 @@ class _Loss:
 
     def _logits(self, x: Tensor, weight_vH: Tensor) -> Tensor:
         """Logits of a chunk, -inf for the padding; without columns where all rows are padding."""
-        if not self.rows:
+        if not self.rows and self.function is None:
             return x.new_empty((x.shape[0], 0))
         logits = x @ weight_vH.t()
         logits[:, self.rows :] = -torch.inf
@@ -191,12 +201,35 @@ class _Loss:
     def _chunks(self, x_TH: Tensor) -> list[slice]:
         # By the width, not the rows: the ranks communicate once per chunk, so they need the same
         # number of chunks, but padding is on the last ranks only.
-        size = chunk_rows(self.width, x_TH.element_size())
+        columns = self.width if self.function is None else self.width * self.group.size
+        size = chunk_rows(columns, x_TH.element_size())
         return [slice(start, start + size) for start in range(0, x_TH.shape[0], size)]
 
-    def _cross_entropy_(self, logits: Tensor, chunk: slice, *, for_gradient: bool) -> Tensor:
-        """Compute the chunk's loss and, in the memory of the logits, softmax - one-hot label."""
-        labels = self.labels_T[chunk]
+    def _loss_(self, logits: Tensor, chunk: slice, *, for_gradient: bool) -> Tensor:
+        """Compute the chunk's loss and, in the memory of the logits, the gradient of each token's
+        loss."""
+        compute = self._cross_entropy_ if self.function is None else self._custom_loss_
+        losses = compute(logits, self.labels_T[chunk], for_gradient=for_gradient)
+        return losses.sum() if self.weights_T is None else (losses * self.weights_T[chunk]).sum()
+
+    def _custom_loss_(self, logits: Tensor, labels: Tensor, *, for_gradient: bool) -> Tensor:
+        """As `_cross_entropy_`, by `function` and autograd, on the logits of all ranks."""
+        assert self.function is not None
+        full = all_gather(logits, self.group).transpose(0, 1).flatten(1)[:, : self.vocab_size]
+        with torch.set_grad_enabled(for_gradient):
+            full = full.float().detach().requires_grad_(for_gradient)
+            losses = self.function(full, labels)
+            if losses.shape != labels.shape:
+                found, needed = list(losses.shape), list(labels.shape)
+                raise user_error("loss-of-other-shape", found=found, needed=needed)
+            if for_gradient and self.rows:
+                (gradient,) = torch.autograd.grad(losses.sum(), full)
+                logits.zero_()
+                logits[:, : self.rows] = gradient[:, self.first : self.first + self.rows]
+        return losses.detach().float()
+
+    def _cross_entropy_(self, logits: Tensor, labels: Tensor, *, for_gradient: bool) -> Tensor:
+        """Compute the losses and, in the memory of the logits, softmax - one-hot label."""
         local = labels - self.first
         # Masks instead of index lists, whose lengths would force a synchronization.
         is_local = (local >= 0) & (local < self.rows)
@@ -224,7 +257,7 @@ class _Loss:
             logits[tokens, columns] = torch.where(
                 is_local, labels_gradient, logits[tokens, columns]
             )
-        return losses.sum() if self.weights_T is None else (losses * self.weights_T[chunk]).sum()
+        return losses
 
 
 def _mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""What a program of its own adds to a run: loggers and callbacks. Imports no torch."""
+"""What a program brings to a run: dataset, loss, layer, loggers, callbacks. Imports no torch."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
+from megatron_ds.data.dataset_request import BuildDataset
 from megatron_ds.train_state import StepResult, TrainState
 from megatron_ds.training.records import Logger
 
@@ -54,21 +56,40 @@ class Callback:
         """Called at the end of a run without an error."""
 
 
+CUSTOM_PARTS = {"dataset": "request", "loss": "logits, labels", "layer": "builder"}
+"""Fields of functions that replace the package's own, and their arguments."""
 OpenLogger = Callable[[Config, TrainState], Logger]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Extensions:
     """What a run has in addition to, or instead of, the package's own parts."""
 
+    dataset: BuildDataset | None = None
+    """Called for each split with a `DatasetRequest`; returns a dataset with a length, whose items
+    are integers [seq_length + 1], or None. Instead of --data-path and its relatives."""
+    loss: Callable[[Any, Any], Any] | None = None
+    """Called with logits [tokens, vocabulary] in fp32 and labels [tokens]; returns the loss of each
+    token, [tokens], which must depend on its own row only. Instead of the cross entropy, in the
+    evaluation, too."""
+    layer: Callable[[Any], Any] | None = None
+    """Called with a `LayerBuilder` for each transformer layer; returns a `Block`."""
     loggers: Sequence[OpenLogger] = ()
     """Each opens a logger, on the last rank: called with the configuration and the state from
     which the run starts. A subclass of `Logger` with these arguments is such a callable."""
     callbacks: Sequence[Callback] = ()
     """Called in this order."""
 
+    def custom_parts(self) -> dict[str, str]:
+        """The names of the functions that replace the package's own, by field."""
+        parts = {name: getattr(self, name) for name in CUSTOM_PARTS}
+        return {name: qualified_name(part) for name, part in parts.items() if part is not None}
+
     def problems(self) -> Iterator[Problem]:
         """What is of another type, or is called with other arguments, than its field says."""
+        for name, arguments in CUSTOM_PARTS.items():
+            if (part := getattr(self, name)) is not None:
+                yield from _call_problems(name, part, arguments)
         for number, callback in enumerate(self.callbacks):
             if not isinstance(callback, Callback):
                 name, kind = f"callbacks[{number}]", "an object of a subclass of Callback"
@@ -93,5 +114,7 @@ def _call_problems(name: str, value: object, arguments: str) -> Iterator[Problem
 
 def qualified_name(extension: object) -> str:
     """The name of a function or class, or of an object's class, with its module."""
+    while isinstance(extension, functools.partial):
+        extension = extension.func
     named: Any = extension if hasattr(extension, "__qualname__") else type(extension)
     return f"{named.__module__}.{named.__qualname__}"

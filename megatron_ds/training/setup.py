@@ -25,6 +25,7 @@ from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.build_datasets import Datasets, build_datasets
+from megatron_ds.data.map_dataset import build_own_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed.patches import require_precision
@@ -36,6 +37,7 @@ from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.initial_load import ForeignStart, StartStates, foreign_start
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.model.flops import model_flops_per_sample
+from megatron_ds.model.layers import CustomParts
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import planned_memory
 from megatron_ds.tokenizer.stored_files import read_files
@@ -109,6 +111,7 @@ def pretrain(
             tokenizer=tokenizer,
             stores=stores,
             local=local,
+            custom_parts=extensions.custom_parts(),
         )
         trainer = build_trainer(config, inputs, extensions, context, life, startup, checkpoints)
         life.on_training_started(saves=folders.save is not None)
@@ -174,11 +177,11 @@ def build_trainer(
     checkpoints = open_checkpoints(config, mesh, output.print_on_rank)
     plan, save = inputs.plan, inputs.plan.folders.local_save
     start = _find_start(config, plan, checkpoints, startup)
-    data = _build_data(config, inputs, mesh, start)
+    data = _build_data(config, inputs, extensions, mesh, start)
     startup.mark("data")
     peak = device.PeakMemory()
-    # A checkpoint replaces initial weights, which are then not drawn.
-    engine = build_engine(config, mesh, context.device, eod, init_weights=start.is_new)
+    parts, is_new = CustomParts(extensions.loss, extensions.layer), start.is_new
+    engine = build_engine(config, mesh, context.device, eod, init_weights=is_new, parts=parts)
     peak.restart()  # without the trials of compiled functions, which the estimate leaves out
     startup.mark("model and engine")
     print_parameter_count(config, mesh, engine)
@@ -239,6 +242,7 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
 def _build_data(
     config: Config,
     inputs: RunInputs,
+    extensions: Extensions,
     mesh: Mesh,
     start: _Start,
 ) -> Datasets:
@@ -247,6 +251,17 @@ def _build_data(
     num_samples = schedules.planned_samples(config, mesh.dp.size, start.state)
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         print_detail(config, f"    {name + ':':<12}{samples}")
+    history = None if start.own is None else start.own.run.data
+    if extensions.dataset is not None:
+        return build_own_datasets(
+            extensions.dataset,
+            seq_length=config.model.seq_length,
+            seed=config.runtime.seed,
+            num_samples=num_samples,
+            tokenizer=inputs.tokenizer,
+            history=history,
+            consumed=start.state.consumed_samples,
+        )
     save = inputs.plan.folders.local_save
     data = build_datasets(
         config.data,
@@ -256,7 +271,7 @@ def _build_data(
         tokenizer_fingerprint=inputs.tokenizer.fingerprint.digest,
         vocab_size=inputs.tokenizer.vocab_size,
         fallback_cache=None if save is None else str(save / "index-cache"),
-        history=None if start.own is None else start.own.run.data,
+        history=history,
         consumed=start.state.consumed_samples,
         files=inputs.data,
     )

@@ -199,6 +199,7 @@ class Trainer:
             dp_size=self.mesh.dp.size,
             num_workers=num_workers,
             eod=self.eod,
+            has_masks=self.data.has_masks,
             reads=self.mesh.sp_tp.rank == 0,
         )
         return self.engine.device_batches(batches)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -131,6 +133,17 @@ def check_embedding(group: Group) -> None:
 
 
 def check_cross_entropy(group: Group) -> None:
+    compare_cross_entropy(group, linear_cross_entropy)
+
+
+def check_custom_loss(group: Group) -> None:
+    """A function of the logits of all ranks, in chunks."""
+    function = functools.partial(F.cross_entropy, reduction="none")
+    with chunks_of(3 * group.size, group):
+        compare_cross_entropy(group, functools.partial(linear_cross_entropy, function=function))
+
+
+def compare_cross_entropy(group: Group, compute: Callable[..., torch.Tensor]) -> None:
     # Nothing may depend on the values of the padding.
     table = F.pad(draw((VOCAB, HIDDEN)), (0, 0, 0, PADDED - VOCAB), value=3.0)
     labels = torch.arange(VOCAB).repeat(2)
@@ -139,9 +152,7 @@ def check_cross_entropy(group: Group) -> None:
         spread = 10.0  # large logits: the maximum over all ranks must be subtracted
         part = torch.nn.Parameter(table.chunk(group.size)[group.rank].clone())
         one_table = table.clone().requires_grad_()
-        loss = linear_cross_entropy(
-            x * spread, part, labels, weights, vocab_size=VOCAB, group=group
-        )
+        loss = compute(x * spread, part, labels, weights, vocab_size=VOCAB, group=group)
         one_losses = F.cross_entropy(
             (one_x * spread) @ one_table[:VOCAB].t(), labels, reduction="none"
         )
@@ -153,20 +164,22 @@ def check_cross_entropy(group: Group) -> None:
         assert part.grad is not None
         close(all_gather(part.grad, group).flatten(0, 1), one_table.grad)
         with torch.no_grad():
-            close(
-                linear_cross_entropy(
-                    x * spread, part, labels, weights, vocab_size=VOCAB, group=group
-                ),
-                one_loss,
-            )
+            value = compute(x * spread, part, labels, weights, vocab_size=VOCAB, group=group)
+            close(value, one_loss)
 
 
 def check_cross_entropy_in_chunks(group: Group) -> None:
     """Ranks with padding must form the same chunks, because they communicate once per chunk."""
-    original = fused_linear_cross_entropy.CHUNK_BYTES
-    fused_linear_cross_entropy.CHUNK_BYTES = 4 * 3 * PADDED // group.size
-    try:
+    with chunks_of(3, group):
         check_cross_entropy(group)
+
+
+@contextmanager
+def chunks_of(tokens: int, group: Group) -> Iterator[None]:
+    original = fused_linear_cross_entropy.CHUNK_BYTES
+    fused_linear_cross_entropy.CHUNK_BYTES = 4 * tokens * PADDED // group.size
+    try:
+        yield
     finally:
         fused_linear_cross_entropy.CHUNK_BYTES = original
 
@@ -207,6 +220,7 @@ CHECKS: list[Callable[[Group], None]] = [
     check_embedding,
     check_cross_entropy,
     check_cross_entropy_in_chunks,
+    check_custom_loss,
     check_random_streams,
 ]
 

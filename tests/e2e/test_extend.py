@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
-from tests.e2e.runs import REPOSITORY, Launcher, Settings, evaluations, losses
+import pytest
+
+from megatron_ds.conversion.native import open_native
+from tests.e2e.runs import (
+    RANKS,
+    REPOSITORY,
+    SCHEDULE,
+    Launcher,
+    Settings,
+    checkpoint_differences,
+    evaluations,
+    losses,
+    steps,
+    to_flags,
+)
+from tests.problems import raises_problem
 
 EXAMPLES = REPOSITORY / "examples" / "extend"
-OWN = """
+WITHOUT_DROPOUT: Settings = {"attention_dropout": 0, "hidden_dropout": 0}
+WRONG = """
 from megatron_ds.extend import Extensions, Logger, pretrain
-pretrain(Extensions(loggers=[Logger]))
+pretrain(Extensions(dataset=lambda request: [], loss=lambda logits: logits, loggers=[Logger]))
+"""
+LAYER = """
+from megatron_ds.extend import Extensions, pretrain
+pretrain(Extensions(layer=lambda builder: builder.mlp()))
+"""
+CROSS_ENTROPY = """
+from torch.nn.functional import cross_entropy
+from megatron_ds.extend import Extensions, pretrain
+pretrain(Extensions(loss=lambda logits, labels: cross_entropy(logits, labels, reduction="none")))
 """
 
 
@@ -46,9 +72,82 @@ def test_a_part_that_does_not_fit_is_a_problem_before_the_start(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     script = tmp_path / "own.py"
-    script.write_text(OWN)
+    script.write_text(WRONG)
     result = launcher.start({**base, "save": tmp_path / "run", "lr": -1}, script=script).wait()
     assert result.codes == (2,)
-    assert "[extension-with-other-arguments]" in result.output
+    assert result.output.count("[extension-with-other-arguments]") == 2
     assert "--lr -1.0" in result.output
+    assert "[data-replaced]" in result.output
     assert not (tmp_path / "run").exists()
+
+
+def test_an_own_cross_entropy_trains_like_the_built_in_one(
+    launcher: Launcher, base: Settings, uninterrupted: Path, tmp_path: Path
+) -> None:
+    script, save = tmp_path / "own.py", tmp_path / "run"
+    script.write_text(CROSS_ENTROPY)
+    launcher.start({**base, **SCHEDULE, "save": save}, script=script, ranks=RANKS).succeed()
+    assert losses(save) == pytest.approx(losses(uninterrupted), rel=1e-6)
+    for ours, theirs in zip(evaluations(save), evaluations(uninterrupted), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+
+
+def test_an_own_loss_is_the_same_with_a_sharded_vocabulary(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, **WITHOUT_DROPOUT, "train_iters": 3}
+    for size in (1, 2):
+        own = {"tensor_model_parallel_size": size, "save": tmp_path / str(size)}
+        script = EXAMPLES / "loss.py"
+        launcher.start({**settings, **own}, script=script, ranks=size).succeed()
+    assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
+
+
+def test_a_run_on_an_own_dataset_resumes_bit_for_bit(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    lines = [{"prompt": "1 2 3", "answer": f"{n} {n + 1}"} for n in range(10)]  # two epochs
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    schedule = {"global_batch_size": 4, "train_iters": 5, "save_interval": 2, "eval_iters": 1}
+    settings = {**base, **schedule, "data_path": None, "split": None}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for own in (
+        {"save": whole, "num_workers": 1},
+        {"save": resumed, "load": whole, "ckpt_step": 2},
+    ):
+        words = [str(tmp_path / "pairs.jsonl"), *to_flags({**settings, **own})]
+        launcher.start(words, script=EXAMPLES / "dataset.py").succeed()
+    assert steps(resumed) == steps(whole)[2:]
+    assert not checkpoint_differences(resumed / "global_step5", whole / "global_step5")
+
+
+@pytest.fixture(scope="module")
+def own_layer(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of layer.py on one process."""
+    save = tmp_path_factory.mktemp("layer")
+    settings = {**base, **WITHOUT_DROPOUT, "train_iters": 3, "save": save, "save_interval": 2}
+    launcher.start(settings, script=EXAMPLES / "layer.py").succeed()
+    return save
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
+def test_an_own_layer_trains_and_resumes_in_other_layouts(
+    axis: str, launcher: Launcher, base: Settings, own_layer: Path, tmp_path: Path
+) -> None:
+    settings = {**base, **WITHOUT_DROPOUT, f"{axis}_model_parallel_size": 2, "train_iters": 3}
+    settings |= {"load": own_layer, "ckpt_step": 2, "save": tmp_path, "sequence_parallel": True}
+    launcher.start(settings, script=EXAMPLES / "layer.py", ranks=2).succeed()
+    assert losses(tmp_path) == pytest.approx(losses(own_layer)[2:], rel=1e-5)
+
+
+def test_weights_of_an_own_layer_stay_with_its_program(
+    launcher: Launcher, base: Settings, own_layer: Path, tmp_path: Path
+) -> None:
+    with raises_problem("checkpoint-with-own-layer"):
+        open_native(own_layer)
+    settings = {**base, **WITHOUT_DROPOUT, "train_iters": 4}
+    result = launcher.start({**settings, "load": own_layer}).wait()
+    assert "[resume-part-changed]" in result.output
+    (tmp_path / "own.py").write_text(LAYER)
+    result = launcher.start(settings, script=tmp_path / "own.py").wait()
+    assert "[layer-of-other-type]" in result.output

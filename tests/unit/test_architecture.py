@@ -32,7 +32,7 @@ ALLOWED = {
     "cli": "config launch schedule_validation",
     "data": "config fileio tokenizer",
     "model": "config parallel",
-    "extend": "cli config launch loading train_state training",
+    "extend": "cli config data launch loading model parallel train_state training",
     "engine": "config data fileio launch model parallel train_state",
     "preprocess": "config data fileio tokenizer",
     "checkpoint": "config data engine fileio launch model parallel tokenizer train_state",

@@ -19,6 +19,7 @@ from megatron_ds.parallel.fused_linear_cross_entropy import (
 )
 from megatron_ds.parallel.mesh import Group, Mesh
 from tests.observed import Observed, tensors_of
+from tests.problems import raises_problem
 
 TOKENS, VOCAB, PADDED, HIDDEN = 24, 50, 64, 16
 GROUP = Mesh.single().tp
@@ -86,6 +87,32 @@ def test_evaluation_has_the_same_loss_and_no_graph() -> None:
         loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
     assert torch.equal(loss, training.detach())
     assert not loss.requires_grad
+
+
+def z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, labels, reduction="none") + logits.logsumexp(dim=-1).square()
+
+
+def test_a_custom_loss_has_the_gradients_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_BYTES", 7 * PADDED * 4)
+    x, weight, labels, weights = inputs(torch.float32)
+    one_x, one_weight = (one.detach().double().requires_grad_() for one in (x, weight))
+    expected = (z_loss(one_x @ one_weight[:VOCAB].t(), labels) * weights).sum()
+    expected.backward()
+    loss = linear_cross_entropy(
+        x, weight, labels, weights, vocab_size=VOCAB, group=GROUP, function=z_loss
+    )
+    loss.backward()
+    for actual, other in ((loss, expected), (x.grad, one_x.grad), (weight.grad, one_weight.grad)):
+        assert relative_error(actual, other) < 1e-6
+
+
+def test_a_custom_loss_of_another_shape_is_an_error() -> None:
+    x, weight, labels, weights = inputs(torch.float32)
+    with raises_problem("loss-of-other-shape"):
+        linear_cross_entropy(
+            x, weight, labels, weights, vocab_size=VOCAB, group=GROUP, function=F.cross_entropy
+        )
 
 
 def test_fp16_gradients_are_scaled_in_fp32() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
 
 from megatron_ds.extend import Callback, Config, Extensions, Logger, TrainState
 from tests import public_names
@@ -22,7 +23,8 @@ def test_public_names_are_frozen() -> None:
 
 def test_parts_with_the_arguments_of_their_fields_are_accepted() -> None:
     loggers = [OwnLogger, lambda *_: OwnLogger(*_), lambda config, state, more=1: Logger()]
-    assert [*Extensions(loggers=loggers, callbacks=[Callback()]).problems()] == []
+    extensions = Extensions(loss=F.cross_entropy, loggers=loggers, callbacks=[Callback()])
+    assert [*extensions.problems()] == []
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,9 @@ def test_parts_with_the_arguments_of_their_fields_are_accepted() -> None:
         ("loggers", [Logger()], "extension-of-other-type"),
         ("loggers", [Logger], "extension-with-other-arguments"),
         ("loggers", [lambda config: Logger()], "extension-with-other-arguments"),
+        ("layer", lambda: None, "extension-with-other-arguments"),
+        ("loss", 1.0, "extension-of-other-type"),
+        ("loss", lambda logits, *, labels: logits, "extension-with-other-arguments"),
     ],
 )
 def test_other_parts_are_problems(field: str, value: Any, code: str) -> None:

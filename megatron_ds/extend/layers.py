@@ -1,0 +1,29 @@
+"""The public names of an own layer; importing them imports torch."""
+
+from megatron_ds.model.attention import KeyValueCache
+from megatron_ds.model.block import Block
+from megatron_ds.model.layers import LayerBuilder
+from megatron_ds.model.mlp import MLP
+from megatron_ds.model.norm import build_norm
+from megatron_ds.model.position_embedding import AttentionContext
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.sequence import sum_gradients
+from megatron_ds.parallel.sharding import ShardSpec, sharded_parameter
+
+__all__ = [
+    "MLP",
+    "AttentionContext",
+    "Block",
+    "ColumnParallelLinear",
+    "Group",
+    "Initializer",
+    "KeyValueCache",
+    "LayerBuilder",
+    "RowParallelLinear",
+    "ShardSpec",
+    "build_norm",
+    "sharded_parameter",
+    "sum_gradients",
+]

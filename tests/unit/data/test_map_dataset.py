@@ -1,0 +1,94 @@
+"""Own datasets: their order, what is checked of an item, and which splits a run has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_ds.data.build_datasets import Datasets
+from megatron_ds.data.dataset_request import DatasetRequest
+from megatron_ds.data.map_dataset import MapDataset, build_own_datasets
+from megatron_ds.data.micro_batches import Batch
+from megatron_ds.engine.device_batches import DeviceBatches
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.tokenizer.null import NullTokenizer
+from tests.problems import raises_problem
+
+TOKENIZER = NullTokenizer(9)
+
+
+def request(samples: int = 20, split: str = "train") -> DatasetRequest:
+    return DatasetRequest(split, samples, seq_length=2, seed=1, tokenizer=TOKENIZER)
+
+
+def build(
+    items: Sequence[Any] | None, splits: tuple[str, ...] = ("train",), **changed: Any
+) -> Datasets:
+    settings = {"seq_length": 2, "seed": 1, "num_samples": (20, 4, 4), "tokenizer": TOKENIZER}
+    settings |= {"history": None, "consumed": 0, **changed}
+    return build_own_datasets(lambda asked: items if asked.split in splits else None, **settings)
+
+
+def test_every_epoch_has_all_items_in_an_order_of_its_own() -> None:
+    dataset = MapDataset([[n, n, n] for n in range(8)], request(24))
+    read = [int(dataset[position][0]) for position in range(24)]
+    epochs = [read[start : start + 8] for start in (0, 8, 16)]
+    assert [sorted(epoch) for epoch in epochs] == [[*range(8)]] * 3
+    assert len(set(map(tuple, epochs))) == 3
+    assert [int(dataset[position][0]) for position in (17, 3, 9)] == [read[17], read[3], read[9]]
+
+
+@pytest.mark.parametrize("item", [[1, 2, 3], np.array([1, 2, 3], np.uint16), torch.arange(1, 4)])
+def test_items_are_lists_arrays_or_tensors(item: Any) -> None:
+    assert MapDataset([item], request())[0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("item", "code"),
+    [
+        ([1, 2], "dataset-item-of-other-shape"),
+        ([1.0, 2.0, 3.0], "dataset-item-of-other-shape"),
+        ([1, 2, 10], "dataset-item-outside-vocabulary"),
+        ([1, ~10, 2], "dataset-item-outside-vocabulary"),
+        ([1, 2**40, 2], "dataset-item-outside-vocabulary"),
+    ],
+)
+def test_items_that_do_not_fit_are_problems(item: list[float], code: str) -> None:
+    with raises_problem(code):
+        MapDataset([item], request())[0]
+
+
+def test_a_run_has_the_splits_that_are_built() -> None:
+    found = build([[1, 2, 3]], ("train", "test"))
+    assert found.train is not None
+    assert (len(found.train), [*found.valid], [*found.test]) == (20, [], [""])
+    with raises_problem("no-training-data"):
+        build(None)
+    assert build(None, num_samples=(0, 4, 4)).train is None
+
+
+def test_a_resumed_run_needs_the_items_of_the_one_before() -> None:
+    progress = build([[1, 2, 3]] * 7).progress
+    assert progress is not None
+    history = progress.history_after(8)
+    assert history.sources[0].consumed == 8
+    resumed = build([[1, 2, 3]] * 7, history=history, consumed=8).progress
+    assert resumed is not None
+    assert resumed.history_after(12).sources[0].consumed == 12
+    with raises_problem("dataset-changed"):
+        build([[1, 2, 3]] * 6, history=history, consumed=8)
+
+
+@pytest.mark.parametrize(("eod", "mask"), [(None, [1, 0, 1]), (3, [1, 0, 0])])
+def test_masked_tokens_are_inputs_without_loss_as_labels(eod: int | None, mask: list[int]) -> None:
+    rows = np.array([[1, 2, ~3, 4]], dtype=np.int32)
+    batches = iter([Batch(rows, rows.shape, 0, eod, has_masks=True)])
+    batch = next(DeviceBatches(batches, torch.device("cpu"), Mesh.single().tp))
+    assert batch.tokens_BS.tolist() == [[1, 2, 3]]
+    assert batch.labels_BS.tolist() == [[2, 3, 4]]
+    assert batch.loss_mask_BS is not None
+    assert batch.loss_mask_BS.tolist() == [mask]
