@@ -159,10 +159,10 @@ def _texts(options: TaskOptions, rejected: list[RejectedDocument]) -> Iterator[s
         text_document_unit="paragraph",
         max_document_bytes=MAX_DOCUMENT_BYTES,
     )
-    whole = not options.eval_task_keys
+    all_texts = not options.eval_task_keys
     wanted = TextFields(options.eval_task_keys, 1 << 31)
-    for item in DocumentReader(inputs, options.eval_task_keys, all_columns=whole):
-        texts = _all_texts(item) if whole else texts_of(item, wanted)
+    for item in DocumentReader(inputs, options.eval_task_keys, all_columns=all_texts):
+        texts = _all_texts(item) if all_texts else texts_of(item, wanted)
         if isinstance(texts, RejectedDocument):
             rejected.append(texts)
         else:

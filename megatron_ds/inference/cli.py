@@ -201,7 +201,7 @@ def loaded_model(
 def broadcast_from_rank0(value: T) -> T:
     """The first rank's value, on every rank."""
     if environment.world_size() == 1:
-        # gloo's thread may still hold what it sent when the process exits, which aborts it.
+        # gloo's thread may still hold a sent message when the process exits, which aborts it.
         return value
     import torch.distributed as dist
 

@@ -112,8 +112,8 @@ def hash_content(tokenizer_json: str, added: Mapping[str, int] | None = None) ->
     settings["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
     flags = ("single_word", "lstrip", "rstrip", *(("normalized",) if normalizer else ()))
     tokens = {
-        each["content"]: [each["id"], *(name for name in flags if each[name])]
-        for each in parsed["added_tokens"]
+        token["content"]: [token["id"], *(name for name in flags if token[name])]
+        for token in parsed["added_tokens"]
     }
     tokens |= {token: [number] for token, number in (added or {}).items()}
     parts = [normalizer, parsed["pre_tokenizer"], settings, tokens]

@@ -79,18 +79,18 @@ CLAIMS = re.findall(
 """Claim, tests and tier of the tables of verified claims."""
 
 
+marked = functools.cache(marked_tests)
+
+
 def markers_of(test: str) -> list[str | None]:
-    """Of the tests of a name or a file: the marker by which `make test` leaves all cases out."""
+    """The marker by which `make test` leaves out all cases, for a test or each one of a file."""
     file, _, name = test.partition("::")
     found = names_of_tests(REPOSITORY / file)
     assert found, test
     assert not name or name in found, test
     names = [f"{file}::{each}" for each in ([name] if name else sorted(found))]
-    marked = marked_tests()
-    return [
-        marked[each].marker if each in marked and marked[each].is_complete else None
-        for each in names
-    ]
+    marks = [marked().get(name) for name in names]
+    return [mark.marker if mark is not None and mark.is_complete else None for mark in marks]
 
 
 def test_verified_claims_name_tests_and_their_tier() -> None:

@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.cli.arguments import build_config
+from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, IndexedDataset
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.tokenizer_metadata import merged_metadata, read_tokenizer, tokenizer_mismatch
+from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fast_backend import HasTokenizerJson
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
@@ -148,7 +152,11 @@ def test_merging_pairs_of_different_tokenizers_is_an_error(tmp_path: Path) -> No
 
 def problems(prefix: str, tokenizer: str) -> list[str]:
     argv = f"{MODEL} --data-path {prefix} {tokenizer}".split()
-    return build_config(argv, world_size=1, warn=lambda _: None, check=lambda *a: check(*a)[0])[1]
+
+    def checked(config: Config, *arguments: Any) -> list[Problem]:
+        return check(config, LoadPlan(RunFolders()), *arguments)[0]
+
+    return build_config(argv, world_size=1, warn=lambda _: None, check=checked)[1]
 
 
 def test_training_rejects_data_of_another_tokenizer(tmp_path: Path) -> None:
