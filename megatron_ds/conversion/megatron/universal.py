@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +118,8 @@ class _Layout:
             raise user_error("tensor-file-unreadable", path=path, error="it has no tensor")
         tensor: Tensor = content["param"]
         ranks = self._joined_ranks(name, saved_name, tensor, content)
-        size = tensor.shape[0] // ranks
-        shape = (size, *tensor.shape[1:])
-        if ranks == 1:
-            return [TensorReader.of(tensor)]
-        return [
-            TensorReader.full(shape, tensor.dtype, partial(_rows, tensor, rank * size, size))
-            for rank in range(ranks)
-        ]
+        rows = tensor.shape[0] // ranks
+        return [TensorReader.of(tensor[rank * rows :][:rows]) for rank in range(ranks)]
 
     def _joined_ranks(
         self, name: str, saved_name: str, tensor: Tensor, content: Mapping[str, Any]
@@ -163,10 +156,6 @@ class _Layout:
 
     def _ambiguous(self, name: str) -> Exception:
         return user_error("universal-rows-ambiguous", folder=self.folder, name=name)
-
-
-def _rows(tensor: Tensor, start: int, size: int) -> Tensor:
-    return tensor[start : start + size]
 
 
 def _prefixes(names: list[str]) -> dict[int, str]:
