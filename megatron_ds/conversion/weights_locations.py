@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.checkpoint.metadata import list_checkpoints
@@ -12,15 +11,6 @@ NATIVE, HF = "native", "hf"
 SETTINGS = "weights.json"
 """File of a native folder of weights with the options of its model."""
 HF_CONFIG = "config.json"
-
-
-@dataclass(frozen=True)
-class WeightsFolder:
-    """A folder with weights alone."""
-
-    path: Path
-    kind: str
-    """NATIVE or HF."""
 
 
 def is_weights_folder(path: Path) -> bool:
@@ -36,10 +26,6 @@ def is_hf(path: Path) -> bool:
         return False
 
 
-def find_weights(path: Path) -> WeightsFolder | None:
-    """The weights of a folder; None if it has none, or checkpoints of a run that used it."""
-    if list_checkpoints(path):
-        return None
-    if is_weights_folder(path):
-        return WeightsFolder(path, NATIVE)
-    return WeightsFolder(path, HF) if is_hf(path) else None
+def has_weights(path: Path) -> bool:
+    """Whether a folder has weights alone, and no checkpoints of a run that saves to it."""
+    return not list_checkpoints(path) and (is_weights_folder(path) or is_hf(path))

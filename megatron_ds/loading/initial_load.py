@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.megatron.detect import find_checkpoint
-from megatron_ds.conversion.weights_locations import NATIVE, find_weights
+from megatron_ds.conversion.weights_locations import NATIVE, has_weights
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.loading.options_from_checkpoint import (
     UNCHECKED,
@@ -37,8 +37,9 @@ TABLE = "embedding.word.weight"
 def find_importable(folder: Path, options: CheckpointConfig) -> Path | None:
     """The checkpoint of another program in a folder, or weights alone, unless a run of ours is."""
     found = find_checkpoint(folder, options.step, universal=options.universal_checkpoint)
-    checkpoint = found or find_weights(folder)
-    return None if checkpoint is None else checkpoint.path
+    if found is None:
+        return folder if has_weights(folder) else None
+    return found.path
 
 
 def find_damage(source: SourceCheckpoint) -> Iterator[Problem]:
