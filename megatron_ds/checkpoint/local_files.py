@@ -103,11 +103,12 @@ def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str,
     return found
 
 
-def files_damaged(damages: Mapping[str, str]) -> Problem | None:
+def files_damaged(*damages: Mapping[str, str]) -> Problem | None:
     """The results of `find_damaged_files` as one problem; None if there are none."""
-    if not damages:
+    reasons = {name: reason for part in damages for name, reason in part.items()}
+    if not reasons:
         return None
-    return Problem("checkpoint-files-damaged", damages="; ".join(damages.values()))
+    return Problem("checkpoint-files-damaged", damages="; ".join(reasons.values()))
 
 
 def restore_replaced(folder: Path) -> None:

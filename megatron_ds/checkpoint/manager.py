@@ -304,9 +304,8 @@ class CheckpointManager:
     def select(self) -> CheckpointMetadata | None:
         """Selects the checkpoint of --load to resume from.
 
-        Every rank checks names and sizes; each file's checksum is verified by one rank. The choice
-        of the `LoadPlan`, by which the settings were completed, is made again: until now, each rank
-        has looked at the folder alone, and the run that owned it may have changed it.
+        One rank verifies each checksum. The choice of the `LoadPlan` is made again: each rank
+        has looked at the folder alone, before another run that wrote to it was excluded.
 
         Returns:
             The checkpoint; None if --load has none and does not require one.
@@ -334,9 +333,8 @@ class CheckpointManager:
         options, state = self._config.checkpoint, found.run.state
         fixed = ("layer",) if options.is_new_run else ("layer", "dataset")
         raise_if_any([*conflicts, *changed_parts(found, self._custom_parts, fixed)])
-        for warning in changed_settings(found, self._config, self._mesh.dp.size):
-            self._warn(warning)
-        for warning in changed_parts(found, self._custom_parts, ("loss",)):
+        changed = changed_settings(found, self._config, self._mesh.dp.size)
+        for warning in (*changed, *changed_parts(found, self._custom_parts, ("loss",))):
             self._warn(warning)
         if options.is_new_run:
             # At iteration 0, without samples of the old one's data.
@@ -472,9 +470,7 @@ class CheckpointManager:
             parts = self._ranks.on_all(lambda: self._find_damaged_files(path, mine))
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
-        return local_files.files_damaged(
-            {name: why for part in parts for name, why in part.items()}
-        )
+        return local_files.files_damaged(*parts)
 
     def _find_damaged_files(self, path: Path, own: Mapping[str, FileRecord]) -> dict[str, str]:
         """Checks the files that this rank reads. The first rank has seen all with their sizes."""

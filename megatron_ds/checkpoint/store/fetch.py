@@ -99,9 +99,7 @@ class StoreFolder:
             )
         records = {name: files[name] for name in mine}
         parts = self._ranks.on_all(lambda: local_files.find_damaged_files(path, records))
-        return local_files.files_damaged(
-            {name: why for part in parts for name, why in part.items()}
-        )
+        return local_files.files_damaged(*parts)
 
 
 def _content(path: Path) -> bytes | None:
