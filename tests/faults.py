@@ -281,33 +281,33 @@ def _at_engine_build(fault: Fault, action: Action) -> None:
 
 def _after_engine_save(fault: Fault, action: Action) -> None:
     """After the engine's files of iteration `number`; the other files are missing."""
-    from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot
+    from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 
-    write = Snapshot.write
+    write = DeepSpeedSnapshot.write
 
-    def write_and_act(self: Snapshot, folder: Path) -> Any:
+    def write_and_act(self: DeepSpeedSnapshot, folder: Path) -> Any:
         written = write(self, folder)
         if folder.name.endswith(f"global_step{fault.number}"):
             action()
         return written
 
-    Snapshot.write = write_and_act  # type: ignore[method-assign]
+    DeepSpeedSnapshot.write = write_and_act  # type: ignore[method-assign]
 
 
 def _between_engine_files(fault: Fault, action: Action) -> None:
     """In the save of iteration `number`: rank 0 has written half a file, its peers none."""
-    from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot
+    from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 
-    def is_due(snapshot: Snapshot, folder: Path) -> bool:
+    def is_due(snapshot: DeepSpeedSnapshot, folder: Path) -> bool:
         return folder.name.endswith(f"global_step{fault.number}")
 
-    def write_half(snapshot: Snapshot, folder: Path) -> None:
+    def write_half(snapshot: DeepSpeedSnapshot, folder: Path) -> None:
         if os.environ["RANK"] == "0":
             (folder / "mp_rank_00_model_states.pt").write_bytes(b"half of a file")
             action()
         time.sleep(60)
 
-    before_call(Snapshot, Snapshot.write.__name__, write_half, is_due)
+    before_call(DeepSpeedSnapshot, DeepSpeedSnapshot.write.__name__, write_half, is_due)
 
 
 def _before_writing(name: str) -> Callable[[Fault, Action], None]:

@@ -242,9 +242,9 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
         if mesh.world_size > 1:
             # Compiled dropout draws other masks, which all tensor-parallel ranks must share.
             dist.all_gather_object(problems, problem)
-        found = next((one for one in problems if one is not None), None)
-        if found is not None:
-            return found
+        obstacle = next((one for one in problems if one is not None), None)
+        if obstacle is not None:
+            return obstacle
         model.use_elementwise(functions)
     return None
 

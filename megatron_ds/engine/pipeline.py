@@ -132,8 +132,10 @@ class PipelineEngine(ZeroEngine):
         """
         replicas = self._mesh.dp_sp
         for weight, group in self._module.get_tied_weights_and_groups():
-            found = (getattr(weight, name, None) for name in ("_hp_grad", "grad_accum", "grad"))
-            gradient = next((value for value in found if value is not None), None)
+            candidates = (
+                getattr(weight, name, None) for name in ("_hp_grad", "grad_accum", "grad")
+            )
+            gradient = next((value for value in candidates if value is not None), None)
             if gradient is None:
                 continue
             if replicas.size > 2:

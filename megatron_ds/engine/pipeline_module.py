@@ -208,12 +208,12 @@ def build_stage(
         config: Complete configuration of the run.
         mesh: Mesh of this process.
     """
-    own = config.parallel.stages_of_ranks[mesh.pp.rank]
-    kind = PipelineStage if len(own) == 1 else FoldedStages
+    rank_stages = config.parallel.stages_of_ranks[mesh.pp.rank]
+    kind = PipelineStage if len(rank_stages) == 1 else FoldedStages
     return kind(
         build,
         layers_per_stage(config.model, config.parallel, config.moe),
-        own,
+        rank_stages,
         tied=not config.model.untie_embeddings_and_output_weights,
         mesh=mesh,
     )

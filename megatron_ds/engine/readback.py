@@ -65,9 +65,9 @@ def check(
         actual.setdefault(name, {})[value] = None
     rows = [("setting", "expected", "actual")]
     for name, want in vars(expected).items():
-        found = list(actual.get(name, ()))
-        if found != [want]:
-            rows.append((name, str(want), " and ".join(map(str, found)) or "nothing"))
+        values = list(actual.get(name, ()))
+        if values != [want]:
+            rows.append((name, str(want), " and ".join(map(str, values)) or "nothing"))
     if len(rows) == 1:
         return expected
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
@@ -88,7 +88,7 @@ def state_bytes(engine: Any) -> StateBytes:
     kinds: dict[str, Iterable[Tensor | None]] = {
         "parameters": [getattr(p, "ds_tensor", p.data) for p in parameters],
         "gathered parameters": [p.data for p in parameters],
-        "accumulated gradients": _gradient_accumulators(engine),
+        "accumulated gradients": _gradient_sums(engine),
         "gradients": [p.grad for p in parameters],
         "master weights": master_weights(engine),
         "moments": _moments(engine.basic_optimizer),
@@ -122,9 +122,9 @@ def _expected_settings(
     sizes = layers_per_stage(config.model, config.parallel, config.moe)
     ends = list(accumulate(sizes))
     own_stages = config.parallel.stages_of_ranks[mesh.pp.rank]
-    own = [layer for i in own_stages for layer in range(ends[i] - sizes[i], ends[i])]
+    layers = [layer for i in own_stages for layer in range(ends[i] - sizes[i], ends[i])]
     # A layer has four matrices; the router of experts is one more.
-    matrices = 4 * len(own) + sum(map(config.moe.has_experts, own))
+    matrices = 4 * len(layers) + sum(map(config.moe.has_experts, layers))
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed
@@ -241,7 +241,7 @@ def _actual_dtypes(engine: Any, stage: int) -> Iterator[tuple[str, torch.dtype]]
         "reduction_dtype": getattr(optimizer, "ipg_buckets", (engine.communication_data_type,)),
         "master_dtype": [tensor.dtype for tensor in masters],
     }
-    return ((name, dtype) for name, found in dtypes.items() for dtype in found)
+    return ((name, dtype) for name, types in dtypes.items() for dtype in types)
 
 
 def _actual_loss_scale(engine: Any) -> LossScaleSettings | None:
@@ -296,14 +296,14 @@ def _moments(optimizer: Any) -> list[Tensor]:
     ]
 
 
-def _gradient_accumulators(engine: Any) -> list[Tensor | None]:
+def _gradient_sums(engine: Any) -> list[Tensor | None]:
     optimizer = engine.optimizer
     if _read_stage(engine) == 3:
         return [optimizer.grad_partitions_flat_buffer]
-    found = list(getattr(optimizer, "fp32_groups_gradients_flat", ()))
+    sums = list(getattr(optimizer, "fp32_groups_gradients_flat", ()))
     for partitions in getattr(optimizer, "averaged_gradients", {}).values():
-        found += partitions or []
+        sums += partitions or []
     for group in getattr(optimizer, "bit16_groups", ()):
-        found += [getattr(p, "grad_accum", None) for p in group]
-    found += [master.grad for master in getattr(optimizer, "single_partition_of_fp32_groups", ())]
-    return found
+        sums += [getattr(p, "grad_accum", None) for p in group]
+    sums += [master.grad for master in getattr(optimizer, "single_partition_of_fp32_groups", ())]
+    return sums

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed import nvme_states
-from megatron_ds.engine.deepspeed.checkpoint_io import SafeCheckpointEngine, Snapshot
+from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot, SafeCheckpointEngine
 from megatron_ds.engine.deepspeed.expert_files import ExpertFiles
 from megatron_ds.engine.deepspeed.loss_scaler import LossScale
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, read_partitions
@@ -38,7 +38,7 @@ from megatron_ds.engine.optimizers.param_groups import (
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
 from megatron_ds.engine.spike_guard import SpikeGuard
-from megatron_ds.engine.states.host_staging import HostCopies
+from megatron_ds.engine.states.host_staging import HostStaging
 from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.swap_folder import SwapFolder
@@ -97,7 +97,7 @@ class ZeroEngine:
         replicated = engine.basic_optimizer if is_replicated else None
         self._experts = ExpertFiles(engine.module, mesh, replicated)
         self._files = SafeCheckpointEngine(engine, self._experts, saves_optimizer=saves_optimizer)
-        self._copies = HostCopies()
+        self._copies = HostStaging()
         self.ds_config = ds_config
         self.settings = read_settings()
         self.packing = packing
@@ -127,14 +127,14 @@ class ZeroEngine:
         return sum(getattr(p, "ds_numel", p.numel()) for _, p in self._parameters())
 
     def shard_specs(self) -> dict[str, ShardSpec]:
-        own = {
+        specs = {
             name: spec
             for name, parameter in self._parameters()
             if (spec := shard_spec(parameter)) is not None
         }
         return {
             name: spec
-            for stage in gather_objects(own, self._mesh.pp)
+            for stage in gather_objects(specs, self._mesh.pp)
             for name, spec in stage.items()
         }
 
@@ -238,7 +238,7 @@ class ZeroEngine:
             dist.all_reduce(squares, group=self._mesh.dp_sp.handle)
         return float(squares.sqrt())
 
-    def snapshot(self, *, copy: bool) -> Snapshot:
+    def snapshot(self, *, copy: bool) -> DeepSpeedSnapshot:
         save = partial(self._engine.save_checkpoint, "snapshot", tag="snapshot", save_latest=False)
         with experts_saved_by_caller(self._engine), nvme_states.as_tensors(self._engine):
             return self._files.collect(save, self._copies if copy else None)

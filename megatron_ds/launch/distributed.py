@@ -164,8 +164,8 @@ class ExitBoard:
 
     def post(self, rank_exit: RankExit) -> RankExit:
         """Posts an exit unless there already is one; returns the one that is posted."""
-        own = json.dumps(asdict(rank_exit))
-        return RankExit(**json.loads(self._store.compare_set("first rank exit", "", own)))
+        entry = json.dumps(asdict(rank_exit))
+        return RankExit(**json.loads(self._store.compare_set("first rank exit", "", entry)))
 
     def read(self) -> RankExit | None:
         """The posted exit, if any."""

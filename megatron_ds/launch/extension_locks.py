@@ -30,14 +30,14 @@ def find_stale_locks(folder: Path) -> list[Path]:
     if not PROCESSES.is_dir():
         return []
     locks = [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
-    found = {lock: _file_id(lock) for lock in locks}
+    file_ids = {lock: _file_id(lock) for lock in locks}
     # Without the processes of other users, who have other extensions.
     descriptors = glob.iglob(f"{PROCESSES}/[0-9]*/fd/*") if locks else ()
     held = {_file_id(descriptor)[:2] for descriptor in descriptors}
     # A lock that was released, or taken again, during the check is in use.
     return sorted(
         lock
-        for lock, file_id in found.items()
+        for lock, file_id in file_ids.items()
         if file_id and file_id[:2] not in held and _file_id(lock) == file_id
     )
 

@@ -351,11 +351,11 @@ class ProcessLifecycle:
         processes of this one."""
         while not self._finished.is_set():
             try:
-                found = board.read()
-                if found is None and self._peer_exit is not None:
-                    found = board.post(self._peer_exit)
-                if found is not None:
-                    self._record_peer_exit(found)
+                rank_exit = board.read()
+                if rank_exit is None and self._peer_exit is not None:
+                    rank_exit = board.post(self._peer_exit)
+                if rank_exit is not None:
+                    self._record_peer_exit(rank_exit)
                     return
             except (RuntimeError, OSError):
                 # Rank 0 or its launcher is gone. The ranks themselves may still be able to save.

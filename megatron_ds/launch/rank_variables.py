@@ -95,11 +95,11 @@ def find_ranks(env: Environment) -> dict[str, str]:
     for name in ("WORLD_SIZE", "RANK") if is_complete else ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         if given.get(name, task.values[name]) != task.values[name]:
             raise _contradiction(env, name, task.variables[name])
-    found = {name: str(value) for name, value in task.values.items()}
-    found |= _rendezvous(env, task)
+    variables = {name: str(value) for name, value in task.values.items()}
+    variables |= _rendezvous(env, task)
     if task.local_size is not None:
-        found["LOCAL_WORLD_SIZE"] = str(task.local_size)
-    return {name: value for name, value in found.items() if name not in env}
+        variables["LOCAL_WORLD_SIZE"] = str(task.local_size)
+    return {name: value for name, value in variables.items() if name not in env}
 
 
 def _is_started_by_tasks(env: Environment, task: Task, size: int) -> bool:

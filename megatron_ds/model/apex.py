@@ -18,8 +18,8 @@ def apex_class(module: str, name: str, extension: str, base: type) -> type[Any] 
         base: Class that it must be derived from.
     """
     try:
-        found = getattr(importlib.import_module(module), name)
+        cls = getattr(importlib.import_module(module), name)
         importlib.import_module(extension)
     except Exception:  # whatever a package of this name raises when it is imported
         return None
-    return found if isinstance(found, type) and issubclass(found, base) else None
+    return cls if isinstance(cls, type) and issubclass(cls, base) else None

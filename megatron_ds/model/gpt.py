@@ -29,7 +29,7 @@ from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import MicroBatchSeed, RngStreams
 from megatron_ds.parallel.router_log import RouterLog
-from megatron_ds.parallel.ulysses import own_slice
+from megatron_ds.parallel.ulysses import local_slice
 
 ALL_LAYERS = (slice(None),)
 DENSE = MoEConfig()
@@ -148,13 +148,13 @@ class GPTModel(nn.Module):
         packed = None
         if self.packing is not None and cache is None:
             packed = self.packing.find_documents(tokens_BS, max_documents)
-        own = own_slice(tokens_BS.shape[1], self._sp)
+        local = local_slice(tokens_BS.shape[1], self._sp)
         if x_SBH is None:
             positions_BS = None if packed is None else packed.positions_BS
             if positions_BS is not None:
-                positions_BS = positions_BS[:, own]
+                positions_BS = positions_BS[:, local]
             self._rng.begin_layer(dropout, EMBEDDING)
-            x_SBH = self.embedding(tokens_BS[:, own], offset + own.start, positions_BS)
+            x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, positions_BS)
             assert x_SBH is not None
         context = self.positions.context(
             tokens_BS.shape[1], offset, x_SBH.dtype, x_SBH.device, packed
@@ -163,10 +163,10 @@ class GPTModel(nn.Module):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
         if not self._has_head or (stage is not None and "head" not in self._stages[stage]):
             return x_SBH
-        return self._output(x_SBH[-1:] if last_only else x_SBH, labels_BS, loss_mask_BS, own)
+        return self._output(x_SBH[-1:] if last_only else x_SBH, labels_BS, loss_mask_BS, local)
 
     def _output(
-        self, x_SBH: Tensor, labels_BS: Tensor | None, loss_mask_BS: Tensor | None, own: slice
+        self, x_SBH: Tensor, labels_BS: Tensor | None, loss_mask_BS: Tensor | None, local: slice
     ) -> Tensor | TokenLoss:
         """The logits of hidden states or, with labels, the loss of this rank's slice of them."""
         tied = self.embedding.word.weight if self._tied else None
@@ -174,8 +174,8 @@ class GPTModel(nn.Module):
         if labels_BS is None:
             logits: Tensor = self.head(x_SBH, weight_vH=tied)
             return logits
-        mask_BS = None if loss_mask_BS is None else loss_mask_BS[:, own]
-        loss: TokenLoss = self.head(x_SBH, labels_BS[:, own], mask_BS, tied)
+        mask_BS = None if loss_mask_BS is None else loss_mask_BS[:, local]
+        loss: TokenLoss = self.head(x_SBH, labels_BS[:, local], mask_BS, tied)
         return loss.of_all_slices(self._sp)
 
     def compile_layers(self, *, lengths_vary: bool = False) -> None:

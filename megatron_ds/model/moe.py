@@ -275,7 +275,7 @@ class Experts(nn.Module):
         self.activation, self.gelu_kind = config.activation, config.gelu_kind
         hidden, width, std = config.hidden_size, config.mlp_hidden_size, config.init_method_std
         local = num_experts // ep_group.size
-        own = range(ep_group.rank * local, (ep_group.rank + 1) * local)
+        local_experts = range(ep_group.rank * local, (ep_group.rank + 1) * local)
 
         def stack(layer: str, shape: tuple[int, int], spec: ShardSpec, std: float) -> nn.Parameter:
             # Without the experts' dimension, in which the weights are drawn.
@@ -283,7 +283,7 @@ class Experts(nn.Module):
             part = spec.ranges(group.rank, group.size)
             weights = [
                 init.normal(f"{name}.{expert}.{layer}.weight", std)(shape, dim, part)
-                for expert in own
+                for expert in local_experts
             ]
             return sharded_parameter(torch.stack(weights), spec)
 

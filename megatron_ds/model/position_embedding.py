@@ -23,7 +23,7 @@ from megatron_ds.model.packed_attention import (
     document_lengths,
 )
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.ulysses import own_slice
+from megatron_ds.parallel.ulysses import local_slice
 
 Rotation = tuple[Tensor, Tensor]
 """Rope's cosines and sines, fp32: each [S, 1, 1, R], or [S, B, 1, R] where positions restart."""
@@ -82,7 +82,7 @@ class PositionEncoder:
         """
         rotation = None
         if self._kind == "rope":
-            own = own_slice(queries, self._sp)
+            own = local_slice(queries, self._sp)
             cos, sin = self._rotation(queries, offset, device, packed)
             rotation = cos[own], sin[own]
         core: AttentionCore

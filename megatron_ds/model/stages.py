@@ -89,7 +89,7 @@ def rank_parameters(
     layers = layers_per_stage(model, parallel, moe)
     stages = stage_parameters(model, tp_size, layers, moe, ep_size)
     counts = [sum(size * count for size, count in sizes.items()) for sizes in stages]
-    result = [sum(counts[stage] for stage in own) for own in parallel.stages_of_ranks]
+    result = [sum(counts[stage] for stage in held) for held in parallel.stages_of_ranks]
     if {0, len(stages) - 1} <= {*parallel.stages_of_ranks[0]} and len(stages) > 1:
         tied = not model.untie_embeddings_and_output_weights  # both stages use one copy
         result[0] -= tied * model.padded_vocab(tp_size) // tp_size * model.hidden_size
@@ -107,7 +107,7 @@ def rank_experts(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -
         for end in ends
     ]
     counts = [after - before for before, after in itertools.pairwise(up_to)]
-    return [sum(counts[stage] for stage in own) for own in parallel.stages_of_ranks]
+    return [sum(counts[stage] for stage in held) for held in parallel.stages_of_ranks]
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:

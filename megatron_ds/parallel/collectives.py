@@ -133,7 +133,7 @@ def _sum_slices(x: Tensor, group: Group) -> Tensor:
     return wait(start_reduce_scatter(x, group))
 
 
-def _own_slice(x: Tensor, group: Group) -> Tensor:
+def _local_slice(x: Tensor, group: Group) -> Tensor:
     # A copy, because a view would keep the full tensor.
     return x.chunk(group.size)[group.rank].clone(memory_format=torch.contiguous_format)
 
@@ -142,7 +142,7 @@ def _concatenate_last(x: Tensor, group: Group) -> Tensor:
     return torch.cat(list(all_gather(x, group)), dim=-1)
 
 
-def _own_last_slice(x: Tensor, group: Group) -> Tensor:
+def _local_last_slice(x: Tensor, group: Group) -> Tensor:
     return x.chunk(group.size, dim=-1)[group.rank].contiguous()
 
 
@@ -179,12 +179,12 @@ def in_graph(compute: Collective, gradient: Collective) -> Collective:
 
 copy_to_group = in_graph(_identity, sum_over_group)
 """What all ranks have; the gradient is summed over the group."""
-gather_from_group = in_graph(_concatenate_last, _own_last_slice)
+gather_from_group = in_graph(_concatenate_last, _local_last_slice)
 """Concatenation along the last dimension; the gradient is this rank's slice."""
-gather_slices = in_graph(_concatenate, _own_slice)
+gather_slices = in_graph(_concatenate, _local_slice)
 """Concatenation along the first dimension, of which all ranks compute the same; the gradient is
 this rank's slice."""
-take_slice = in_graph(_own_slice, _concatenate)
+take_slice = in_graph(_local_slice, _concatenate)
 """Slice of the first dimension, of what all ranks have; the gradient is concatenated."""
 gather_sequence = in_graph(_concatenate, _sum_slices)
 """Concatenation along the first dimension; the gradient is summed over the group, and sliced."""

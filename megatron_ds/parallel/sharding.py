@@ -81,12 +81,12 @@ class ShardSpec:
 
     def full_indices(self, indices: range, rank: int, size: int) -> list[range]:
         """Indices along `dim` of the full tensor, for indices in the shard of `rank` of `size`."""
-        found, local_start = [], 0
+        parts, local_start = [], 0
         for full in self.ranges(rank, size):
             start = max(indices.start - local_start, 0)
-            found.append(full[start : max(indices.stop - local_start, start)])
+            parts.append(full[start : max(indices.stop - local_start, start)])
             local_start += len(full)
-        return [each for each in found if each]
+        return [part for part in parts if part]
 
 
 def take_shard(full: Tensor, spec: ShardSpec, rank: int, size: int) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_ds.parallel.collectives import all_to_all, in_graph, sum_over_grou
 from megatron_ds.parallel.mesh import Group
 
 
-def own_slice(length: int, group: Group) -> slice:
+def local_slice(length: int, group: Group) -> slice:
     """The part of a dimension of `length` elements that this rank has."""
     assert length % group.size == 0, f"{length} is not divisible by {group.size}"
     size = length // group.size

@@ -119,7 +119,7 @@ def _stages(facts: BannerData) -> Iterator[str]:
     layers = layers_per_stage(config.model, config.parallel, config.moe)
     first, last = 0, len(layers) - 1
     ranks = enumerate(config.parallel.stages_of_ranks)
-    owners = {stage: rank for rank, own in ranks for stage in own}
+    owners = {stage: rank for rank, rank_stages in ranks for stage in rank_stages}
     parts = stage_parameters(config.model, mesh.tp.size, layers, config.moe, mesh.ep.size)
     for stage, sizes in enumerate(parts):
         end = first + layers[stage] - 1

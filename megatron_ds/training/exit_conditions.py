@@ -75,7 +75,7 @@ class ExitConditions:
     def _external_conditions(self, iteration: int) -> list[tuple[bool, StopDecision]]:
         switch = self.config.kill_switch_path
         # One rank looks: a stat of every rank in every step is a load for a shared file system.
-        found = switch is not None and dist.get_rank() == 0 and os.path.exists(switch)
+        is_killed = switch is not None and dist.get_rank() == 0 and os.path.exists(switch)
         detected = f"Detected kill switch at {switch}. Exiting, iteration={iteration}"
         return [
             *(
@@ -85,11 +85,11 @@ class ExitConditions:
                 )
                 for reason in StopReason
             ),
-            (found, StopDecision(detected, urgent=True)),
+            (is_killed, StopDecision(detected, urgent=True)),
         ]
 
     def _any_rank(self, conditions: list[tuple[bool, StopDecision]]) -> StopDecision | None:
-        holds = [float(each) for each, _ in conditions]
+        holds = [float(holds_here) for holds_here, _ in conditions]
         if dist.get_world_size() > 1:
             seen = torch.tensor(holds)
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)

@@ -98,7 +98,7 @@ def open_loggers(
     dp_size: int,
     write: Callable[[str], object],
     memory: Callable[[], dict[str, int]] = dict,
-    own: Sequence[OpenLogger] = (),
+    more: Sequence[OpenLogger] = (),
 ) -> list[Logger]:
     """Opens the loggers of a run that write files.
 
@@ -110,7 +110,7 @@ def open_loggers(
         dp_size: Data-parallel size.
         write: Prints a line and flushes it.
         memory: Returns the device's memory figures in bytes, by TensorBoard tag.
-        own: Loggers of the program.
+        more: Loggers of the program.
 
     Raises:
         UserError: If the JSONL file contains anything but records.
@@ -128,9 +128,9 @@ def open_loggers(
         )
         name = f"{option('tensorboard_dir')} {config.logging.tensorboard_dir}"
         loggers.append(BestEffortLogger(board, name, warn=write))
-    for each in own:
-        open_logger = functools.partial(each, config, state)
-        loggers.append(BestEffortLogger(open_logger, qualified_name(each), warn=write))
+    for open_extension in more:
+        open_logger = functools.partial(open_extension, config, state)
+        loggers.append(BestEffortLogger(open_logger, qualified_name(open_extension), warn=write))
     return loggers
 
 

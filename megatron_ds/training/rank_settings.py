@@ -23,14 +23,14 @@ def require_equal(config: Config, inputs: RunInputs) -> None:
     Raises:
         UserError: On every rank, the same one, if two ranks differ.
     """
-    found = distributed.find_difference(dict(described(config, inputs)))
-    if found is not None:
+    difference = distributed.find_difference(dict(described(config, inputs)))
+    if difference is not None:
         raise user_error(
             "settings-differ-between-ranks",
-            name=found.name,
-            first=found.first,
-            rank=found.rank,
-            other=found.other,
+            name=difference.name,
+            first=difference.first,
+            rank=difference.rank,
+            other=difference.other,
         )
 
 

@@ -130,23 +130,23 @@ def pretrain(
 class _Start:
     """What a run continues: a checkpoint of its own, an imported one, or nothing."""
 
-    own: CheckpointMetadata | None = None
+    checkpoint: CheckpointMetadata | None = None
     imported: ForeignStart | None = None
 
     @property
     def is_new(self) -> bool:
-        return self.own is None and self.imported is None
+        return self.checkpoint is None and self.imported is None
 
     @property
     def state(self) -> TrainState:
-        if self.own is not None:
-            return self.own.run.state
+        if self.checkpoint is not None:
+            return self.checkpoint.run.state
         return TrainState() if self.imported is None else self.imported.state
 
     def load(self, engine: Engine, checkpoints: CheckpointManager) -> TrainState:
         """Fills the engine with it. Collective."""
-        if self.own is not None:
-            return checkpoints.load(engine, self.own)
+        if self.checkpoint is not None:
+            return checkpoints.load(engine, self.checkpoint)
         if self.imported is not None:
             engine.reshard(StartStates(self.imported))
             for note in self.imported.notes:
@@ -196,7 +196,7 @@ def build_trainer(
     if save is not None and context.rank == 0:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         write_run_files(save, engine, data)
-        checkpoints.start_branch(start.own)
+        checkpoints.start_branch(start.checkpoint)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     last = state.iteration if config.logging.skip_train else total_iterations
     hosts = distributed.create_host_group(timeout)
@@ -251,7 +251,7 @@ def _build_data(
     num_samples = schedules.planned_samples(config, mesh.dp.size, start.state)
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):
         print_detail(config, f"    {name + ':':<12}{samples}")
-    history = None if start.own is None else start.own.run.data
+    history = None if start.checkpoint is None else start.checkpoint.run.data
     if extensions.dataset is not None:
         return build_own_datasets(
             extensions.dataset,
@@ -315,7 +315,7 @@ def _build_metrics(
             dp_size=mesh.dp.size,
             write=lambda text: output.print_on_rank(text, rank_to_print=-1),
             memory=device.device_memory,
-            own=extensions.loggers,
+            more=extensions.loggers,
         )
     return Metrics(
         ThroughputModel(

@@ -77,9 +77,9 @@ class SkippedSteps:
             checkpoint: Checkpoint to resume from, if there is one.
         """
         first_parameter = next((name for name, finite in self._finite.items() if not finite), None)
-        own = float(result.loss), first_parameter
-        ranks = [own] * dist.get_world_size()
-        dist.all_gather_object(ranks, own)
+        outcome = float(result.loss), first_parameter
+        ranks = [outcome] * dist.get_world_size()
+        dist.all_gather_object(ranks, outcome)
         losses = [
             f"\n  The loss of rank {rank} is {loss}"
             for rank, (loss, _) in enumerate(ranks)

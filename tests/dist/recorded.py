@@ -31,7 +31,7 @@ from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.moe import Router
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.ulysses import own_slice
+from megatron_ds.parallel.ulysses import local_slice
 
 Decisions = dict[str, list[Any]]
 """By the name of the module: of each forward pass, in order."""
@@ -139,7 +139,7 @@ class _RecordingCore:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         state = torch.get_rng_state()
         length, size = k.shape[2] * self._group.size, v.shape[-1]
-        units = torch.eye(length, dtype=v.dtype)[own_slice(length, self._group)]
+        units = torch.eye(length, dtype=v.dtype)[local_slice(length, self._group)]
         kept = []
         with torch.no_grad():
             for columns in units.split(size, dim=1):

@@ -28,7 +28,7 @@ from megatron_ds.engine.deepspeed import zero_to_fp32
 from megatron_ds.engine.deepspeed.expert_files import ExpertFiles
 from megatron_ds.engine.deepspeed.patches import replace_checkpoint_engine
 from megatron_ds.engine.deepspeed.tensor_files import OPTIMIZER_KEYS, read_tensors
-from megatron_ds.engine.states.host_staging import HostCopies
+from megatron_ds.engine.states.host_staging import HostStaging
 from megatron_ds.fileio.atomic import (
     FileRecord,
     name_in_errors,
@@ -60,7 +60,7 @@ class SafeCheckpointEngine(CheckpointEngine):
         script = Path(zero_to_fp32.__file__)
         replace_checkpoint_engine(engine, self, lambda: self._scripts.append(script))
 
-    def collect(self, save: Callable[[], object], copies: HostCopies | None) -> Snapshot:
+    def collect(self, save: Callable[[], object], copies: HostStaging | None) -> DeepSpeedSnapshot:
         """Collect the states of this rank's files in a collective save.
 
         Args:
@@ -76,8 +76,8 @@ class SafeCheckpointEngine(CheckpointEngine):
             save()
             states = {**self._pending, **self._experts.own_files()}
             if copies is None:
-                return Snapshot(states, self._scripts)
-            return Snapshot(copies.copy(states), self._scripts, copies.nbytes)
+                return DeepSpeedSnapshot(states, self._scripts)
+            return DeepSpeedSnapshot(copies.copy(states), self._scripts, copies.nbytes)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the save was interrupted: {error}") from error
         finally:
@@ -90,8 +90,8 @@ class SafeCheckpointEngine(CheckpointEngine):
         """Part of DeepSpeed's interface: a snapshot creates its folder when it is written."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        own = self._experts.left_out(state_dict)
-        self._pending[Path(path).name] = own if self._saves_optimizer else without_states(own)
+        state = self._experts.left_out(state_dict)
+        self._pending[Path(path).name] = state if self._saves_optimizer else without_states(state)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         # DeepSpeed opens the file of the weights twice, and holds what it has loaded in memory next
@@ -109,7 +109,7 @@ class SafeCheckpointEngine(CheckpointEngine):
         return True
 
 
-class Snapshot:
+class DeepSpeedSnapshot:
     """What one rank writes of a checkpoint: the states of one moment of the run.
 
     Args:

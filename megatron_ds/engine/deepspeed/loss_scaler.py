@@ -49,16 +49,16 @@ class LossScale:
         The scale and its counters come from the checkpoint. Nothing is restored from a static
         scale into a dynamic one, or the other way round.
         """
-        own = self._scaler
+        scaler = self._scaler
         yield
         loaded = self._scaler
-        if own.dynamic and loaded.dynamic:
+        if scaler.dynamic and loaded.dynamic:
             for name in STATE:
-                setattr(own, name, getattr(loaded, name))
-            own.cur_scale = max(own.cur_scale, own.min_scale)
-            own.cur_hysteresis = min(own.cur_hysteresis, own.delayed_shift)
-        self._optimizer.loss_scaler = own
-        self._optimizer.dynamic_loss_scale = own.dynamic
+                setattr(scaler, name, getattr(loaded, name))
+            scaler.cur_scale = max(scaler.cur_scale, scaler.min_scale)
+            scaler.cur_hysteresis = min(scaler.cur_hysteresis, scaler.delayed_shift)
+        self._optimizer.loss_scaler = scaler
+        self._optimizer.dynamic_loss_scale = scaler.dynamic
 
     @property
     def _scaler(self) -> Any:

@@ -101,12 +101,12 @@ def count_expert_biases_once(optimizer: Any, mesh: Mesh) -> None:
     }
 
     def without_replicated(for_clipping: bool = False) -> Any:
-        found = original(for_clipping)
+        gradients = original(for_clipping)
         if for_clipping:
-            return found
-        others, experts = found
+            return gradients
+        others, experts = gradients
         kept = {
-            name: [each for each in tensors if id(each) not in replicated]
+            name: [tensor for tensor in tensors if id(tensor) not in replicated]
             for name, tensors in experts.items()
         }
         return others, kept

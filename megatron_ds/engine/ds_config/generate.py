@@ -90,7 +90,7 @@ PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_siz
 
 
 def build_ds_config(
-    config: Config, dp_size: int, device: str = "cpu", is_there: IsAvailable = only_torch
+    config: Config, dp_size: int, device: str = "cpu", is_available: IsAvailable = only_torch
 ) -> Json:
     """Generate the DeepSpeed configuration.
 
@@ -98,7 +98,7 @@ def build_ds_config(
         config: Configuration that `merge_file` has filled.
         dp_size: Data-parallel size.
         device: Kind of device, such as "cpu".
-        is_there: Whether a kernel of AdamW can be used on it.
+        is_available: Whether a kernel of AdamW can be used on it.
     """
     file = config.deepspeed_file
     assert file is not None or config.deepspeed.deepspeed_config is None, "merge_file comes first"
@@ -129,7 +129,7 @@ def build_ds_config(
         "data_types": {"grad_accum_dtype": accumulation},
         **_precision_blocks(precision, user),
         "zero_optimization": _zero_block(config, user, ranks, is_cpu=device == "cpu"),
-        "optimizer": _optimizer_block(config, user, is_there),
+        "optimizer": _optimizer_block(config, user, is_available),
         "activation_checkpointing": _checkpointing_block(config),
     }
     if config.parallel.pipeline_model_parallel_size > 1:
@@ -226,7 +226,7 @@ def cpp_ops(ds_config: Json) -> list[CppOp]:
 
 
 def adam_kernel(
-    config: Config, user: Mapping[str, Any], is_there: IsAvailable = only_torch
+    config: Config, user: Mapping[str, Any], is_available: IsAvailable = only_torch
 ) -> AdamKernel:
     """The implementation of AdamW, by the user's file or else by the rule."""
     block = user.get("optimizer") or {}
@@ -236,7 +236,7 @@ def adam_kernel(
         params.get("torch_adam"),
         params.get("fused"),
         offloaded=config.deepspeed.optimizer_offload != "none",
-        is_there=is_there,
+        is_available=is_available,
     )
 
 
@@ -385,7 +385,7 @@ def _sharded_model(config: Config) -> tuple[ModelConfig, int, MoEConfig, int]:
     return config.model, tp_size, config.moe, config.expert_parallel_size
 
 
-def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:
+def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> Json:
     options = config.optimizer
     params: Json = {"lr": options.lr, "weight_decay": options.weight_decay}
     if options.optimizer == "sgd":
@@ -395,7 +395,7 @@ def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:
             "type": "megatron_ds.Lion",
             "params": params | {"betas": [options.lion_beta1, options.lion_beta2]},
         }
-    kernel = adam_kernel(config, user, is_there)
+    kernel = adam_kernel(config, user, is_available)
     params |= {"betas": [options.adam_beta1, options.adam_beta2], "eps": options.adam_eps}
     if options.has_8_bit_moments:
         return {"type": "bitsandbytes.AdamW8bit", "params": params}
@@ -404,7 +404,7 @@ def _optimizer_block(config: Config, user: Json, is_there: IsAvailable) -> Json:
             "type": "megatron_ds.Muon",
             "params": params
             | {
-                "fused": is_there(AdamKernel.TORCH_FUSED),
+                "fused": is_available(AdamKernel.TORCH_FUSED),
                 "momentum": options.muon_momentum,
                 "nesterov": options.muon_nesterov,
                 "steps": options.muon_num_ns_steps,

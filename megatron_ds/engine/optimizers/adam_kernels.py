@@ -42,7 +42,7 @@ def select_adam_kernel(
     fused: bool | None,
     *,
     offloaded: bool,
-    is_there: IsAvailable,
+    is_available: IsAvailable,
 ) -> AdamKernel:
     """Select the kernel.
 
@@ -51,7 +51,7 @@ def select_adam_kernel(
         torch_adam: Key of the file; None if it leaves the choice.
         fused: Key of the file; None if it leaves the choice.
         offloaded: Whether the optimizer states are in host memory.
-        is_there: Whether a kernel can be used on the device. Called in the order of PREFERENCE.
+        is_available: Whether a kernel can be used on the device. Called in the order of PREFERENCE.
     """
     if offloaded:
         return AdamKernel.CPU
@@ -63,20 +63,20 @@ def select_adam_kernel(
     if fused is not None:
         return AdamKernel.TORCH_FUSED if fused else AdamKernel.TORCH
     candidates = PREFERENCE[:1] if torch_adam else PREFERENCE
-    return next(filter(is_there, candidates), AdamKernel.TORCH)
+    return next(filter(is_available, candidates), AdamKernel.TORCH)
 
 
 def available_on(device: str) -> IsAvailable:
     """Looks for kernels on a kind of device, when they are asked for."""
 
-    def is_there(kernel: AdamKernel) -> bool:
+    def is_available(kernel: AdamKernel) -> bool:
         if kernel is AdamKernel.TORCH_FUSED:
             return device in _torch_fused_devices()
         if kernel is AdamKernel.APEX:
             return device != "cpu" and apex_adam() is not None
         return kernel is AdamKernel.DEEPSPEED and device != "cpu" and _can_build_fused_adam()
 
-    return is_there
+    return is_available
 
 
 def apex_adam() -> type[Any] | None:

@@ -35,7 +35,7 @@ class Owner(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixShard:
     """A parameter of one matrix or of several, and the part of it that this rank updates."""
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Piece:
         return self.spec.sections if self.spec is not None and self.spec.dim == rows else ()
 
 
-class FullMatrices:
+class DistributedMatrices:
     """The matrices of some tensors of an optimizer.
 
     Args:
@@ -69,7 +69,7 @@ class FullMatrices:
         empty: Tensor without elements of the type and on the device of the computation.
     """
 
-    def __init__(self, pieces: Sequence[Piece], dp: Group, tp: Group, empty: Tensor) -> None:
+    def __init__(self, pieces: Sequence[MatrixShard], dp: Group, tp: Group, empty: Tensor) -> None:
         self.pieces, self._dp, self._tp, self._empty = pieces, dp, tp, empty
 
     def prepare(self, values: Tensor) -> Tensor:
@@ -77,8 +77,10 @@ class FullMatrices:
         return values.to(self._empty)
 
     def map(
-        self, values_of: Callable[[Piece], Tensor], function: Callable[[Tensor, Piece], Tensor]
-    ) -> Iterator[tuple[Piece, Tensor]]:
+        self,
+        values_of: Callable[[MatrixShard], Tensor],
+        function: Callable[[Tensor, MatrixShard], Tensor],
+    ) -> Iterator[tuple[MatrixShard, Tensor]]:
         """Apply a function to every full matrix. Collective.
 
         Args:
@@ -128,15 +130,15 @@ class FullMatrices:
 
     def _map_shards(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MatrixShard],
         shards: Sequence[Tensor],
-        function: Callable[[Tensor, Piece], Tensor],
+        function: Callable[[Tensor, MatrixShard], Tensor],
     ) -> list[Tensor]:
         """The function's values of complete shards, all one-dimensional."""
         tp = self._tp
-        own = [piece for piece in pieces if piece.owner.tp == tp.rank]
+        owned = [piece for piece in pieces if piece.owner.tp == tp.rank]
 
-        def is_sent(piece: Piece, rank: int) -> bool:
+        def is_sent(piece: MatrixShard, rank: int) -> bool:
             return piece.spec is not None or rank == piece.owner.tp
 
         received = _transfer(
@@ -148,13 +150,13 @@ class FullMatrices:
                 ]
                 for rank in range(tp.size)
             ],
-            [[_numel(p) for p in own if is_sent(p, rank)] for rank in range(tp.size)],
+            [[_numel(p) for p in owned if is_sent(p, rank)] for rank in range(tp.size)],
             tp,
             self._empty,
         )
         queues = [iter(values) for values in received]
         results: list[list[Tensor]] = [[] for _ in range(tp.size)]
-        for piece in own:
+        for piece in owned:
             senders = [rank for rank in range(tp.size) if is_sent(piece, rank)]
             parts = [next(queues[rank]).view(piece.shape) for rank in senders]
             spec = piece.spec
@@ -172,7 +174,7 @@ class FullMatrices:
         return [next(queues[piece.owner.tp]) for piece in pieces]
 
 
-def _numel(piece: Piece) -> int:
+def _numel(piece: MatrixShard) -> int:
     return math.prod(piece.shape)
 
 
@@ -202,7 +204,7 @@ def _transfer(
 
 def find_matrices(
     engine: Any, stage: int, mesh: Mesh, is_matrix: IsMatrix, empty: Tensor
-) -> Iterator[FullMatrices]:
+) -> Iterator[DistributedMatrices]:
     """The matrices of an engine, by the tensors that its optimizer steps at once.
 
     Args:
@@ -210,7 +212,7 @@ def find_matrices(
         stage: ZeRO stage.
         mesh: Mesh of this process.
         is_matrix: Selects the matrices.
-        empty: As for `FullMatrices`.
+        empty: As for `DistributedMatrices`.
     """
     parameters = dict(engine.module.named_parameters())
     tp = mesh.tp
@@ -228,7 +230,7 @@ def find_matrices(
             kept = _kept(place, stage, partition.size, dp.size)
             start = 0 if stage == 0 else _own_offset(place, stage, partition.size, dp.rank)
             pieces.append(
-                Piece(
+                MatrixShard(
                     shape=place.shape,
                     spec=shard_spec(parameter),
                     master=parameter if stage == 0 else masters[0],
@@ -242,7 +244,7 @@ def find_matrices(
                     owner=owner,
                 )
             )
-        yield FullMatrices(pieces, dp, tp, empty)
+        yield DistributedMatrices(pieces, dp, tp, empty)
 
 
 def _masters(engine: Any, stage: int) -> list[list[Tensor]]:

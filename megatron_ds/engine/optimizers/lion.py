@@ -54,7 +54,7 @@ class Lion(Optimizer):
         assert gradient is not None
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)
-        flat = (each.view(-1).split(CHUNK) for each in (parameter, gradient, state["exp_avg"]))
+        flat = (tensor.view(-1).split(CHUNK) for tensor in (parameter, gradient, state["exp_avg"]))
         for weights, slope, momentum in zip(*flat, strict=True):
             direction = momentum.lerp(slope, 1 - betas[0]).sign_()
             weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)

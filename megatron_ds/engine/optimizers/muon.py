@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from megatron_ds.engine.optimizers.distributed_matrices import FullMatrices, Piece
+from megatron_ds.engine.optimizers.distributed_matrices import DistributedMatrices, MatrixShard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic Newton-Schulz iteration, chosen for the largest slope at zero (Jordan et al.)."""
@@ -92,14 +92,14 @@ class Muon(AdamW):
             group["momentum"] = momentum
         self._nesterov, self._steps = nesterov, steps
         self._scale, self._scale_factor = SCALES[scale_mode], scale_factor
-        self._matrices: dict[Tensor, FullMatrices] = {}
+        self._matrices: dict[Tensor, DistributedMatrices] = {}
 
     @property
     def matrix_count(self) -> int:
         """Number of parameters that are orthogonalized."""
         return sum(len(matrices.pieces) for matrices in self._matrices.values())
 
-    def attach(self, matrices: Iterable[FullMatrices]) -> None:
+    def attach(self, matrices: Iterable[DistributedMatrices]) -> None:
         """Tell the optimizer where its matrices are.
 
         Args:
@@ -134,7 +134,7 @@ class Muon(AdamW):
 
         matrices = self._matrices[group["params"][0]]
 
-        def update_of(piece: Piece) -> Tensor:
+        def update_of(piece: MatrixShard) -> Tensor:
             master = piece.master
             average = self.state[master]["momentum_buffer"].view(-1)[piece.place]
             if self._nesterov:
@@ -146,7 +146,7 @@ class Muon(AdamW):
             weights = piece.master.view(-1)[piece.place]
             weights.add_(update.to(weights), alpha=-lr)
 
-    def _orthogonalize(self, matrix: Tensor, piece: Piece) -> Tensor:
+    def _orthogonalize(self, matrix: Tensor, piece: MatrixShard) -> Tensor:
         """The scaled update of each matrix that a parameter stacks or fuses."""
         if matrix.dim() > 2:
             return torch.stack([self._orthogonalize(each, piece) for each in matrix])

@@ -177,8 +177,8 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, 
         library = "torch"
     states = {number: dict(state) for number, state in saved["state"].items()}
     groups = []
-    for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        settings = {key: value for key, value in own.items() if key not in ("params", "step")}
+    for current, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        settings = {key: value for key, value in current.items() if key not in ("params", "step")}
         mine = [states[number] for number in group["params"] if number in states]
         steps = [int(state.get("step", group.get("step", 0))) for state in mine]
         if "step" in group or any("step" in state for state in mine):

@@ -21,7 +21,7 @@ from megatron_ds.engine.states.threaded_copy import bytes_of_storage, copy_tenso
 State = TypeVar("State")
 
 
-class HostCopies:
+class HostStaging:
     """Copies states to host memory, in which it reuses the buffers of the copy before.
 
     New memory is slow: the system clears each page at its first use, and an accelerator has to
@@ -40,7 +40,7 @@ class HostCopies:
             states: Tensors and plain values in containers.
         """
         tensors = _find_tensors(states)
-        storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors)}
+        storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in tensors)}
         free, used = self._buffers, defaultdict(list)
         copies: dict[int, torch.UntypedStorage] = {}
         pairs = []
@@ -79,25 +79,25 @@ class _TensorFinder(pickle.Pickler):
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
-        self.found: list[Tensor] = []
+        self.tensors: list[Tensor] = []
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        self.found.append(value)
+        self.tensors.append(value)
         return 0
 
 
 def _find_tensors(value: object) -> list[Tensor]:
-    found: dict[int, Tensor] = {}
+    by_id: dict[int, Tensor] = {}
     left = [value]
     while left:
         finder = _TensorFinder()
         finder.dump(left.pop())
-        new = [tensor for tensor in finder.found if id(tensor) not in found]
-        found |= {id(tensor): tensor for tensor in new}
+        new = [tensor for tensor in finder.tensors if id(tensor) not in by_id]
+        by_id |= {id(tensor): tensor for tensor in new}
         left += [vars(tensor) for tensor in new if vars(tensor)]
-    return list(found.values())
+    return list(by_id.values())
 
 
 def _view(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:

@@ -202,7 +202,7 @@ class Resharding:
         return self._mesh.expert_dp if is_expert else self._mesh.dp_sp
 
     def _check_parameters(self) -> None:
-        own = {
+        shapes = {
             name: full_shape(
                 getattr(parameter, "ds_shape", parameter.shape),
                 shard_spec(parameter),
@@ -210,7 +210,7 @@ class Resharding:
             )
             for name, parameter in self._engine.module.named_parameters()
         }
-        stages = gather_objects(own, self._mesh.pp)
+        stages = gather_objects(shapes, self._mesh.pp)
         wanted = {name: shape for stage in stages for name, shape in stage.items()}
         saved = self._source.shapes
         if wanted.keys() != saved.keys():

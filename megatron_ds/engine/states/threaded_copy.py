@@ -35,7 +35,7 @@ def copy_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
                 target.copy_(source, non_blocking=True)
                 continue
             size = max(1, CHUNK // target.element_size())
-            parts = (each.detach().view(-1).split(size) for each in (target, source))
+            parts = (tensor.detach().view(-1).split(size) for tensor in (target, source))
             chunks += zip(*parts, strict=True)
         in_threads(lambda pair: pair[0].copy_(pair[1]), chunks)
 

@@ -18,7 +18,7 @@ import torch
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.native_reader import SavedStates
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig
-from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot
+from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.fileio.atomic import FileRecord
@@ -33,7 +33,7 @@ class Crash(Exception):
     """The end of the process."""
 
 
-class FakeSnapshot(Snapshot):
+class FakeSnapshot(DeepSpeedSnapshot):
     """Has a file in a folder below."""
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
@@ -63,7 +63,7 @@ class FakeEngine:
     def partitions(self) -> list[FlatPartition]:
         return [FlatPartition(30, (ParameterPlace("weight", (6, 5), self.offset),))]
 
-    def snapshot(self, *, copy: bool) -> Snapshot:
+    def snapshot(self, *, copy: bool) -> DeepSpeedSnapshot:
         states: dict[str, Any] = {"model_states.pt": {"content": self.content}}
         states["below/optim_states.pt"] = torch.zeros(3)
         return FakeSnapshot(states)

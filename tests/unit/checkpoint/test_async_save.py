@@ -19,7 +19,7 @@ from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.engine.deepspeed import checkpoint_io
-from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot
+from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 from megatron_ds.training.saving import Saver
 from tests.unit.checkpoint.fakes import (
     FakeEngine,
@@ -186,7 +186,7 @@ def test_an_abandoned_save_ends_and_stays_incomplete(
 
     monkeypatch.setattr(checkpoint_io._HashingFile, "write", write_slowly)
     engine = FakeEngine()
-    engine.snapshot = lambda *, copy: Snapshot({"a.pt": [0] * 100_000})
+    engine.snapshot = lambda *, copy: DeepSpeedSnapshot({"a.pt": [0] * 100_000})
     begin(checkpoints, 8, engine)
     advance_until(checkpoints, begun.is_set)
     current = checkpoints._current

@@ -29,7 +29,7 @@ from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.universal.folders import POINTER
 from megatron_ds.config.problems import UserError
 from megatron_ds.conversion.megatron import detect as megatron_folders
-from megatron_ds.engine.deepspeed.checkpoint_io import Snapshot, write_tensors
+from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot, write_tensors
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.problems import printed_codes, raises_problem
@@ -313,7 +313,7 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
 def test_an_error_of_the_engine_is_reported_and_leaves_no_files(
     checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
-    class Full(Snapshot):
+    class Full(DeepSpeedSnapshot):
         def write(self, folder: Path) -> NoReturn:
             super().write(folder)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "x.pt"))

@@ -28,7 +28,7 @@ def select(
     offloaded: bool = False,
 ) -> AdamKernel:
     return select_adam_kernel(
-        kind, torch_adam, fused, offloaded=offloaded, is_there=lambda one: one in available
+        kind, torch_adam, fused, offloaded=offloaded, is_available=lambda one: one in available
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_ds.engine.states.host_staging import HostCopies
+from megatron_ds.engine.states.host_staging import HostStaging
 
 
 def bytes_of(value: Any) -> bytes:
@@ -43,7 +43,7 @@ def states() -> dict[str, Any]:
 
 def test_files_of_a_copy_equal_those_of_the_original_byte_by_byte(states: dict[str, Any]) -> None:
     before = bytes_of(states)
-    copied = HostCopies().copy(states)
+    copied = HostStaging().copy(states)
     assert bytes_of(copied) == before
     states["flat"].fill_(-1)
     states["parameters"][0].data.fill_(-1)
@@ -56,7 +56,7 @@ def test_files_of_a_copy_equal_those_of_the_original_byte_by_byte(states: dict[s
 
 
 def test_a_copy_reuses_the_memory_of_the_one_before(states: dict[str, Any]) -> None:
-    copies = HostCopies()
+    copies = HostStaging()
     first: Tensor = copies.copy(states)["flat"]
     states["flat"] += 1
     size = copies.nbytes
@@ -78,6 +78,6 @@ def test_objects_of_deepspeed_are_copied() -> None:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     scaler = DynamicLossScaler(256.0, 2.0, 1000, 1.0, 1, False)
-    copied = HostCopies().copy({"loss_scaler": scaler})
+    copied = HostStaging().copy({"loss_scaler": scaler})
     scaler.cur_scale = 1.0
     assert copied["loss_scaler"].cur_scale == 256.0

@@ -10,9 +10,9 @@ import torch
 
 from megatron_ds.engine.optimizers.build import client_optimizer
 from megatron_ds.engine.optimizers.distributed_matrices import (
-    FullMatrices,
+    DistributedMatrices,
+    MatrixShard,
     Owner,
-    Piece,
     assign_owners,
 )
 from megatron_ds.engine.optimizers.muon import Muon, orthogonalize
@@ -23,11 +23,11 @@ from tests.problems import raises_problem
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
 
 
-def piece_of(weight: torch.nn.Parameter, sections: tuple[int, ...]) -> Piece:
+def piece_of(weight: torch.nn.Parameter, sections: tuple[int, ...]) -> MatrixShard:
     """A matrix that one process has whole."""
     whole = (range(weight.numel()),)
     shape, place = (len(weight), weight.shape[1]), slice(0, weight.numel())
-    return Piece(shape, ShardSpec(0, sections), weight, place, whole, whole, Owner(0, 0))
+    return MatrixShard(shape, ShardSpec(0, sections), weight, place, whole, whole, Owner(0, 0))
 
 
 def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **scale: float) -> Muon:
@@ -43,7 +43,7 @@ def muon_of(weight: torch.nn.Parameter, *sections: int, dtype: torch.dtype, **sc
         **{"scale_mode": "spectral", "scale_factor": 0.2, **SETTINGS, **scale},
     )
     pieces = [piece_of(weight, sections or (len(weight),))]
-    optimizer.attach([FullMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])
+    optimizer.attach([DistributedMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0, dtype=dtype))])
     return optimizer
 
 
