@@ -19,11 +19,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
-from megatron_ds.engine.ds_config.generate import build_ds_config, zero_stage
 from megatron_ds.model.flops import (
     expert_parameters_per_rank,
     matrix_parameters,
@@ -33,48 +31,12 @@ from megatron_ds.model.flops import (
 from megatron_ds.model.mlp import num_tiles
 from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
+from megatron_ds.planning.memory_inputs import FP32, MemoryInputs, memory_inputs
 
 ALLREDUCE_BUCKET = 500_000_000
 """Elements that DeepSpeed copies into one message if it has no bucket."""
 MALLOC_TRIM_LIMIT = 2**25
 """Bytes below which the C library may keep a freed block."""
-FP32 = 4
-"""Bytes of an element in fp32."""
-BLOCKWISE_8_BIT = 1 + FP32 / 256
-"""Bytes of an element of an 8-bit moment, which has one scale for 256 elements."""
-DTYPE_BYTES = {"fp32": FP32, "bf16": 2, "fp16": 2}
-
-
-@dataclass(frozen=True)
-class MemoryInputs:
-    """Settings of the engine that determine its memory. `*_bytes` are bytes per element."""
-
-    zero_stage: int
-    tp_size: int
-    dp_size: int
-    """Ranks over which states are partitioned, the sequence-parallel ones included."""
-    param_bytes: int
-    accumulation_bytes: int
-    reduction_bytes: int
-    moments: int
-    """Optimizer state tensors per parameter: two for Adam, one for Lion and SGD with momentum."""
-    moment_bytes: float = field(kw_only=True, default=FP32)
-    has_matrix_updates: bool = field(kw_only=True, default=False)
-    """Whether Muon updates the matrices of the layers, which have one moment less."""
-    zero: Mapping[str, Any]
-    """DeepSpeed's `zero_optimization`: buckets, limits of gathering, swapping."""
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    offload_fraction: float = 1.0
-    """Of the optimizer states that are offloaded."""
-    master_bytes: int = FP32
-    """Of master weights and moments."""
-    immediate_grad_update: bool = True
-    """Stage 1 adds a bf16 gradient to its fp32 accumulator as soon as it is computed."""
-    sp_size: int = 1
-    """Sequence-parallel size."""
-    on_cpu: bool = False
-    """On a CPU, dropout saves its mask in the data type, and attention with dropout its scores."""
 
 
 @dataclass(frozen=True)
@@ -113,38 +75,6 @@ class MemoryEstimate:
     def peak(self) -> int:
         """Peak memory of the device."""
         return self.phases[self.peak_phase]
-
-
-def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
-    """Derive the inputs of the estimate; `engine.readback` checks that the engine has them.
-
-    Args:
-        config: Complete configuration of the run.
-        dp_size: Data-parallel size.
-        device: Kind of device, such as "cpu".
-    """
-    ds_config, offload = build_ds_config(config, dp_size, device), config.deepspeed
-    momentum = int(config.optimizer.sgd_momentum != 0)
-    moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[config.optimizer.optimizer]
-    return MemoryInputs(
-        zero_stage=zero_stage(config),
-        tp_size=config.parallel.tensor_model_parallel_size,
-        dp_size=dp_size * config.parallel.ds_sequence_parallel_size,
-        param_bytes=DTYPE_BYTES[config.precision.name],
-        accumulation_bytes=DTYPE_BYTES[ds_config["data_types"]["grad_accum_dtype"]],
-        reduction_bytes=DTYPE_BYTES[ds_config["communication_data_type"]],
-        moments=moments,
-        moment_bytes=BLOCKWISE_8_BIT if config.optimizer.has_8_bit_moments else FP32,
-        has_matrix_updates=config.optimizer.optimizer == "muon",
-        zero=ds_config["zero_optimization"],
-        offload_optimizer=offload.optimizer_offload != "none",
-        offload_parameters=offload.param_offload != "none",
-        offload_fraction=offload.optimizer_offload_fraction,
-        master_bytes=2 if in_effect(config.precision).bf16_master_weights else FP32,
-        immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
-        sp_size=config.parallel.ds_sequence_parallel_size,
-        on_cpu=device == "cpu",
-    )
 
 
 def planned_memory(config: Config, dp_size: int, device: str) -> MemoryEstimate:

@@ -13,7 +13,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 
 from megatron_ds.engine.build import build_engine
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.planning.memory_estimate import estimate, memory_inputs
+from megatron_ds.planning.memory_estimate import estimate
+from megatron_ds.planning.memory_inputs import memory_inputs
 from tests.dist.parity_cases import Case, config_of
 from tests.distributed import run_ranks
 

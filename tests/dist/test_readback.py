@@ -31,7 +31,8 @@ from megatron_ds.config.problems import UserError
 from megatron_ds.engine import build as engine_build
 from megatron_ds.engine import readback
 from megatron_ds.engine.protocol import EngineSettings, StateBytes
-from megatron_ds.planning.memory_estimate import MemoryInputs, estimate, memory_inputs
+from megatron_ds.planning.memory_estimate import estimate
+from megatron_ds.planning.memory_inputs import MemoryInputs, memory_inputs
 from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import batches_of, build, prepare
 from tests.dist.parity_cases import SHAPE, Case, config_of, ds_file

@@ -36,14 +36,8 @@ from megatron_ds.model.stages import stage_parameters
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.planning.memory_estimate import (
-    BLOCKWISE_8_BIT,
-    FP32,
-    MemoryEstimate,
-    MemoryInputs,
-    estimate,
-    planned_memory,
-)
+from megatron_ds.planning.memory_estimate import MemoryEstimate, estimate, planned_memory
+from megatron_ds.planning.memory_inputs import BLOCKWISE_8_BIT, FP32, MemoryInputs
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
 COLLECTIVES = (

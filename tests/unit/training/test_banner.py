@@ -27,7 +27,8 @@ from megatron_ds.model.flops import matrix_parameters, parameter_sizes
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.model.stages import stage_parameters
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.planning.memory_estimate import MemoryInputs, estimate
+from megatron_ds.planning.memory_estimate import estimate
+from megatron_ds.planning.memory_inputs import MemoryInputs
 from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import BannerData, banner
