@@ -97,8 +97,10 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
             names = "no_load_optim", "finetune"
             problems.append(Problem("checkpoint-without-optimizer", *names, path=path))
         problems += _layout_conflicts(found, layout)
+    problems += _changed_parts(found, config, ["layer"])
     if config.checkpoint.is_new_run:
         return problems
+    problems += _changed_parts(found, config, ["dataset"])
     data = run.config.get("data", {}), settings["data"]
     # Without --split in both runs, the blend history compares the document ranges instead.
     both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
@@ -163,18 +165,12 @@ def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) ->
     yield Problem("resume-tokenizer-changed", saved=saved, path=found.path, now=now, copy=TOKENIZER)
 
 
-def changed_parts(
-    found: CheckpointMetadata, now: Mapping[str, str], parts: Iterable[str]
+def _changed_parts(
+    found: CheckpointMetadata, config: Config, parts: Iterable[str]
 ) -> Iterator[Problem]:
-    """Other functions than those of the checkpoint's run instead of the package's own.
-
-    Args:
-        found: The checkpoint.
-        now: Names of the run's functions, by part.
-        parts: The parts that are compared.
-    """
+    """Other functions than those of the checkpoint's run instead of the package's own."""
     for part in parts:
-        before, after = (names.get(part) for names in (found.run.custom_parts, now))
+        before, after = (each.custom_parts.get(part) for each in (found.run, config))
         if before != after:
             saved, own = before or "the built-in one", after or "the built-in one"
             yield Problem("resume-part-changed", part=part, saved=saved, path=found.path, now=own)
@@ -196,8 +192,13 @@ def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) ->
     if config.checkpoint.override_opt_param_scheduler:
         changes = [change for change in changes if change[0] not in SCHEDULER_FIELDS]
     return [
-        Problem("resume-setting-changed", name, label=label, saved=saved, path=found.path, now=now)
-        for name, label, saved, now in changes
+        *_changed_parts(found, config, ["loss"]),
+        *(
+            Problem(
+                "resume-setting-changed", name, label=label, saved=saved, path=found.path, now=now
+            )
+            for name, label, saved, now in changes
+        ),
     ]
 
 

@@ -27,7 +27,6 @@ from pathlib import Path
 from megatron_ds.checkpoint import local_files, metadata
 from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.compatibility import (
-    changed_parts,
     changed_settings,
     layout_changes,
     part_conflicts,
@@ -100,7 +99,6 @@ class CheckpointManager:
             files.
         stores: The stores that --save and --load name.
         local: The checkpoints of --local-checkpoint-dir.
-        custom_parts: The functions that the run uses instead of the package's own.
 
     Attributes:
         newest: The checkpoint that this run has saved or else loaded last.
@@ -117,7 +115,6 @@ class CheckpointManager:
         tokenizer: StoredTokenizer | None = None,
         stores: RunStores | None = None,
         local: LocalCheckpoints | None = None,
-        custom_parts: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -128,7 +125,6 @@ class CheckpointManager:
         self._tokenizer = tokenizer
         self._stores = stores or RunStores()
         self._local = local
-        self._custom_parts = custom_parts or {}
         self._branch = Branch.new()
         self._current: SaveInProgress | None = None
         self._last_start = time.monotonic()
@@ -279,7 +275,7 @@ class CheckpointManager:
                 data=history(),
                 experts=experts,
                 has_optimizer=has_optimizer,
-                custom_parts=self._custom_parts,
+                custom_parts=self._config.custom_parts,
             )
         kind: Callable[..., SaveSteps] = SaveSteps
         if self._stores.save is not None:
@@ -330,12 +326,10 @@ class CheckpointManager:
         conflicts = resume_conflicts(found, self._config, self._mesh.dp.size)
         if self._tokenizer is not None:
             conflicts += tokenizer_conflicts(found, self._tokenizer.fingerprint)
-        options, state = self._config.checkpoint, found.run.state
-        fixed = ("layer",) if options.is_new_run else ("layer", "dataset")
-        raise_if_any([*conflicts, *changed_parts(found, self._custom_parts, fixed)])
-        changed = changed_settings(found, self._config, self._mesh.dp.size)
-        for warning in (*changed, *changed_parts(found, self._custom_parts, ("loss",))):
+        raise_if_any(conflicts)
+        for warning in changed_settings(found, self._config, self._mesh.dp.size):
             self._warn(warning)
+        options, state = self._config.checkpoint, found.run.state
         if options.is_new_run:
             # At iteration 0, without samples of the old one's data.
             state = TrainState() if options.finetune else state.restarted()

@@ -76,8 +76,9 @@ class Config:
     """Where values come from that no flag set: by field, key and line of the DeepSpeed file."""
     deepspeed_file: DeepSpeedFile | None = field(default=None, compare=False)
     """The parsed file of --deepspeed_config, so that it is read once."""
-    has_own_data: bool = field(default=False, compare=False)
-    """Whether the program brings the dataset."""
+    custom_parts: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Names of the functions that the program uses instead of the package's own, by what they are:
+    dataset, loss, layer."""
 
     def problems(self, world_size: int) -> list[Problem]:
         """Check all options.
@@ -103,7 +104,7 @@ class Config:
                 world_size, model.num_layers, has_experts=self.moe.is_used
             ),
             "recompute": self.recompute.problems(model.num_layers),
-            "data": self.data.problems(has_own_data=self.has_own_data),
+            "data": self.data.problems(has_own_data="dataset" in self.custom_parts),
             "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),
             "optimizer": self.optimizer.problems(),
             "schedule": self.schedule.problems(parallel, world_size),

@@ -62,7 +62,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         config: Config, world_size: int, warn: Callable[[str], None]
     ) -> tuple[Config, list[Problem]]:
         """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
-        config = dataclasses.replace(config, has_own_data=extensions.dataset is not None)
+        config = dataclasses.replace(config, custom_parts=extensions.custom_parts())
         config, plan, problems = loading.complete(config, world_size, warn)
         plans.append(plan)
         return config, problems

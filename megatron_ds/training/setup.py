@@ -111,7 +111,6 @@ def pretrain(
             tokenizer=tokenizer,
             stores=stores,
             local=local,
-            custom_parts=extensions.custom_parts(),
         )
         trainer = build_trainer(config, inputs, extensions, context, life, startup, checkpoints)
         life.on_training_started(saves=folders.save is not None)

@@ -57,9 +57,34 @@ def saved_by(config: Config) -> CheckpointMetadata:
         shards={},
         branch=Branch.new(),
         partitions=PLACES,
+        custom_parts=config.custom_parts,
     )
     values = json.loads(json.dumps(run.to_dict()))
     return CheckpointMetadata(Path("saved/global_step4"), RunRecord.from_dict(values))
+
+
+@pytest.mark.parametrize(
+    ("part", "line", "rejects", "reports"),
+    [
+        ("layer", "--load saved", True, False),
+        ("layer", "--load saved --finetune", True, False),
+        ("dataset", "--load saved", True, False),
+        ("dataset", "--load saved --finetune", False, False),
+        ("loss", "--load saved", False, True),
+        ("loss", "--load saved --finetune", False, False),
+    ],
+)
+def test_functions_of_a_program_are_compared(
+    part: str, line: str, rejects: bool, reports: bool
+) -> None:
+    builtin = config_of(line)
+    own = dataclasses.replace(builtin, custom_parts={part: "__main__.own"})
+    for before, now in ((builtin, own), (own, builtin)):
+        found = saved_by(before)
+        changed = ["resume-part-changed"]
+        assert codes(resume_conflicts(found, now, 1)) == changed * rejects
+        assert codes(changed_settings(found, now, 1)) == changed * reports
+    assert resume_conflicts(saved_by(own), own, 1) == []
 
 
 def compare(before: Config, now: Config) -> tuple[list[str], list[str]]:
