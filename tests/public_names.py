@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 GOLDEN = Path(__file__).parent / "golden" / "public_names.txt"
+READ_ONLY = ("Config", "Extensions", "TrainState")
+"""Classes whose fields a program reads or sets; it calls no methods of them."""
 MODULES = ("megatron_ds.extend", "megatron_ds.extend.layers")
 
 
@@ -21,7 +23,7 @@ def _lines(module: str) -> Iterator[str]:
     for name in sorted(listed.__all__):
         value = getattr(listed, name)
         yield f"  {name}{inspect.signature(value)}"
-        if inspect.isclass(value):
+        if inspect.isclass(value) and name not in READ_ONLY:
             for method, function in sorted(vars(value).items()):
                 if inspect.isfunction(function) and not method.startswith("_"):
                     yield f"    {method}{inspect.signature(function)}"
