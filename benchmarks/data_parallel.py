@@ -127,11 +127,7 @@ def _engine_step(shape: Shape) -> Step:
     mesh, device = Mesh.build(1), torch.device("cpu")
     config = our_config(Setting(shape, "fp32", 1), compiled=False)
     samples = shape.micro_batch * mesh.dp.size
-    config = dataclasses.replace(
-        config,
-        deepspeed=dataclasses.replace(config.deepspeed, zero_stage=0),
-        schedule=dataclasses.replace(config.schedule, global_batch_size=samples),
-    )
+    config = config.with_values({"zero_stage": 0, "global_batch_size": samples})
     engine = build_engine(config, mesh, device)
     tokens, labels = _batch(shape)
     batch = DeviceBatch(tokens, labels, None, position=0)

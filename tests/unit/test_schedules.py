@@ -18,13 +18,8 @@ SEQUENCE = 10
 
 
 def config_with(schedule: dict[str, Any], optimizer: dict[str, Any] | None = None) -> Config:
-    config = Config()
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, seq_length=SEQUENCE),
-        schedule=dataclasses.replace(config.schedule, **{"micro_batch_size": 1, **schedule}),
-        optimizer=dataclasses.replace(config.optimizer, **{"lr": 1.0, **(optimizer or {})}),
-    )
+    values = {"seq_length": SEQUENCE, "micro_batch_size": 1, "lr": 1.0}
+    return Config().with_values({**values, **schedule, **(optimizer or {})})
 
 
 def after(applied_samples: int) -> TrainState:

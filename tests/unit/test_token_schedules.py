@@ -20,13 +20,8 @@ LENGTH = 64
 
 
 def config_with(length: int = LENGTH, lr: float = 1.0, **schedule: Any) -> Config:
-    config = Config()
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, seq_length=length),
-        schedule=dataclasses.replace(config.schedule, **{"micro_batch_size": 1, **schedule}),
-        optimizer=dataclasses.replace(config.optimizer, lr=lr),
-    )
+    values = {"seq_length": length, "lr": lr, "micro_batch_size": 1}
+    return Config().with_values({**values, **schedule})
 
 
 def simulated(config: Config, dp_size: int = 1, start: TrainState | None = None) -> list[StepPlan]:

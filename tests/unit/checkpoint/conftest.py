@@ -43,8 +43,7 @@ def manager(
 
     def make(**options: Any) -> CheckpointManager:
         groups = {name: options.pop(name) for name in GROUPS.keys() & options.keys()}
-        checkpoint = dataclasses.replace(config.checkpoint, **options)
-        changed = dataclasses.replace(config, checkpoint=checkpoint, **groups)
+        changed = dataclasses.replace(config.with_values(options), **groups)
         return CheckpointManager(changed, Mesh.build(1), logged.append, RankAgreement())
 
     return make

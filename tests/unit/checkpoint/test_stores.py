@@ -114,11 +114,7 @@ def run(one_process: None, config: Config, logged: list[str], tmp_path: Path) ->
             "load": URL,
             "checkpoint_staging_dir": str(tmp_path / node),
         } | options
-        given = dataclasses.replace(
-            config,
-            checkpoint=dataclasses.replace(config.checkpoint, **options),
-            given=frozenset(SIZES),
-        )
+        given = dataclasses.replace(config.with_values(options), given=frozenset(SIZES))
         staged, plan, problems = make_plan(given)
         assert not problems
         ranks, folders = RankAgreement(), plan.folders
@@ -458,9 +454,8 @@ def test_urls_that_cannot_be_used_are_problems_of_their_flags(
 ) -> None:
     def problems(**options: Any) -> list[Any]:
         options.setdefault("checkpoint_staging_dir", str(tmp_path))
-        changed = dataclasses.replace(config.checkpoint, **options)
-        given = frozenset(SIZES)
-        return make_plan(dataclasses.replace(config, checkpoint=changed, given=given))[2]
+        given = dataclasses.replace(config.with_values(options), given=frozenset(SIZES))
+        return make_plan(given)[2]
 
     assert not problems()
     found = problems(save="unheard-of://x", load="gs+other://y")

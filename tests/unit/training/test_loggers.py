@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import resource
 import shutil
 import signal
@@ -33,11 +32,7 @@ from tests.unit.training.logger_records import documented, evaluation, interval,
 
 
 def config_with(**logging: object) -> Config:
-    config = Config()
-    return dataclasses.replace(
-        config,
-        logging=dataclasses.replace(config.logging, **logging),
-    )
+    return Config().with_values(logging)
 
 
 @pytest.mark.parametrize(
