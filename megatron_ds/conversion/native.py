@@ -33,7 +33,6 @@ from megatron_ds.checkpoint.native_settings import (
 from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.checkpoint.universal.reader import open_states
-from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.source import (
     ADAM_SETTINGS,
@@ -94,6 +93,9 @@ def write_universal(
         UserError: If the source is another one, or damaged, or the folder has files already.
         OSError: If the disk fails.
     """
+    # It imports DeepSpeed, without which checkpoints are read and text is generated.
+    from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
+
     convert_checkpoint(open_verified(source.path), folder, on_tensor)
 
 

@@ -39,7 +39,7 @@ load(f"megatron_ds.{name}" for name in (
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import loggers
-loggers.open_loggers(Config(), TrainState(), world_size=1, dp_size=1, write=print)
+loggers.open_loggers(Config(), TrainState(), world_size=1, dp_size=1, save=None, write=print)
 assert "tensorboard" not in sys.modules
 del sys.modules["deepspeed"]
 import deepspeed
