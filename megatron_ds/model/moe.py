@@ -14,7 +14,7 @@ experts receive.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -332,13 +332,34 @@ class _StackedLinear(nn.Module):
         self.weight, self.bias, self.reduce_over = weight, bias, reduce_over
 
     def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        # `unbind` sums the gradients once; indexing would make a full gradient for each expert.
-        # An expert without rows takes part, so that its gradient is zero and not missing.
-        pairs = zip(x.split(counts), self.weight.unbind(0), strict=True)
-        y = torch.cat([F.linear(rows, weight) for rows, weight in pairs])
+        y: Tensor = _StackedProduct.apply(x, self.weight, counts)
         if self.reduce_over is not None:
             y = reduce_from_group_(y, self.reduce_over)
         if self.bias is None:
             return y
+        # `unbind` sums the gradients once; indexing would make a full gradient for each expert.
+        # An expert without rows takes part, so that its gradient is zero and not missing.
         outputs = zip(y.split(counts), self.bias.unbind(0), strict=True)
         return torch.cat([rows + bias for rows, bias in outputs])
+
+
+class _StackedProduct(torch.autograd.Function):
+    """x W^T of each expert's rows.
+
+    The backward pass reads the parameter itself. Saved views of it would keep what ZeRO 3 has
+    gathered for the forward pass, or name a buffer into which other weights are swapped.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        return torch.cat([F.linear(*each) for each in zip(x.split(counts), weight, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        gradients, inputs = gradient.split(ctx.counts), x.split(ctx.counts)
+        dx = torch.cat([dy @ each for dy, each in zip(gradients, weight, strict=True)])
+        dw = torch.stack([dy.t() @ rows for dy, rows in zip(gradients, inputs, strict=True)])
+        return dx, dw, None

@@ -164,6 +164,23 @@ def test_an_unused_expert_has_a_zero_gradient() -> None:
     assert sorted(bool(each.count_nonzero()) for each in gradient) == [False, False, False, True]
 
 
+def test_gradients_are_those_of_weights_that_are_gathered_again() -> None:
+    """ZeRO 3 frees weights between the passes, and swaps others into their buffers."""
+    layer = build(MoEConfig(num_experts=(E,)), architecture())
+    gradients = []
+    for is_freed in (False, True):
+        x = torch.ones(S, B, H, requires_grad=True)
+        y = layer(x)
+        if is_freed:
+            for weight in layer.experts.parameters():
+                values = weight.data.clone()
+                weight.data.fill_(math.nan)
+                weight.data = values
+        y.square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
 def test_evaluation_has_a_capacity_of_its_own() -> None:
     moe = MoEConfig(num_experts=(E,), **DROPPING, moe_eval_capacity_factor=float(E))
     layer = build(moe, architecture())
