@@ -35,7 +35,7 @@ from megatron_ds.data.blended_dataset import (
     ConcatDataset,
     SingleSourceOrder,
 )
-from megatron_ds.data.gpt_dataset import GPTDataset, NumberedDataset, TokenDataset
+from megatron_ds.data.gpt_dataset import NumberedDataset, TokenDataset
 from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.lazy_indexes import (
@@ -45,18 +45,10 @@ from megatron_ds.data.lazy_indexes import (
     OpenedFile,
 )
 from megatron_ds.data.megatron_blend import core_samples_per_source, normalized
-from megatron_ds.data.remaining_dataset import (
-    RemainingDataset,
-)
-from megatron_ds.data.sample_index import (
-    samples_per_source,
-    total_samples,
-)
+from megatron_ds.data.sample_index import samples_per_source, total_samples
 from megatron_ds.data.usage_report import FileUsage, describe_change
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
 
-Remaining = tuple[RemainingDataset, LazyRemainingIndexes]
-"""The samples of a file that runs with earlier sequence lengths did not read."""
 OPENED_AT_START = 1 << 26
 """Samples of a blend up to which all indexes are built at start, in seconds and about 1 GB."""
 
@@ -168,7 +160,7 @@ class _DatasetBuilder:
     """Usage of the datasets built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
     """Files by prefix, with the SHA-256 of their sequence lengths."""
-    pending: list[tuple[GPTDataset | RemainingDataset, LazyIndexes]] = field(default_factory=list)
+    pending: list[tuple[NumberedDataset, LazyIndexes]] = field(default_factory=list)
     """Datasets whose indexes are not loaded yet."""
     caches: dict[str, ArrayCache] = field(default_factory=dict)
     """Caches by their first folder."""
@@ -204,7 +196,7 @@ class _DatasetBuilder:
         requests = [
             extend_requests(
                 history.sources[number].requests,
-                start + count - (0 if rest is None else len(rest[0])),
+                start + count - len(rest or ()),
                 file.tokens,
                 self.seq_length,
             )
@@ -243,12 +235,7 @@ class _DatasetBuilder:
             )
             samples = end + sum(period.consumed for period in earlier)
             usage = FileUsage(
-                group.split,
-                file.source.prefix,
-                weight,
-                samples,
-                tokens / file.tokens,
-                group.name,
+                group.split, file.source.prefix, weight, samples, tokens / file.tokens, group.name
             )
             self.usage.append(usage)
         self.usage.extend(
@@ -313,7 +300,7 @@ class _DatasetBuilder:
         split: str,
         file: OpenedFile,
         requests: Sequence[int],
-        remaining: Remaining | None,
+        remaining: LazyRemainingIndexes | None,
         number: int,
     ) -> TokenDataset:
         """The samples of a file: those left from earlier lengths, then its consecutive indexes.
@@ -322,55 +309,51 @@ class _DatasetBuilder:
             split: Name of the split.
             file: The file.
             requests: Samples that each index is built for.
-            remaining: Samples that are left from earlier lengths.
+            remaining: Indexes of the samples that are left from earlier lengths.
             number: Indexes of earlier lengths.
         """
-        opened: list[tuple[GPTDataset | RemainingDataset, LazyIndexes]] = []
-        if remaining is not None:
-            opened.append(remaining)
-        opened += self._indexed(split, file, requests, self.seq_length, number)
-        self.pending.extend(opened)
-        datasets = [dataset for dataset, _ in opened]
+        indexes: list[LazyIndexes] = [] if remaining is None else [remaining]
+        indexes += self._indexed(split, file, requests, self.seq_length, number)
+        datasets = [each.dataset(self.vocab_size) for each in indexes]
+        self.pending.extend(zip(datasets, indexes, strict=True))
         return datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     def _indexed(
         self, split: str, file: OpenedFile, requests: Sequence[int], seq_length: int, first: int
-    ) -> Iterator[tuple[GPTDataset, LazySampleIndexes]]:
-        """The samples of each index, the first of which has the number `first`."""
+    ) -> Iterator[LazySampleIndexes]:
+        """The indexes of each request, the first of which has the number `first`."""
         cache = self._cache(file.source.prefix)
         for number, samples in enumerate(requests, first):
             # Each index has another seed: it must not repeat the order of the previous one.
             seed = (self.seed + number) % (1 << 32)
-            indexes = LazySampleIndexes(
+            yield LazySampleIndexes(
                 file, split, samples, seq_length, seed, self.tokenizer_fingerprint, cache
             )
-            yield GPTDataset(file.data, indexes, seq_length, self.vocab_size), indexes
 
     def _remaining(
         self, split: str, file: OpenedFile, earlier: Sequence[LengthPeriod]
-    ) -> tuple[Remaining | None, int]:
+    ) -> tuple[LazyRemainingIndexes | None, int]:
         """The unread samples of the index that was in use when the sequence length changed.
 
         Indexes that were not begun are left out: the same epochs follow at the new length.
 
         Returns:
-            The samples, None if the index ended there; and the number of indexes so far.
+            Their indexes, None if the index ended there; and the number of indexes so far.
         """
-        rest: Remaining | None = None
+        rest: LazyRemainingIndexes | None = None
         number = 0
         lengths = [*(period.seq_length for period in earlier), self.seq_length][1:]
         for period, length in zip(earlier, lengths, strict=True):
-            parts: list[tuple[NumberedDataset, LazyIndexes]] = []
-            if rest is not None:
-                parts.append(rest)
+            parts: list[LazyIndexes] = [] if rest is None else [rest]
             parts += self._indexed(split, file, period.requests, period.seq_length, number)
             number += len(period.requests) + 1
             rest, position = None, period.consumed
-            for part, indexes in parts:
+            seed = (self.seed + number - 1) % (1 << 32)
+            for part in parts:
                 if 0 < position < len(part):
-                    lazy = LazyRemainingIndexes(part, indexes, position, length, self.seed, number)
-                    rest = (RemainingDataset(part, lazy, length), lazy) if len(lazy) else None
+                    rest = LazyRemainingIndexes(part, position, length, seed)
                 position -= min(position, len(part))
+            rest = rest or None  # text that is shorter than a sample
         return rest, number
 
     def _open_indexes(self) -> None:

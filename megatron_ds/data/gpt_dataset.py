@@ -69,21 +69,36 @@ def read_samples(
     return rows
 
 
+class IndexProvider(Protocol):
+    """Gives the indexes of a dataset when they are needed."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+
+    def load(self) -> Any:
+        """Loads or builds the indexes."""
+
+
 class NumberedDataset(ABC):
     """Samples that follow each other in a text: sample n ends where n + 1 begins.
 
     Implements `TokenDataset`.
+
+    Args:
+        prefix: The token file of the text.
+        indexes: Loaded when the first sample is read.
+        seq_length: Tokens per sample, without the last label.
+        vocab_size: Exclusive upper bound of the token ids; None for no check.
     """
 
-    seq_length: int
-    vocab_size: int | None
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def shuffle(self) -> IntArray:
-        """[len(self)], the number of the sample at each position."""
+    def __init__(
+        self, prefix: str, indexes: IndexProvider, seq_length: int, vocab_size: int | None
+    ) -> None:
+        self.prefix, self.name = prefix, os.path.basename(prefix)
+        self.seq_length, self.vocab_size = seq_length, vocab_size
+        self._indexes = indexes
+        self._size = len(indexes)
+        self._views: Any = None
 
     @abstractmethod
     def read_numbered(self, sample: int, row: SampleArray) -> None:
@@ -94,12 +109,14 @@ class NumberedDataset(ABC):
         """A name of the sample that does not depend on its position in the data order."""
 
     @abstractmethod
-    def _sample(self, position: int) -> int:
-        """The number of the sample at a position; raises IndexError for others."""
+    def _load(self) -> Any:
+        """Views of the indexes. The first is the number of the sample at each position."""
 
-    @abstractmethod
-    def _source(self, position: int) -> str:
-        """The file of a sample, for messages."""
+    def __len__(self) -> int:
+        return self._size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": None}
 
     def __getitem__(self, position: int) -> SampleArray:
         row = np.empty(self.seq_length + 1, dtype=np.int32)
@@ -107,7 +124,7 @@ class NumberedDataset(ABC):
         if self.vocab_size is not None and not _all_below(self.vocab_size, row):
             raise user_error(
                 "sample-token-outside-vocabulary",
-                prefix=self._source(position),
+                prefix=self.prefix,
                 sample=self._sample(position),
                 token=next(token for token in row.tolist() if not 0 <= token < self.vocab_size),
                 vocab_size=self.vocab_size,
@@ -117,15 +134,17 @@ class NumberedDataset(ABC):
     def read_into(self, position: int, row: SampleArray) -> None:
         self.read_numbered(self._sample(position), row)
 
+    def open(self) -> Any:
+        """Loads the indexes now, instead of when the first sample is read."""
+        if self._views is None:
+            self._views = self._load()
+        return self._views
 
-class SampleIndexProvider(Protocol):
-    """Gives the indexes of a dataset when they are needed."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def load(self) -> SampleIndexes:
-        """Loads or builds the indexes."""
+    def _sample(self, position: int) -> int:
+        if not 0 <= position < self._size:
+            raise IndexError(f"sample {position} of a dataset of {self._size}")
+        sample: int = (self._views or self.open())[0][position]
+        return sample
 
 
 class GPTDataset(NumberedDataset):
@@ -133,7 +152,7 @@ class GPTDataset(NumberedDataset):
 
     Args:
         tokens: The token file.
-        indexes: Its indexes, loaded when the first sample is read.
+        indexes: Its indexes, `SampleIndexes` when they are loaded.
         seq_length: Tokens per sample, without the last label.
         vocab_size: Exclusive upper bound of the token ids; None for no check.
     """
@@ -141,22 +160,12 @@ class GPTDataset(NumberedDataset):
     def __init__(
         self,
         tokens: IndexedDataset,
-        indexes: SampleIndexProvider,
+        indexes: IndexProvider,
         seq_length: int,
         vocab_size: int | None = None,
     ) -> None:
-        self.seq_length = seq_length
-        self.vocab_size = vocab_size
+        super().__init__(tokens.prefix, indexes, seq_length, vocab_size)
         self._tokens = tokens
-        self._indexes = indexes
-        self._size = len(indexes)
-        self._views: _FastViews | None = None
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_views": None}
 
     def read_numbered(self, sample: int, row: SampleArray) -> None:
         _, documents, starts, lengths, pointers, tokens, item = self._views or self.open()
@@ -173,32 +182,18 @@ class GPTDataset(NumberedDataset):
             at, offset = at + 1, 0
 
     def sample_id(self, position: int) -> str:
-        return f"{os.path.basename(self._tokens.prefix)}:{self._sample(position)}"
+        return f"{self.name}:{self._sample(position)}"
 
-    def shuffle(self) -> IntArray:
-        return self._indexes.load().shuffle
-
-    def open(self) -> _FastViews:
-        """Loads the indexes now, instead of when the first sample is read."""
-        if self._views is None:
-            indexes, file = self._indexes.load(), self._tokens
-            self._views = (
-                *(_view(indexes.shuffle), _view(indexes.documents), _view(indexes.samples)),
-                *(_view(file.lengths), _view(file.pointers), file.tokens, file.dtype.itemsize),
-            )
-        return self._views
-
-    def _sample(self, position: int) -> int:
-        if not 0 <= position < self._size:
-            raise IndexError(f"sample {position} of a dataset of {self._size}")
-        sample: int = (self._views or self.open())[0][position]
-        return sample
-
-    def _source(self, position: int) -> str:
-        return self._tokens.prefix
+    def _load(self) -> _FastViews:
+        indexes: SampleIndexes = self._indexes.load()
+        file = self._tokens
+        return (
+            *(view(indexes.shuffle), view(indexes.documents), view(indexes.samples)),
+            *(view(file.lengths), view(file.pointers), file.tokens, file.dtype.itemsize),
+        )
 
 
-def _view(array: IntArray) -> memoryview:
+def view(array: IntArray) -> memoryview:
     """A flat view of an array, whose memory need not be aligned."""
     if not array.size:
         return memoryview(b"")

@@ -14,18 +14,15 @@ import numpy as np
 
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.data.blend_spec import BlendSource
-from megatron_ds.data.gpt_dataset import NumberedDataset
+from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.remaining_dataset import (
-    RemainingIndexes,
-    build_remaining_indexes,
-    remaining_samples,
-)
+from megatron_ds.data.remaining_dataset import RemainingDataset, RemainingIndexes
 from megatron_ds.data.sample_index import (
     SampleIndexes,
     build_indexes,
     index_bytes,
+    shuffle_dtype,
     total_samples,
 )
 
@@ -84,6 +81,10 @@ class LazySampleIndexes:
     def __len__(self) -> int:
         return total_samples(self.samples, self.file.tokens, self.seq_length)
 
+    def dataset(self, vocab_size: int) -> GPTDataset:
+        """The samples, whose token ids are checked to be below `vocab_size`."""
+        return GPTDataset(self.file.data, self, self.seq_length, vocab_size)
+
     def load(self) -> SampleIndexes:
         """Loads the indexes from the cache, or builds and stores them.
 
@@ -132,27 +133,27 @@ class LazyRemainingIndexes:
     """Indexes of the remaining samples of a dataset, at another sequence length.
 
     Attributes:
-        dataset: The dataset.
-        indexes: Its indexes.
+        before: Indexes of the dataset.
         read: Positions that were read.
-        seq_length: Tokens per new sample.
-        seed: Seed of the run.
-        number: Indexes of the source until now.
+        seq_length: Tokens per new sample, without the last label.
+        seed: Seed of the shuffle.
     """
 
-    dataset: NumberedDataset
-    indexes: LazyIndexes
+    before: LazyIndexes
     read: int
     seq_length: int
     seed: int
-    number: int
 
     def __len__(self) -> int:
-        return remaining_samples(self.dataset, self.read, self.seq_length)
+        return (len(self.before) - self.read) * self.before.seq_length // self.seq_length
 
     @property
     def cache(self) -> ArrayCache:
-        return self.indexes.cache
+        return self.before.cache
+
+    def dataset(self, vocab_size: int) -> RemainingDataset:
+        """The samples, whose token ids are checked to be below `vocab_size`."""
+        return RemainingDataset(self.before.dataset(vocab_size), self, self.seq_length)
 
     def load(self) -> RemainingIndexes:
         """Loads the indexes from the cache, or builds and stores them.
@@ -164,27 +165,24 @@ class LazyRemainingIndexes:
 
     def missing_bytes(self) -> int:
         """Bytes that the cache needs for them; 0 if they are stored."""
-        needed = 8 * (len(self.dataset) - self.read + len(self))
+        needed = 8 * (len(self.before) - self.read + len(self))
         return 0 if self.cache.contains(*self.entry()) else needed
 
     def entry(self) -> tuple[str, dict[str, Any]]:
         """Readable name and key in the cache."""
-        name, key = self.indexes.entry()
+        name, key = self.before.entry()
         return f"{name}-unread", {
             "format": INDEX_FORMAT,
             "of": key,
             "read": self.read,
             "seq_length": self.seq_length,
-            "seed": self._shuffle_seed,
+            "seed": self.seed,
         }
 
-    @property
-    def _shuffle_seed(self) -> int:
-        return (self.seed + self.number - 1) % (1 << 32)
-
     def _build(self) -> Arrays:
-        seed = self._shuffle_seed
-        return vars(build_remaining_indexes(self.dataset, self.read, self.seq_length, seed))
+        shuffle = np.arange(len(self), dtype=shuffle_dtype(len(self)))
+        np.random.RandomState(self.seed).shuffle(shuffle)
+        return {"unread": np.sort(self.before.load().shuffle[self.read :]), "shuffle": shuffle}
 
 
 LazyIndexes = LazySampleIndexes | LazyRemainingIndexes

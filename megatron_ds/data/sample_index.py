@@ -46,7 +46,7 @@ class SampleIndexes:
         return len(self.shuffle)
 
     def load(self) -> SampleIndexes:
-        """Implements `SampleIndexProvider`."""
+        """Implements `IndexProvider`."""
         return self
 
 
