@@ -10,7 +10,9 @@ file owns that bookkeeping and its JSON form; it knows no files and no torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +23,11 @@ HISTORY_FORMAT = 3
 """Version of the JSON form."""
 READABLE_FORMATS = (2, HISTORY_FORMAT)
 """Versions that are read; the first of them has no sequence lengths."""
+ABSENT = {"seq_length": 0, "earlier": ()}
+"""Values that the first of them lacks."""
 WEIGHT_RTOL = 1e-9
 """Relative tolerance of weights, which may be given with different precision."""
+_types_of = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class BlendHistory:
         order: Version of the blend schedule.
         sources: Current and former sources.
         phases: In order; the last one is current.
-        seq_length: Tokens per sample of the current phase; 0 if it is not known.
+        seq_length: Tokens per sample of the current phase.
     """
 
     order: int
@@ -131,15 +136,11 @@ class BlendHistory:
         try:
             if values["format"] not in READABLE_FORMATS:
                 raise ValueError(f"unknown format {values['format']}, expected {HISTORY_FORMAT}")
-            sources = tuple(_parse_source(one) for one in values["sources"])
-            phases = tuple(_parse_phase(one, len(sources)) for one in values["phases"])
-            order = _parse_count(values["order"])
-            seq_length = _parse_count(values.get("seq_length", 0))
+            history: BlendHistory = _parsed(cls, values)
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"missing or invalid entry: {error!r}") from error
-        if not phases:
-            raise ValueError("no phase")
-        return cls(order, sources, phases, seq_length)
+        _check(history)
+        return history
 
 
 def with_copy_numbers(identities: Iterable[SourceId]) -> list[SourceId]:
@@ -176,7 +177,7 @@ def resume_history(
     if before is None:
         before = BlendHistory(order, (), ())
         consumed = 0
-    elif before.seq_length not in (0, seq_length):
+    elif before.seq_length != seq_length:
         length = before.seq_length
         before = dataclasses.replace(
             before, sources=tuple(_restarted(source, length) for source in before.sources)
@@ -188,10 +189,7 @@ def resume_history(
             math.isclose(was, weight, rel_tol=WEIGHT_RTOL)
             for was, weight in zip(now.weights, weights, strict=True)
         ):
-            if before.seq_length == seq_length:
-                return before
-            # Histories of older versions do not have the length.
-            return dataclasses.replace(before, seq_length=seq_length)
+            return before
     numbers = {source.identity: number for number, source in enumerate(before.sources)}
     new = [one for one in identities if one not in numbers]
     sources = (*before.sources, *(SourceProgress(one) for one in new))
@@ -243,38 +241,31 @@ def extend_requests(
     return requests if available >= needed else (*requests, needed - available)
 
 
-def _parse_source(values: Any) -> SourceProgress:
-    identity = values["identity"]
-    first, end = map(_parse_count, identity["documents"])
-    copy, consumed = _parse_count(identity["copy"]), _parse_count(values["consumed"])
-    source = SourceId(str(identity["name"]), str(identity["lengths"]), (first, end), copy)
-    requests = tuple(map(_parse_count, values["requests"]))
-    earlier = tuple(map(_parse_period, values.get("earlier", ())))
-    return SourceProgress(source, requests, consumed, earlier)
-
-
-def _parse_period(values: Any) -> LengthPeriod:
-    requests = tuple(map(_parse_count, values["requests"]))
-    seq_length = _parse_count(values["seq_length"])
-    if not seq_length:
-        raise ValueError("a period has no sequence length")
-    return LengthPeriod(seq_length, requests, _parse_count(values["consumed"]))
-
-
-def _parse_phase(values: Any, sources: int) -> BlendPhase:
-    numbers = tuple(map(_parse_count, values["sources"]))
-    weights = tuple(map(float, values["weights"]))
-    starts = tuple(map(_parse_count, values["source_starts"]))
-    if not len(numbers) == len(weights) == len(starts) > 0:
-        raise ValueError("a phase has different numbers of sources, weights and starts")
-    if not all(number < sources for number in numbers):
-        raise ValueError("a phase has an unknown source")
-    if not all(0 < weight <= 1 for weight in weights):
-        raise ValueError("a phase has a weight outside (0, 1]")
-    return BlendPhase(_parse_count(values["first_sample"]), numbers, weights, starts)
-
-
-def _parse_count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+def _parsed(kind: Any, value: Any) -> Any:
+    """The value of this type of a value of its JSON form."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        values = {**ABSENT, **value}
+        return kind(**{name: _parsed(hint, values[name]) for name, hint in _types_of(kind).items()})
+    if typing.get_origin(kind) is tuple:
+        return tuple(_parsed(typing.get_args(kind)[0], one) for one in value)
+    if kind is int and (type(value) is not int or value < 0):
         raise ValueError(f"{value!r} is not a count")
-    return value
+    return kind(value)
+
+
+def _check(history: BlendHistory) -> None:
+    """Raises ValueError for values that do not fit each other."""
+    if not history.phases:
+        raise ValueError("no phase")
+    for source in history.sources:
+        if len(source.identity.documents) != 2:
+            raise ValueError("a source has no range of documents")
+        if not all(period.seq_length for period in source.earlier):
+            raise ValueError("a period has no sequence length")
+    for phase in history.phases:
+        if not len(phase.sources) == len(phase.weights) == len(phase.source_starts) > 0:
+            raise ValueError("a phase has different numbers of sources, weights and starts")
+        if max(phase.sources) >= len(history.sources):
+            raise ValueError("a phase has an unknown source")
+        if not all(0 < weight <= 1 for weight in phase.weights):
+            raise ValueError("a phase has a weight outside (0, 1]")

@@ -100,7 +100,7 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     was, now = before.current, after.current
     if before.order != after.order:
         lines.append(f"WARNING: {Problem('blend-schedule-changed').render()}")
-    is_of_other_length = before.seq_length not in (0, after.seq_length)
+    is_of_other_length = before.seq_length != after.seq_length
     if is_of_other_length:
         changed = Problem(
             "sequence-length-changed",
