@@ -11,6 +11,5 @@ The data flow, in the order of the files:
     build_datasets                        train, valid and test
     micro_batches                         batches of one data-parallel rank
 
-Knows no process groups: ranks are integers. Only `micro_batches.py` imports torch, so that
-preprocessing starts quickly.
+Knows no process groups: ranks are integers. Imports no torch, so that preprocessing starts quickly.
 """

@@ -53,11 +53,8 @@ class LoaderProcess:
         free, self._free = os.pipe()
         context = multiprocessing.get_context("fork")
         self._errors, errors = context.Pipe(duplex=False)
-        parents_ends = (self._reports, self._free)
         self._process = context.Process(
-            target=_serve,
-            args=(dataset, firsts, self._ring, reports, free, errors, parents_ends),
-            daemon=True,
+            target=self._serve, args=(dataset, firsts, reports, free, errors), daemon=True
         )
         self._process.start()
         os.close(reports)
@@ -115,36 +112,35 @@ class LoaderProcess:
             raise RuntimeError(text) from None
         raise error
 
-
-def _serve(
-    dataset: TokenDataset,
-    firsts: Sequence[int],
-    ring: SampleArray,
-    reports: int,
-    free: int,
-    errors: Connection,
-    parents_ends: tuple[int, int],
-) -> None:
-    die_with_parent()
-    for end in parents_ends:  # open here, they would hide that the parent has closed them
-        os.close(end)
-    micro_batch_size, free_slots = ring.shape[1], len(ring)
-    try:
-        for number, first in enumerate(firsts):
-            if not free_slots:
-                free_slots = len(os.read(free, PIPE_READ))
+    def _serve(
+        self,
+        dataset: TokenDataset,
+        firsts: Sequence[int],
+        reports: int,
+        free: int,
+        errors: Connection,
+    ) -> None:
+        """The work of the process."""
+        die_with_parent()
+        for end in (self._reports, self._free):  # here they would hide that the parent closed them
+            os.close(end)
+        micro_batch_size, free_slots = self._ring.shape[1], len(self._ring)
+        try:
+            for number, first in enumerate(firsts):
                 if not free_slots:
-                    return
-            rows = ring[number % len(ring)]
-            read_samples(dataset, range(first, first + micro_batch_size), rows)
-            free_slots -= 1
-            os.write(reports, COMPLETE)
-    except BrokenPipeError:
-        return
-    except Exception as error:
-        text = f"the data loader process failed:\n{traceback.format_exc()}"
-        os.write(reports, FAILED)
-        errors.send(error if isinstance(error, UserError) else RuntimeError(text))
+                    free_slots = len(os.read(free, PIPE_READ))
+                    if not free_slots:
+                        return
+                rows = self._ring[number % len(self._ring)]
+                read_samples(dataset, range(first, first + micro_batch_size), rows)
+                free_slots -= 1
+                os.write(reports, COMPLETE)
+        except BrokenPipeError:
+            return
+        except Exception as error:
+            text = f"the data loader process failed:\n{traceback.format_exc()}"
+            os.write(reports, FAILED)
+            errors.send(error if isinstance(error, UserError) else RuntimeError(text))
 
 
 def die_with_parent() -> None:

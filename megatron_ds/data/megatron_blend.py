@@ -123,7 +123,7 @@ class GreedyModel:
         begin = np.empty((parts, len(self._weights)))
         begin[0] = before
         begin[1:] = self._guess(first[1:] - warmup)
-        self._advance(first[1:] - warmup, begin[1:], warmup)
+        self._advance(first[1:] - warmup, begin[1:], warmup, chosen[:0])
         end = begin.copy()
         wrong = np.arange(parts)
         while len(wrong):
@@ -151,11 +151,7 @@ class GreedyModel:
         return counts
 
     def _advance(
-        self,
-        first: Counts,
-        counts: Floats,
-        length: int,
-        order: npt.NDArray[np.int16] | None = None,
+        self, first: Counts, counts: Floats, length: int, order: npt.NDArray[np.int16]
     ) -> None:
         """Takes the next samples of several parts, and adds them to their counts in place.
 
@@ -168,14 +164,12 @@ class GreedyModel:
         position = first.astype(np.float64)
         flat, rows = counts.reshape(-1), np.arange(len(first)) * counts.shape[1]
         lag = np.empty_like(counts)
-        keep = order is not None and len(order) > 0
         for step in range(length):
             # The same operations in double precision as Megatron's, in the same order.
             np.multiply(np.maximum(position, 1.0)[:, None], self._weights, out=lag)
             np.subtract(lag, counts, out=lag)
             source = lag.argmax(axis=1)
             flat[rows + source] += 1
-            if keep:
-                assert order is not None
+            if len(order):
                 order[step] = source
             position += 1

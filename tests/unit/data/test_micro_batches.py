@@ -12,7 +12,6 @@ import time
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data import loader_process as module
@@ -156,13 +155,6 @@ def test_loader_process_reads_ahead_by_tokens(monkeypatch: pytest.MonkeyPatch) -
     time.sleep(0.05)
     assert read.value == 4
     batches.close()
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_reading_does_not_advance_torchs_generator(workers: int) -> None:
-    before = torch.get_rng_state()
-    get_batch(num_workers=workers)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 class DamagedDataset(CountingDataset):
