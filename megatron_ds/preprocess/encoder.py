@@ -26,7 +26,7 @@ from megatron_ds.preprocess.parsing import (
 )
 from megatron_ds.preprocess.sentence_splitter import Splitter
 from megatron_ds.preprocess.stage_timer import StageTimer
-from megatron_ds.tokenizer import Tokenizer, encode_flat
+from megatron_ds.tokenizer import Tokenizer
 
 
 class Chunk(NamedTuple):
@@ -139,12 +139,12 @@ class Encoder:
 
     def _column(self, texts: list[str], timer: StageTimer) -> EncodedColumn:
         if self.splitter is None:
-            return EncodedColumn(*encode_flat(self.tokenizer, texts), np.ones(len(texts), np.int64))
+            return EncodedColumn(*self.tokenizer.encode_flat(texts), np.ones(len(texts), np.int64))
         with timer.stage("splitting"):
             sentences = [self.splitter(text) for text in texts]
         counts = np.fromiter(map(len, sentences), np.int64, len(sentences))
         flat = list(itertools.chain(*sentences))
-        return EncodedColumn(*encode_flat(self.tokenizer, flat), counts)
+        return EncodedColumn(*self.tokenizer.encode_flat(flat), counts)
 
     def _refuse(self, document: _Document) -> RejectedDocument | None:
         try:

@@ -1,4 +1,4 @@
-"""Tokenizers: one protocol, one module per kind.
+"""Tokenizers: one base class, one module per kind.
 
 Imports neither torch nor transformers; the library of a kind is imported when its tokenizer is
 built. Must not know token files, models or process groups.
@@ -9,10 +9,10 @@ from __future__ import annotations
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import raise_if_any
-from megatron_ds.tokenizer.base import FlatIds, Tokenizer, encode_flat
+from megatron_ds.tokenizer.base import Tokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
-__all__ = ["FlatIds", "Tokenizer", "TokenizerFingerprint", "build_tokenizer", "encode_flat"]
+__all__ = ["Tokenizer", "TokenizerFingerprint", "build_tokenizer"]
 
 
 def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""The tokenizer protocol, and helpers of its implementations.
+"""The base of all tokenizers, and helpers of its implementations.
 
 Must not know a kind of tokenizer.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,35 +25,6 @@ LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""
 
 
-class Tokenizer(Protocol):
-    """Converts text to ids and back. Implementations can be pickled, for worker processes."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids: the largest id plus one."""
-
-    @property
-    def eod(self) -> int:
-        """End-of-document id."""
-
-    @property
-    def fingerprint(self) -> TokenizerFingerprint:
-        """Everything that determines the ids."""
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text. Adds no special token, except Llama2Tokenizer's <s>.
-
-        Raises:
-            UserError: If the tokenizer cannot encode the text.
-        """
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, as `encode` gives them, but faster."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids. Special tokens appear as their text unless the kind documents otherwise."""
-
-
 class FlatIds(NamedTuple):
     """Concatenated ids of many texts, and the number of ids of each text."""
 
@@ -60,26 +32,55 @@ class FlatIds(NamedTuple):
     lengths: npt.NDArray[np.int64]
 
 
-@runtime_checkable
-class FlatTokenizer(Protocol):
-    """A tokenizer that creates arrays without a Python object per id."""
+class Tokenizer(ABC):
+    """Converts text to ids and back. Implementations can be pickled, for worker processes."""
+
+    vocab_size: int
+    """Number of ids: the largest id plus one."""
+    eod: int
+    """End-of-document id."""
+    fingerprint: TokenizerFingerprint
+    """Everything that determines the ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. Adds no special token, except Llama2Tokenizer's <s>.
+
+        Raises:
+            UserError: If the tokenizer cannot encode the text.
+        """
+        return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, as `encode` gives them, but faster."""
 
     def encode_flat(self, texts: Sequence[str]) -> FlatIds:
-        """The ids of `encode_batch`."""
+        """The ids of `encode_batch` as one array."""
+        encoded = self.encode_batch(texts)
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        ids = itertools.chain.from_iterable(encoded)
+        return FlatIds(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids. Special tokens appear as their text unless the kind documents otherwise."""
 
 
-def encode_flat(tokenizer: Tokenizer, texts: Sequence[str]) -> FlatIds:
-    """Ids of texts as one array.
+class JsonTokenizer(Tokenizer):
+    """A tokenizer of the library `tokenizers`, which a tokenizer.json describes completely."""
 
-    Raises:
-        UserError: If the tokenizer cannot encode a text.
-    """
-    if isinstance(tokenizer, FlatTokenizer):
-        return tokenizer.encode_flat(texts)
-    encoded = tokenizer.encode_batch(texts)
-    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-    ids = itertools.chain.from_iterable(encoded)
-    return FlatIds(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
+    _tokenizer: Any
+
+    def tokenizer_json(self) -> str:
+        """Content of such a file."""
+        return str(self._tokenizer.to_str())
+
+    @abstractmethod
+    def added_tokens(self) -> Sequence[str]:
+        """Texts that are tokens wherever they occur."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def count_ids(vocab: Mapping[str, int], field: str, path: str | Path) -> int:

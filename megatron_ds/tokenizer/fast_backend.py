@@ -8,15 +8,15 @@ such libraries get wrong. It is imported only when requested. Must not know file
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.tokenizer.base import (
     FlatIds,
+    JsonTokenizer,
     Tokenizer,
-    encode_flat,
     import_library,
     library_errors,
 )
@@ -61,17 +61,6 @@ EDGES = (
 characters, punctuation runs, and text that resembles the tokenizers' own notation."""
 
 
-@runtime_checkable
-class HasTokenizerJson(Protocol):
-    """A tokenizer that a tokenizer.json describes completely."""
-
-    def tokenizer_json(self) -> str:
-        """Content of such a file."""
-
-    def added_tokens(self) -> Sequence[str]:
-        """Texts that are tokens wherever they occur."""
-
-
 class BackendChoice(NamedTuple):
     """A tokenizer and the library that encodes for it."""
 
@@ -81,7 +70,7 @@ class BackendChoice(NamedTuple):
     """Why the fast library is not used although it was allowed."""
 
 
-class FastTokenizer:
+class FastTokenizer(Tokenizer):
     """A tokenizer that encodes with fastokens, and leaves all else to the reference."""
 
     def __init__(self, reference: Tokenizer) -> None:
@@ -90,7 +79,7 @@ class FastTokenizer:
             UserError: If fastokens is not installed, does not support the tokenizer, or gives other
                 ids.
         """
-        if not isinstance(reference, HasTokenizerJson):
+        if not isinstance(reference, JsonTokenizer):
             kind = reference.fingerprint.kind
             raise user_error("fast-backend-unsupported-tokenizer-type", kind=kind)
         self._reference = reference
@@ -109,10 +98,6 @@ class FastTokenizer:
         if difference is not None:
             raise user_error("fast-backend-ids-differ", difference=difference)
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.encode_flat([text]).ids.tolist()
-        return ids
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         ids, lengths = self.encode_flat(texts)
         ends = np.cumsum(lengths).tolist()
@@ -124,7 +109,7 @@ class FastTokenizer:
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException:  # a panic of Rust code is not a subclass of Exception
-            return encode_flat(self._reference, texts)
+            return self._reference.encode_flat(texts)
 
     def _encode_flat(self, texts: Sequence[str]) -> FlatIds:
         ids, offsets = self._model.encode_batch_flat(list(texts))
@@ -149,7 +134,7 @@ def select_backend(tokenizer: Tokenizer, backend: str) -> BackendChoice:
     Raises:
         UserError: If a library that is requested by name cannot be used.
     """
-    own = REFERENCE if isinstance(tokenizer, HasTokenizerJson) else tokenizer.fingerprint.kind
+    own = REFERENCE if isinstance(tokenizer, JsonTokenizer) else tokenizer.fingerprint.kind
     if backend == REFERENCE or (backend == "auto" and own != REFERENCE):
         return BackendChoice(tokenizer, own)
     try:

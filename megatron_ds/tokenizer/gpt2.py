@@ -10,7 +10,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.tokenizer.base import count_ids, library_errors, read_bytes, read_json, read_lines
+from megatron_ds.tokenizer.base import (
+    JsonTokenizer,
+    count_ids,
+    library_errors,
+    read_bytes,
+    read_json,
+    read_lines,
+)
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_content, hash_files
 
 END_OF_TEXT = "<|endoftext|>"
@@ -22,7 +29,7 @@ WORD_START = re.compile(r"(?<=\S)(?= \S)")
 """Positions at which GPT-2's pattern always starts a new word: no word has an inner space."""
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(JsonTokenizer):
     """Byte-level BPE of vocab.json and merges.txt (Radford et al. 2019).
 
     Documents end with the id of `<|endoftext|>`. Inside a document, this text is encoded as
@@ -41,20 +48,14 @@ class GPT2BPETokenizer:
         vocab = _read_vocab(vocab_file)
         _check_merges(merge_file, vocab_file, vocab)
         with library_errors("merges-of-another-vocabulary", vocab=vocab_file, merges=merge_file):
-            model = models.BPE.from_file(vocab_file, merge_file)
+            self._tokenizer = byte_level_bpe(vocab_file, merge_file)
         self.eod = vocab[END_OF_TEXT]
         self.vocab_size = len(vocab)
-        self._tokenizer = tokenizers.Tokenizer(model)
-        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._tokenizer.decoder = decoders.ByteLevel()
         content = hash_content(self.tokenizer_json(), {END_OF_TEXT: self.eod})
         files = hash_files([vocab_file, merge_file])
         self.fingerprint = TokenizerFingerprint(
             "GPT2BPETokenizer", files, self.vocab_size, self.eod, content=content
         )
-
-    def tokenizer_json(self) -> str:
-        return self._tokenizer.to_str()
 
     def added_tokens(self) -> Sequence[str]:
         return (END_OF_TEXT,)  # not added here, and another library must not treat it as added
@@ -68,8 +69,13 @@ class GPT2BPETokenizer:
             return [self.encode(text) for text in texts]
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+def byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer of GPT-2's files, without added tokens."""
+    tokenizer = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ds.config.problems import UserError, option, user_error
 from megatron_ds.tokenizer.base import (
+    JsonTokenizer,
     Tokenizer,
     count_ids,
     import_library,
@@ -93,7 +94,7 @@ def needs_transformers(path: str) -> bool:
     return os.path.isdir(path) and not os.path.isfile(os.path.join(path, "tokenizer.json"))
 
 
-class FileTokenizer:
+class FileTokenizer(JsonTokenizer):
     """A tokenizer.json, on the `tokenizers` library.
 
     The file does not name the token that ends a document. It is the `eos_token` of a
@@ -120,24 +121,15 @@ class FileTokenizer:
             "HFTokenizer", hashes, self.vocab_size, self.eod, content=content
         )
 
-    def tokenizer_json(self) -> str:
-        return self._tokenizer.to_str()
-
     def added_tokens(self) -> Sequence[str]:
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-
-class PretrainedTokenizer:
+class PretrainedTokenizer(Tokenizer):
     """A folder, loaded by transformers' AutoTokenizer."""
 
     def __init__(self, folder: str, trust_remote_code: bool) -> None:
@@ -172,9 +164,6 @@ class PretrainedTokenizer:
         self.fingerprint = TokenizerFingerprint(
             "HFTokenizer", hashes, self.vocab_size, self.eod, content=content
         )
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:  # transformers rejects an empty batch

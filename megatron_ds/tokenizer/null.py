@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.tokenizer.base import LARGEST_ID
+from megatron_ds.tokenizer.base import LARGEST_ID, Tokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 MAX_DIGITS = 1000
 """Leading zeros included; Python refuses to parse numbers of several thousand digits."""
 
 
-class NullTokenizer:
+class NullTokenizer(Tokenizer):
     """Encodes `"5 7 11"` as [5, 7, 11]. The end-of-document id is the given `vocab_size`."""
 
     def __init__(self, vocab_size: int) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.problems import option, user_error
-from megatron_ds.tokenizer.base import import_library, library_errors
+from megatron_ds.tokenizer.base import Tokenizer, import_library, library_errors
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """GPTSentencePieceTokenizer and Llama2Tokenizer: the model's ids; </s> ends documents.
 
     Llama2Tokenizer starts every text with <s>, as in Megatron, where each document is one text;
@@ -37,9 +37,6 @@ class SentencePieceTokenizer:
             kind, hash_files([model_file]), self.vocab_size, self.eod
         )
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[*self._prefix, *ids] for ids in _encode(self._model, texts)]
 
@@ -47,7 +44,7 @@ class SentencePieceTokenizer:
         return str(self._model.decode(list(ids)))
 
 
-class SentencePieceWithSpecialTokens:
+class SentencePieceWithSpecialTokens(Tokenizer):
     """SentencePieceTokenizer: the model's ids, followed by the special tokens that it lacks.
 
     These are <CLS>, <SEP>, <EOD>, <MASK>, padding, begin, end, and `extra_ids` sentinels; <EOD>
@@ -84,9 +81,6 @@ class SentencePieceWithSpecialTokens:
             self.eod,
             {"--vocab-extra-ids": extra_ids} if extra_ids else {},
         )
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         split = [self._pattern.split(text) for text in texts]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from megatron_ds.config.problems import option, user_error
 from megatron_ds.config.tokenizer import REQUIRED_SPECIAL_TOKENS
-from megatron_ds.tokenizer.base import import_library, library_errors, read_bytes
+from megatron_ds.tokenizer.base import Tokenizer, import_library, library_errors, read_bytes
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 DEFAULT_VOCAB_SIZE = 1 << 17
@@ -25,7 +25,7 @@ PATTERNS = {
 """Megatron-LM's two patterns that split text into words, within which tokens are merged."""
 
 
-class TikTokenizer:
+class TikTokenizer(Tokenizer):
     """Special tokens <unk>, <s>, </s>, ..., <SPECIAL_n>, followed by the tokens of a file.
 
     </s> ends documents. The text of a special token inside a document is encoded as ordinary text.

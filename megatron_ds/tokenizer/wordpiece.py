@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.tokenizer.base import library_errors, read_lines
+from megatron_ds.tokenizer.base import Tokenizer, library_errors, read_lines
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 MAX_WORD_CHARS = 200
@@ -29,7 +29,7 @@ CJK = re.compile(
 """Characters that are words of their own."""
 
 
-class WordPieceTokenizer:
+class WordPieceTokenizer(Tokenizer):
     """BertWordPieceLowerCase and BertWordPieceCase.
 
     [BOS] and [EOS] follow the vocabulary's last id if it lacks them, then the sentinels; [EOS] ends
@@ -67,9 +67,6 @@ class WordPieceTokenizer:
             )
         self._tokenizer = tokenizers.Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         words = [self._splitter(text) for text in texts]

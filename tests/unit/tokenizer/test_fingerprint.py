@@ -19,7 +19,7 @@ from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.tokenizer_metadata import merged_metadata, read_tokenizer, tokenizer_mismatch
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.tokenizer import build_tokenizer
-from megatron_ds.tokenizer.fast_backend import HasTokenizerJson
+from megatron_ds.tokenizer.base import JsonTokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 from megatron_ds.tokenizer.gpt2 import END_OF_TEXT
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
@@ -75,7 +75,7 @@ def test_equal_vocabularies_are_the_same_tokenizer_whatever_it_is_called(tmp_pat
     settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": END_OF_TEXT}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     folder = build_hf_tokenizer(str(tmp_path), trust_remote_code=False)
-    assert isinstance(plain, HasTokenizerJson)
+    assert isinstance(plain, JsonTokenizer)
     complete = {**json.loads(plain.tokenizer_json()), "added_tokens": [SPECIAL | {"id": plain.eod}]}
     names = [plain.fingerprint, folder.fingerprint]
 
