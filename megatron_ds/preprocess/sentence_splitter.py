@@ -22,7 +22,9 @@ RULES_LANGUAGES = (
     *("slovene", "spanish", "swedish", "turkish"),
 )
 """Languages of nltk's models, by nltk's names, and two that need no abbreviations."""
-DOWNLOAD = "python -m nltk.downloader punkt_tab"
+DATA = "punkt_tab"
+"""Name of nltk's data set."""
+DOWNLOAD = f"python -m nltk.downloader {DATA}"
 INSTALL = "pip install 'megatron_ds[preprocess]'"
 LONGEST_WORD = 200
 """Longest word that punkt sees entirely. Longer runs of characters are not words."""
@@ -80,7 +82,7 @@ class PunktSplitter:
     def __init__(self, lang: str, keep_newlines: bool) -> None:
         self._lang, self._keep = lang, keep_newlines
         punkt = importlib.import_module("nltk.tokenize.punkt")
-        self._source, parameters = _model(punkt, lang)
+        parameters = _read_model(punkt, lang)
         sets = (parameters.abbrev_types, parameters.collocations, parameters.sent_starters)
         content = [*map(sorted, sets), sorted(parameters.ortho_context.items())]
         self._sha256 = hashlib.sha256(repr(content).encode()).hexdigest()
@@ -102,7 +104,7 @@ class PunktSplitter:
         }
 
     def __str__(self) -> str:
-        return f"nltk's punkt ({self._lang}, {self._source})"
+        return f"nltk's punkt ({self._lang}, {DATA})"
 
     def __call__(self, text: str) -> list[str]:
         sentences: list[str] = self._tokenizer.tokenize(text)
@@ -136,8 +138,8 @@ def choose_splitter(lang: str, keep_newlines: bool, splitter: str = SPLITTERS[0]
     raise user_error("punkt-unavailable", lang=lang, reason=reason, remedy=remedy)
 
 
-def _model(punkt: Any, lang: str) -> tuple[str, Any]:
-    """Name of nltk's data set, and the model's parameters.
+def _read_model(punkt: Any, lang: str) -> Any:
+    """The parameters of a language's model in nltk's data.
 
     Raises:
         LookupError: If there is no model of the language.
@@ -145,37 +147,19 @@ def _model(punkt: Any, lang: str) -> tuple[str, Any]:
     """
     if not lang.replace("-", "").replace("_", "").isalnum():
         raise LookupError(lang)  # a path could lead out of nltk's data
-    find = importlib.import_module("nltk.data").find
-
-    def unpickle(pointer: Any) -> Any:
-        with pointer.open() as file:
-            return punkt.punkt_pickle_load(file)._params
-
-    kinds = {f"punkt_tab/{lang}/": punkt.load_punkt_params}
-    # The older models are pickles, which nltk reads with a restricted unpickler.
-    if hasattr(punkt, "punkt_pickle_load"):
-        kinds |= {f"{folder}/{lang}.pickle": unpickle for folder in ("punkt/PY3", "punkt")}
-    for name, read in kinds.items():
-        try:
-            model = find(f"tokenizers/{name}")
-        except LookupError:
-            continue
-        try:
-            return name.split("/")[0], read(model)
-        except Exception as error:  # of any type, depending on the damage
-            raise user_error(
-                "punkt-model-damaged", lang=lang, found=model, error=error, download=DOWNLOAD
-            ) from error
-    raise LookupError(lang)
+    model = importlib.import_module("nltk.data").find(f"tokenizers/{DATA}/{lang}/")
+    try:
+        return punkt.load_punkt_params(model)
+    except Exception as error:  # of any type, depending on the damage
+        raise user_error(
+            "punkt-model-damaged", lang=lang, found=model, error=error, download=DOWNLOAD
+        ) from error
 
 
 def _languages() -> list[str]:
     """Languages of the unpacked models in nltk's data."""
     folders = [Path(root) / "tokenizers" for root in importlib.import_module("nltk.data").path]
-    kinds = ("punkt_tab/*/", "punkt/**/*.pickle")
-    return sorted(
-        {model.stem for folder in folders for kind in kinds for model in folder.glob(kind)}
-    )
+    return sorted({model.name for folder in folders for model in folder.glob(f"{DATA}/*/")})
 
 
 def _keeping_space(punkt: Any) -> Any:
