@@ -22,12 +22,10 @@ class StageTimer:
     def stage(self, stage: str) -> Iterator[None]:
         outer, self._inner = self._inner, 0.0
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            self.seconds[stage] += elapsed - self._inner
-            self._inner = outer + elapsed
+        yield
+        elapsed = time.perf_counter() - start
+        self.seconds[stage] += elapsed - self._inner
+        self._inner = outer + elapsed
 
     def timed_iter(self, stage: str, items: Iterable[T]) -> Iterator[T]:
         """Yield the items, none of them None; the time until each counts for the stage."""

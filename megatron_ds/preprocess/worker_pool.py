@@ -19,11 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.fileio.interruptible_threads import (
-    InterruptibleThreads,
-    Pending,
-    defer_interrupts,
-)
+from megatron_ds.fileio.interruptible_threads import InterruptibleThreads, Pending, defer_interrupts
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -43,12 +43,7 @@ def test_blend_changes_on_resume_and_survives_a_kill(
     """One file, then a blend of its training split with another file: on two ranks, uninterrupted
     and killed, and on one rank, which reads the same samples and drops the same activations."""
     one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
-    settings = {
-        **base,
-        "global_batch_size": BATCH,
-        "train_iters": END,
-        "save_interval": 2,
-    }
+    settings = {**base, "global_batch_size": BATCH, "train_iters": END, "save_interval": 2}
     blended = {
         **settings,
         "data_path": None,

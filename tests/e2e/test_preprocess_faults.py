@@ -49,10 +49,7 @@ def corpus(folder: Path, documents: int = DOCUMENTS) -> Path:
 
 
 def start(
-    folder: Path,
-    *flags: str,
-    worker_dies_at: int = 0,
-    **environment: str,
+    folder: Path, *flags: str, worker_dies_at: int = 0, **environment: str
 ) -> subprocess.Popen[str]:
     known = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--append-eod"]
     files = ["--input", str(folder / "in.jsonl"), "--output-prefix", str(folder / "out")]
@@ -104,9 +101,7 @@ def test_run_with_a_killed_worker_resumes(tmp_path: Path, uninterrupted: dict[st
 
 @pytest.mark.parametrize("part", ["document.bin", "document.idx", "document.documents"])
 def test_run_with_a_full_disk_resumes(
-    tmp_path: Path,
-    uninterrupted: dict[str, bytes],
-    part: str,
+    tmp_path: Path, uninterrupted: dict[str, bytes], part: str
 ) -> None:
     library = str(faulty_disk())
     corpus(tmp_path)

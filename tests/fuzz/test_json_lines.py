@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,13 +150,14 @@ def test_unusual_valid_lines(tmp_path: Path, content: bytes, expected: list[list
     assert run(tmp_path, content, strict=False) == expected
 
 
-@given(content=st.binary(max_size=20) | st.lists(JSON, max_size=3).map(lambda v: dumped(v)))
+@given(content=st.binary(max_size=60) | st.lists(JSON, max_size=3).map(lambda v: dumped(v)))
 @settings(FUZZ_SETTINGS, max_examples=50)
 def test_rejected_lines_are_listed(folder: Path, content: bytes) -> None:
     lines = content.split(b"\n")
     good, bad = [], []
     for number, line in enumerate(lines, 1):
-        found = read_or_error(lambda one=line: run(folder, one + b"\n"), "")
+        strictly = functools.partial(run, folder, line + b"\n")
+        found = read_or_error(strictly, str(folder / "in.jsonl"))
         if found is not REJECTED and found:
             good += found
         elif line.strip():
@@ -173,12 +175,6 @@ def dumped(values: list[object]) -> bytes:
 
 def ids_of(texts: list[str]) -> list[list[int]]:
     return [[int(word) for word in text.split()] for text in texts if text.split()]
-
-
-@given(content=st.binary(max_size=60) | st.binary(max_size=8).map(lambda b: GOOD + b + GOOD))
-@FUZZ_SETTINGS
-def test_any_bytes(folder: Path, content: bytes) -> None:
-    read_or_error(lambda: run(folder, content), str(folder / "in.jsonl"))
 
 
 @given(
@@ -210,13 +206,10 @@ def inputs(*paths: str, **options: Any) -> dict[str, Any]:
 
 WRONG_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "input-not-unique": [inputs(), inputs(__file__, hf_dataset="x")],
-    "input-file-twice": [inputs(__file__, __file__)],
     "no-input-file-in-folder": [inputs("/dev")],
     "no-input-file": [inputs(path) for path in ("", "no\0where", "no*where")],
-    "not-a-folder": [{"output_prefix": "/dev/null/x"}],
     "output-prefix-without-name": [{"output_prefix": p} for p in ("x/", "/")],
     "no-keys": [{"json_keys": ()}],
-    "key-twice": [{"json_keys": ("a", "a")}],
     "key-not-a-file-name": [{"json_keys": ("a/b",)}, {"json_keys": ("a\0",)}],
     "out-of-range": [inputs(__file__, max_document_bytes=0), {"workers": -1}, {"chunk_size": 0}],
 }

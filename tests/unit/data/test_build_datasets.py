@@ -374,20 +374,6 @@ def test_groups_are_separate_datasets(tmp_path: Path) -> None:
     assert f"test X: {tmp_path / 'none'}, weight 0: not read" in lines
 
 
-def test_300_files_with_tiny_and_zero_weights(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a")
-    paths: list[str] = []
-    for number in range(300):
-        paths += [{0: "0", 1: "1e-12"}.get(number, "1"), prefix]
-    built = datasets(DataConfig(data_path=tuple(paths), split="1"), (600, 0, 0))
-    counts = [file.samples for file in built.usage]
-    assert (len(counts), sum(counts)) == (300, 600)
-    assert counts[0] <= 1
-    assert set(counts[1:-1]) <= {2, 3}
-    assert (built.usage[-1].weight, counts[-1]) == (0, 0)
-    assert max({int(built.train.sample_id(i).split("/")[0]) for i in range(600)}) == 298
-
-
 def write_distinct(prefix: Path, documents: int, first: int = 0) -> str:
     """Documents of 2 to 29 tokens, all of which are different."""
     sizes = [2 + 9 * number % 28 for number in range(documents)]

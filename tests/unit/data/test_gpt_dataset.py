@@ -39,13 +39,6 @@ def test_samples_are_slices_of_the_shuffled_documents(dataset: GPTDataset) -> No
         assert dataset.sample_id(position) == f"p:{sample}"
 
 
-def test_read_samples_equals_single_reads(dataset: GPTDataset) -> None:
-    rows = read_samples(dataset, range(3, 9))
-    assert rows.dtype == np.int32
-    assert rows.tolist() == [dataset[position].tolist() for position in range(3, 9)]
-    assert read_samples(dataset, []).shape == (0, 5)
-
-
 def test_invalid_positions_are_rejected_and_pickling_works(dataset: GPTDataset) -> None:
     for position in (-1, len(dataset)):
         with pytest.raises(IndexError):

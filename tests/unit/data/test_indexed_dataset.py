@@ -66,12 +66,6 @@ def test_uncounted_eod_is_corrected_with_a_warning(tmp_path: Path) -> None:
     assert data.pointers.tolist() == good.pointers.tolist()
 
 
-def test_token_file_of_another_run_is_rejected(tmp_path: Path) -> None:
-    write_reference(tmp_path / "p", [[[1, 2, 9]], [[3, 8]]], uncounted=1)
-    with raises_problem("token-file-size-mismatch", contains="10 bytes"):
-        IndexedDataset(tmp_path / "p")
-
-
 def test_failed_writer_keeps_the_older_pair(tmp_path: Path) -> None:
     write_pair(tmp_path / "p", [[1]])
     with raises_problem("token-exceeds-dtype"):

@@ -12,7 +12,6 @@ import pytest
 from megatron_ds.data import sample_index
 from megatron_ds.data.sample_index import (
     build_indexes,
-    build_sample_index,
     index_dtype,
     parse_split,
     samples_per_source,
@@ -114,15 +113,6 @@ def test_token_counts_beyond_32_bits(monkeypatch: pytest.MonkeyPatch, chunk: int
         begin = int(ends[at]) - int(lengths[built.documents[at]])
         assert begin + offset == number * seq_length
         assert 0 <= offset < lengths[built.documents[at]]
-
-
-def test_sample_index_with_wide_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = np.arange(4)
-    narrow = build_sample_index(np.full(4, 9, dtype=np.int32), order, 5, 7)
-    monkeypatch.setattr(sample_index, "index_dtype", lambda count: np.int64)
-    wide = build_sample_index(np.full(4, 9, dtype=np.int32), order, 5, 7)
-    assert (narrow.dtype, wide.dtype) == (np.int32, np.int64)
-    assert narrow.tolist() == wide.tolist()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from megatron_ds.preprocess import parsing as module
 from megatron_ds.preprocess.formats import INVALID_TEXT, RawDocument
 from megatron_ds.preprocess.parsing import (
     BROKEN_JSON,
+    MISSING_KEY,
     WRONG_TYPE,
     RejectedDocument,
     TextFields,
@@ -91,6 +92,7 @@ def test_a_key_with_a_dot_precedes_a_field_of_an_object() -> None:
     line = b'{"text": "x", "meta": {"b": "y"}, "meta.b": "w"}'
     assert both(line) == ["x", "w"]
     assert both(b'{"text": "x", "meta": {"b": "y"}}') == ["x", "y"]
+    assert both(b'{"a": {"b": {"c": "z"}}}', TextFields(("a.b.c",), 9)) == ["z"]
 
 
 def test_the_fast_parser_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +113,8 @@ def test_the_fast_parser_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         (TEXT % b"\\ud800", INVALID_TEXT),
         (b'{"text": "x"', BROKEN_JSON),
         (b'{"text": 12345678901234567890123, "meta": {"b": "y"}}', WRONG_TYPE),
+        (b'{"text": "x", "meta": {"b": null}}', WRONG_TYPE),
+        (b'{"text": "x", "meta": "y"}', MISSING_KEY),
         (WELL % (b"[" * 100_000 + b"]" * 100_000), BROKEN_JSON),
     ],
 )
