@@ -1,5 +1,8 @@
 """Samples of one token file: seq_length + 1 consecutive tokens, across document boundaries.
 
+They are those of its indexes or, if the sequence length of a run changes in the middle of an epoch,
+of another length from the text that was not read.
+
 Knows the token file and its indexes, but no splits, caches, ranks or torch.
 """
 
@@ -8,6 +11,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -188,12 +192,63 @@ class GPTDataset(NumberedDataset):
         indexes: SampleIndexes = self._indexes.load()
         file = self._tokens
         return (
-            *(view(indexes.shuffle), view(indexes.documents), view(indexes.samples)),
-            *(view(file.lengths), view(file.pointers), file.tokens, file.dtype.itemsize),
+            *(_view(indexes.shuffle), _view(indexes.documents), _view(indexes.samples)),
+            *(_view(file.lengths), _view(file.pointers), file.tokens, file.dtype.itemsize),
         )
 
 
-def view(array: IntArray) -> memoryview:
+@dataclass(frozen=True)
+class RemainingIndexes:
+    """The arrays of a `RemainingDataset`.
+
+    Attributes:
+        unread: Numbers of the samples that were not read, in the order of the text.
+        shuffle: [S], sample number of each position in the data order.
+    """
+
+    unread: IntArray
+    shuffle: IntArray
+
+
+class RemainingDataset(NumberedDataset):
+    """The samples after the first positions of a dataset, [seq_length + 1] int32 each.
+
+    The unread samples are joined in the order of the text, and split again. Where a sample between
+    two of them was read, the text continues after a gap. Fewer tokens than a new sample has remain
+    at the end.
+
+    Args:
+        dataset: The dataset.
+        indexes: Its unread samples and the new order, `RemainingIndexes` when they are loaded.
+        seq_length: Tokens per sample, without the last label.
+    """
+
+    def __init__(self, dataset: NumberedDataset, indexes: IndexProvider, seq_length: int) -> None:
+        super().__init__(dataset.prefix, indexes, seq_length, dataset.vocab_size)
+        self._dataset = dataset
+
+    def read_numbered(self, sample: int, row: SampleArray) -> None:
+        _, unread = self.open()
+        length = self._dataset.seq_length
+        piece = np.empty(length + 1, dtype=np.int32)
+        first, filled = sample * self.seq_length, 0
+        while filled < self.seq_length:
+            number, offset = divmod(first + filled, length)
+            self._dataset.read_numbered(unread[number], piece)
+            size = min(length - offset, self.seq_length - filled)
+            # Together with the label of the last token, which the next piece replaces.
+            row[filled : filled + size + 1] = piece[offset : offset + size + 1]
+            filled += size
+
+    def sample_id(self, position: int) -> str:
+        return f"{self.name}:unread-{self.seq_length}-{self._sample(position)}"
+
+    def _load(self) -> tuple[memoryview, memoryview]:
+        indexes: RemainingIndexes = self._indexes.load()
+        return _view(indexes.shuffle), _view(indexes.unread)
+
+
+def _view(array: IntArray) -> memoryview:
     """A flat view of an array, whose memory need not be aligned."""
     if not array.size:
         return memoryview(b"")

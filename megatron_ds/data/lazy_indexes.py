@@ -14,10 +14,9 @@ import numpy as np
 
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.data.blend_spec import BlendSource
-from megatron_ds.data.gpt_dataset import GPTDataset
+from megatron_ds.data.gpt_dataset import GPTDataset, RemainingDataset, RemainingIndexes
 from megatron_ds.data.index_cache import ArrayCache, Arrays
 from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.remaining_dataset import RemainingDataset, RemainingIndexes
 from megatron_ds.data.sample_index import (
     SampleIndexes,
     build_indexes,
