@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import pytest
 
 from megatron_ds.data import indexed_writer
 from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
-from megatron_ds.data.indexed_writer import TokenFileWriter, pair_writer
+from megatron_ds.data.indexed_writer import pair_writer
 from tests.problems import raises_problem
 from tests.token_files import write_pair, write_reference
 
@@ -131,27 +130,6 @@ def test_memory_does_not_grow_with_the_number_of_documents(
     lengths = 180_000 * 4  # bytes of the additional lengths
     assert peaks[1] < peaks[0] + lengths // 3
     assert len(IndexedDataset(tmp_path / "200")) == 200_000
-
-
-def test_interrupted_pair_is_continued(tmp_path: Path) -> None:
-    write_pair(tmp_path / "uninterrupted", map(np.arange, (3, 1, 2, 5)))
-    with ExitStack() as stack:
-        paths = [tmp_path / f"p{suffix}" for suffix in (".bin", ".idx", ".documents")]
-        files = [stack.enter_context(path.open("w+b")) for path in paths]
-        first = TokenFileWriter("p", "uint16", files)
-        first.add_documents([0, 1, 2, 0], [3, 1])
-        kept, sizes = first.written, [file.tell() for file in files]
-        first.add_documents(np.arange(7), [7])
-        first.finish()
-        for file, size in zip(files, sizes, strict=True):
-            file.truncate(size)
-            file.seek(size)
-        second = TokenFileWriter("p", "uint16", files, kept)
-        second.add_documents([0, 1, 0, 1, 2, 3, 4], [2, 5])
-        second.finish()
-    for suffix in (".bin", ".idx"):
-        expected = (tmp_path / f"uninterrupted{suffix}").read_bytes()
-        assert (tmp_path / f"p{suffix}").read_bytes() == expected
 
 
 def test_tokens_and_dtypes_that_do_not_fit_are_rejected(tmp_path: Path) -> None:

@@ -94,17 +94,6 @@ def test_output_that_is_an_input_is_rejected(tmp_path: Path) -> None:
     assert content(small) == before
 
 
-def test_failed_merge_leaves_no_output(tmp_path: Path) -> None:
-    small = write_pair(tmp_path / "small", [[1]])
-
-    def fail(merged: MergeProgress) -> None:
-        raise OSError("full")
-
-    with pytest.raises(OSError, match="full"):
-        merge([small], str(tmp_path / "out"), fail)
-    assert sorted(os.listdir(tmp_path)) == ["small.bin", "small.idx"]
-
-
 def test_merge_of_more_pairs_than_file_descriptors(tmp_path: Path) -> None:
     prefixes = [write_pair(tmp_path / str(number), [[number]]) for number in range(40)]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
