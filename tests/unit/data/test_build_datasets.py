@@ -231,6 +231,14 @@ def test_cache_folders(tmp_path: Path) -> None:
     assert cached(tmp_path / "fallback") == 1
 
 
+def resumed(
+    config: DataConfig, samples: int, consumed: int, record: Any, **changes: Any
+) -> Datasets:
+    """The datasets of a run of `samples` samples that continues the one of a record, if given."""
+    history = None if record is None else BlendHistory.from_dict(json.loads(json.dumps(record)))
+    return datasets(config, (samples, 0, 0), history=history, consumed=consumed, **changes)
+
+
 def run(
     config: DataConfig, end: int, consumed: int = 0, total: int | None = None, record: Any = None
 ) -> tuple[list[str], dict[str, Any], Datasets]:
@@ -238,8 +246,7 @@ def run(
 
     total: samples of the entire run; `end` by default.
     """
-    history = None if record is None else BlendHistory.from_dict(json.loads(json.dumps(record)))
-    built = datasets(config, (total or end, 0, 0), history=history, consumed=consumed)
+    built = resumed(config, total or end, consumed, record)
     ids = [built.train.sample_id(position) for position in range(consumed, end)]
     assert all(len(built.train[position]) == 6 for position in range(consumed, end))
     return ids, built.progress.history_after(end).to_dict(), built
@@ -385,15 +392,8 @@ def read(
     config: DataConfig, length: int, first: int, end: int, record: Any = None, total: int = 0
 ) -> tuple[list[list[int]], Any, Datasets]:
     """Samples of a run, without the last label, its history, and the datasets."""
-    history = None if record is None else BlendHistory.from_dict(json.loads(json.dumps(record)))
-    built = datasets(
-        config,
-        (max(end, total), 0, 0),
-        seq_length=length,
-        vocab_size=10_000,
-        history=history,
-        consumed=first,
-    )
+    shape = {"seq_length": length, "vocab_size": 10_000}
+    built = resumed(config, max(end, total), first, record, **shape)
     samples = [built.train[position].tolist() for position in range(first, end)]
     assert all(len(sample) == length + 1 for sample in samples)
     rows = np.empty((len(samples), length + 1), dtype=np.int32)
@@ -448,24 +448,16 @@ def test_a_source_continues_with_its_unread_text_at_another_length(
         parts, record_of_part, _ = read(config, length, consumed, stop, record, total=end)
         again, final, built = read(config, length, stop, end, record_of_part)
         assert (parts + again, final, built.changes) == (second, last, ())
-    third, _, _ = read(
-        config,
-        4,
-        consumed + 1,
-        consumed + 3,
-        read(config, length, consumed, consumed + 1, record)[1],
-    )
+    _, record_of_part, _ = read(config, length, consumed, consumed + 1, record)
+    third, _, _ = read(config, 4, consumed + 1, consumed + 3, record_of_part)
     assert not set(flat(third)) & set(flat(first) + second[0])
 
 
 def text_of(path: str, length: int, record: Any) -> list[int]:
     """All tokens of the index of a run, in the order of its documents."""
-    built = datasets(
-        DataConfig(data_path=(path,), split="1"),
-        (record["sources"][0]["requests"][0], 0, 0),
-        seq_length=length,
-        vocab_size=10_000,
-    )
+    samples = record["sources"][0]["requests"][0]
+    shape = {"seq_length": length, "vocab_size": 10_000}
+    built = resumed(DataConfig(data_path=(path,), split="1"), samples, 0, None, **shape)
     assert isinstance(built.train, GPTDataset)
     indexes = built.train._indexes.load()
     file = IndexedDataset(path)

@@ -41,16 +41,11 @@ def test_damaged_entry_is_rebuilt(tmp_path: Path) -> None:
     cache.get_or_build("kind", {}, build)
     files = [path for path in tmp_path.iterdir() if path.suffix in (".npy", ".json")]
     assert len(files) == 3
-    other = tmp_path / "other.npy"
-    np.save(other, np.arange(6))
+    np.save(tmp_path / "other.npy", np.arange(6))
+    other = (tmp_path / "other.npy").read_bytes()
     for path in files:
         content = path.read_bytes()
-        damages: list[bytes | None] = [
-            content[:-1],
-            b"",
-            (tmp_path / "other.npy").read_bytes(),
-            None,
-        ]
+        damages: list[bytes | None] = [content[:-1], b"", other, None]
         for at in range(0, len(content), 11):
             damages.append(content[:at] + bytes([content[at] ^ (1 + at % 255)]) + content[at + 1 :])
         if path.suffix == ".json":
