@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -68,6 +69,19 @@ def _has_accelerator() -> bool:
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().device_name() != "cpu")
+
+
+@pytest.fixture
+def run_tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a tool in this process, which must return `status`. Returns what it prints."""
+
+    def run(tool: Any, *arguments: object, status: int = 0) -> Any:
+        found = tool.main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        assert found == status, printed
+        return printed
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -45,17 +45,10 @@ class ConversionOptions:
         "", "new folder of the converted weights", metavar="FOLDER", required=True
     )
     source_format: str = option_field(
-        "auto",
-        "format of --load",
-        flag="from",
-        choices=("auto", *FORMATS),
+        "auto", "format of --load", flag="from", choices=("auto", *FORMATS)
     )
     target_format: str = option_field(
-        "",
-        "format of --save",
-        flag="to",
-        choices=FORMATS,
-        required=True,
+        "", "format of --save", flag="to", choices=FORMATS, required=True
     )
     dtype: str | None = option_field(
         None, "type of the weights (default: as they are)", choices=("fp32", "bf16", "fp16")
@@ -163,11 +156,7 @@ def convert_checkpoint(options: ConversionOptions) -> None:
     total = source.nbytes
     with tensor_progress("converting", total) as tensors:
         registry.write(
-            source,
-            target,
-            options.target_format,
-            writing,
-            lambda name, size: tensors.add(size),
+            source, target, options.target_format, writing, lambda name, size: tensors.add(size)
         )
     seconds = max(time.perf_counter() - start, 1e-9)
     tokenizer = source.settings.tokenizer_config

@@ -79,14 +79,7 @@ def page(record: Record | None = None) -> str:
         # Names keep their own case: ZeRO, hpZ, DeepSpeed.
         title = title[0].upper() + title[1:] if title.split()[0].islower() else title
         parts += [f"### {title}\n", _pairs(name, axes[one + 1 :])]
-    parts += [
-        RULES,
-        _rules(),
-        PASSED,
-        _passed(),
-        TESTS,
-        _tests(record),
-    ]
+    parts += [RULES, _rules(), PASSED, _passed(), TESTS, _tests(record)]
     missing = unrecorded_pairs(record, pinned_version())
     if missing:
         parts += [UNRECORDED, _table(("", ""), missing)]

@@ -20,33 +20,15 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import (
-    checkpoint,
-    data,
-    documents,
-    long_sequences,
-    preprocess,
-    startup,
-    train_step,
-)
+from benchmarks import checkpoint, data, documents, long_sequences, preprocess, startup, train_step
 from benchmarks.accelerator.models import SIZES
 from benchmarks.common import Contender, in_turn
-from benchmarks.train_step import (
-    BARE,
-    COMPILED,
-    DEEPSPEED,
-    OURS,
-    PLAIN,
-    PRODUCTS,
-    Report,
-    Setting,
-    Shape,
-)
+from benchmarks.train_step import BARE, COMPILED, DEEPSPEED, OURS, PLAIN, PRODUCTS, Report
 from megatron_ds.data import build_datasets
 from megatron_ds.launch.startup_timer import StartupTimer
 from tests.fork_server import REPOSITORY
 
-TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, vocab=128, micro_batch=2)
+TINY = train_step.Shape(layers=1, hidden=32, heads=2, sequence=16, vocab=128, micro_batch=2)
 
 
 @pytest.mark.parametrize("program", sorted((REPOSITORY / "benchmarks").glob("[!_]*.py")))
@@ -117,20 +99,11 @@ def test_targets_depend_on_the_dtype_and_the_fastest_peer() -> None:
 
 @pytest.mark.proof
 def test_all_contenders_train_the_same_model(capsys: pytest.CaptureFixture[str]) -> None:
-    table = train_step.measure(
-        Setting(TINY, "bf16", threads=1),
-        train_step.contenders(compiled=False),
-        rounds=1,
-        steps=1,
-        matrix=64,
-    )
-    assert [row["name"] for row in table["contenders"]] == [
-        OURS,
-        BARE,
-        PLAIN,
-        DEEPSPEED,
-        PRODUCTS,
-    ]
+    setting = train_step.Setting(TINY, "bf16", threads=1)
+    rows = train_step.contenders(compiled=False)
+    table = train_step.measure(setting, rows, rounds=1, steps=1, matrix=64)
+    names = [row["name"] for row in table["contenders"]]
+    assert names == [OURS, BARE, PLAIN, DEEPSPEED, PRODUCTS]
     for row in table["contenders"]:
         if row["name"] != PRODUCTS:
             # Untrained on random tokens: the loss of a uniform distribution.
@@ -147,9 +120,8 @@ def test_preprocessing_writes_the_tokens_of_its_floor(tmp_path: Path) -> None:
     folder.mkdir()
     texts = [f"document number {number}: a word, another word" for number in range(50)]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = argparse.Namespace(
-        input=str(corpus), vocab_file=None, merge_file=None, workers=1, rounds=1
-    )
+    files = {"input": str(corpus), "vocab_file": None, "merge_file": None}
+    options = argparse.Namespace(**files, workers=1, rounds=1)
 
     result = preprocess.measure(options, folder)
 

@@ -11,21 +11,17 @@ import pytest
 from megatron_ds.cleaning.decontamination import Decontaminate, TaskOptions
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 from megatron_ds.config.problems import UserError
+from tests.cleaning_runs import write
 from tests.problems import codes, raises_problem
 
 QUESTION = "Which of the seven old bridges over the river Pregel did nobody ever cross twice?"
 SHORT = "The quick brown fox jumps over lazy dogs"
 
 
-def task_file(folder: Path, *values: Any) -> str:
-    path = folder / "task.jsonl"
-    path.write_text("".join(json.dumps(value) + "\n" for value in values))
-    return str(path)
-
-
 def stage(folder: Path, *values: Any, **options: Any) -> Decontaminate:
     small = {"contamination_margin_chars": 0, "min_fragment_chars": 0, **options}
-    return Decontaminate(TaskOptions(eval_task_files=(task_file(folder, *values),), **small))
+    tasks = str(write(folder / "task.jsonl", *values))
+    return Decontaminate(TaskOptions(eval_task_files=(tasks,), **small))
 
 
 def ngrams(stage: Decontaminate) -> int:
@@ -98,16 +94,13 @@ def test_fragments_of_real_text_are_clean(tmp_path: Path, shared_data: Path) -> 
 
 def test_task_texts_are_all_strings_or_selected_keys(tmp_path: Path) -> None:
     value = {"id": 1, "inner": {"a": [SHORT]}, "question": QUESTION}
-    assert ngrams(stage(tmp_path, value)) == 1 + len(QUESTION.split()) - 12
-    assert (
-        ngrams(stage(tmp_path, value, eval_task_keys=("question",))) == len(QUESTION.split()) - 12
-    )
+    of_question = len(QUESTION.split()) - 12
+    assert ngrams(stage(tmp_path, value)) == 1 + of_question
+    assert ngrams(stage(tmp_path, value, eval_task_keys=("question",))) == of_question
     path = tmp_path / "tasks.txt"
     path.write_text(f"{SHORT}\n\n{QUESTION}\n")
-    assert (
-        ngrams(Decontaminate(TaskOptions(eval_task_files=(str(path),))))
-        == 1 + len(QUESTION.split()) - 12
-    )
+    tasks = TaskOptions(eval_task_files=(str(path),))
+    assert ngrams(Decontaminate(tasks)) == 1 + of_question
 
 
 def test_rejected_task_lines_are_reported_together(tmp_path: Path) -> None:

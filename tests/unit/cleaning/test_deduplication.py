@@ -90,18 +90,6 @@ def test_near_duplicates_are_found_and_others_are_kept() -> None:
     assert sum(pair is not None for pair in wrong) <= 10
 
 
-def test_estimated_similarity_is_close_to_jaccard() -> None:
-    rng = random.Random(2)
-    options = NearOptions(near_duplicate_threshold=0.3, num_perm=1024)
-    index = LshIndex(options)
-    words = text_of(rng, 300)
-    other = edited(rng, words, 20)
-    for key in keys_of(options, [words]):
-        index.add_or_reject(key)
-    found = index.most_similar(keys_of(options, [other])[0])
-    assert found[1] == pytest.approx(jaccard(words, other), abs=0.06)
-
-
 def test_signature_depends_on_the_seed() -> None:
     words = [WORDS[:50]]
     assert keys_of(NearOptions(seed=1), words) == keys_of(NearOptions(seed=1), words)

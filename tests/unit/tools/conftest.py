@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,16 +14,9 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `TOOL` of the test's module, which must return `status`. Returns what it prints."""
-
-    def run(*arguments: object, status: int = 0) -> Any:
-        found = request.module.TOOL.main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        assert found == status, printed
-        return printed
-
-    return run
+def run(request: pytest.FixtureRequest, run_tool: Run) -> Run:
+    """Runs `TOOL` of the test's module."""
+    return functools.partial(run_tool, request.module.TOOL)
 
 
 @contextlib.contextmanager

@@ -62,15 +62,6 @@ def test_every_family_can_be_chosen() -> None:
     assert tuple(FAMILIES) == MODEL_TYPES
 
 
-def test_sizes_without_a_meaning_are_reported(tmp_path: Path, run: Run) -> None:
-    random_model("llama").save_pretrained(tmp_path / "theirs")
-    sizes = ["--target-tensor-parallel-size", 2, "--target-pipeline-parallel-size", 2]
-    error = run(
-        *("--load", tmp_path / "theirs", "--save", tmp_path / "new", "--to", "native"), *sizes
-    ).err
-    assert printed_codes(error) == ["no-effect"]
-
-
 def test_states_are_converted_where_there_are_any(
     tmp_path: Path, run: Run, megatron_checkpoints: Path
 ) -> None:
@@ -198,13 +189,13 @@ def script(name: str) -> ModuleType:
     return make_docs.load(path)
 
 
-def test_the_scripts_of_other_projects_convert(tmp_path: Path) -> None:
+def test_the_scripts_of_other_projects_convert(tmp_path: Path, run_tool: Run) -> None:
     """To native and to fp32, and by two names to a model of transformers."""
     random_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
     expected = open_source(tmp_path / "theirs")
 
     def converted(name: str, *flags: object) -> SourceCheckpoint:
-        assert script(name).main([*map(str, flags), str(tmp_path / name)]) == 0
+        run_tool(script(name), *flags, tmp_path / name)
         return open_source(tmp_path / name)
 
     native = converted(
@@ -227,24 +218,9 @@ def test_the_scripts_of_other_projects_convert(tmp_path: Path) -> None:
     assert_same_tensors(converted("hf2megads_weight_converter.py", *flags), expected)
 
 
-def test_the_scripts_report_missing_folders(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, *flags in (
-        ("hf2megads_weight_converter.py", "--hf-ckpt-dir", "no", "--save"),
-        ("zero_to_fp32.py", "no"),
-        (
-            "convert_checkpoint/deepspeed_to_transformers.py",
-            "--input_folder",
-            "no",
-            "--output-folder",
-        ),
-    ):
-        assert script(name).main([*flags, str(tmp_path / "new")]) == 2
-        assert printed_codes(capsys.readouterr().err) == ["load-folder-missing"]
-    flags = ["--save", str(tmp_path / "new")]
-    assert script("hf2megads_weight_converter.py").main(flags) == 2
-    assert printed_codes(capsys.readouterr().err) == ["required"]
+def test_a_script_without_a_folder_reports_it(tmp_path: Path, run_tool: Run) -> None:
+    module = script("hf2megads_weight_converter.py")
+    assert printed_codes(run_tool(module, "--save", tmp_path, status=2).err) == ["required"]
 
 
 @pytest.mark.parametrize(
@@ -257,14 +233,15 @@ def test_the_scripts_report_missing_folders(
     ],
 )
 def test_errors_of_a_script_name_its_own_flags(
-    name: str, source: list[str], target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, source: list[str], target: str, tmp_path: Path, run_tool: Run
 ) -> None:
     random_model("llama").save_pretrained(tmp_path / "theirs")
     (tmp_path / "new" / "file").mkdir(parents=True)
-    flags = [target] if target.startswith("--") else []
-    places = [*source, str(tmp_path / "theirs"), *flags, str(tmp_path / "new")]
-    assert script(name).main(places) == 1
-    assert f"\n{target} {tmp_path / 'new'}: it exists" in capsys.readouterr().err
+    output = [target] * target.startswith("--") + [tmp_path / "new"]
+    error = run_tool(script(name), *source, "no", *output, status=2).err
+    assert printed_codes(error) == ["load-folder-missing"]
+    error = run_tool(script(name), *source, tmp_path / "theirs", *output, status=1).err
+    assert f"\n{target} {tmp_path / 'new'}: it exists" in error
 
 
 def test_each_format_that_load_can_name_is_read_and_written() -> None:

@@ -11,7 +11,10 @@ import pytest
 from megatron_ds.training.loss_curves import read_curves, read_run, smooth
 from tests.problems import printed_codes, raises_problem
 from tests.token_files import write_pair
+from tests.unit.tools.conftest import Run
 from tools import make_corpus, plot_loss, unigram_loss
+
+TOOL = plot_loss
 
 
 def test_sources_are_decoded_by_their_declared_encoding(tmp_path: Path) -> None:
@@ -48,17 +51,14 @@ def metrics(path: Path) -> Path:
     return path
 
 
-def test_loss_is_plotted_to_terminal_and_png(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loss_is_plotted_to_terminal_and_png(tmp_path: Path, run: Run) -> None:
     curve = metrics(tmp_path / "metrics.jsonl")
     picture = tmp_path / "loss.png"
 
-    code = plot_loss.main(["--metrics", str(curve), "--output", str(picture), "--baseline", "6.5"])
-    rows = [line.partition("|")[2] for line in capsys.readouterr().out.splitlines() if "|" in line]
+    printed = run("--metrics", curve, "--output", picture, "--baseline", 6.5).out
+    rows = [line.partition("|")[2] for line in printed.splitlines() if "|" in line]
     first_dots = [row.index(".") for row in rows if "." in row]
 
-    assert code == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert first_dots == sorted(first_dots)
     assert len(first_dots) > 10
@@ -103,14 +103,11 @@ def test_smoothing_is_an_average_of_the_past() -> None:
 
 
 @pytest.mark.parametrize("axis", ["iteration", "tokens", "time"])
-def test_runs_are_plotted_together(
-    axis: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_are_plotted_together(axis: str, tmp_path: Path, run: Run) -> None:
     runs = [run_folder(tmp_path / name, range(1, 5)) for name in ("a", "b", "a2/b")]
     picture = tmp_path / "loss.svg"
-    flags = ["--output", str(picture), "--x", axis, "--baseline", "6.5"]
-    assert plot_loss.main(["--metrics", *map(str, runs[:2]), *flags]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "a"
+    printed = run("--metrics", *runs[:2], "--output", picture, "--x", axis, "--baseline", 6.5)
+    assert printed.out.splitlines()[0] == "a"
     # matplotlib names the texts of its glyphs in comments.
     written = picture.read_text()
     for text in ("a: training", "b: training", "b: test", "a, b", "baseline: 6.50"):
@@ -136,19 +133,13 @@ def test_lines_that_are_no_metrics_are_rejected(tmp_path: Path, line: bytes) -> 
         read_curves(path)
 
 
-def test_unknown_picture_format_is_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    curve = metrics(tmp_path / "metrics.jsonl")
-    assert plot_loss.main(["--metrics", str(curve), "--output", "loss.xyz"]) == 2
-    assert printed_codes(capsys.readouterr().err) == ["plot-suffix"]
+def test_unknown_picture_format_is_rejected(tmp_path: Path, run: Run) -> None:
+    printed = run("--metrics", metrics(tmp_path / "x"), "--output", "loss.xyz", status=2)
+    assert printed_codes(printed.err) == ["plot-suffix"]
 
 
-def test_a_folder_without_metrics_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert plot_loss.main(["--metrics", str(tmp_path)]) == 1
-    assert str(tmp_path / "metrics.jsonl") in capsys.readouterr().err
+def test_a_folder_without_metrics_is_named(tmp_path: Path, run: Run) -> None:
+    assert str(tmp_path / "metrics.jsonl") in run("--metrics", tmp_path, status=1).err
 
 
 def test_metrics_without_steps_are_rejected(tmp_path: Path) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from megatron_ds.launch import distributed
 from tests.problems import codes, fields, printed_codes, raises_problem
 from tools import generate_samples_gpt as tool
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+Codes = Callable[..., list[str]]
 
 
 class Words:
@@ -46,12 +45,17 @@ def parse(*arguments: object) -> tool.Options:
     return cli.parse(tool.Options, [str(argument) for argument in arguments])
 
 
-def codes_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
-    """Return the codes of the problems of a command line, which exits with status 2."""
-    with pytest.raises(SystemExit) as end:
-        parse(*arguments)
-    assert end.value.code == 2
-    return printed_codes(capsys.readouterr().err)
+@pytest.fixture
+def codes_of(capsys: pytest.CaptureFixture[str]) -> Codes:
+    """The codes that a function prints, by default `parse`, before it exits with status 2."""
+
+    def codes_of(*arguments: object, function: Callable[..., object] = parse) -> list[str]:
+        with pytest.raises(SystemExit) as end:
+            function(*arguments)
+        assert end.value.code == 2
+        return printed_codes(capsys.readouterr().err)
+
+    return codes_of
 
 
 def test_sampling_flags_have_aliases_and_the_defaults_of_the_forks(tmp_path: Path) -> None:
@@ -107,11 +111,8 @@ def test_peer_ranks_wait_indefinitely_for_typed_prompts(
     assert minutes("--distributed-timeout-minutes", 3, endless=True) == 3.0
 
 
-def test_all_problems_are_reported_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path, codes_of: Codes) -> None:
     result = codes_of(
-        capsys,
         *("--load", tmp_path / "no", "--prompt", "a", "--num-samples", -1, "--temperature", 0),
         *("--tensor-model-parallel-size", 3, "--bf16", "--fp16", "--top-k", -1),
         *("--genfile", tmp_path / "no" / "x", "--out-seq-length", 0, "--micro-batch-size", 0),
@@ -139,9 +140,9 @@ def test_all_problems_are_reported_at_once(
     ],
 )
 def test_invalid_options_are_reported(
-    arguments: tuple[str, ...], code: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], code: str, codes_of: Codes
 ) -> None:
-    assert codes_of(capsys, *arguments) == [code]
+    assert codes_of(*arguments) == [code]
 
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
@@ -230,14 +231,11 @@ def test_lines_without_a_prompt_are_reported_by_number(
 
 
 def test_prompts_that_cannot_be_encoded_are_reported_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, codes_of: Codes
 ) -> None:
     options = parse("--load", tmp_path, "--prompt", "bad \udcff byte", "a", "what?")
-    with pytest.raises(SystemExit) as end:
-        batches(options)
-    assert end.value.code == 2
-    shown = printed_codes(capsys.readouterr().err)
-    assert shown == ["prompt-not-unicode", "prompt-not-encodable"]
+    expected = ["prompt-not-unicode", "prompt-not-encodable"]
+    assert codes_of(options, function=batches) == expected
 
 
 def test_samples_start_from_the_end_of_document(tmp_path: Path) -> None:
@@ -292,47 +290,20 @@ def write_output(options: tool.Options, prompts: list[Prompt], texts: list[list[
     tool.write_texts(options, Words(), results)
 
 
-def test_samples_are_written_as_json_lines(tmp_path: Path) -> None:
-    path = tmp_path / "samples.jsonl"
-    options = parse("--load", tmp_path, "--num-samples", 2, "--genfile", path)
-
-    write_output(options, [Prompt(None, [9])] * 2, [[1, 2, 9], [3, 1]])
-
-    assert path.read_text("utf-8") == (
-        '{"text": "éx xx", "length": 3, "finished": true}\n'
-        '{"text": "éxxx x", "length": 2, "finished": false}\n'
-    )
-
-
-def test_continuations_are_written_next_to_the_prompt_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "in").touch()
-    options = parse("--load", tmp_path, "--sample-input-file", tmp_path / "in")
-
-    write_output(options, [Prompt("a", [1]), Prompt("bb", [2])], [[1, 9], [2]])
-
-    expected = "Context: a\nGenerated: éx\n\nContext: bb\nGenerated: éxx\n\n"
-    assert (tmp_path / "in.out").read_text("utf-8") == expected
-    assert capsys.readouterr() == ("", f"wrote 2 texts to {tmp_path / 'in.out'}\n")
-
-
-def test_prompts_are_written_as_json_lines_with_log_probabilities(tmp_path: Path) -> None:
+def test_texts_are_written_as_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     options = parse("--load", tmp_path, "--prompt", "a\nb", "--genfile", path, "--logprobs")
     assert options.scores_texts
 
-    result = tool.Continuation(Prompt("a\nb", [1, 1]), [2, 9], [-0.5, -1.5, -2.5])
-    tool.write_texts(options, Words(), [result])
+    scored = tool.Continuation(Prompt("a\nb", [1, 1]), [2, 9], [-0.5, -1.5, -2.5])
+    sample = tool.Continuation(Prompt(None, [9]), [3, 1], None)
+    tool.write_texts(options, Words(), [scored, sample])
 
-    assert json.loads(path.read_text("utf-8")) == {
-        "prompt": "a\nb",
-        "text": "éxx",
-        "length": 2,
-        "finished": True,
-        "tokens": [1, 1, 2, 9],
-        "logprobs": [-0.5, -1.5, -2.5],
-    }
+    assert path.read_text("utf-8") == (
+        '{"prompt": "a\\nb", "text": "éxx", "length": 2, "finished": true, '
+        '"tokens": [1, 1, 2, 9], "logprobs": [-0.5, -1.5, -2.5]}\n'
+        '{"text": "éxxx x", "length": 2, "finished": false}\n'
+    )
 
 
 @pytest.mark.parametrize(
@@ -357,14 +328,14 @@ def test_flags_without_effect_are_warned_of(
 
 
 def test_output_must_not_replace_the_prompts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, codes_of: Codes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").write_text("a\n")
     (tmp_path / "in.out").symlink_to("in")
     given = ("--load", ".", "--sample-input-file", tmp_path / "in")
     for output in ((), ("--sample-output-file", "./in"), ("--genfile", "in.out")):
-        assert codes_of(capsys, *given, *output) == ["output-is-prompt-file"]
+        assert codes_of(*given, *output) == ["output-is-prompt-file"]
     parse(*given, "--genfile", "other")
 
 
@@ -398,11 +369,3 @@ def test_special_files_are_written_directly(tmp_path: Path) -> None:
         assert received.result(10) == "Sample 1: éx\n\n"
     assert os.listdir(tmp_path) == ["pipe"]
     assert path.is_fifo()
-
-
-def test_output_without_a_file_goes_to_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = parse("--load", tmp_path, "--num-samples", 2)
-    write_output(options, [Prompt(None, [9])] * 2, [[1, 9], [2]])
-    assert capsys.readouterr() == ("Sample 1: éx\n\nSample 2: éxx\n\n", "")

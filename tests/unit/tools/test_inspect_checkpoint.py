@@ -107,18 +107,16 @@ def test_layouts_with_the_same_states_are_equal(saved: Path, run: Run) -> None:
 
 def test_a_universal_checkpoint_equals_its_source(saved: Path, tmp_path: Path, run: Run) -> None:
     """Rounded weights included; its files are verified with those of the --save folder."""
-    shutil.copytree(saved / "four", tmp_path / "save")
-    folder = tmp_path / "save" / "global_step8_universal"
-    convert_checkpoint(
-        read_run(tmp_path / "save" / "global_step8"), folder, lambda name, size: None
-    )
+    save = shutil.copytree(saved / "four", tmp_path / "save")
+    folder = save / "global_step8_universal"
+    convert_checkpoint(read_run(save / "global_step8"), folder, lambda name, size: None)
     assert described(run, folder)["format"] == "universal"
-    assert compared(run, tmp_path / "save", folder)["num_equal"]["exp_avg"] > 10
-    assert problems_of(run, tmp_path / "save", status=0) == []
+    assert compared(run, save, folder)["num_equal"]["exp_avg"] > 10
+    assert problems_of(run, save, status=0) == []
     for path in (folder / "zero" / "final_norm.weight" / "exp_avg.pt", folder / "run.json"):
         original = path.read_bytes()
         path.write_bytes(flipped(original, random.Random(1)))
-        assert path.name in problems_of(run, tmp_path / "save")[0]
+        assert path.name in problems_of(run, save)[0]
         path.write_bytes(original)
 
 
@@ -212,8 +210,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 def test_any_flipped_bit_or_truncation_is_reported_with_its_file(
     saved: Path, tmp_path: Path, run: Run, change: Callable[[bytes, random.Random], bytes]
 ) -> None:
-    folder = tmp_path / "save"
-    shutil.copytree(saved / "four", folder)
+    folder = shutil.copytree(saved / "four", tmp_path / "save")
     draw = random.Random(1)
     files = list(files_below(folder / "global_step8"))
     assert {RUN, MANIFEST} < {path.name for path in files}
@@ -231,8 +228,7 @@ def test_any_flipped_bit_or_truncation_is_reported_with_its_file(
 def test_every_damaged_missing_and_unlisted_file_is_reported_at_once(
     saved: Path, tmp_path: Path, run: Run
 ) -> None:
-    folder = tmp_path / "save"
-    shutil.copytree(saved / "four", folder)
+    folder = shutil.copytree(saved / "four", tmp_path / "save")
     path = folder / "global_step8"
     (path / "mp_rank_00_model_states.pt").unlink()
     with (path / "zero_pp_rank_1_mp_rank_01_optim_states.pt").open("ab") as file:
@@ -251,15 +247,13 @@ def test_every_damaged_missing_and_unlisted_file_is_reported_at_once(
 def test_a_stale_pointer_is_reported(
     saved: Path, tmp_path: Path, run: Run, pointer: str, text: str
 ) -> None:
-    folder = tmp_path / "save"
-    shutil.copytree(saved / "one", folder)
+    folder = shutil.copytree(saved / "one", tmp_path / "save")
     (folder / pointer).write_text(text)
     assert len(problems_of(run, folder)) == 1
 
 
 def test_all_checkpoints_of_a_folder_are_verified(saved: Path, tmp_path: Path, run: Run) -> None:
-    folder = tmp_path / "save"
-    shutil.copytree(saved / "one", folder)
+    folder = shutil.copytree(saved / "one", tmp_path / "save")
     (folder / "global_step4" / RUN).write_text("{}")
     (text,) = problems_of(run, folder)
     assert RUN in text
@@ -273,8 +267,7 @@ def test_all_checkpoints_of_a_folder_are_verified(saved: Path, tmp_path: Path, r
 def test_formats_without_checksums_are_read_completely(
     megatron_checkpoints: Path, tmp_path: Path, run: Run
 ) -> None:
-    folder = tmp_path / "legacy"
-    shutil.copytree(megatron_checkpoints / "mlm25_tp1", folder)
+    folder = shutil.copytree(megatron_checkpoints / "mlm25_tp1", tmp_path / "legacy")
     assert "no checksums of its own" in run(folder, "--verify").out
     (path,) = folder.rglob("model_optim_rng.pt")
     content = bytearray(path.read_bytes())
@@ -313,8 +306,7 @@ def test_wrong_paths_are_rejected(tmp_path: Path, saved: Path, run: Run) -> None
 
 
 def test_a_damaged_curve_is_a_warning(saved: Path, tmp_path: Path, run: Run) -> None:
-    folder = tmp_path / "save"
-    shutil.copytree(saved / "one", folder)
+    folder = shutil.copytree(saved / "one", tmp_path / "save")
     (folder / "metrics.jsonl").write_text("{")
     printed = run(folder)
     assert printed_codes(printed.err) == ["metrics-line-invalid"]

@@ -120,8 +120,7 @@ def test_a_record_that_does_not_fit_the_files_is_an_error(
     changes: dict[str, Any],
 ) -> None:
     """With a manifest that matches it."""
-    folder = tmp_path / "save"
-    shutil.copytree(checkpoints["native"], folder)
+    folder = shutil.copytree(checkpoints["native"], tmp_path / "save")
     path = folder / "global_step8"
     content = json.dumps({**json.loads((path / RUN).read_text()), **changes}).encode()
     (path / RUN).write_bytes(content)
@@ -149,8 +148,7 @@ def test_a_malformed_value_is_an_error(
 def test_names_do_not_control_the_terminal(
     checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "theirs"
-    shutil.copytree(checkpoints["hf"], folder)
+    folder = shutil.copytree(checkpoints["hf"], tmp_path / "theirs")
     (folder / "\x1b[2Jname").write_text("")
     assert inspect_checkpoint.main([str(folder)]) == 0
     shown = capsys.readouterr().out

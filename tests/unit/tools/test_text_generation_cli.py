@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from tests.problems import printed_codes
-from tools import text_generation_cli as tool
+from tests.unit.tools.conftest import Run
+from tools import text_generation_cli
+
+TOOL = text_generation_cli
 
 
 class FakeServer(HTTPServer):
@@ -22,6 +25,7 @@ class FakeServer(HTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self.server_port}"
         self.requests: list[tuple[str, Any]] = []
 
 
@@ -48,21 +52,23 @@ def server() -> Iterator[FakeServer]:
         server.shutdown()
 
 
-def run_client(monkeypatch: pytest.MonkeyPatch, address: str, *lines: str) -> int:
-    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-    return tool.main([address])
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch, run: Run) -> Run:
+    """Runs the tool with an address and typed lines. Returns what it prints."""
+
+    def run_client(address: str, *lines: str, status: int = 0) -> Any:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        return run(address, status=status)
+
+    return run_client
 
 
-def test_prompts_are_sent_and_responses_printed(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_are_sent_and_responses_printed(server: FakeServer, client: Run) -> None:
     server.response = (200, json.dumps({"text": ["héllo\nthere"]}).encode())
-    address = f"127.0.0.1:{server.server_port}"
 
-    assert run_client(monkeypatch, address, "hé", "5", "hé", "__import__('os')", "x", "-1") == 0
+    printed = client(server.address, "hé", "5", "hé", "__import__('os')", "x", "-1").out
 
     assert server.requests == [("/api", {"prompts": ["hé"], "tokens_to_generate": 5})]
-    printed = capsys.readouterr().out
     assert "Megatron Response:\nhéllo\nthere\n" in printed
     assert "__import__('os')" in printed
     assert "'-1'" in printed
@@ -79,39 +85,25 @@ def test_prompts_are_sent_and_responses_printed(
     ],
 )
 def test_errors_are_printed_and_the_next_prompt_is_read(
-    status: int,
-    answer: bytes,
-    words: str,
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    status: int, answer: bytes, words: str, server: FakeServer, client: Run
 ) -> None:
     server.response = (status, answer)
-    assert run_client(monkeypatch, f"127.0.0.1:{server.server_port}", "a", "1", "b", "2") == 0
-    assert capsys.readouterr().out.count(words) == 2
+    assert client(server.address, "a", "1", "b", "2").out.count(words) == 2
 
 
-def test_unreachable_server_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_client(monkeypatch, "127.0.0.1:9", "a", "1") == 1
-    shown = capsys.readouterr().err
+def test_unreachable_server_is_reported(client: Run) -> None:
+    shown = client("127.0.0.1:9", "a", "1", status=1).err
     assert printed_codes(shown) == ["server-not-responding"]
     assert "127.0.0.1:9" in shown
 
 
-def test_an_empty_prompt_begins_a_document(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_prompt_begins_a_document(server: FakeServer, client: Run) -> None:
     server.response = (200, b'{"text": ["a"]}')
-    assert run_client(monkeypatch, f"http://127.0.0.1:{server.server_port}/", "", "5") == 0
+    client(f"http://{server.address}/", "", "5")
     request = {"prompts": [""], "tokens_to_generate": 5, "add_BOS": True}
     assert server.requests == [("/api", request)]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:port", "localhost", "http://localhost/"])
-def test_rejects_an_address_without_a_port(
-    address: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tool.main([address]) == 2
-    assert printed_codes(capsys.readouterr().err) == ["invalid-server-address"]
+def test_rejects_an_address_without_a_port(address: str, run: Run) -> None:
+    assert printed_codes(run(address, status=2).err) == ["invalid-server-address"]
