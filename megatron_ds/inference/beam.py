@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.inference.generate import ShouldContinue, StopRules, check_cancelled, eval_mode
+from megatron_ds.inference.generate import ShouldContinue, check_cancelled
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import check_finite
+from megatron_ds.inference.stop_rules import StopRules
 from megatron_ds.model.gpt import GPTModel
 
 
@@ -56,7 +57,7 @@ def beam_search(
     no beam, if it ended now, would have a higher score than the worst of `width` ended ones.
 
     Args:
-        model: This rank's shard of the model.
+        model: This rank's shard of the model, in evaluation mode.
         prompt: Ids of the prompt.
         config: How the prompt is continued.
         should_continue: See `ShouldContinue`.
@@ -74,7 +75,7 @@ def beam_search(
     cache = PreallocatedCache(model.config.num_layers, len(prompt) + config.max_new_tokens - 1)
     beams, ended = [Hypothesis([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
-    with torch.no_grad(), eval_mode(model):
+    with torch.no_grad():
         for _ in range(config.max_new_tokens):
             check_cancelled(should_continue)
             logits_BV = model(torch.tensor(tokens, device=device), cache=cache, last_only=True)

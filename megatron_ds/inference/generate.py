@@ -9,9 +9,7 @@ prompt on its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,6 +18,7 @@ from megatron_ds.config.problems import Problem, raise_if_any
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose, prompt_generator
 from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.stop_rules import StopRules
 from megatron_ds.model.gpt import GPTModel
 
 ShouldContinue = Callable[[], bool]
@@ -29,16 +28,6 @@ the same results."""
 
 class Cancelled(Exception):
     """The result is no longer wanted."""
-
-
-class StopRules(Protocol):
-    """Conditions on the tokens of a text, in addition to sampling."""
-
-    def ends(self, previous: int, new: int) -> bool:
-        """Whether a text ends with this new token."""
-
-    def forbidden(self, previous: int) -> Sequence[int]:
-        """Tokens that must not follow this one."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ def generate(
     training's sequence length.
 
     Args:
-        model: This rank's shard of the model.
+        model: This rank's shard of the model, in evaluation mode.
         prompts: Ids of each prompt.
         config: How prompts are continued.
         first_index: Number of the first prompt. With the seed it determines the random stream, so
@@ -120,7 +109,7 @@ def generate(
         _Row(list(prompt), len(prompt), prompt_generator(config.sampling.seed, index))
         for index, prompt in enumerate(prompts, start=first_index)
     ]
-    with torch.no_grad(), eval_mode(model):
+    with torch.no_grad():
         _extend(model, rows, config, should_continue)
     return [row.ids[row.prompt_length :] for row in rows]
 
@@ -211,14 +200,3 @@ def _sample(
         tokens = choose(logits_BV[indexes], params, generators)
         for index, token in zip(indexes, tokens, strict=True):
             rows[index].ids.append(token)
-
-
-@contextmanager
-def eval_mode(model: GPTModel) -> Iterator[None]:
-    """Disables dropout, and restores the model's mode at the end."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.inference.generate import ShouldContinue, check_cancelled, eval_mode
+from megatron_ds.inference.generate import ShouldContinue, check_cancelled
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import check_finite
 from megatron_ds.model.gpt import GPTModel
@@ -37,7 +37,7 @@ def score(
     Collective on tensor-parallel ranks, with equal arguments.
 
     Args:
-        model: This rank's shard of the model.
+        model: This rank's shard of the model, in evaluation mode.
         ids: Ids of the text.
         top_n: Number of most probable ids to return for each position.
         should_continue: See `ShouldContinue`.
@@ -49,7 +49,7 @@ def score(
     scores = Scores([], [])
     device = next(model.parameters()).device
     cache = PreallocatedCache(model.config.num_layers, len(ids))
-    with torch.no_grad(), eval_mode(model):
+    with torch.no_grad():
         for start in range(0, len(ids) - 1, CHUNK_TOKENS):
             check_cancelled(should_continue)
             end = min(start + CHUNK_TOKENS, len(ids) - 1)

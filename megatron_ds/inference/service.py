@@ -16,10 +16,10 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.inference.api_schema import GenerationRequest
 from megatron_ds.inference.beam import BeamSearchConfig, beam_search
-from megatron_ds.inference.generate import GenerationConfig, ShouldContinue, StopRules, generate
+from megatron_ds.inference.generate import GenerationConfig, ShouldContinue, generate
 from megatron_ds.inference.logprobs import Scores, score
 from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.stop_rules import NewlineStopRules, NewlineTokens, token_texts
+from megatron_ds.inference.stop_rules import NewlineTokens, StopRules, token_texts
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer import Tokenizer
 
@@ -80,7 +80,11 @@ class TextGenerationService:
             ids = self._encode(text, request, number)
             problems.extend(self._length_problems(request, len(ids), number))
             prompts.append(ids)
-        raise_if_any([*problems, *self._stop_token_problems(request)])
+        vocab = self.model.config.vocab_size
+        if request.stop_token is not None and request.stop_token >= vocab:
+            stop_token = request.stop_token
+            problems.append(Problem("stop-token-out-of-range", stop_token=stop_token, vocab=vocab))
+        raise_if_any(problems)
         sampling = SamplingParams(
             temperature=request.temperature,
             top_k=request.top_k,
@@ -197,14 +201,9 @@ class TextGenerationService:
         elif new_tokens is None and length >= limit:
             yield Problem("prompt-fills-sequence", number=number, length=length, max_length=limit)
 
-    def _stop_token_problems(self, request: GenerationRequest) -> Iterator[Problem]:
-        vocab = self.model.config.vocab_size
-        if request.stop_token is not None and request.stop_token >= vocab:
-            yield Problem("stop-token-out-of-range", stop_token=request.stop_token, vocab=vocab)
-
     def _rules(self, request: GenerationRequest) -> StopRules | None:
         flags = request.stop_on_eol, request.stop_on_double_eol, request.prevent_newline_after_colon
-        return NewlineStopRules(self._newline_tokens, *flags) if any(flags) else None
+        return StopRules(self._newline_tokens, *flags) if any(flags) else None
 
     @functools.cached_property
     def _max_chars(self) -> int:

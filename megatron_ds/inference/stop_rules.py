@@ -21,8 +21,8 @@ class NewlineTokens:
 
 
 @dataclass(frozen=True)
-class NewlineStopRules:
-    """Ends texts at newlines, and forbids newlines after a colon. Implements `StopRules`."""
+class StopRules:
+    """Ends texts at newlines, and forbids newlines after a colon."""
 
     tokens: NewlineTokens
     stop_on_eol: bool
@@ -30,6 +30,7 @@ class NewlineStopRules:
     no_eol_after_colon: bool
 
     def ends(self, previous: int, new: int) -> bool:
+        """Whether a text ends with this new token."""
         tokens = self.tokens
         if self.stop_on_double_eol:
             is_pair = previous in tokens.ending_with_eol and new in tokens.starting_with_eol
@@ -37,6 +38,7 @@ class NewlineStopRules:
         return self.stop_on_eol and new in tokens.with_eol
 
     def forbidden(self, previous: int) -> Sequence[int]:
+        """Tokens that must not follow this one."""
         if self.no_eol_after_colon and previous in self.tokens.colons:
             return self.tokens.starting_with_eol
         return ()

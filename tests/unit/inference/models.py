@@ -29,7 +29,7 @@ def config_of(kind: str, **changes: Any) -> ModelConfig:
     shape: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
     shape |= {"ffn_hidden_size": 48, "seq_length": 40, "init_method_std": 0.4}
     shape |= {"vocab_size": VOCAB, "make_vocab_size_divisible_by": 48}
-    shape |= {"attention_dropout": 0.3, "hidden_dropout": 0.3}  # generation must disable it
+    shape |= {"attention_dropout": 0.3, "hidden_dropout": 0.3}  # off in evaluation mode
     return ModelConfig(**{**shape, **KINDS[kind], **changes})
 
 
@@ -37,4 +37,4 @@ def model_of(kind: str, mesh: Mesh | None = None, **changes: Any) -> GPTModel:
     mesh = Mesh.single() if mesh is None else mesh
     config = config_of(kind, **changes)
     assert list(config.problems(mesh.tp.size)) == []
-    return GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank), seed=11)
+    return GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank), seed=11).eval()

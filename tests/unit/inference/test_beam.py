@@ -23,7 +23,7 @@ STOP = 2
 
 def logprobs_after(model: GPTModel, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(torch.tensor([ids]))[0, -1].double().log_softmax(dim=-1)
+        return model(torch.tensor([ids]))[0, -1].double().log_softmax(dim=-1)
 
 
 def all_continuations(model: GPTModel, prompt: list[int], length: int) -> list[Hypothesis]:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.inference.generate import Cancelled, GenerationConfig, generate
+from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import codes
@@ -32,7 +33,7 @@ def reference(model: GPTModel, prompt: list[int], new: int, eod: int | None = No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_decoding_with_and_without_cache(kind: str) -> None:
-    model = model_of(kind).eval()
+    model = model_of(kind)
     expected = [reference(model, prompt, 24) for prompt in PROMPTS]
     assert len({token for ids in expected for token in ids}) > 10
 
@@ -54,7 +55,7 @@ def test_a_text_does_not_depend_on_its_batch(kind: str, params: SamplingParams) 
 
 
 def test_the_end_of_document_ends_a_text() -> None:
-    model = model_of("learned").eval()
+    model = model_of("learned")
     free = [reference(model, prompt, 24) for prompt in PROMPTS]
     # Some texts reach this token, at different positions, and others do not.
     end = free[0][5]
@@ -68,7 +69,7 @@ def test_the_end_of_document_ends_a_text() -> None:
 
 
 def test_an_end_of_document_in_the_prompt_is_ignored() -> None:
-    model = model_of("learned").eval()
+    model = model_of("learned")
     # The second prompt is still being fed when tokens of the first one are chosen.
     prompts = [[4], [4, 3, EOD]]
     expected = [reference(model, prompt, 5) for prompt in prompts]
@@ -78,7 +79,7 @@ def test_an_end_of_document_in_the_prompt_is_ignored() -> None:
 
 
 def test_texts_end_at_the_maximal_length() -> None:
-    model = model_of("learned").eval()
+    model = model_of("learned")
     expected = [reference(model, prompt, 10) for prompt in PROMPTS]
 
     found = generate(model, PROMPTS, GenerationConfig(10, GREEDY, max_length=12))
@@ -91,7 +92,7 @@ def test_texts_end_at_the_maximal_length() -> None:
     ("kind", "new"), [("learned", 37), ("rope", 50), ("alibi", 50), ("none", 50)]
 )
 def test_only_learned_positions_limit_the_length(kind: str, new: int) -> None:
-    model = model_of(kind).eval()
+    model = model_of(kind)
 
     (found,) = generate(model, [[1, 2, 3]], GenerationConfig(new, GREEDY))
     assert found == reference(model, [1, 2, 3], new)
@@ -108,17 +109,6 @@ def test_vocabulary_padding_is_never_sampled() -> None:
     assert len(tokens) > 0.8 * VOCAB
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_training_can_continue_after_a_generation(training: bool) -> None:
-    model = model_of("alibi").train(training)
-    tokens = torch.tensor([[1, 2, 3]])
-    generate(model, tokens.tolist(), GenerationConfig(2, GREEDY))
-    assert model.training is training
-    assert model.layers.training is training
-    model(tokens, tokens).loss_sum.backward()
-    assert all(param.grad is not None for param in model.parameters())
-
-
 def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("learned")
     fed: list[tuple[int, ...]] = []
@@ -133,6 +123,12 @@ def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The short text ends inside the long prompt, whose remainder is then fed in one pass.
     assert fed == [(2, 3), (2, 1), (2, 1), (2, 1), (1, 3), (1, 1), (1, 1), (1, 1)]
+
+
+def test_memory_of_keys_and_values_is_allocated_once() -> None:
+    cache, part = PreallocatedCache(layers=1, capacity=10), torch.ones(2, 3, 1, 4)
+    kept = [tensor for _ in range(10) for tensor in cache.update(0, part, part)]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in kept}) == 2
 
 
 def test_no_prompts_give_no_texts() -> None:
@@ -185,7 +181,7 @@ class PairRules:
 
 
 def test_stop_rules_end_texts_and_forbid_tokens() -> None:
-    model = model_of("learned").eval()
+    model = model_of("learned")
     free = reference(model, PROMPTS[0], 12)
     last = PROMPTS[0][-1]
 
@@ -203,7 +199,7 @@ def test_stop_rules_end_texts_and_forbid_tokens() -> None:
 
 
 def test_a_decaying_top_p_becomes_greedy() -> None:
-    model = model_of("learned").eval()
+    model = model_of("learned")
     steady = SamplingParams(temperature=4.0, top_p=0.9, seed=3)
     decaying = dataclasses.replace(steady, top_p_decay=0.5)
     bounded = dataclasses.replace(decaying, top_p_bound=0.9)
