@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Launcher
+from tests.e2e.runs import Launcher, records
 from tools import demo, make_corpus
 
 ITERATIONS = 20
@@ -51,20 +51,17 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     printed = capfd.readouterr()
     assert code == 0, printed.err
     assert text.is_file()
-    records = [
-        json.loads(line)
-        for line in (folder / "checkpoints" / "metrics.jsonl").read_text().splitlines()
-    ]
-    steps = [record["iteration"] for record in records if "lm_loss" in record]
+    found = records(folder / "checkpoints")
+    steps = [record["iteration"] for record in found if "lm_loss" in record]
     assert steps == list(range(1, ITERATIONS + 1))
     assert f"at iteration {ITERATIONS // 2}" in printed.out + printed.err
     assert (folder / "loss.png").stat().st_size > 1000
+    last = {key: value for record in found for key, value in record.items()}
     for name in ("validation", "test"):
-        (last,) = [r[f"{name}_loss"] for r in records if f"{name}_loss" in r][-1:]
-        assert re.search(rf"{name} loss +{last:.4f}", printed.out)
+        assert re.search(rf"{name} loss +{last[f'{name}_loss']:.4f}", printed.out)
     unigram = json.loads((folder / "unigram.json").read_text())["loss"]
     # 20 steps of this small model do not get below the unigram loss; the summary must say so.
-    better = unigram - [r["validation_loss"] for r in records if "validation_loss" in r][-1]
+    better = unigram - last["validation_loss"]
     words = f"{abs(better):.2f} {'better' if better > 0 else 'WORSE'}"
     assert re.search(rf"unigram model +{unigram:.4f}: the GPT is {words}", printed.out)
     assert printed.out.count("Generated:") == 3

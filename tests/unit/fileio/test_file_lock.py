@@ -7,6 +7,7 @@ import fcntl
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,22 +22,19 @@ QUIET = WaitPolicy(report=lambda text: None)
 
 
 def test_lock_is_exclusive_and_a_wait_is_reported(tmp_path: Path) -> None:
-    path, held = tmp_path / "x.lock", threading.Event()
-    messages: list[str] = []
+    path, messages = tmp_path / "x.lock", list[str]()
 
-    def wait() -> None:
+    def wait() -> bool:
         with locked(path, WaitPolicy(report=messages.append, report_after=0.0)) as is_locked:
-            assert is_locked
-            held.set()
+            return is_locked
 
-    thread = threading.Thread(target=wait)
-    with locked(path, QUIET):
-        thread.start()
-        while not messages:
-            time.sleep(0.01)
-        assert not held.is_set()
-    thread.join()
-    assert held.is_set()
+    with ThreadPoolExecutor(1) as pool:
+        with locked(path, QUIET):
+            waiting = pool.submit(wait)
+            while not messages:
+                time.sleep(0.01)
+            assert not waiting.done()
+        assert waiting.result()
     (text,) = messages
     assert f"process {os.getpid()} on " in text
     assert str(path) in text
@@ -72,36 +70,29 @@ def test_one_of_several_waiting_threads_reports(
         with locked(path, WaitPolicy(report, report_after=0.0, report_every=0.0)):
             pass
 
-    threads = [threading.Thread(target=wait) for _ in range(4)]
-    with locked(path, QUIET):
-        for thread in threads:
-            thread.start()
-        for _ in threads:
+    with ThreadPoolExecutor(4) as pool, locked(path, QUIET):
+        waiting = [pool.submit(wait) for _ in range(4)]
+        for _ in waiting:
             asked.acquire()
-    for thread in threads:
-        thread.join()
+    assert [each.result() for each in waiting] == [None] * 4
     assert len(set(reporters)) == 1
 
 
 def test_lock_of_a_deleted_file_is_acquired_again(tmp_path: Path) -> None:
-    path = tmp_path / "x.lock"
-    messages: list[str] = []
-    second: list[bool | None] = []
+    path, messages = tmp_path / "x.lock", list[str]()
 
-    def wait() -> None:
+    def wait() -> bool | None:
         policy = WaitPolicy(report=messages.append, report_after=0.0)
         with locked(path, policy), open(path, "ab") as other:
-            second.append(lock_now(other))
+            return lock_now(other)
 
-    with locked(path, QUIET) as is_locked:
+    with ThreadPoolExecutor(1) as pool, locked(path, QUIET) as is_locked:
         assert is_locked
-        thread = threading.Thread(target=wait)
-        thread.start()
+        waiting = pool.submit(wait)
         while not messages:
             time.sleep(0.01)
         path.unlink()
-    thread.join()
-    assert second == [False], "the lock that is held is not that of the path"
+    assert waiting.result() is False, "the lock that is held is not that of the path"
 
 
 def test_is_at_detects_renamed_and_replaced_files(tmp_path: Path) -> None:
