@@ -47,16 +47,11 @@ class Options:
             yield Problem("invalid-server-address", address=self.address)
 
 
-class ServerError(Exception):
-    """The server gives no usable response."""
-
-
 def ask(address: str, prompt: str, tokens: int) -> str:
-    """The prompt with its continuation.
+    """The prompt with its continuation, or the server's error.
 
     Raises:
-        ServerError: If the server responds with an error.
-        UserError: If it does not respond.
+        UserError: If the server does not respond.
     """
     request = {"prompts": [prompt], "tokens_to_generate": tokens}
     body = json.dumps(request if prompt else {**request, "add_BOS": True})
@@ -66,15 +61,15 @@ def ask(address: str, prompt: str, tokens: int) -> str:
         response = connection.getresponse()
         answer: Any = json.loads(response.read())
         if response.status == 200:
-            return str(answer["text"][0])
+            return f"Megatron Response:\n{answer['text'][0]}"
     except (OSError, http.client.HTTPException) as error:
         raise user_error("server-not-responding", address=address, error=error) from None
     except (ValueError, LookupError, TypeError):
-        raise ServerError(f"http://{address}{PATH} is not a text generation server") from None
+        return f"http://{address}{PATH} is not a text generation server"
     finally:
         connection.close()
     message = answer.get("message", answer) if isinstance(answer, dict) else answer
-    raise ServerError(f"Error {response.status}: {message}")
+    return f"Error {response.status}: {message}"
 
 
 def work(options: Options) -> None:
@@ -88,10 +83,7 @@ def work(options: Options) -> None:
         if not count.strip().isdecimal():
             print(f"{count!r} is not a number of tokens")
             continue
-        try:
-            print(f"Megatron Response:\n{ask(options.host_and_port, prompt, int(count))}")
-        except ServerError as error:
-            print(error)
+        print(ask(options.host_and_port, prompt, int(count)))
 
 
 main = cli.program(Options, work)

@@ -1,6 +1,6 @@
 """Merge many files of JSON lines into one, as merge_data.py and merge_jsons.py of the tutorials do.
 
-The command line of `megatron_ds.cleaning.merge_files`.
+The command line of `megatron_ds.cleaning.command`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if __name__ == "__main__":
 
 
 from megatron_ds import cli
-from megatron_ds.cleaning.merge_files import MergeOptions as Options
-from megatron_ds.cleaning.merge_files import merge_files
+from megatron_ds.cleaning.command import MergeOptions as Options
+from megatron_ds.cleaning.command import merge_files
 
 main = cli.program(Options, merge_files)
 

@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
 
 from megatron_ds import cli
-from megatron_ds.cleaning.merge_files import MergeOptions, merge_files
+from megatron_ds.cleaning.command import MergeOptions, merge_files
 
 
 class MergeJsonsOptions(MergeOptions):

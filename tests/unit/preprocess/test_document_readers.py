@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from megatron_ds.cleaning import merge_files
+from megatron_ds.cleaning.command import files_of
 from megatron_ds.config.fields import ineffective
 from megatron_ds.preprocess import formats
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
@@ -281,7 +281,7 @@ def test_files_of_this_package_in_a_folder_are_no_input(tmp_path: Path, format: 
         path.write_bytes(jsonl())
     spec = InputSpec((str(tmp_path),), format=format)
     assert list(spec.local_files()) == [str(tmp_path / "a.jsonl")]
-    merged = merge_files.files_of(str(tmp_path), str(tmp_path / "out.json"))
+    merged = files_of(str(tmp_path), str(tmp_path / "out.json"))
     assert {os.path.basename(path) for path in merged} == {"a.jsonl"}
 
 
@@ -296,7 +296,7 @@ def test_pipes_and_broken_links_in_a_folder_are_named_in_a_warning(tmp_path: Pat
     for name in ("pipe/p", "link/l"):
         with pytest.warns(UserWarning, match=f"{tmp_path}/{name}.jsonl"):
             assert fields(read((tmp_path / name).parent)) == TEXTS
-        files = list(merge_files.files_of(str((tmp_path / name).parent), "out.json"))
+        files = list(files_of(str((tmp_path / name).parent), "out.json"))
         assert [os.path.basename(file) for file in files] == ["b.jsonl"]
 
 
