@@ -48,9 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.user_properties += [(each, "1") for each in MARKERS if item.get_closest_marker(each)]
     _skip_without_accelerator(config, items)
     if on_disk := [item for item in items if item.get_closest_marker("libaio")]:
-        from megatron_ds.planning import libaio
+        from megatron_ds.planning import swap_disk
 
-        if (problem := libaio.find_problem()) is not None:
+        if (problem := swap_disk.find_problem()) is not None:
             for item in on_disk:
                 item.add_marker(pytest.mark.skip(reason=problem.render()))
 

@@ -27,8 +27,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.launch import cpp_ops
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, CppOp
 from megatron_ds.launch.environment import prepare_environment
-from megatron_ds.launch.extension_locks import find_stale_locks
-from megatron_ds.planning import libaio
+from megatron_ds.planning import swap_disk
 
 OPS = {"adam": (CPU_ADAM,), "aio": (ASYNC_IO,), "all": (CPU_ADAM, ASYNC_IO)}
 BUILD = """
@@ -64,12 +63,12 @@ def work(options: Options) -> int:
 
 def find_problem(op: CppOp) -> Problem | None:
     """Why an op cannot be built here."""
-    return libaio.find_problem() if op is ASYNC_IO else cpp_ops.find_problem(op)
+    return swap_disk.find_problem() if op is ASYNC_IO else cpp_ops.find_problem(op)
 
 
 def clear_stale_locks(folder: Path) -> None:
     """Remove the locks of killed builds, and print each."""
-    for lock in find_stale_locks(folder):
+    for lock in cpp_ops.find_stale_locks(folder):
         print(f"Removing {lock}: the lock of a killed build")
         lock.unlink(missing_ok=True)
 

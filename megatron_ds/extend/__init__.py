@@ -14,8 +14,7 @@ from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.dataset_request import DatasetRequest
-from megatron_ds.launch import environment
-from megatron_ds.launch.extension_locks import find_stale_locks
+from megatron_ds.launch import cpp_ops, environment
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading import plan as loading
@@ -88,7 +87,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
             check=check,
         )
         startup.mark("settings")
-        environment.require_no_stale_locks(find_stale_locks(ops))
+        cpp_ops.require_no_stale_locks(ops)
         from megatron_ds.training import setup  # torch takes seconds to import
 
         startup.mark("libraries")

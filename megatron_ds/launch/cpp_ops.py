@@ -2,10 +2,15 @@
 
 DeepSpeed compiles an op when it is first used, without a message, and the other processes that need
 it wait for the lock of that build. This file builds before the first use and says who does what.
+
+torch builds an op under a lock file that the builder creates and holds open. Other processes wait
+indefinitely and silently until the file is gone (torch.utils.file_baton). A builder that is killed
+leaves the file, and every later run hangs. This file tells a stale lock from one in use.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 import shutil
@@ -19,6 +24,7 @@ from megatron_ds.launch.environment import local_rank, world_size
 from megatron_ds.launch.output import print_error, waiting_for, with_rank_prefix
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
+PROCESSES = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -117,3 +123,46 @@ def leave_out_shared_memory_op() -> None:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
+
+
+def require_no_stale_locks(folder: Path) -> None:
+    """Raises a `UserError` if a folder of ops has stale locks: loading an op would wait forever."""
+    if locks := find_stale_locks(folder):
+        names = "\n".join(f"  {path}" for path in locks)
+        raise user_error("stale-build-lock", names=names)
+
+
+def find_stale_locks(folder: Path) -> list[Path]:
+    """Returns the locks below a folder of extensions that no process of this host holds open.
+
+    Checks `<extension>/lock` and, for torch's default folder, `<version>/<extension>/lock`.
+    Processes of other hosts that share the folder are not seen.
+
+    Args:
+        folder: The folder that TORCH_EXTENSIONS_DIR names; it need not exist.
+
+    Returns:
+        Sorted paths. Empty without /proc.
+    """
+    if not PROCESSES.is_dir():
+        return []
+    locks = [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
+    file_ids = {lock: _file_id(lock) for lock in locks}
+    # Without the processes of other users, who have other extensions.
+    descriptors = glob.iglob(f"{PROCESSES}/[0-9]*/fd/*") if locks else ()
+    held = {_file_id(descriptor)[:2] for descriptor in descriptors}
+    # A lock that was released, or taken again, during the check is in use.
+    return sorted(
+        lock
+        for lock, file_id in file_ids.items()
+        if file_id and file_id[:2] not in held and _file_id(lock) == file_id
+    )
+
+
+def _file_id(path: str | Path) -> tuple[int, ...]:
+    """Device, inode and modification time; empty if the file is gone."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_mtime_ns

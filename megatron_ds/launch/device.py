@@ -146,7 +146,7 @@ class PeakMemory:
         self.on_host = self._accelerator.device_name() == "cpu"
         self.restart()
         if self.on_host:
-            self._before = _process_status("VmRSS")
+            self._before = proc_bytes("self/status", "VmRSS")
         else:
             self._before = self._accelerator.memory_allocated()
 
@@ -163,7 +163,7 @@ class PeakMemory:
         """The peak in bytes; None if the system does not report it."""
         if not self.on_host:
             return int(self._accelerator.max_memory_allocated()) - (self._before or 0)
-        peak = _process_status("VmHWM")
+        peak = proc_bytes("self/status", "VmHWM")
         return None if peak is None or self._before is None else peak - self._before
 
 
@@ -174,10 +174,15 @@ def _is_known_to_be_cpu() -> bool:
     return requested == "cpu"
 
 
-def _process_status(name: str) -> int | None:
-    """An entry of /proc/self/status in bytes, if there is one."""
+def proc_bytes(file: str, name: str) -> int | None:
+    """An entry of a file of /proc in bytes; None if there is none.
+
+    Args:
+        file: Such as `meminfo`.
+        name: Such as `MemTotal`.
+    """
     with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return None

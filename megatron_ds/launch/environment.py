@@ -14,7 +14,6 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ds.config.problems import user_error
 from megatron_ds.launch.rank_variables import (
     AGENT_VARIABLES,
     LOCAL_RANK_VARIABLES,
@@ -149,15 +148,6 @@ def limit_tokenizer_threads() -> None:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-
-
-def require_no_stale_locks(locks: list[Path]) -> None:
-    """Raises:
-    UserError: If there are stale locks of DeepSpeed's ops: loading an op would wait forever.
-    """
-    if locks:
-        names = "\n".join(f"  {path}" for path in locks)
-        raise user_error("stale-build-lock", names=names)
 
 
 def _ops_folder() -> Path:

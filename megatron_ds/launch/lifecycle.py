@@ -176,15 +176,10 @@ class ProcessLifecycle:
         size, address = environment.world_size(), environment.rendezvous()
         others = f"the {size} processes of the run at MASTER_ADDR:MASTER_PORT = {address}"
         end = min(timeout.total_seconds() + GRACE_S, threading.TIMEOUT_MAX)
-        timer = threading.Timer(end, self._end_rendezvous, [timeout])
-        timer.daemon = True
-        timer.start()
-        try:
-            # If one host is slow, many ranks wait for it: they say so one after the other.
-            with output.waiting_for(others, 1.0 + environment.local_rank()):
-                yield
-        finally:
-            timer.cancel()
+        # If one host is slow, many ranks wait for it: they say so one after the other.
+        waiting = output.waiting_for(others, 1.0 + environment.local_rank())
+        with output.calling_after(end, self._end_rendezvous, timeout), waiting:
+            yield
 
     def on_group_joined(self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle]) -> None:
         """Starts watching the other ranks.

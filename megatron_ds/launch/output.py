@@ -13,9 +13,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import program_start
@@ -88,16 +88,21 @@ def print_error(text: str) -> None:
 
 
 @contextmanager
-def waiting_for(what: str, patience: float = 1.0) -> Iterator[None]:
-    """Prints on this rank what the body waits for, after `patience` times SILENT_WAIT_S."""
-    text = with_rank_prefix(f"waiting for {what}")
-    timer = threading.Timer(patience * SILENT_WAIT_S, print_error, [text])
+def calling_after(seconds: float, function: Callable[..., object], *args: Any) -> Iterator[None]:
+    """Calls a function in another thread, unless the body takes fewer seconds."""
+    timer = threading.Timer(seconds, function, args)
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
+
+
+def waiting_for(what: str, patience: float = 1.0) -> AbstractContextManager[None]:
+    """Prints on this rank what the body waits for, after `patience` times SILENT_WAIT_S."""
+    text = with_rank_prefix(f"waiting for {what}")
+    return calling_after(patience * SILENT_WAIT_S, print_error, text)
 
 
 def with_rank_prefix(text: str) -> str:

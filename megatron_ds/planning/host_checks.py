@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-import shutil
+import math
+import resource
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.config import Config, passed_keys
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config import device_support
-from megatron_ds.engine.ds_config.generate import (
-    build_ds_config,
-    cpp_ops,
-    swap_buffer_problems,
-)
+from megatron_ds.engine.ds_config import device_support, generate
 from megatron_ds.engine.optimizers.adam_kernels import available_on
-from megatron_ds.launch import device, environment
-from megatron_ds.launch.cpp_ops import ASYNC_IO
-from megatron_ds.launch.cpp_ops import problems as op_problems
-from megatron_ds.launch.device import DeviceCapacity
-from megatron_ds.planning import disk_rate, host_memory
-from megatron_ds.planning.disk_rate import DiskRate
+from megatron_ds.launch import cpp_ops, device, environment
+from megatron_ds.launch.device import DeviceCapacity, proc_bytes
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
+from megatron_ds.planning.swap_disk import Disk
 
+CAP_IPC_LOCK = 14
+"""Number of the capability with which a process locks memory beyond its limit."""
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 SLOW_SECONDS = 1.0
 """Seconds of reading and writing per step from which a warning reports them."""
-
-
-@dataclass(frozen=True)
-class Disk:
-    """The disk of --nvme-path."""
-
-    folder: Path
-    rate: DiskRate
-    free: int
-    """Bytes."""
-    is_in_memory: bool
 
 
 @dataclass(frozen=True)
@@ -59,24 +45,44 @@ class Host:
     """On the first process, for what is offloaded to NVMe."""
 
     @classmethod
-    def here(cls, config: Config, processes: int, rate: DiskRate | None) -> Host:
+    def here(cls, processes: int, disk: Disk | None) -> Host:
         """The host of this process.
 
         Args:
-            config: Complete configuration of the run.
             processes: Processes of the run on this host.
-            rate: Rate of the disk of --nvme-path, which the first of them measures; None on others.
+            disk: The disk of --nvme-path, which the first of them measures; None on others.
         """
-        kind, disk, folder = device.kind(), None, Path(str(config.deepspeed.nvme_path))
-        if rate is not None:
-            free = shutil.disk_usage(folder).free
-            disk = Disk(folder, rate, free, disk_rate.is_in_memory(folder))
-        rank, is_shared = environment.local_rank(), environment.has_shared_devices()
-        accelerator = None
+        kind, accelerator, rank = device.kind(), None, environment.local_rank()
         if kind != "cpu":
+            is_shared = environment.has_shared_devices()
             accelerator = device.capacity(rank, processes, is_shared=is_shared)
-        memory = (host_memory.total(), host_memory.available(), host_memory.lockable())
+        memory = (total_memory(), available_memory(), lockable_memory())
         return cls(kind, processes, *memory, accelerator, disk)
+
+
+def total_memory() -> float:
+    """Bytes that the processes of this host, or container, can have; infinite if unknown."""
+    limits = [proc_bytes("meminfo", "MemTotal") or math.inf]
+    for path in CGROUP_LIMITS:
+        with suppress(OSError, ValueError):
+            limits.append(float(Path(path).read_text()))
+    return min(limits)
+
+
+def available_memory() -> float:
+    """Bytes that new processes can have without swapping; infinite if unknown."""
+    return min(total_memory(), proc_bytes("meminfo", "MemAvailable") or math.inf)
+
+
+def lockable_memory() -> float:
+    """Bytes that this process may lock (`ulimit -l`); infinite without a limit."""
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        capabilities = next(line for line in lines if line.startswith("CapEff:"))
+        if int(capabilities.split()[1], 16) >> CAP_IPC_LOCK & 1:
+            return math.inf
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def problems(
@@ -91,8 +97,10 @@ def problems(
         warn: Called with each warning.
     """
     yield from _passed_key_problems(config, host.kind, warn)
-    ops = cpp_ops(build_ds_config(config, dp_size, host.kind, available_on(host.kind)))
-    yield from op_problems([op for op in ops if op is not ASYNC_IO])  # libaio.py checks that one
+    ds_config = generate.build_ds_config(config, dp_size, host.kind, available_on(host.kind))
+    ops = generate.cpp_ops(ds_config)
+    # swap_disk.py checks that of swapping.
+    yield from cpp_ops.problems([op for op in ops if op is not cpp_ops.ASYNC_IO])
     estimate, mode = planned_memory(config, dp_size, host.kind), config.runtime.memory_check
     excesses = [*_host_excesses(estimate, host), *_device_excesses(estimate, host.device)]
     for problem, is_certain in excesses if mode != "off" else ():
@@ -106,7 +114,7 @@ def problems(
     if host.disk is not None:
         yield from _disk_problems(host.disk, host.processes * sum(estimate.disk.values()), warn)
     if config.deepspeed.uses_nvme:
-        yield from swap_buffer_problems(config, dp_size)
+        yield from generate.swap_buffer_problems(config, dp_size)
 
 
 def _passed_key_problems(

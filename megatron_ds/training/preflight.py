@@ -23,7 +23,7 @@ from megatron_ds.launch import device, environment
 from megatron_ds.loading import initial_load
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.planning import swap_disk
-from megatron_ds.planning.disk_rate import DiskRate
+from megatron_ds.planning.swap_disk import Disk
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
 
@@ -89,14 +89,14 @@ def check(
 
         complete = config.with_vocab(vocab_size or given or 0)
         processes = environment.local_world_size() or 1
-        host = host_checks.Host.here(complete, processes, disk)
+        host = host_checks.Host.here(processes, disk)
         problems += host_checks.problems(complete, dp_size, host, warn)
     problems += disk_problems
     return problems, None if tokenizer is None else RunInputs(plan, tokenizer, data)
 
 
-def _check_disk(config: Config) -> tuple[DiskRate | None, list[Problem]]:
-    """The rate of the disk for what is offloaded to NVMe, on the first process of a host."""
+def _check_disk(config: Config) -> tuple[Disk | None, list[Problem]]:
+    """The disk for what is offloaded to NVMe, on the first process of a host."""
     path = config.deepspeed.nvme_path
     if not (config.deepspeed.uses_nvme and path and environment.local_rank() == 0):
         return None, []

@@ -12,7 +12,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.planning import libaio
+from megatron_ds.planning import swap_disk
 from tests.dist.engine_harness import batches_of, full_weights
 from tests.dist.nonfinite_harness import Training
 from tests.dist.parity_cases import SAMPLES, Case, config_of, ds_file, plans_of
@@ -21,7 +21,7 @@ from tests.dist.reference import Tensors
 
 SMALLEST_SWAPPED = 1024
 """Bytes of the smallest tensor in a file, in these tests; DeepSpeed's own limit is a megabyte."""
-WITHOUT_LIBAIO = libaio.find_problem()
+WITHOUT_LIBAIO = swap_disk.find_problem()
 """Why this machine cannot offload to NVMe."""
 STEPS, TAG = 2, "saved"
 """Steps before and after the checkpoint, and its name."""

@@ -60,7 +60,7 @@ NEVER_IN = {
     "torch": """
         checkpoint/metadata.py checkpoint/compatibility.py loading/options_from_checkpoint.py
         checkpoint/selection.py checkpoint/store/ config/ fileio/ train_state.py schedules.py
-        schedule_validation.py launch/extension_locks.py extend/__init__.py
+        schedule_validation.py extend/__init__.py
         training/extensions.py training/records.py data/blend_schedule.py data/blend_spec.py
         data/build_datasets.py data/index_cache.py data/indexed_dataset.py data/loader_process.py
         data/merge.py data/sample_index.py data/token_file_stats.py data/tokenizer_metadata.py

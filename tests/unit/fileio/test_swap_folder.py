@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.fileio.swap_folder import SwapFolder
-from megatron_ds.planning import disk_rate
+from megatron_ds.planning import swap_disk
 
 DIES = """
 import os, sys
@@ -47,4 +47,4 @@ def test_files_of_a_dead_process_are_removed(tmp_path: Path) -> None:
 def test_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        disk_rate.measure(tmp_path / "file" / "folder")
+        swap_disk.measure(tmp_path / "file" / "folder")

@@ -1,7 +1,9 @@
-"""Building DeepSpeed's C++ ops: what is said, and what happens without a compiler."""
+"""Building DeepSpeed's C++ ops: what is said, what happens without a compiler, stale locks."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from megatron_ds.launch import cpp_ops, output
-from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM
+from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, find_stale_locks
 from tests.problems import codes, raises_problem
 
 
@@ -80,3 +82,41 @@ def test_a_compiler_is_needed_only_for_ops_that_are_not_built(
 def test_missing_headers_of_python_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_ops.sysconfig, "get_path", lambda name: str(folder))
     assert codes(cpp_ops.problems([CPU_ADAM])) == ["op-without-headers"]
+
+
+HOLD = """
+import os, sys
+os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_lock_that_no_process_holds_is_an_error(tmp_path: Path) -> None:
+    """Also in torch's default folder, which has one level more."""
+    shallow, deep = tmp_path / "cpu_adam" / "lock", tmp_path / "py311_cpu" / "comm" / "lock"
+    for lock in (shallow, deep):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    (tmp_path / "cpu_adam" / "main.o").touch()
+
+    assert find_stale_locks(tmp_path) == sorted([shallow, deep])
+    for lock in (shallow, deep):
+        with raises_problem("stale-build-lock", contains=str(lock)):
+            cpp_ops.require_no_stale_locks(tmp_path)
+    cpp_ops.require_no_stale_locks(tmp_path / "missing")
+
+
+def test_lock_is_stale_once_its_builder_was_killed(tmp_path: Path) -> None:
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    command = [sys.executable, "-S", "-c", HOLD, str(lock)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    builder = subprocess.Popen(command, **pipes, text=True)
+    try:
+        assert (builder.stdout.readline(), find_stale_locks(tmp_path)) == ("held\n", [])
+    finally:
+        builder.kill()
+        builder.communicate()
+
+    assert find_stale_locks(tmp_path) == [lock]

@@ -19,7 +19,6 @@ from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.gpt_dataset import GPTDataset
 from megatron_ds.launch import device, distributed, environment, output
-from megatron_ds.launch.extension_locks import find_stale_locks
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle
 from megatron_ds.training.jsonl_logger import JsonLines
 from tests.problems import raises_problem
@@ -41,17 +40,6 @@ def clean_environment(single_process: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     single_process.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     single_process.setattr(environment, "_silence_libraries", lambda: None)
     return single_process
-
-
-def test_stale_lock_is_an_error(tmp_path: Path) -> None:
-    lock = tmp_path / "cpu_adam" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-
-    with raises_problem("stale-build-lock", contains=str(lock)):
-        environment.require_no_stale_locks(find_stale_locks(tmp_path))
-    lock.unlink()
-    environment.require_no_stale_locks(find_stale_locks(tmp_path))
 
 
 def test_ops_are_stored_in_the_virtual_environment(

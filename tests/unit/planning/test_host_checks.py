@@ -16,10 +16,10 @@ from megatron_ds.engine.ds_config import device_support
 from megatron_ds.launch import device
 from megatron_ds.launch.device import DeviceCapacity
 from megatron_ds.model.flops import parameters_per_rank
-from megatron_ds.planning import disk_rate, host_checks, libaio, swap_disk
-from megatron_ds.planning.disk_rate import DiskRate
-from megatron_ds.planning.host_checks import Disk, Host
+from megatron_ds.planning import host_checks, swap_disk
+from megatron_ds.planning.host_checks import Host
 from megatron_ds.planning.memory_estimate import planned_memory
+from megatron_ds.planning.swap_disk import Disk, DiskRate
 from tests.problems import codes
 from tests.unit.engine.ds_files import merged
 from tests.unit.engine.passed_key_files import KEYS
@@ -152,30 +152,30 @@ def test_buffers_of_a_file_hold_what_is_swapped(
 def test_unusable_folder_and_missing_library_are_found_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(libaio, "find_problem", lambda: Problem("nvme-without-libaio", error=""))
+    monkeypatch.setattr(swap_disk, "find_problem", lambda: Problem("nvme-without-libaio", error=""))
     file = tmp_path / "file"
     file.touch()
-    rate, problems = swap_disk.check(file)
-    assert rate is None
+    disk, problems = swap_disk.check(file)
+    assert disk is None
     assert codes(problems) == ["nvme-without-libaio", "nvme-path-unusable"]
 
 
 def test_folder_is_created_and_measured_and_left_empty(tmp_path: Path) -> None:
     try:
-        expected = disk_rate.measure(tmp_path)
+        expected = swap_disk.measure(tmp_path)
     except OSError as error:
         pytest.skip(f"the temporary folder has no direct access: {error}")
-    rate, problems = swap_disk.check(tmp_path / "a" / "b")
+    disk, problems = swap_disk.check(tmp_path / "a" / "b")
     assert (min(expected) > 0, problems) == (True, [])
-    assert rate is not None
-    assert min(rate) > 0
+    assert disk is not None
+    assert min(disk.rate) > 0
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def test_file_systems_in_memory_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = "/dev/a / ext4 rw 0 0\nb /mem tmpfs rw 0 0\n/dev/c /mem/disk xfs rw 0 0\n"
     monkeypatch.setattr(Path, "read_text", lambda path: mounts)
-    found = [disk_rate.is_in_memory(Path(path)) for path in ("/x", "/mem/x", "/mem/disk/x")]
+    found = [swap_disk.is_in_memory(Path(path)) for path in ("/x", "/mem/x", "/mem/disk/x")]
     assert found == [False, True, False]
 
 

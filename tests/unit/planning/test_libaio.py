@@ -8,14 +8,14 @@ import pytest
 from deepspeed import git_version_info
 
 from megatron_ds.launch import device
-from megatron_ds.planning import host_memory, libaio
+from megatron_ds.planning import host_checks, swap_disk
 from tests.problems import codes
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 
 
 def found() -> list[str]:
-    problem = libaio.find_problem()
+    problem = swap_disk.find_problem()
     return [] if problem is None else codes([problem])
 
 
@@ -38,18 +38,18 @@ def test_missing_toolkit_is_found(
 
 @needs_compiler
 def test_missing_header_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libaio, "PROBE", "#include <no-such-header.h>")
+    monkeypatch.setattr(swap_disk, "PROBE", "#include <no-such-header.h>")
     assert found() == ["nvme-without-libaio"]
 
 
 @pytest.mark.libaio
 def test_refusing_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libaio, "PROBE", "int main() { return 0; }")
+    monkeypatch.setattr(swap_disk, "PROBE", "int main() { return 0; }")
     assert found() == []
-    monkeypatch.setattr(libaio, "PROBE", "int main() { return 1; }")
+    monkeypatch.setattr(swap_disk, "PROBE", "int main() { return 1; }")
     assert found() == ["nvme-refused-by-kernel"]
 
 
 def test_host_has_memory() -> None:
-    assert 0 < host_memory.available() <= host_memory.total()
-    assert host_memory.lockable() >= 0
+    assert 0 < host_checks.available_memory() <= host_checks.total_memory()
+    assert host_checks.lockable_memory() >= 0

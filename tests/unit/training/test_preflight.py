@@ -29,7 +29,7 @@ from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.launch import device
 from megatron_ds.loading import plan as loading
-from megatron_ds.planning import libaio
+from megatron_ds.planning import swap_disk
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import preflight, rank_settings
@@ -166,7 +166,7 @@ def test_a_disk_is_checked_whatever_else_is_wrong(
     others: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = Problem("nvme-without-libaio", error="")
-    monkeypatch.setattr(libaio, "find_problem", lambda: missing)
+    monkeypatch.setattr(swap_disk, "find_problem", lambda: missing)
     line = f"--zero-stage 3 --nvme-optimizer --nvme-path file {others}"
 
     _, problems, _ = check(line)
