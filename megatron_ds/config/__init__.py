@@ -127,15 +127,14 @@ class Config:
 
     def warnings(self) -> Iterator[Problem]:
         """Warn of flags, and of values of the DeepSpeed file, that have no effect."""
-        groups = [getattr(self, name) for name in GROUPS]
-        values = SimpleNamespace(**{k: v for group in groups for k, v in vars(group).items()})
-        for group in groups:
+        for group in (getattr(self, name) for name in GROUPS):
             changed = {
                 item.name
                 for item, _ in option_fields(group)
                 if item.name in self.origins and getattr(group, item.name) != item.default
             }
-            yield from map(self.with_origin, ineffective(group, self.given | changed, values))
+            given = self.given | changed
+            yield from map(self.with_origin, ineffective(group, given, self._values))
         yield from self.data.warnings()
 
     def with_origin(self, problem: Problem) -> Problem:
@@ -188,19 +187,28 @@ class Config:
 
     def effective_values(self) -> dict[str, dict[str, Any]]:
         """The values by group that have an effect, with defaults that follow from other fields."""
-        groups = {name: getattr(self, name) for name in GROUPS}
-        context = SimpleNamespace(
-            **{k: v for group in groups.values() for k, v in vars(group).items()}
-        )
+        values = self._values
         return {
             name: {
-                item.name: getattr(group, item.name)
+                item.name: getattr(values, item.name)
                 for item, spec in option_fields(group)
-                if spec.unmet(context) is None
+                if spec.unmet(values) is None
             }
-            | getattr(group, "derived_values", {})
-            for name, group in groups.items()
+            | getattr(getattr(self, name), "derived_values", {})
+            for name, group in GROUPS.items()
         }
+
+    def in_effect(self, name: str) -> Any:
+        """The value of a field; its default if it has no effect next to the other values."""
+        item, spec = _OPTIONS[name]
+        values = self._values
+        return getattr(values, name) if spec.unmet(values) is None else item.default
+
+    @property
+    def _values(self) -> SimpleNamespace:
+        """The values of all groups by field."""
+        groups = (getattr(self, name) for name in GROUPS)
+        return SimpleNamespace(**{k: v for group in groups for k, v in vars(group).items()})
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values by group, for JSON."""

@@ -50,17 +50,17 @@ class DeepSpeedFile:
 def get(values: Json, dotted: str) -> Any:
     """The value of a dotted key; None if it or an object on the way is absent."""
     parent, last = _parent(values, dotted)
-    return parent.get(last) if isinstance(parent, dict) else None
+    return parent.get(last)
 
 
 def has(values: Json, dotted: str) -> bool:
     parent, last = _parent(values, dotted)
-    return isinstance(parent, dict) and last in parent
+    return last in parent
 
 
 def pop(values: Json, dotted: str) -> Any:
     parent, last = _parent(values, dotted)
-    return parent.pop(last, None) if isinstance(parent, dict) else None
+    return parent.pop(last, None)
 
 
 def put(values: Json, dotted: str, value: Any) -> None:
@@ -77,9 +77,10 @@ def leaves(values: Json, prefix: str = "") -> list[str]:
     return found
 
 
-def _parent(values: Json, dotted: str) -> tuple[Any, str]:
+def _parent(values: Json, dotted: str) -> tuple[Json, str]:
+    """The object that may have a dotted key, a new one if it is absent, and the key in it."""
     *above, last = dotted.split(".")
-    value: Any = values
     for part in above:
-        value = value.get(part) if isinstance(value, dict) else None
-    return value, last
+        value = values.get(part)
+        values = value if isinstance(value, dict) else {}
+    return values, last

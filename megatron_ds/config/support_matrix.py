@@ -26,14 +26,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from megatron_ds.config import Config, flag_of
 from megatron_ds.config.checks import listed
-from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
-
-if TYPE_CHECKING:
-    from megatron_ds.config import Config
 
 Layout = Mapping[str, str]
 """A value for each axis."""
@@ -100,12 +96,16 @@ DISK = "/tmp"
 """An example of a folder on a local disk."""
 
 
-def _size(flag: str) -> dict[str, str]:
-    return {"1": f"{flag} 1", MANY: f"{flag} 2"}
+def _size(title: str, name: str) -> Axis:
+    """The axis of an option field whose value 1 is the default."""
+    values = {"1": f"{flag_of(name)} 1", MANY: f"{flag_of(name)} 2"}
+    return Axis(title, values, lambda config: MANY if config.in_effect(name) > 1 else "1", "1")
 
 
-def _size_of(size: int) -> str:
-    return MANY if size > 1 else "1"
+def _switch(title: str, name: str) -> Axis:
+    """The axis of an option field that is on or off, which is the default."""
+    values = {"off": "", "on": flag_of(name)}
+    return Axis(title, values, lambda config: "on" if config.in_effect(name) else "off", "off")
 
 
 def _offload(config: Config) -> str:
@@ -117,16 +117,6 @@ def _offload(config: Config) -> str:
     optimizer, parameters = offload.optimizer_offload != "none", offload.param_offload != "none"
     names = {(True, False): "optimizer", (False, True): "parameters", (True, True): "both"}
     return names.get((optimizer, parameters), "none")
-
-
-def _sequence(config: Config) -> str:
-    parallel = config.parallel
-    return "on" if parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1 else "off"
-
-
-def _pipeline_schedule(config: Config) -> str:
-    parallel = config.parallel
-    return parallel.pipeline_schedule if parallel.pipeline_model_parallel_size > 1 else "1f1b"
 
 
 def _experts(config: Config) -> str:
@@ -165,48 +155,23 @@ AXES: Mapping[str, Axis] = {
             "nvme": "--nvme-optimizer --remote-device nvme",
         },
     ),
-    "hpz": Axis(
-        "hpZ",
-        _size("--zero-hpz-partition-size"),
-        lambda config: _size_of(in_effect(config.deepspeed).zero_hpz_partition_size),
-        "1",
-    ),
+    "hpz": _size("hpZ", "zero_hpz_partition_size"),
     "masters": Axis(
         "master weights",
         {"fp32": "", "bf16": "--bf16-master-weights"},
-        lambda config: "bf16" if in_effect(config.precision).bf16_master_weights else "fp32",
+        lambda config: "bf16" if config.in_effect("bf16_master_weights") else "fp32",
         "fp32",
     ),
-    "tp": Axis(
-        "tensor parallel",
-        _size("--tensor-model-parallel-size"),
-        lambda config: _size_of(config.parallel.tensor_model_parallel_size),
-        "1",
-    ),
-    "sequence": Axis(
-        "sequence parallel",
-        {"off": "", "on": "--sequence-parallel"},
-        _sequence,
-        "off",
-    ),
-    "pp": Axis(
-        "pipeline parallel",
-        _size("--pipeline-model-parallel-size"),
-        lambda config: _size_of(config.parallel.pipeline_model_parallel_size),
-        "1",
-    ),
+    "tp": _size("tensor parallel", "tensor_model_parallel_size"),
+    "sequence": _switch("sequence parallel", "sequence_parallel"),
+    "pp": _size("pipeline parallel", "pipeline_model_parallel_size"),
     "schedule": Axis(
         "pipeline schedule",
         {"1f1b": "", "dualpipev": "--pipeline-schedule dualpipev"},
-        _pipeline_schedule,
+        lambda config: str(config.in_effect("pipeline_schedule")),
         "1f1b",
     ),
-    "sp": Axis(
-        "DeepSpeed-Ulysses",
-        _size("--ds-sequence-parallel-size"),
-        lambda config: _size_of(config.parallel.ds_sequence_parallel_size),
-        "1",
-    ),
+    "sp": _size("DeepSpeed-Ulysses", "ds_sequence_parallel_size"),
     "experts": Axis(
         "mixture of experts",
         {
@@ -239,24 +204,14 @@ AXES: Mapping[str, Axis] = {
         _recompute,
         "none",
     ),
-    "mlp": Axis(
-        "tiled MLP",
-        {"off": "", "on": "--tiled-mlp"},
-        lambda config: "on" if config.recompute.tiled_mlp else "off",
-        "off",
-    ),
+    "mlp": _switch("tiled MLP", "tiled_mlp"),
     "optimizer": Axis(
         "optimizer",
         {name: f"--optimizer {name}" for name in ("adam", "sgd", "lion", "muon")},
         lambda config: config.optimizer.optimizer,
         "adam",
     ),
-    "documents": Axis(
-        "document masks",
-        {"off": "", "on": "--reset-attention-mask"},
-        lambda config: "on" if config.data.reset_attention_mask else "off",
-        "off",
-    ),
+    "documents": _switch("document masks", "reset_attention_mask"),
     "curriculum": Axis(
         "curriculum",
         {"off": "", "on": "--curriculum-seqlen 8 16 2"},
@@ -361,15 +316,13 @@ def broken_rules(layout: Layout) -> list[Rule]:
     return [rule for rule in RULES if rule.forbids(layout)]
 
 
-def closest(layout: Layout) -> Layout:
-    """The closest layout that works, by the rules' `instead` where they suffice."""
-    return _repaired(layout, ())
-
-
-def _repaired(layout: Layout, kept: Collection[str]) -> Layout:
-    """The layout with the fewest changes of other axes that no rule forbids; itself if none is.
+def closest(layout: Layout, kept: Collection[str] = ()) -> Layout:
+    """The closest layout that works, by the rules' `instead` where they suffice.
 
     One without experts is another model: it is taken only if no other is left.
+
+    Args:
+        kept: Axes whose values stay; if none works with them, the result is the layout itself.
     """
     queue, seen = [dict(layout)], []
     dense: list[dict[str, str]] = []
@@ -424,4 +377,4 @@ def obstacle(part: Layout) -> Rule | None:
 def completed(part: Layout) -> Layout:
     """A layout with these values, and the defaults of other axes as far as the rules allow."""
     defaults = {name: axis.default for name, axis in AXES.items()}
-    return _repaired(defaults | dict(part), part)
+    return closest(defaults | dict(part), part)
