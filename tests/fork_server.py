@@ -188,11 +188,7 @@ def serve() -> None:
 
 
 def fork_ranks(
-    script: str,
-    argv: list[str],
-    folder: str,
-    environments: list[dict[str, str]],
-    logs: list[str],
+    script: str, argv: list[str], folder: str, environments: list[dict[str, str]], logs: list[str]
 ) -> list[int]:
     pids: list[int] = []
     for environment, log in zip(environments, logs, strict=True):

@@ -47,11 +47,7 @@ def table_of(options: type) -> FlagTable:
 
 
 def parse(
-    options: type[T],
-    argv: Sequence[str],
-    *,
-    rank: int = 0,
-    unknown: list[str] | None = None,
+    options: type[T], argv: Sequence[str], *, rank: int = 0, unknown: list[str] | None = None
 ) -> T:
     """Read the options of a tool.
 
@@ -123,12 +119,7 @@ def program(options: type[T], work: Callable[[T], int | None]) -> Callable[[Sequ
     return functools.partial(run, options, work)
 
 
-def fail(
-    problems: Sequence[str],
-    table: FlagTable,
-    *,
-    rank: int = 0,
-) -> NoReturn:
+def fail(problems: Sequence[str], table: FlagTable, *, rank: int = 0) -> NoReturn:
     """Print the problems of a command line on rank 0 and exit."""
     if rank == 0:
         count = counted(len(problems), "problem")

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import OptionSpec, option_fields
-from megatron_ds.config.model import GLU_ACTIVATIONS
 from megatron_ds.config.problems import MARKER, default_flag
 
 Outcome = Literal["set", "no_op", "ignored", "refused"]
@@ -244,23 +243,18 @@ FIXED_TITLE = "other spellings: Flags that stand for values of the flags above."
 def _fixed_values(entries: Iterable[Mapping[str, Any]]) -> Iterator[Flag]:
     """Flags that stand for values of other flags."""
     for entry in entries:
+        choices = tuple(entry.get("choices", ()))
         yield Flag(
             entry["help"],
             names=(entry["flag"],),
             outcome="set",
-            nargs=0,
+            nargs=0 if "value" in entry else 1,
             field=entry["field"],
-            const=entry["value"],
+            const=entry.get("value"),
+            choices=choices,
+            metavar=_metavar(str, choices),
             yields_to=tuple(entry.get("unless", ())),
         )
-    yield Flag(
-        "--activation X with --ffn-hidden-size 4 x hidden, unless that is given",
-        names=("glu-activation",),
-        outcome="set",
-        field="activation",
-        choices=GLU_ACTIVATIONS,
-        metavar=_metavar(str, GLU_ACTIVATIONS),
-    )
 
 
 def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
@@ -268,12 +262,8 @@ def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
     for outcome in FOREIGN_OUTCOMES:
         for entry in section.get(outcome, ()):
             accepted = tuple(entry.get("accepted_values", ()))
-            kinds: tuple[tuple[str, int | str], ...] = (
-                ("switches", 0),
-                ("valued", 1),
-                ("lists", "*"),
-            )
-            for key, nargs in kinds:
+            kinds: dict[str, int | str] = {"switches": 0, "valued": 1, "lists": "*"}
+            for key, nargs in kinds.items():
                 for name in entry.get(key, "").split():
                     yield Flag(
                         entry["reason"],

@@ -79,8 +79,7 @@ class _Scanner:
         self._extra: list[tuple[str, Flag | None, str]] = []
         self._ignored: dict[str, list[str]] = {}
         self._misspelt: list[str] = []
-        self._requirements: list[tuple[str, str]] = []
-        self._bounded: list[GivenFlag] = []
+        self._readable: list[GivenFlag] = []
 
     def scan(self, argv: Sequence[str]) -> ParsedLine:
         line = self._line
@@ -102,15 +101,15 @@ class _Scanner:
         line.values, contradictions = _resolve(list(self._given.values()))
         line.unreadable |= {name for name in self._misspelt if name not in line.values}
         line.problems += [
-            Problem("flag-requires-another", needed, given=option)
-            for option, needed in self._requirements
-            if needed not in line.values and needed not in line.unreadable
+            Problem("flag-requires-another", each.flag.needs, given=each.option)
+            for each in self._readable
+            if each.flag.needs and each.flag.needs not in line.values.keys() | line.unreadable
         ]
         line.problems += [
             Problem("value-below-option", each.flag.at_least, given=each, reason=each.flag.help)
-            for each in self._bounded
+            for each in self._readable
+            if each.flag.at_least and each.flag.at_least not in line.unreadable
             if each.value < line.values.get(each.flag.at_least, math.inf)
-            and each.flag.at_least not in line.unreadable
         ]
         line.problems += contradictions
         return line
@@ -135,14 +134,12 @@ class _Scanner:
             self._line.problems += error.problems
             self._line.unreadable.update(*(problem.fields for problem in error.problems))
             return
-        if flag.needs:
-            self._requirements.append((option, flag.needs))
-        if flag.at_least:
-            self._bounded.append(GivenFlag(flag, option, tuple(arguments[:count]), value))
+        given = GivenFlag(flag, option, tuple(arguments[:count]), value)
+        self._readable.append(given)
         if flag.outcome == "ignored" and not _is_accepted(flag, arguments):
             self._ignored.setdefault(flag.help, []).append(option)
         elif flag.outcome == "set":
-            self._set(GivenFlag(flag, option, tuple(arguments[:count]), value))
+            self._set(given)
 
     def _set(self, new: GivenFlag) -> None:
         if new.flag.repeatable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterator
@@ -50,45 +51,37 @@ def missing_folder(location: str) -> Iterator[Problem]:
         yield Problem("load-folder-missing", load=location)
 
 
+_folder = functools.partial(option_field, None, metavar="FOLDER")
+_iterations = functools.partial(option_field, None, minimum=1)
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Saving and loading of checkpoints."""
 
-    save: str | None = option_field(
-        None, "output folder for checkpoints, or a URL such as s3://BUCKET/FOLDER", metavar="FOLDER"
-    )
-    load: str | None = option_field(
-        None,
+    save: str | None = _folder("output folder for checkpoints, or a URL such as s3://BUCKET/FOLDER")
+    load: str | None = _folder(
         "folder of checkpoints to resume from; if it has none, training starts from scratch. Or "
         "weights to start from, in any format of tools/convert_checkpoint.py: hf:FOLDER is a model "
         "of Hugging Face, hf:OWNER/NAME one on the Hub. Options of the model that are not given "
-        "are then its own. The folder may be a URL such as s3://BUCKET/FOLDER",
-        metavar="FOLDER",
+        "are then its own. The folder may be a URL such as s3://BUCKET/FOLDER"
     )
-    checkpoint_staging_dir: str | None = option_field(
-        None,
+    checkpoint_staging_dir: str | None = _folder(
         "folder of each host for the files of checkpoints whose --save or --load is a URL; "
-        "environment variables in it are expanded (default: below the folder for temporary files)",
-        metavar="FOLDER",
+        "environment variables in it are expanded (default: below the folder for temporary files)"
     )
-    local_checkpoint_dir: str | None = option_field(
-        None,
+    local_checkpoint_dir: str | None = _folder(
         "folder on the disk of each node for frequent checkpoints, each with a copy on the next "
         "node; a run continues from the newest one if it is newer than that of --load. "
         "Environment variables in it are expanded",
-        metavar="FOLDER",
         only_with=SAVE,
     )
-    local_save_interval: int | None = option_field(
-        None,
+    local_save_interval: int | None = _iterations(
         "number of iterations between checkpoints in --local-checkpoint-dir",
-        minimum=1,
         only_with=when(local_checkpoint_dir=ANY_VALUE),
     )
-    save_interval: int | None = option_field(
-        None,
+    save_interval: int | None = _iterations(
         "number of iterations between checkpoints; the last iteration is always saved",
-        minimum=1,
         only_with=SAVE,
     )
     save_interval_minutes: float | None = option_field(
@@ -110,10 +103,8 @@ class CheckpointConfig:
         minimum=1,
         only_with=SAVE,
     )
-    keep_every: int | None = option_field(
-        None,
+    keep_every: int | None = _iterations(
         "of the older checkpoints, also keep those of iterations that are multiples of this number",
-        minimum=1,
         only_with=when(keep_last=ANY_VALUE),
     )
     on_save_error: str = option_field(
@@ -122,10 +113,8 @@ class CheckpointConfig:
         "the final checkpoint fails, the run always exits with an error",
         choices=("continue", "exit"),
     )
-    ckpt_step: int | None = option_field(
-        None,
+    ckpt_step: int | None = _iterations(
         "iteration of the checkpoint to load (default: the one that the file `latest` names)",
-        minimum=1,
         only_with=LOAD,
     )
     load_tag: str | None = option_field(
@@ -169,11 +158,9 @@ class CheckpointConfig:
         "first samples of any data. The position in the learning rate schedule is kept",
         only_with=LOAD,
     )
-    pretrained_checkpoint: str | None = option_field(
-        None,
+    pretrained_checkpoint: str | None = _folder(
         "folder of weights for --finetune, which is loaded if --load has no checkpoint yet; in any "
-        "format of --load",
-        metavar="FOLDER",
+        "format of --load"
     )
     use_checkpoint_args: bool = option_field(
         False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from megatron_ds.config.fields import ANY_VALUE, option_field, when
 from megatron_ds.config.problems import Problem
 
 TENSORBOARD = when(tensorboard_dir=ANY_VALUE)
+
+_tensorboard = functools.partial(option_field, only_with=TENSORBOARD)
 
 
 @dataclass(frozen=True)
@@ -44,39 +47,33 @@ class LoggingConfig:
     tensorboard_dir: str | None = option_field(
         None, "folder for TensorBoard logs (default: no TensorBoard logs)", metavar="FOLDER"
     )
-    tensorboard_queue_size: int = option_field(
-        1000,
-        "maximum number of pending TensorBoard events before a flush",
-        minimum=1,
-        only_with=TENSORBOARD,
+    tensorboard_queue_size: int = _tensorboard(
+        1000, "maximum number of pending TensorBoard events before a flush", minimum=1
     )
-    tensorboard_log_interval: int = option_field(
-        1, "number of iterations between TensorBoard events", minimum=1, only_with=TENSORBOARD
+    tensorboard_log_interval: int = _tensorboard(
+        1, "number of iterations between TensorBoard events", minimum=1
     )
-    log_timers_to_tensorboard: bool = option_field(
-        False, "log iteration times and throughput to TensorBoard", only_with=TENSORBOARD
+    log_timers_to_tensorboard: bool = _tensorboard(
+        False, "log iteration times and throughput to TensorBoard"
     )
-    log_batch_size_to_tensorboard: bool = option_field(
-        False, "log the global batch size to TensorBoard", only_with=TENSORBOARD
+    log_batch_size_to_tensorboard: bool = _tensorboard(
+        False, "log the global batch size to TensorBoard"
     )
-    log_learning_rate_to_tensorboard: bool = option_field(
+    log_learning_rate_to_tensorboard: bool = _tensorboard(
         True,
         "do not log the learning rate to TensorBoard",
         aliases=("no-log-learnig-rate-to-tensorboard",),
-        only_with=TENSORBOARD,
     )
-    log_loss_scale_to_tensorboard: bool = option_field(
-        True, "do not log the loss scale to TensorBoard", only_with=TENSORBOARD
+    log_loss_scale_to_tensorboard: bool = _tensorboard(
+        True, "do not log the loss scale to TensorBoard"
     )
-    log_validation_ppl_to_tensorboard: bool = option_field(
-        False, "log the validation perplexity to TensorBoard", only_with=TENSORBOARD
+    log_validation_ppl_to_tensorboard: bool = _tensorboard(
+        False, "log the validation perplexity to TensorBoard"
     )
-    log_world_size_to_tensorboard: bool = option_field(
-        False, "log the number of processes to TensorBoard", only_with=TENSORBOARD
+    log_world_size_to_tensorboard: bool = _tensorboard(
+        False, "log the number of processes to TensorBoard"
     )
-    log_memory_to_tensorboard: bool = option_field(
-        False, "log device memory to TensorBoard", only_with=TENSORBOARD
-    )
+    log_memory_to_tensorboard: bool = _tensorboard(False, "log device memory to TensorBoard")
     log_params_norm: bool = option_field(
         False, "log the norm of all parameters to the console and TensorBoard"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,46 +17,33 @@ ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
 
 ROPE = when(position_embedding_type="rope")
 
+_required_size = functools.partial(option_field, UNSET_INT, required=True, minimum=1)
+_size = functools.partial(option_field, None, minimum=1)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Architecture of the transformer."""
 
-    num_layers: int = option_field(
-        UNSET_INT,
-        "number of transformer layers",
-        aliases=("encoder-num-layers",),
-        required=True,
-        minimum=1,
+    num_layers: int = _required_size(
+        "number of transformer layers", aliases=("encoder-num-layers",)
     )
-    hidden_size: int = option_field(UNSET_INT, "hidden size", required=True, minimum=1)
-    ffn_hidden_size: int | None = option_field(
-        None,
+    hidden_size: int = _required_size("hidden size")
+    ffn_hidden_size: int | None = _size(
         "hidden size of the MLP (default: 4 x hidden size; with --swiglu the multiple of 64 below "
-        "8/3 x hidden size)",
-        minimum=1,
+        "8/3 x hidden size)"
     )
-    num_attention_heads: int = option_field(
-        UNSET_INT, "number of attention heads", required=True, minimum=1
+    num_attention_heads: int = _required_size("number of attention heads")
+    kv_channels: int | None = _size(
+        "dimension of each attention head (default: hidden size / heads)"
     )
-    kv_channels: int | None = option_field(
-        None, "dimension of each attention head (default: hidden size / heads)", minimum=1
-    )
-    num_query_groups: int | None = option_field(
-        None,
+    num_query_groups: int | None = _size(
         "number of key-value heads for grouped-query attention (default: --num-attention-heads)",
         aliases=("num-key-value-heads",),
-        minimum=1,
     )
-    seq_length: int = option_field(
-        UNSET_INT,
-        "sequence length in tokens",
-        aliases=("encoder-seq-length",),
-        required=True,
-        minimum=1,
-    )
-    max_position_embeddings: int | None = option_field(
-        None, "number of learned position embeddings (default: --seq-length)", minimum=1
+    seq_length: int = _required_size("sequence length in tokens", aliases=("encoder-seq-length",))
+    max_position_embeddings: int | None = _size(
+        "number of learned position embeddings (default: --seq-length)"
     )
     position_embedding_type: str = option_field(
         "learned_absolute",
@@ -131,12 +119,10 @@ class ModelConfig:
         "vocabulary size of NullTokenizer or TikTokenizer (default: the tokenizer's)",
         minimum=1,
     )
-    softmax_vocab_size: int | None = option_field(
-        None,
+    softmax_vocab_size: int | None = _size(
         "rows of the output layer over which the loss normalizes, if more than the vocabulary: a "
         "run of Megatron includes its padding (default: the vocabulary; when such a run is "
-        "continued, the rows of its checkpoint)",
-        minimum=1,
+        "continued, the rows of its checkpoint)"
     )
 
     # The following are defined if neither `field_problems` nor `problems` finds anything.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,9 @@ from megatron_ds.config.problems import Problem
 
 EXPERTS = when(num_experts=ABOVE_ONE)
 DROPPING = (EXPERTS, Condition({"moe_token_dropping": (True,)}, without_flags=True))
+
+_of_experts = functools.partial(option_field, only_with=EXPERTS)
+_of_dropping = functools.partial(option_field, only_with=DROPPING)
 
 
 @dataclass(frozen=True)
@@ -23,26 +27,21 @@ class MoEConfig:
         nargs="*",
         minimum=1,
     )
-    expert_interval: int = option_field(
-        1,
-        "every N-th layer has experts, counted from 1; the others are dense",
-        minimum=1,
-        only_with=EXPERTS,
+    expert_interval: int = _of_experts(
+        1, "every N-th layer has experts, counted from 1; the others are dense", minimum=1
     )
-    moe_router_topk: int = option_field(
-        2, "number of experts of each token", aliases=("topk",), minimum=1, only_with=EXPERTS
+    moe_router_topk: int = _of_experts(
+        2, "number of experts of each token", aliases=("topk",), minimum=1
     )
-    moe_router_pre_softmax: bool = option_field(
+    moe_router_pre_softmax: bool = _of_experts(
         False,
         "weigh the selected experts by their probabilities among all experts, not among the "
         "selected ones; always so with one expert per token",
-        only_with=EXPERTS,
     )
-    moe_router_load_balancing_type: str = option_field(
+    moe_router_load_balancing_type: str = _of_experts(
         "aux_loss",
         "how the router learns to use all experts: aux_loss adds the auxiliary loss",
         choices=("aux_loss", "none"),
-        only_with=EXPERTS,
     )
     moe_aux_loss_coeff: float = option_field(
         0.0,
@@ -51,40 +50,31 @@ class MoEConfig:
         minimum=0,
         only_with=(EXPERTS, when(moe_router_load_balancing_type="aux_loss")),
     )
-    moe_z_loss_coeff: float = option_field(
+    moe_z_loss_coeff: float = _of_experts(
         0.0,
         "coefficient of the router's z-loss, the squared log of the softmax's denominator",
         minimum=0,
-        only_with=EXPERTS,
     )
-    moe_expert_capacity_factor: float | None = option_field(
+    moe_expert_capacity_factor: float | None = _of_dropping(
         None,
         "tokens that an expert accepts of a micro-batch, relative to an equal distribution; "
         "further tokens skip the expert (default: no limit)",
         aliases=("moe-train-capacity-factor",),
         above=0,
-        only_with=DROPPING,
     )
-    moe_eval_capacity_factor: float | None = option_field(
-        None,
-        "the same in evaluation (default: --moe-expert-capacity-factor)",
-        above=0,
-        only_with=DROPPING,
+    moe_eval_capacity_factor: float | None = _of_dropping(
+        None, "the same in evaluation (default: --moe-expert-capacity-factor)", above=0
     )
-    moe_min_capacity: int = option_field(
-        0, "least capacity of an expert, in tokens", minimum=0, only_with=DROPPING
-    )
-    moe_token_drop_policy: str = option_field(
+    moe_min_capacity: int = _of_dropping(0, "least capacity of an expert, in tokens", minimum=0)
+    moe_token_drop_policy: str = _of_dropping(
         "probs",
         "tokens that an expert with too many keeps: those of highest probability, or the first",
         choices=("probs", "position"),
-        only_with=DROPPING,
     )
-    moe_token_dropping: bool = option_field(
+    moe_token_dropping: bool = _of_experts(
         True,
         "experts accept all tokens, whatever the capacity factors",
         flag="disable-moe-token-dropping",
-        only_with=EXPERTS,
     )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from megatron_ds.config.problems import Problem, with_value
 ADAM = when(optimizer=("adam", "muon"))
 MUON = when(optimizer="muon")
 LION = when(optimizer="lion")
+
+_fraction = functools.partial(option_field, minimum=0, below=1)
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,8 @@ class OptimizerConfig:
         synonyms={"dist_muon": "muon"},
     )
     lr: float = option_field(UNSET_FLOAT, "maximum learning rate", required=True, minimum=0)
-    adam_beta1: float = option_field(
-        0.9, "decay rate of Adam's first moment", minimum=0, below=1, only_with=ADAM
-    )
-    adam_beta2: float = option_field(
-        0.999, "decay rate of Adam's second moment", minimum=0, below=1, only_with=ADAM
-    )
+    adam_beta1: float = _fraction(0.9, "decay rate of Adam's first moment", only_with=ADAM)
+    adam_beta2: float = _fraction(0.999, "decay rate of Adam's second moment", only_with=ADAM)
     adam_eps: float = option_field(
         1e-8, "epsilon added to the denominator of Adam", minimum=0, only_with=ADAM
     )
@@ -40,15 +39,9 @@ class OptimizerConfig:
         "keep Adam's moments in 8 bits, by bitsandbytes (an approximation)",
         only_with=when(optimizer="adam"),
     )
-    lion_beta1: float = option_field(
-        0.9, "weight of Lion's momentum in its step", minimum=0, below=1, only_with=LION
-    )
-    lion_beta2: float = option_field(
-        0.99, "decay rate of Lion's momentum", minimum=0, below=1, only_with=LION
-    )
-    muon_momentum: float = option_field(
-        0.95, "decay rate of Muon's momentum", minimum=0, below=1, only_with=MUON
-    )
+    lion_beta1: float = _fraction(0.9, "weight of Lion's momentum in its step", only_with=LION)
+    lion_beta2: float = _fraction(0.99, "decay rate of Lion's momentum", only_with=LION)
+    muon_momentum: float = _fraction(0.95, "decay rate of Muon's momentum", only_with=MUON)
     muon_nesterov: bool = option_field(
         True, "without Nesterov momentum in Muon", flag="muon-no-nesterov", only_with=MUON
     )
@@ -68,9 +61,7 @@ class OptimizerConfig:
         above=0,
         only_with=MUON,
     )
-    sgd_momentum: float = option_field(
-        0.9, "momentum of SGD", minimum=0, below=1, only_with=when(optimizer="sgd")
-    )
+    sgd_momentum: float = _fraction(0.9, "momentum of SGD", only_with=when(optimizer="sgd"))
     decoupled_lr: float | None = option_field(
         None,
         "maximum learning rate of the word embedding and the output layer, with the schedule of "

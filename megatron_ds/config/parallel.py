@@ -68,7 +68,11 @@ class ParallelConfig:
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of ranks with different samples; 0 if the number of processes does not fit."""
-        sizes = self._sizes
+        sizes = (
+            self.tensor_model_parallel_size,
+            self.pipeline_model_parallel_size,
+            self.ds_sequence_parallel_size,
+        )
         product = math.prod(sizes)
         return world_size // product if min(sizes) > 0 and world_size % product == 0 else 0
 
@@ -153,10 +157,7 @@ class ParallelConfig:
             )
         if pp > 0 and (stages := self.num_stages) > max(num_layers, 1):
             yield Problem(
-                "more-stages-than-layers",
-                settings=self,
-                stages=stages,
-                num_layers=num_layers,
+                "more-stages-than-layers", settings=self, stages=stages, num_layers=num_layers
             )
         elif pp > 1:
             yield from self._partition_problems(num_layers)
@@ -206,12 +207,3 @@ class ParallelConfig:
         elif pattern is not None and not any(map(pattern.search, kinds)):
             known = ", ".join(dict.fromkeys(kinds))
             yield Problem("pp-partition-type", settings=self, kinds=known)
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        """Degrees of the kinds of parallelism whose ranks share samples."""
-        return (
-            self.tensor_model_parallel_size,
-            self.pipeline_model_parallel_size,
-            self.ds_sequence_parallel_size,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from megatron_ds.config.problems import Problem
 
 FP16 = when(fp16=True)
 DYNAMIC_SCALE = (FP16, Condition({"loss_scale": (None,)}, without_flags=True))
+
+_of_dynamic_scale = functools.partial(option_field, only_with=DYNAMIC_SCALE)
 
 
 @dataclass(frozen=True)
@@ -27,20 +30,15 @@ class PrecisionConfig:
     loss_scale: float | None = option_field(
         None, "static loss scale of fp16 (default: dynamic loss scaling)", above=0, only_with=FP16
     )
-    initial_loss_scale: float = option_field(
-        2.0**16, "initial dynamic loss scale", above=0, only_with=DYNAMIC_SCALE
-    )
-    min_loss_scale: float = option_field(
-        1.0, "minimum dynamic loss scale", minimum=1, only_with=DYNAMIC_SCALE
-    )
-    loss_scale_window: int = option_field(
+    initial_loss_scale: float = _of_dynamic_scale(2.0**16, "initial dynamic loss scale", above=0)
+    min_loss_scale: float = _of_dynamic_scale(1.0, "minimum dynamic loss scale", minimum=1)
+    loss_scale_window: int = _of_dynamic_scale(
         1000,
         "number of consecutive steps without overflow before the loss scale is doubled",
         minimum=1,
-        only_with=DYNAMIC_SCALE,
     )
-    hysteresis: int = option_field(
-        2, "number of overflows before the loss scale is halved", minimum=1, only_with=DYNAMIC_SCALE
+    hysteresis: int = _of_dynamic_scale(
+        2, "number of overflows before the loss scale is halved", minimum=1
     )
     max_consecutive_skipped_steps: int = option_field(
         50,

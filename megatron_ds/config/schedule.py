@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ WARMUP = when(
     lr_warmup_tokens=NON_ZERO,
     lr_warmup_fraction=NON_ZERO,
 )
+
+_length = functools.partial(option_field, None, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -92,31 +95,23 @@ class ScheduleConfig:
         nargs="*",
         metavar="START-END",
     )
-    train_iters: int | None = option_field(None, "run length in iterations", minimum=1)
-    train_samples: int | None = option_field(None, "run length in samples", minimum=1)
-    train_tokens: int | None = option_field(
-        None,
+    train_iters: int | None = _length("run length in iterations")
+    train_samples: int | None = _length("run length in samples")
+    train_tokens: int | None = _length(
         "run length in tokens: the run ends with the step that reaches it, or earlier with "
-        "--train-iters or --train-samples",
-        minimum=1,
+        "--train-iters or --train-samples"
     )
     lr_decay_style: str = option_field(
         "linear", "learning rate schedule after warmup", choices=("constant", *DECAY_STYLES)
     )
-    lr_decay_iters: int | None = option_field(
-        None,
-        "number of iterations to decay the learning rate over (default: --train-iters)",
-        minimum=1,
+    lr_decay_iters: int | None = _length(
+        "number of iterations to decay the learning rate over (default: --train-iters)"
     )
-    lr_decay_samples: int | None = option_field(
-        None,
-        "number of samples to decay the learning rate over (default: --train-samples)",
-        minimum=1,
+    lr_decay_samples: int | None = _length(
+        "number of samples to decay the learning rate over (default: --train-samples)"
     )
-    lr_decay_tokens: int | None = option_field(
-        None,
-        "number of tokens to decay the learning rate over (default: --train-tokens)",
-        minimum=1,
+    lr_decay_tokens: int | None = _length(
+        "number of tokens to decay the learning rate over (default: --train-tokens)"
     )
     lr_warmup_iters: int = option_field(0, "linear warmup in iterations", minimum=0)
     lr_warmup_samples: int = option_field(0, "linear warmup in samples", minimum=0)
@@ -139,15 +134,9 @@ class ScheduleConfig:
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
         only_with=WSD,
     )
-    lr_wsd_decay_iters: int | None = option_field(
-        None, "annealing phase of WSD in iterations", minimum=1, only_with=WSD
-    )
-    lr_wsd_decay_samples: int | None = option_field(
-        None, "annealing phase of WSD in samples", minimum=1, only_with=WSD
-    )
-    lr_wsd_decay_tokens: int | None = option_field(
-        None, "annealing phase of WSD in tokens", minimum=1, only_with=WSD
-    )
+    lr_wsd_decay_iters: int | None = _length("annealing phase of WSD in iterations", only_with=WSD)
+    lr_wsd_decay_samples: int | None = _length("annealing phase of WSD in samples", only_with=WSD)
+    lr_wsd_decay_tokens: int | None = _length("annealing phase of WSD in tokens", only_with=WSD)
 
     @property
     def batch_size_steps(self) -> tuple[tuple[int, int], ...]:

@@ -160,12 +160,7 @@ def test_signal_during_a_save_finishes_the_save(
     ids=["during training", "at the end"],
 )
 def test_signal_interrupts_an_evaluation_and_saves(
-    micro_batch: int,
-    unread: int,
-    last: int,
-    launcher: Launcher,
-    base: Settings,
-    tmp_path: Path,
+    micro_batch: int, unread: int, last: int, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """Evaluations have six micro-batches per rank, in calls of four, after iteration 2, 4 and at
     the end."""
