@@ -52,7 +52,8 @@ def missing_folder(location: str) -> Iterator[Problem]:
 
 
 _folder = functools.partial(option_field, None, metavar="FOLDER")
-_iterations = functools.partial(option_field, None, minimum=1)
+_count = functools.partial(option_field, None, minimum=1)
+_of_load = functools.partial(option_field, only_with=LOAD)
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,11 @@ class CheckpointConfig:
         "Environment variables in it are expanded",
         only_with=SAVE,
     )
-    local_save_interval: int | None = _iterations(
+    local_save_interval: int | None = _count(
         "number of iterations between checkpoints in --local-checkpoint-dir",
         only_with=when(local_checkpoint_dir=ANY_VALUE),
     )
-    save_interval: int | None = _iterations(
+    save_interval: int | None = _count(
         "number of iterations between checkpoints; the last iteration is always saved",
         only_with=SAVE,
     )
@@ -96,14 +97,12 @@ class CheckpointConfig:
         "to host memory; the last checkpoint of a run is written as without this flag",
         only_with=SAVE,
     )
-    keep_last: int | None = option_field(
-        None,
+    keep_last: int | None = _count(
         "number of checkpoints to keep in --save; older ones are removed after each complete save "
         "(default: all)",
-        minimum=1,
         only_with=SAVE,
     )
-    keep_every: int | None = _iterations(
+    keep_every: int | None = _count(
         "of the older checkpoints, also keep those of iterations that are multiples of this number",
         only_with=when(keep_last=ANY_VALUE),
     )
@@ -113,38 +112,34 @@ class CheckpointConfig:
         "the final checkpoint fails, the run always exits with an error",
         choices=("continue", "exit"),
     )
-    ckpt_step: int | None = _iterations(
+    ckpt_step: int | None = _count(
         "iteration of the checkpoint to load (default: the one that the file `latest` names)",
         only_with=LOAD,
     )
-    load_tag: str | None = option_field(
+    load_tag: str | None = _of_load(
         None,
         "name of the checkpoint to load, global_stepN, as DeepSpeed's tags; `latest` is ignored",
         metavar="TAG",
-        only_with=LOAD,
     )
     on_damaged_checkpoint: str = option_field(
         "fallback",
         "what to do when the checkpoint to load is damaged: load the one before it, or exit",
         choices=("fallback", "error"),
     )
-    finetune: bool = option_field(
+    finetune: bool = _of_load(
         False,
         "start a new run from the weights of --load: at iteration 0, with new states of the "
         "optimizer, and with any data",
-        only_with=LOAD,
     )
-    no_load_optim: bool = option_field(
+    no_load_optim: bool = _of_load(
         False,
         "load the weights and the progress of the run, but not the states of the optimizer, which "
         "may be another one",
-        only_with=LOAD,
     )
-    universal_checkpoint: bool = option_field(
+    universal_checkpoint: bool = _of_load(
         False,
         "load the universal checkpoint that the file `latest_universal` names, unless --load has a "
         "checkpoint of a later iteration. Checkpoints of other layouts need no conversion",
-        only_with=LOAD,
     )
     no_save_optim: bool = option_field(
         False,
@@ -152,40 +147,36 @@ class CheckpointConfig:
         "run then continues with --no-load-optim or --finetune only",
         only_with=SAVE,
     )
-    reset_iteration: bool = option_field(
+    reset_iteration: bool = _of_load(
         False,
         "start a new run from the weights and optimizer states of --load: at iteration 0, with the "
         "first samples of any data. The position in the learning rate schedule is kept",
-        only_with=LOAD,
     )
     pretrained_checkpoint: str | None = _folder(
         "folder of weights for --finetune, which is loaded if --load has no checkpoint yet; in any "
         "format of --load"
     )
-    use_checkpoint_args: bool = option_field(
+    use_checkpoint_args: bool = _of_load(
         False,
         "take the options of the model from the checkpoint to load, even over flags, except for "
         "given ones that a resume may change, such as --seq-length and dropout",
-        only_with=LOAD,
     )
-    override_opt_param_scheduler: bool = option_field(
+    override_opt_param_scheduler: bool = _of_load(
         False,
         "schedule learning rate and weight decay by the command line, without a warning of what "
         "differs from the checkpoint",
         flag="override-opt_param-scheduler",
         aliases=("override-lr-scheduler",),
-        only_with=LOAD,
     )
-    use_checkpoint_opt_param_scheduler: bool = option_field(
+    use_checkpoint_opt_param_scheduler: bool = _of_load(
         False,
         "schedule learning rate and weight decay as the run that saved the checkpoint, even over "
         "flags",
         flag="use-checkpoint-opt_param-scheduler",
         aliases=("use-checkpoint-lr-scheduler",),
-        only_with=LOAD,
     )
-    exit_on_missing_checkpoint: bool = option_field(
-        False, "exit with an error if --load has no checkpoint", only_with=LOAD
+    exit_on_missing_checkpoint: bool = _of_load(
+        False, "exit with an error if --load has no checkpoint"
     )
 
     @property

@@ -155,19 +155,9 @@ def _mpi_task(env: Environment) -> Task | None:
             raise _incomplete(env, present[0], names[:3])
     else:
         return None
-    values = [_number(env, name) for name in names if name in env]
-    if values[0] >= values[1]:
-        raise _contradiction(env, *names[:2])
+    local_size = _number(env, names[3]) if names[3] in env else None
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("SLURM_JOB_ID")
-    nodes = env.get("SLURM_JOB_NODELIST")
-    return Task(
-        program,
-        dict(zip(RANK_VARIABLES, values, strict=False)),
-        dict(zip(RANK_VARIABLES, names, strict=False)),
-        local_size=values[3] if len(values) == 4 else None,
-        first_host=None if nodes is None else first_host(nodes),
-        job=job,
-    )
+    return _task(env, program, names[:3], local_size, env.get("SLURM_JOB_NODELIST"), job)
 
 
 def _slurm_task(env: Environment) -> Task | None:
@@ -178,21 +168,29 @@ def _slurm_task(env: Environment) -> Task | None:
         return None
     if not all(name in env for name in names):
         raise _incomplete(env, size_name, names)
-    values = [_number(env, name) for name in names]
-    if values[0] >= values[1]:
-        raise _contradiction(env, *names[:2])
     for name, other in (("PMI_RANK", names[0]), ("PMI_SIZE", names[1])):  # srun --mpi=pmi2
         if name in env and env[name] != env[other]:
             raise _contradiction(env, name, other)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    return Task(
-        "Slurm",
-        dict(zip(RANK_VARIABLES, values, strict=True)),
-        dict(zip(RANK_VARIABLES, names, strict=True)),
-        local_size=_slurm_local_size(env),
-        first_host=None if nodes is None else first_host(nodes),
-        job=f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID')}" if "SLURM_JOB_ID" in env else None,
-    )
+    job = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID')}" if "SLURM_JOB_ID" in env else None
+    return _task(env, "Slurm", names, _slurm_local_size(env), nodes, job)
+
+
+def _task(
+    env: Environment,
+    program: str,
+    names: Sequence[str],
+    local_size: int | None,
+    nodes: str | None,
+    job: str | None,
+) -> Task:
+    """The process whose rank, number of processes and local rank are in some variables."""
+    variables = dict(zip(RANK_VARIABLES, names, strict=True))
+    values = {key: _number(env, name) for key, name in variables.items()}
+    if values["RANK"] >= values["WORLD_SIZE"]:
+        raise _contradiction(env, *names[:2])
+    host = None if nodes is None else first_host(nodes)
+    return Task(program, values, variables, local_size, host, job)
 
 
 def _is_single_step(env: Environment) -> bool:
