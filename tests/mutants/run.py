@@ -153,8 +153,8 @@ def copy_repository(folder: Path) -> Path:
     return folder
 
 
-def score(mutations: list[Mutation], jobs: int) -> bool:
-    """Runs the mutants, prints each outcome and the score; returns whether the list is sound."""
+def score(mutations: list[Mutation], jobs: int) -> list[str]:
+    """Runs the mutants, prints and returns each outcome; none if the tests fail without mutants."""
     with tempfile.TemporaryDirectory() as name:
         copies = queue.SimpleQueue[Path]()
         for job in range(jobs):
@@ -176,12 +176,12 @@ def score(mutations: list[Mutation], jobs: int) -> bool:
         copies.put(copy)
         if baseline != "survived":
             print(f"Without a mutant the tests do not pass: {detail}")
-            return False
+            return []
         with ThreadPoolExecutor(jobs) as workers:
             outcomes = list(workers.map(run_one, mutations))
     caught = outcomes.count("caught")
     print(f"{caught} of {len(outcomes)} caught: {100 * caught / max(1, len(outcomes)):.1f} %")
-    return "broken" not in outcomes
+    return outcomes
 
 
 def _print(mutation: Mutation, outcome: str, seconds: str, detail: str) -> None:
@@ -200,7 +200,8 @@ def main() -> int:
     misfits = [mutation for mutation in chosen if not mutation.file]
     for mutation in misfits:
         _print(mutation, "broken", "", mutation.text)
-    is_sound = not misfits if options.fit else score(chosen, options.jobs)
+    outcomes = [] if options.fit else score(chosen, options.jobs)
+    is_sound = not misfits and (options.fit or (outcomes and "broken" not in outcomes))
     return 0 if is_sound else 1
 
 

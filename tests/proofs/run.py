@@ -31,7 +31,8 @@ from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
-from tests.proofs.marked import MARKERS, marked_tests  # noqa: E402 (the path is set now)
+from tests.mutants import run as mutants  # noqa: E402 (the path is set now)
+from tests.proofs.marked import MARKERS, marked_tests  # noqa: E402
 from tests.reports import Case, run_pytest  # noqa: E402
 from tests.versions import run as versions  # noqa: E402
 
@@ -138,24 +139,15 @@ def run_versions() -> Record:
 
 def run_mutants() -> Record:
     """The score of the mutants, of which a caught one counts as passed."""
-    command = [sys.executable, "tests/mutants/run.py", "--jobs", "2"]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line)
-    process.wait()
-    score = re.search(r"^(\d+) of (\d+) caught", "".join(lines), re.MULTILINE)
-    caught, total = map(int, score.groups()) if score else (0, 1)
-    failures = {line.strip(): "survived" for line in lines if line.startswith("survived")}
-    return {
-        "passed": caught,
-        "failed": total - caught,
-        "skipped": 0,
-        "failures": failures,
-        "tests": {},
+    mutations = mutants.fit(mutants.read_mutants(), REPOSITORY / "megatron_ds")
+    outcomes = mutants.score(mutations, jobs=2) or ["broken"] * len(mutations)
+    failures = {
+        f"{each.mutant.target}: {each.mutant.change}": outcome
+        for each, outcome in zip(mutations, outcomes, strict=True)
+        if outcome != "caught"
     }
+    passed = {"passed": outcomes.count("caught"), "failed": len(failures), "skipped": 0}
+    return {**passed, "failures": failures, "tests": {}}
 
 
 SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {

@@ -74,10 +74,19 @@ def test_lengths_in_iterations_are_converted_by_the_global_batch_size() -> None:
     assert rates == pytest.approx(table)
 
 
-def test_warmup_starts_at_its_initial_rate() -> None:
-    config = config_with({**BY_SAMPLES, "lr_warmup_init": 0.2})
-    assert schedules.learning_rate(config, after(0), 1) == pytest.approx(0.2)
-    assert schedules.learning_rate(config, after(50), 1) == pytest.approx(0.6)
+@pytest.mark.parametrize(
+    ("changes", "table"),
+    [
+        ({}, {0: 1.0}),
+        ({"lr_warmup_samples": 100, "lr_warmup_init": 0.2}, {0: 0.2, 50: 0.6}),
+        # Relative to the decay.
+        ({"lr_warmup_fraction": 0.25}, {25: 0.2, 125: 1.0}),
+    ],
+)
+def test_warmup_begins_and_ends_as_given(changes: dict[str, Any], table: dict[int, float]) -> None:
+    config = config_with({**BY_SAMPLES, "lr_warmup_samples": 0, **changes})
+    rates = {done: schedules.learning_rate(config, after(done), 1) for done in table}
+    assert rates == pytest.approx(table)
 
 
 def test_decoupled_learning_rate_has_the_schedule_with_bounds_of_its_own() -> None:
@@ -89,17 +98,6 @@ def test_decoupled_learning_rate_has_the_schedule_with_bounds_of_its_own() -> No
         assert (plan.lr, plan.decoupled_lr) == pytest.approx((0.775, at_200))
         assert schedules.plan(config, after(50), 1).decoupled_lr == pytest.approx(1.5)
         assert schedules.plan(config, after(900), 1).decoupled_lr == pytest.approx(at_end)
-
-
-def test_warmup_fraction_is_relative_to_the_decay() -> None:
-    config = config_with({**BY_SAMPLES, "lr_warmup_samples": 0, "lr_warmup_fraction": 0.25})
-    assert schedules.learning_rate(config, after(25), 1) == pytest.approx(0.2)
-    assert schedules.learning_rate(config, after(125), 1) == pytest.approx(1.0)
-
-
-def test_first_step_without_warmup_has_the_maximum_learning_rate() -> None:
-    config = config_with({**BY_SAMPLES, "lr_warmup_samples": 0})
-    assert schedules.learning_rate(config, after(0), 1) == 1.0
 
 
 @pytest.mark.parametrize(

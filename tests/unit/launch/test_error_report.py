@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.launch.error_report import ErrorReport, is_collective_error, make_report
+from megatron_ds.launch.error_report import is_collective_error, make_report
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from tests.problems import printed_codes
 
@@ -28,21 +28,20 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def test_user_error_is_reported_without_traceback() -> None:
-    report = make_report(raised(UserError(Problem.of("some-code", "a message"))))
-    assert report.code == ExitCode.ERROR
-    assert report.full_text() == "pretrain_gpt.py: rank 2: a message [some-code]"
-
-
-def test_aborted_run_keeps_its_status() -> None:
-    report = make_report(RunAborted("the disk is full", ExitCode.SAVE_FAILED))
-    assert report.code == ExitCode.SAVE_FAILED
-    assert report.full_text() == "pretrain_gpt.py: rank 2: the disk is full"
-
-
-def test_an_exit_with_a_status_prints_no_other_message() -> None:
-    report = make_report(raised(SystemExit(7)))
-    assert (report.summary, report.text) == ("ended with status 7", "")
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        (UserError(Problem.of("a-code", "a message")), ExitCode.ERROR, "a message [a-code]"),
+        (RunAborted("full disk", ExitCode.SAVE_FAILED), ExitCode.SAVE_FAILED, "full disk"),
+        (SystemExit(7), ExitCode.ERROR, "ended with status 7"),
+    ],
+)
+def test_expected_end_is_reported_without_traceback(
+    error: BaseException, code: ExitCode, shown: str
+) -> None:
+    report = make_report(raised(error))
+    assert report.code == code
+    assert report.full_text() == f"pretrain_gpt.py: rank 2: {shown}"
 
 
 def test_unexpected_error_keeps_its_traceback() -> None:
@@ -136,8 +135,3 @@ def test_processes_that_do_not_meet_are_reported_with_the_address(
     assert "node1:2345" in text
     assert str(error).rstrip(".") in text
     assert "Traceback" not in text
-
-
-def test_report_without_text_prints_its_summary() -> None:
-    report = ErrorReport("was stopped", ExitCode.TERMINATED)
-    assert report.full_text() == "pretrain_gpt.py: rank 2: was stopped"

@@ -63,21 +63,23 @@ def test_zombie_is_dead_and_its_signal_is_known(child: subprocess.Popen[bytes]) 
 
 
 @linux
-def test_sigkill_hints_at_host_memory(child: subprocess.Popen[bytes]) -> None:
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (signal.SIGKILL, Problem("out-of-host-memory")),
+        (signal.SIGABRT, "--distributed-timeout-minutes"),
+    ],
+)
+def test_signal_hints_at_its_cause(
+    number: signal.Signals, hint: str, child: subprocess.Popen[bytes]
+) -> None:
     process = ProcessHandle.of(child.pid)
-    kill_without_reaping(child, signal.SIGKILL)
-    assert "signal 9 (SIGKILL)" in describe_death(process)
-    assert Problem("out-of-host-memory") in describe_death(process)
+    kill_without_reaping(child, number)
+    assert f"signal {int(number)} ({number.name})" in describe_death(process)
+    assert hint in describe_death(process)
     child.wait()
     assert process.exit_status() is None
     assert Problem("out-of-host-memory") in describe_death(process)
-
-
-@linux
-def test_abort_hints_at_the_collective_timeout(child: subprocess.Popen[bytes]) -> None:
-    process = ProcessHandle.of(child.pid)
-    kill_without_reaping(child, signal.SIGABRT)
-    assert "--distributed-timeout-minutes" in describe_death(process)
 
 
 @linux

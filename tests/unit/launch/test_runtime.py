@@ -168,11 +168,6 @@ def test_torchrun_summary_shows_the_message(
     output.write_torchelastic_error_file("other launchers have no summary")
 
 
-def test_single_process_has_no_peers() -> None:
-    context = distributed.ProcessContext(0, 1, MagicMock(), "gloo", (HostLocation.here(),))
-    assert distributed.watched_peers(context) == (None, {})
-
-
 def test_peers_are_the_other_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "ExitBoard", lambda: None)
     ranks = tuple(
@@ -180,6 +175,8 @@ def test_peers_are_the_other_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) 
     )
     context = distributed.ProcessContext(2, 4, MagicMock(), "gloo", ranks)
     assert distributed.watched_peers(context)[1] == {0: ranks[0].process, 3: ranks[3].process}
+    context = distributed.ProcessContext(0, 1, MagicMock(), "gloo", ranks[:1])
+    assert distributed.watched_peers(context) == (None, {})
 
 
 @pytest.mark.parametrize(
