@@ -23,6 +23,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -70,6 +71,12 @@ def rank_environments(count: int, **other: str) -> list[dict[str, str]]:
     world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), **other}
     ranks = map(str, range(count))
     return [{**clean_environment(), **world, "RANK": r, "LOCAL_RANK": r} for r in ranks]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class ForkServer:

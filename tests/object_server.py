@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fork_server import DEADLINE, REPOSITORY
+from tests.fork_server import DEADLINE, REPOSITORY, free_port
 
 SERVER = REPOSITORY / "build" / "s3"
 """Where `make` puts moto and s3fs."""
@@ -34,11 +33,9 @@ def s3_server(log: Path) -> Iterator[Mapping[str, str]]:
     """
     if not (SERVER / "moto").is_dir():
         pytest.skip("needs build/s3, which `make test`, `make quick` and `make unit` install")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = str(free_port())
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port]
     with log.open("wb") as output:
         server = subprocess.Popen(
             command, env={**os.environ, "PYTHONPATH": str(SERVER)}, stdout=output, stderr=output

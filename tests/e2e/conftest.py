@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Settings
+from tests.e2e.runs import ENDLESS, RANKS, SCHEDULE, Launcher, Settings
 from tests.token_files import write_pair
 
 VOCAB = 120
@@ -54,6 +54,12 @@ def base(corpus: Path) -> Settings:
         "eval_iters": 0,
         "num_workers": 0,
     }
+
+
+@pytest.fixture
+def endless(base: Settings, tmp_path: Path) -> Settings:
+    """A run that saves into the test's folder, and that something else must end."""
+    return {**base, "train_iters": ENDLESS, "save": tmp_path}
 
 
 @pytest.fixture(scope="session")

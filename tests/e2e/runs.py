@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,6 +31,7 @@ from tests.fork_server import (
     ForkedProcess,
     ForkServer,
     clean_environment,
+    free_port,
     rank_environments,
     shared_fork_server,
 )
@@ -321,12 +321,6 @@ def _environment_of(pid: int) -> list[str]:
 def shared_memory_of(port: int) -> list[str]:
     """Names of shared memory that DeepSpeed created for the run with that port."""
     return [path.name for path in Path("/dev/shm").glob(f"deepspeed_*_{port}_*")]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def records(save: Path) -> list[Record]:

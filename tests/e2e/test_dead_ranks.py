@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ENDLESS, Launcher, Settings, has_trained, shared_memory_of
+from tests.e2e.runs import Launcher, Settings, has_trained, shared_memory_of
 from tests.e2e.test_signals import linux
 from tests.faults import FAILURE, HANG_MESSAGE
 from tests.problems import printed_codes
@@ -23,9 +23,9 @@ from tests.problems import printed_codes
     [pytest.param("deepspeed", (247, 4), marks=pytest.mark.proof), ("torchrun", (1,))],
 )
 def test_killed_rank_of_a_launcher(
-    name: str, statuses: tuple[int, ...], launcher: Launcher, base: Settings, tmp_path: Path
+    name: str, statuses: tuple[int, ...], launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:
-    settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
+    settings = {**endless, "num_workers": 1}
     run, port = launcher.launch(name, settings)
     run.wait_until(has_trained(tmp_path))
     victim = launcher.process_of_rank(1)
@@ -48,11 +48,10 @@ def test_killed_rank_of_a_launcher(
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_rank_without_a_launcher(
-    victim: int, launcher: Launcher, base: Settings, tmp_path: Path
+    victim: int, launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:
     """Rank 0 hosts the store through which the ranks communicate."""
-    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    run = launcher.start(settings, ranks=2)
+    run = launcher.start(endless, ranks=2)
     run.wait_until(has_trained(tmp_path))
     os.kill(run.pids[victim], signal.SIGKILL)
     result = run.wait()
@@ -64,11 +63,9 @@ def test_killed_rank_without_a_launcher(
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_exception_in_one_rank_is_reported_once_and_ends_all(
-    culprit: int, launcher: Launcher, base: Settings, tmp_path: Path
+    culprit: int, launcher: Launcher, endless: Settings
 ) -> None:
-    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    run = launcher.start(settings, ranks=2, fault="iteration:3:fail", fault_rank=culprit)
-    result = run.wait()
+    result = launcher.start(endless, ranks=2, fault="iteration:3:fail", fault_rank=culprit).wait()
     assert result.codes == ((1, 4) if culprit == 0 else (4, 1))
     assert result.output.count("Traceback") == 1
     cause = f"failed: ZeroDivisionError: {FAILURE}"
@@ -79,8 +76,7 @@ def test_exception_in_one_rank_is_reported_once_and_ends_all(
 
 def test_out_of_memory_names_flags_that_help(launcher: Launcher, base: Settings) -> None:
     settings = {**base, "train_iters": 2}
-    run = launcher.start(settings, fault="iteration:2:out-of-memory")
-    result = run.wait()
+    result = launcher.start(settings, fault="iteration:2:out-of-memory").wait()
     assert result.codes == (1,)
     last = result.output[result.output.index("out of device memory") :]
     on_a_resume, in_a_new_run = last.split("In a new run only:")
@@ -90,12 +86,9 @@ def test_out_of_memory_names_flags_that_help(launcher: Launcher, base: Settings)
         assert flag in in_a_new_run
 
 
-def test_peer_ends_a_rank_that_hangs_in_python(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
+def test_peer_ends_a_rank_that_hangs_in_python(launcher: Launcher, endless: Settings) -> None:
     """None of its own collectives would ever fail."""
-    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    run = launcher.start(settings, ranks=2, fault="iteration:2:hang", fault_rank=0)
+    run = launcher.start(endless, ranks=2, fault="iteration:2:hang", fault_rank=0)
     run.wait_until(lambda: HANG_MESSAGE in run.output)
     os.kill(run.pids[1], signal.SIGKILL)
     result = run.wait()
@@ -120,11 +113,8 @@ def test_rank_whose_port_belongs_to_another_program_ends(
     assert "Traceback" not in result.output
 
 
-def test_timeout_of_a_collective_names_the_flag(
-    launcher: Launcher, base: Settings, tmp_path: Path
-) -> None:
-    settings = {**base, "train_iters": ENDLESS, "save": tmp_path}
-    run = launcher.start(settings, ranks=2, fault="iteration:2:hang-past-timeout", fault_rank=0)
+def test_timeout_of_a_collective_names_the_flag(launcher: Launcher, endless: Settings) -> None:
+    run = launcher.start(endless, ranks=2, fault="iteration:2:hang-past-timeout", fault_rank=0)
     result = run.wait()
     assert result.codes == (4, 1)
     assert "rank 1: a collective timed out" in result.output

@@ -54,9 +54,9 @@ def assert_resumes(launcher: Launcher, settings: Settings, save: Path, *, ranks:
     ],
 )
 def test_sigterm_to_the_launcher(
-    name: str, status: int, words: str, launcher: Launcher, base: Settings, tmp_path: Path
+    name: str, status: int, words: str, launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:
-    settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
+    settings = {**endless, "num_workers": 1}
     run, port = launcher.launch(name, settings)
     run.wait_until(has_trained(tmp_path))
     os.kill(run.pids[0], signal.SIGTERM)
@@ -69,10 +69,10 @@ def test_sigterm_to_the_launcher(
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_signal_to_a_rank_or_all_stops_all_with_a_save(
-    rank: int | None, launcher: Launcher, base: Settings, tmp_path: Path
+    rank: int | None, launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:
     """A terminal sends Ctrl-C to all processes, including the data loaders."""
-    settings = {**base, "num_workers": 1, "train_iters": ENDLESS, "save": tmp_path}
+    settings = {**endless, "num_workers": 1}
     run = launcher.start(settings, ranks=2)
     run.wait_until(has_trained(tmp_path))
     if rank is None:
@@ -143,9 +143,9 @@ def test_signal_to_one_rank_during_startup_ends_all(
 
 
 def test_signal_during_a_save_finishes_the_save(
-    launcher: Launcher, base: Settings, tmp_path: Path
+    launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:
-    settings = {**base, "train_iters": ENDLESS, "save_interval": 2, "save": tmp_path}
+    settings = {**endless, "save_interval": 2}
     run = launcher.start(settings, ranks=2, fault="after-engine-save:2:terminate", fault_rank=1)
     result = run.wait()
     assert result.codes == (143, 143)
@@ -166,8 +166,7 @@ def test_signal_interrupts_an_evaluation_and_saves(
     the end."""
     settings = {**base, "train_iters": 4, "eval_interval": 2, "eval_iters": 6, "save": tmp_path}
     fault = f"evaluation:{micro_batch}:terminate"
-    run = launcher.start(settings, ranks=2, fault=fault, fault_rank=1)
-    result = run.wait()
+    result = launcher.start(settings, ranks=2, fault=fault, fault_rank=1).wait()
     assert result.codes == (143, 143)
     assert len(losses(tmp_path)) == last
     assert (tmp_path / "latest").read_text() == f"global_step{last}"

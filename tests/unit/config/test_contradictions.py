@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_ds import schedule_validation
-from megatron_ds.config import GROUPS, Config
+from megatron_ds.config import GROUPS, Config, ParallelConfig
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
@@ -337,42 +337,33 @@ def test_tensor_parallel_size_must_divide_heads_groups_and_mlp():
     assert "(from --hidden-size 48)" in found(5)["ffn_hidden_size"]
 
 
-def test_world_size_must_be_divisible_by_tensor_parallel_size():
-    (problem,) = config_of(tensor_model_parallel_size=3).parallel.problems(
-        world_size=4, num_layers=2
-    )
-    assert problem.code == "world-size-not-divisible"
-    assert "1, 2, 4; or start 3 or 6 processes" in problem
+BY_SLICES = "world-size-not-divisible-by-sequence-parallel-size"
+BY_STAGES = "world-size-not-divisible-by-stages"
 
 
-def test_world_size_must_be_divisible_by_stages():
-    parallel = config_of(tensor_model_parallel_size=2, pipeline_model_parallel_size=4).parallel
-    (problem,) = parallel.problems(world_size=12, num_layers=4)
-    assert problem.code == "world-size-not-divisible-by-stages"
-    assert "stages: 1, 2, 3, 6; or start 8 or 16 processes" in problem
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "expected"),
+    [
+        ((3, 1, 1), 4, {"world-size-not-divisible": "1, 2, 4; or start 3 or 6 processes"}),
+        ((2, 4, 1), 12, {BY_STAGES: "stages: 1, 2, 3, 6; or start 8 or 16 processes"}),
+        ((1, 1, 4), 18, {BY_SLICES: "that fit: 1, 2, 3, 6, 9, 18)"}),
+        ((2, 2, 2), 6, {BY_SLICES: "", BY_STAGES: "stages: 1, 3; or start 4 or 8 processes"}),
+        ((2, 2, 2), 6, {BY_SLICES: "", BY_STAGES: "of at least 2 ranks"}),
+        # The sizes that are proposed fit the number of stages.
+        ((2, 2, 4), 12, {BY_SLICES: "that fit: 1, 3)"}),
+    ],
+)
+def test_sizes_must_divide_the_processes(sizes, world_size, expected):
+    tp_size, pp_size, sp_size = sizes
+    parallel = ParallelConfig(tp_size, pp_size, ds_sequence_parallel_size=sp_size)
+    found = {problem.code: problem for problem in parallel.problems(world_size, num_layers=4)}
+    assert found.keys() == expected.keys()
+    assert all(text in found[code] for code, text in expected.items())
 
 
 def test_ranks_that_share_sequences_have_no_samples_of_their_own():
-    config = config_of(**ULYSSES, ds_sequence_parallel_size=4)
-    parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=2)
+    parallel = ParallelConfig(tensor_model_parallel_size=2, ds_sequence_parallel_size=4)
     assert [parallel.data_parallel_size(size) for size in (24, 20)] == [3, 0]
-    (problem,) = config.parallel.problems(world_size=18, num_layers=2)
-    assert problem.code == "world-size-not-divisible-by-sequence-parallel-size"
-
-
-def test_sizes_that_do_not_divide_the_processes_are_reported_together():
-    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    parallel = config_of(**sizes, ds_sequence_parallel_size=2).parallel
-    slices, stages = parallel.problems(world_size=6, num_layers=4)
-    assert slices.code == "world-size-not-divisible-by-sequence-parallel-size"
-    assert stages.code == "world-size-not-divisible-by-stages"
-    assert "of at least 2 ranks" in stages
-    assert "stages: 1, 3; or start 4 or 8 processes" in stages
-
-    # The sizes that are proposed fit the number of stages.
-    parallel = config_of(**sizes, ds_sequence_parallel_size=4).parallel
-    (slices,) = parallel.problems(world_size=12, num_layers=4)
-    assert "that fit: 1, 3)" in slices
 
 
 def test_batch_size_problem_shows_its_arithmetic():

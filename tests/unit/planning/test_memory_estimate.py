@@ -67,17 +67,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "liglu": {"activation": "liglu"},
     "squared relu": {"activation": "squared-relu"},
 }
-PER_DOCUMENT = (
-    "plain",
-    "attention dropout",
-    "rope",
-    "rope, attention dropout",
-    "alibi",
-    "alibi, grouped queries",
-    "grouped queries",
-)
-"""Models that are also measured with attention inside documents."""
-COUNTED = [*((name, False) for name in MODELS), *((name, True) for name in PER_DOCUMENT)]
+OF_ATTENTION = {"attention_dropout", "position_embedding_type", "num_query_groups"}
+COUNTED = [
+    *((name, False, None) for name in MODELS),
+    *((name, True, None) for name, model in MODELS.items() if model.keys() <= OF_ATTENTION),
+    *(("attention dropout", documents, "selective") for documents in (False, True)),
+]
+"""Model, whether attention is inside documents, and what is recomputed."""
 LIMITS = {
     "stage3_max_live_parameters": 10**9,
     "stage3_max_reuse_distance": 10**9,
@@ -132,22 +128,21 @@ def saved_bytes(config: Config, dtype: torch.dtype, mesh: Mesh | None = None) ->
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def saved_by_output_layer(element: int) -> int:
-    """Gradients of the input and the weight of the output layer."""
-    return element * HIDDEN * (BATCH * SEQUENCE + VOCAB)
+def saved_by_layers(config: Config, dtype: torch.dtype = torch.float32) -> int:
+    """The same without gradients of the input and the weight of the output layer."""
+    return saved_bytes(config, dtype) - dtype.itemsize * HIDDEN * (BATCH * SEQUENCE + VOCAB)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("model", "documents"), COUNTED)
+@pytest.mark.parametrize(("model", "documents", "granularity"), COUNTED)
 def test_activations_equal_what_autograd_saves(
-    model: str, documents: bool, dtype: torch.dtype
+    model: str, documents: bool, granularity: str | None, dtype: torch.dtype
 ) -> None:
-    run = config(documents=documents, **MODELS[model])
+    recompute = RecomputeConfig(recompute_granularity=granularity)
+    run = config(recompute, documents=documents, **MODELS[model])
     engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
 
-    measured = saved_bytes(run, dtype) - saved_by_output_layer(dtype.itemsize)
-
-    assert estimate(run, engine).activations == pytest.approx(measured, rel=0.02)
+    assert estimate(run, engine).activations == pytest.approx(saved_by_layers(run, dtype), rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,7 +158,7 @@ def test_activations_of_experts_equal_what_autograd_saves(
     engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
     stored = dataclasses.replace(run, recompute=RecomputeConfig())
 
-    measured = saved_bytes(stored, dtype) - saved_by_output_layer(dtype.itemsize)
+    measured = saved_by_layers(stored, dtype)
     if recompute is not None:
         # Half of the layers, and the inputs of both halves instead of the last layer's.
         residual = BATCH * SEQUENCE * HIDDEN * dtype.itemsize
@@ -235,12 +230,9 @@ def test_activations_of_a_parallel_rank_equal_what_autograd_saves(
 
 @pytest.mark.parametrize("model", ["plain", "swiglu, RMSNorm"])
 def test_tiled_mlp_saves_no_inner_activations(model: str) -> None:
-    tiled, stored = (
-        config(RecomputeConfig(tiled_mlp=True), **MODELS[model]),
-        config(**MODELS[model]),
-    )
-    measured = saved_bytes(tiled, torch.float32) - saved_by_output_layer(FP32)
-    inner = saved_bytes(stored, torch.float32) - saved_by_output_layer(FP32) - measured
+    tiled = config(RecomputeConfig(tiled_mlp=True), **MODELS[model])
+    measured = saved_by_layers(tiled)
+    inner = saved_by_layers(config(**MODELS[model])) - measured
     tiles = BATCH * SEQUENCE // HIDDEN
     one_tile = inner / SHAPE["num_layers"] / tiles  # exists during the backward pass
 
@@ -252,19 +244,11 @@ def test_tiled_mlp_saves_no_inner_activations(model: str) -> None:
 def test_full_recompute_saves_chunk_inputs_and_one_chunk() -> None:
     unit = {"recompute_granularity": "full", "checkpoint_num_layers": 2}
     recomputed, stored = config(RecomputeConfig(**unit)), config()
-    layer = saved_bytes(stored, torch.float32) - saved_bytes(config(num_layers=3), torch.float32)
+    layer = saved_by_layers(stored) - saved_by_layers(config(num_layers=3))
 
-    measured = saved_bytes(recomputed, torch.float32) - saved_by_output_layer(FP32) + 2 * layer
+    measured = saved_by_layers(recomputed) + 2 * layer
 
     assert estimate(recomputed, SINGLE).activations == pytest.approx(measured, rel=0.02)
-
-
-@pytest.mark.parametrize("documents", [False, True])
-def test_selective_recompute_saves_no_scores(documents: bool) -> None:
-    selective = RecomputeConfig(recompute_granularity="selective")
-    run = config(selective, documents=documents, attention_dropout=0.1)
-    measured = saved_bytes(run, torch.float32) - saved_by_output_layer(FP32)
-    assert estimate(run, SINGLE).activations == pytest.approx(measured, rel=0.02)
 
 
 def test_accelerator_repeats_the_keys_of_alibi_with_grouped_queries() -> None:
