@@ -128,18 +128,15 @@ def _expected_settings(
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed
+    betas = dict.fromkeys(("adam", "muon"), (options.adam_beta1, options.adam_beta2))
     return EngineSettings(
         zero_stage=zero_stage(config),
         dp_size=mesh.dp_sp.size,
         accumulation_steps=config.final_global_batch_size(dp_size)
         // (config.schedule.micro_batch_size * dp_size),
         optimizer=_expected_optimizer(config, ds_config),
-        betas={
-            "adam": (options.adam_beta1, options.adam_beta2),
-            "muon": (options.adam_beta1, options.adam_beta2),
-            "lion": (options.lion_beta1, options.lion_beta2),
-        }.get(options.optimizer),
-        epsilon=options.adam_eps if options.optimizer in ("adam", "muon") else None,
+        betas=(betas | {"lion": (options.lion_beta1, options.lion_beta2)}).get(options.optimizer),
+        epsilon=options.adam_eps if options.optimizer in betas else None,
         momentum={"sgd": options.sgd_momentum, "muon": options.muon_momentum}.get(
             options.optimizer
         ),

@@ -113,7 +113,7 @@ class ZeroEngine:
         self._device = device
         self._stage = self.settings.zero_stage
         self._norm: Tensor | None = None
-        # A walk over the modules takes longer than a small tensor's norm.
+        # Of this rank. A walk over the modules takes longer than a small tensor's norm.
         self._named_parameters = tuple(engine.module.named_parameters())
         self._counted = tuple(self._counted_parameters())
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
@@ -124,12 +124,12 @@ class ZeroEngine:
         keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
-        return sum(getattr(p, "ds_numel", p.numel()) for _, p in self._parameters())
+        return sum(getattr(p, "ds_numel", p.numel()) for _, p in self._named_parameters)
 
     def shard_specs(self) -> dict[str, ShardSpec]:
         specs = {
             name: spec
-            for name, parameter in self._parameters()
+            for name, parameter in self._named_parameters
             if (spec := shard_spec(parameter)) is not None
         }
         return {
@@ -149,7 +149,7 @@ class ZeroEngine:
         return state_bytes(self._engine)
 
     def watch_gradients(self) -> AbstractContextManager[dict[str, Tensor]]:
-        return watch_gradients(self._parameters())
+        return watch_gradients(self._named_parameters)
 
     def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:
         packing = self.packing
@@ -224,7 +224,7 @@ class ZeroEngine:
         """Scale the gradients of stage 0 as `torch.nn.utils.clip_grad_norm_` does."""
         assert self._norm is not None
         factor = (self._engine.gradient_clipping() / (self._norm + 1e-6)).clamp(max=1.0).float()
-        gradients = [p.grad for _, p in self._parameters() if p.grad is not None]
+        gradients = [p.grad for _, p in self._named_parameters if p.grad is not None]
         torch._foreach_mul_(gradients, factor)
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
@@ -353,10 +353,6 @@ class ZeroEngine:
         )
         return loss
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by canonical name."""
-        return iter(self._named_parameters)
-
     def _counted_parameters(self) -> Iterator[tuple[nn.Parameter, bool]]:
         """The parameters of a norm that this rank counts, and whether each is an expert's.
 
@@ -364,7 +360,7 @@ class ZeroEngine:
         expert on the expert-parallel rank that has it, and a tied one on a pipeline's first stage.
         """
         is_first = self._mesh.tp.rank == 0
-        for _, parameter in self._parameters():
+        for _, parameter in self._named_parameters:
             is_tied = getattr(parameter, "ds_pipe_replicated", False)
             if not is_tied and (is_first or shard_spec(parameter) is not None):
                 yield parameter, expert_group(parameter) is not None

@@ -68,10 +68,8 @@ class Attention(nn.Module):
         self.rng = rng
         self.checkpointing = checkpointing
         self.elementwise = EAGER
-        q_size, kv_size = (
-            config.num_attention_heads * config.head_dim,
-            config.kv_heads * config.head_dim,
-        )
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.kv_heads * config.head_dim
         self.local_sizes = [size // group.size for size in (q_size, kv_size, kv_size)]
         name, std = f"layers.{layer}.attention", config.init_method_std
         self.qkv = ColumnParallelLinear(

@@ -26,18 +26,20 @@ TOLERANCE = 1e-2
 instead of after each operation."""
 
 
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "reglu": F.relu,
+    "liglu": lambda gate: gate,
+}
+"""Functions of the gate, by activation (Shazeer 2020)."""
+
+
 def activate(x: Tensor, activation: str, gelu_kind: str) -> Tensor:
     """The MLP's activation: [..., F] to [..., F], or gated [..., 2F] = [gate; up] to [..., F]."""
-    if activation in ("swiglu", "geglu", "reglu", "liglu"):  # Shazeer 2020
+    if activation in GATES:
         gate, up = x.chunk(2, dim=-1)
-        match activation:
-            case "swiglu":
-                return F.silu(gate) * up
-            case "geglu":
-                return F.gelu(gate) * up
-            case "reglu":
-                return F.relu(gate) * up
-        return gate * up
+        return GATES[activation](gate) * up
     match activation:
         case "gelu":
             return F.gelu(x, approximate=gelu_kind)

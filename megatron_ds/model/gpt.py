@@ -87,9 +87,7 @@ class GPTModel(nn.Module):
         all_specs = layer_specs(
             config,
             moe,
-            group=mesh.tp,
-            sp_group=mesh.sp,
-            ep_group=mesh.ep,
+            mesh=mesh,
             router_log=self.router_log,
             rng=rng,
             init=Initializer(seed),

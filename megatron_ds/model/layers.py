@@ -22,7 +22,7 @@ from megatron_ds.model.output_layer import OutputLayer
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.fused_linear_cross_entropy import LossFunction
-from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sequence import sum_gradients
@@ -36,12 +36,7 @@ class LayerBuilder:
     """Number of the layer, from 0."""
     config: ModelConfig
     moe: MoEConfig
-    group: Group
-    """Tensor-parallel group."""
-    sp_group: Group
-    """Group of DeepSpeed-Ulysses."""
-    ep_group: Group
-    """Expert-parallel group."""
+    mesh: Mesh
     router_log: RouterLog
     rng: RngStreams
     init: Initializer
@@ -49,13 +44,17 @@ class LayerBuilder:
     checkpoint_core: ActivationCheckpointing | None
     tiled_mlp: bool
 
+    @property
+    def group(self) -> Group:
+        """Tensor-parallel group."""
+        return self.mesh.tp
+
     def mlp(self) -> nn.Module:
         """The feed-forward layer that the options select."""
         config, group, init = self.config, self.group, self.init
         if not self.moe.has_experts(self.layer):
             return (TiledMLP if self.tiled_mlp else MLP)(config, self.layer, group=group, init=init)
-        groups = {"group": group, "sp_group": self.sp_group, "ep_group": self.ep_group}
-        return MoE(config, self.moe, self.layer, **groups, init=init, log=self.router_log)
+        return MoE(config, self.moe, self.layer, self.mesh, init=init, log=self.router_log)
 
     def block(self, mlp: nn.Module | None = None, kind: type[Block] = Block) -> Block:
         """The transformer layer.
@@ -102,9 +101,7 @@ def layer_specs(
     config: ModelConfig,
     moe: MoEConfig,
     *,
-    group: Group,
-    sp_group: Group,
-    ep_group: Group,
+    mesh: Mesh,
     router_log: RouterLog,
     rng: RngStreams,
     init: Initializer,
@@ -117,9 +114,7 @@ def layer_specs(
     Args:
         config: Architecture.
         moe: Which layers have experts, and how many.
-        group: Tensor-parallel group.
-        sp_group: Group of DeepSpeed-Ulysses.
-        ep_group: Expert-parallel group.
+        mesh: Process groups.
         router_log: Receives what the routers report.
         rng: Random streams of dropout.
         init: Draws the initial weights.
@@ -132,16 +127,15 @@ def layer_specs(
     """
 
     def block(layer: int) -> nn.Module:
-        groups = group, sp_group, ep_group
         builder = LayerBuilder(
-            layer, config, moe, *groups, router_log, rng, init, checkpoint_core, tiled_mlp
+            layer, config, moe, mesh, router_log, rng, init, checkpoint_core, tiled_mlp
         )
         built = (parts.layer or LayerBuilder.block)(builder)
         if not isinstance(built, Block):
             raise user_error("layer-of-other-type", found=type(built).__name__)
         return built
 
-    untied = config.untie_embeddings_and_output_weights
+    untied, group = config.untie_embeddings_and_output_weights, mesh.tp
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))
     return [
         LayerSpec("embedding", lambda: Embedding(config, group=group, init=init)),

@@ -32,7 +32,7 @@ from megatron_ds.parallel.collectives import (
     reduce_from_group_,
     take_slice,
 )
-from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.router_log import RouterLog
 from megatron_ds.parallel.sharding import GATE_UP, ShardSpec, mark_experts, sharded_parameter
 
@@ -67,9 +67,7 @@ class MoE(nn.Module):
         config: Architecture; each expert is a feed-forward layer of it.
         moe: Number of experts, and how tokens are assigned to them.
         layer: Number of the layer, from 0.
-        group: Tensor-parallel group.
-        sp_group: Group of DeepSpeed-Ulysses.
-        ep_group: Expert-parallel group.
+        mesh: Process groups.
         init: Draws the initial weights.
         log: Receives the router's losses and loads.
     """
@@ -79,21 +77,17 @@ class MoE(nn.Module):
         config: ModelConfig,
         moe: MoEConfig,
         layer: int,
+        mesh: Mesh,
         *,
-        group: Group,
-        sp_group: Group,
-        ep_group: Group,
         init: Initializer,
         log: RouterLog,
     ) -> None:
         super().__init__()
         self.moe, self.log = moe, log
-        self.group, self.sp_group, self.ep_group = group, sp_group, ep_group
+        self.group, self.sp_group, self.ep_group = mesh.tp, mesh.sp, mesh.ep
         name = f"layers.{layer}.mlp"
-        self.router = Router(config, moe, sp_group, init, f"{name}.router")
-        self.experts = Experts(
-            config, moe.experts, group=group, ep_group=ep_group, init=init, name=f"{name}.experts"
-        )
+        self.router = Router(config, moe, mesh.sp, init, f"{name}.router")
+        self.experts = Experts(config, moe.experts, mesh, init=init, name=f"{name}.experts")
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         if not self.group.sequence_parallel:
@@ -254,8 +248,7 @@ class Experts(nn.Module):
     Args:
         config: Architecture.
         num_experts: Experts of all ranks.
-        group: Tensor-parallel group.
-        ep_group: Expert-parallel group; each rank has consecutive experts.
+        mesh: Process groups; each expert-parallel rank has consecutive experts.
         init: Draws the initial weights, each expert's by its number.
         name: Canonical name.
     """
@@ -264,18 +257,17 @@ class Experts(nn.Module):
         self,
         config: ModelConfig,
         num_experts: int,
+        mesh: Mesh,
         *,
-        group: Group,
-        ep_group: Group,
         init: Initializer,
         name: str,
     ) -> None:
         super().__init__()
-        self.group = group
+        self.group = group = mesh.tp
         self.activation, self.gelu_kind = config.activation, config.gelu_kind
         hidden, width, std = config.hidden_size, config.mlp_hidden_size, config.init_method_std
-        local = num_experts // ep_group.size
-        local_experts = range(ep_group.rank * local, (ep_group.rank + 1) * local)
+        local = num_experts // mesh.ep.size
+        local_experts = range(mesh.ep.rank * local, (mesh.ep.rank + 1) * local)
 
         def stack(layer: str, shape: tuple[int, int], spec: ShardSpec, std: float) -> nn.Parameter:
             # Without the experts' dimension, in which the weights are drawn.
@@ -301,7 +293,7 @@ class Experts(nn.Module):
             stack("fc_out", (hidden, width), columns, out_std), bias_out, reduce_over=group
         )
         for parameter in self.parameters():
-            mark_experts(parameter, ep_group.size)
+            mark_experts(parameter, mesh.ep.size)
 
     def forward(self, x_RH: Tensor, counts: list[int]) -> Tensor:
         """The experts' outputs for rows that are in the order of the experts.

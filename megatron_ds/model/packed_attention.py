@@ -209,37 +209,29 @@ class FlexKernel:
     is_traceable = False  # it would be compiled again for the functions of every block mask
 
     def core(self, packed: PackedBatchInfo, slopes_n: Tensor | None) -> AttentionCore:
-        return DocumentFlexAttention(self.flex, packed.doc_ids_BS, slopes_n)
+        return DocumentFlexAttention(self.flex, block_mask(packed.doc_ids_BS), slopes_n)
 
 
+@dataclass(frozen=True)
 class DocumentFlexAttention:
-    """torch's flex attention, which computes only the blocks of scores that a document needs.
+    """torch's flex attention, which computes only the blocks of scores that a document needs."""
 
-    Args:
-        flex: The compiled function.
-        doc_ids_BS: Document of each token.
-        slopes_n: ALiBi slopes, fp32.
-    """
-
-    def __init__(
-        self, flex: FlexAttention, doc_ids_BS: Tensor, slopes_n: Tensor | None = None
-    ) -> None:
-        self._flex = flex
-        self._slopes = slopes_n
-        self._mask = block_mask(doc_ids_BS)
+    flex: FlexAttention
+    mask: Any
+    """As `block_mask` returns it."""
+    slopes_n: Tensor | None = None
+    """ALiBi slopes, fp32."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         assert dropout == 0.0, "flex attention has no dropout"
-        slopes, has_groups = self._slopes, q.shape[1] != k.shape[1]
+        slopes, has_groups = self.slopes_n, q.shape[1] != k.shape[1]
 
         def alibi(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             assert slopes is not None
             return score + slopes[head] * (key - query)
 
         score_mod = None if slopes is None else alibi
-        return self._flex(
-            q, k, v, score_mod=score_mod, block_mask=self._mask, enable_gqa=has_groups
-        )
+        return self.flex(q, k, v, score_mod=score_mod, block_mask=self.mask, enable_gqa=has_groups)
 
 
 def block_mask(doc_ids_BS: Tensor) -> Any:

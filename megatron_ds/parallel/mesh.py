@@ -57,13 +57,8 @@ def axis_groups(
         )
     grid = torch.arange(world_size).view(pp_size, -1, ep_size, sp_size, tp_size)
     pp, edp, ep, sp, tp = range(5)
-    spans: dict[str, tuple[int, ...]] = {
-        "tp": (tp,),
-        "sp": (sp,),
-        "ep": (ep,),
-        "expert_dp": (edp, sp),
-    }
-    spans |= {"dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
+    spans: dict[str, tuple[int, ...]] = {"tp": (tp,), "sp": (sp,), "ep": (ep,)}
+    spans |= {"expert_dp": (edp, sp), "dp": (edp, ep), "pp": (pp,), "model": (pp, tp)}
     spans |= {"sp_tp": (sp, tp), "dp_sp": (edp, ep, sp)}
     groups = {}
     for name, span in spans.items():

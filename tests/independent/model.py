@@ -42,7 +42,10 @@ DEFAULTS = {
     "num_experts": 1,
     "expert_interval": 1,
     "moe_router_topk": 2,
+    "moe_router_pre_softmax": False,
     "moe_expert_capacity_factor": None,
+    "moe_min_capacity": 0,
+    "moe_token_dropping": True,
     "moe_token_drop_policy": "probs",
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": 0.0,
@@ -164,7 +167,7 @@ class Loss:
 
 
 @dataclass
-class _Experts:
+class Experts:
     """The layers of experts in one forward pass."""
 
     config: Any
@@ -183,10 +186,10 @@ class _Experts:
         ranked = logits.sort(dim=-1, descending=True)
         experts_TK, probabilities = ranked.indices[:, :kept], logits.softmax(-1)
         self.assignments += experts_TK.numel()
-        self._note(ranked.values[:, kept - 1] - ranked.values[:, kept])
+        self._note(-ranked.values.diff()[:, kept - 1 : kept].flatten())
         # The softmax over one score would be 1 and have no gradient.
         weights = ranked.values[:, :kept].softmax(-1)
-        if kept == 1:
+        if kept == 1 or config.moe_router_pre_softmax:
             weights = probabilities.gather(1, experts_TK)
         load = torch.stack([(experts_TK == expert).sum() for expert in range(count)])
         balance = count * (load / experts_TK.numel() * probabilities.mean(0)).sum()
@@ -208,10 +211,10 @@ class _Experts:
         """Which of an expert's tokens it accepts, in their order."""
         config, places = self.config, torch.arange(len(weights))
         factor = config.moe_expert_capacity_factor
-        if factor is None:
+        if factor is None or not config.moe_token_dropping:
             return places
         equal = tokens * config.moe_router_topk / config.num_experts
-        capacity = math.ceil(factor * equal)
+        capacity = max(config.moe_min_capacity, math.ceil(factor * equal))
         self.dropped += max(0, len(weights) - capacity)
         if config.moe_token_drop_policy == "position":
             return places[:capacity]
@@ -249,7 +252,7 @@ def loss_of(
     starts = torch.cat([torch.zeros(len(tokens), 1, dtype=torch.bool), ends[:, :-1]], dim=1)
     places = torch.arange(tokens.shape[1]).expand_as(tokens)
     positions = places - torch.where(starts, places, 0).cummax(1).values
-    experts = _Experts(config, weights)
+    experts = Experts(config, weights)
     logits = dense_logits(
         config,
         weights,

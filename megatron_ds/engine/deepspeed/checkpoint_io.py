@@ -180,13 +180,9 @@ class _HashingFile:
     def __init__(self, file: FileIO, is_cancelled: threading.Event | None) -> None:
         self._file = file
         self._is_cancelled = is_cancelled
-        self._digest = new_checksum()
-        self._size = 0
+        self.digest = new_checksum()
+        self.size = 0
         self.error: OSError | None = None
-
-    @property
-    def record(self) -> FileRecord:
-        return FileRecord(self._size, self._digest.hexdigest())
 
     def write(self, data: bytes | memoryview) -> int:
         rest = memoryview(data)
@@ -195,9 +191,9 @@ class _HashingFile:
                 if self._is_cancelled is not None and self._is_cancelled.is_set():
                     raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
                 written = self._file.write(rest[:CHUNK])
-                self._digest.update(rest[:written])
-                start_writeback(self._file, self._size, written)
-                self._size += written
+                self.digest.update(rest[:written])
+                start_writeback(self._file, self.size, written)
+                self.size += written
                 rest = rest[written:]
         except OSError as error:
             self.error = error
@@ -241,4 +237,4 @@ def write_tensors(
         if sink.error is not None:
             raise sink.error
         os.fsync(file.fileno())
-    return sink.record
+    return FileRecord(sink.size, sink.digest.hexdigest())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 
@@ -81,19 +82,15 @@ def read_partitions(engine: Any, stage: int) -> list[FlatPartition]:
         stage: ZeRO stage.
     """
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-    partitions = []
-    for size, places in _READERS[stage](engine):
-        ordered = sorted(places, key=lambda place: place[1])
-        partitions.append(
-            FlatPartition(
-                size,
-                tuple(
-                    ParameterPlace(names[id(parameter)], _shape(parameter), offset)
-                    for parameter, offset in ordered
-                ),
-            )
-        )
-    return partitions
+
+    def place_of(parameter: Any, offset: int) -> ParameterPlace:
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        return ParameterPlace(names[id(parameter)], shape, offset)
+
+    return [
+        FlatPartition(size, tuple(place_of(*each) for each in sorted(places, key=itemgetter(1))))
+        for size, places in _READERS[stage](engine)
+    ]
 
 
 _Places = Iterator[tuple[int, list[tuple[Any, int]]]]
@@ -135,7 +132,3 @@ def _partitioned_parameters(engine: Any) -> _Places:
 
 _READERS = (_replicated, _partitioned_states, _partitioned_states, _partitioned_parameters)
 """By ZeRO stage."""
-
-
-def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +38,17 @@ from megatron_ds.parallel.sharding import expert_group, expert_group_name, shard
 
 PARAMETERS_OF_A_MODULE = 2
 """Most parameters that a module of the model has: a weight and a bias."""
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it, an attribute has another value."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 # Numbers: what DeepSpeed computes wrongly, or depends on more than its arguments.
@@ -229,19 +240,13 @@ def replace_checkpoint_engine(
     engine._copy_recovery_script = lambda folder: on_script()
 
 
-@contextmanager
-def replace_pipeline_grid(grid: object) -> Iterator[None]:
+def replace_pipeline_grid(grid: object) -> AbstractContextManager[None]:
     """Let a PipelineModule that is built inside use this grid.
 
     Its constructor would build a PipelineParallelGrid, which creates the process groups of the mesh
     a second time, those of all other ranks included.
     """
-    original = pipe_module.PipelineParallelGrid
-    pipe_module.PipelineParallelGrid = lambda **_: grid
-    try:
-        yield
-    finally:
-        pipe_module.PipelineParallelGrid = original
+    return _replaced(pipe_module, "PipelineParallelGrid", lambda **_: grid)
 
 
 def replace_pipeline_instructions(
@@ -287,24 +292,16 @@ def expert_groups(mesh: Mesh) -> Iterator[None]:
         # A pipeline stage may have no experts.
         engine.has_moe_layers = any(map(expert_group, model.parameters()))
 
-    DeepSpeedEngine._configure_distributed_model = configure
-    try:
+    with _replaced(DeepSpeedEngine, "_configure_distributed_model", configure):
         yield
-    finally:
-        DeepSpeedEngine._configure_distributed_model = original
 
 
-@contextmanager
-def experts_saved_by_caller(engine: Any) -> Iterator[None]:
+def experts_saved_by_caller(engine: Any) -> AbstractContextManager[None]:
     """Make an engine save and load checkpoints like those of a model without experts.
 
     DeepSpeed's own files of experts are only for layers of its class.
     """
-    declared, engine.has_moe_layers = engine.has_moe_layers, False
-    try:
-        yield
-    finally:
-        engine.has_moe_layers = declared
+    return _replaced(engine, "has_moe_layers", False)
 
 
 @contextmanager
@@ -363,12 +360,8 @@ def import_muon_without_compile() -> None:
     DeepSpeed's own `dummy_decorator`, meant for a torch without a compiler, leaves the functions
     as they are.
     """
-    original = compiler.compile
-    compiler.compile = lambda: compiler.dummy_decorator
-    try:
+    with _replaced(compiler, "compile", lambda: compiler.dummy_decorator):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    finally:
-        compiler.compile = original
 
 
 def clip_by_known_norm(

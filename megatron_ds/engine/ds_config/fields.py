@@ -10,27 +10,16 @@ from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.problems import default_flag, option
 from megatron_ds.engine.ds_config import values as kinds
 
+OFFLOAD, CHECKPOINTING = "zero_optimization.offload_optimizer", "activation_checkpointing"
 MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
     ("train_batch_size", "global_batch_size", kinds.as_int),
     ("train_micro_batch_size_per_gpu", "micro_batch_size", kinds.as_int),
     ("gradient_clipping", "clip_grad", kinds.as_float),
     ("zero_optimization.stage", "zero_stage", kinds.as_int),
-    (
-        "zero_optimization.offload_optimizer.device",
-        "cpu_optimizer",
-        lambda device: kinds.as_device(device) != "none",
-    ),
-    (
-        "zero_optimization.offload_optimizer.device",
-        "nvme_optimizer",
-        lambda device: kinds.as_device(device) == "nvme",
-    ),
-    (
-        "zero_optimization.offload_optimizer.ratio",
-        "optimizer_offload_fraction",
-        kinds.as_float,
-    ),
-    ("zero_optimization.offload_optimizer.nvme_path", "nvme_path", kinds.as_str),
+    (f"{OFFLOAD}.device", "cpu_optimizer", lambda device: kinds.as_device(device) != "none"),
+    (f"{OFFLOAD}.device", "nvme_optimizer", lambda device: kinds.as_device(device) == "nvme"),
+    (f"{OFFLOAD}.ratio", "optimizer_offload_fraction", kinds.as_float),
+    (f"{OFFLOAD}.nvme_path", "nvme_path", kinds.as_str),
     ("zero_optimization.offload_param.device", "remote_device", kinds.as_device),
     ("zero_optimization.offload_param.nvme_path", "nvme_path", kinds.as_str),
     ("zero_optimization.zero_hpz_partition_size", "zero_hpz_partition_size", kinds.as_int),
@@ -55,16 +44,11 @@ MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
     ("optimizer.params.eps", "adam_eps", kinds.as_float),
     ("optimizer.params.weight_decay", "weight_decay", kinds.as_float),
     ("optimizer.params.momentum", "sgd_momentum", kinds.as_float),
-    *(
-        (f"activation_checkpointing.{key}", field, kinds.as_bool)
-        for key, field in (
-            ("partition_activations", "partition_activations"),
-            ("cpu_checkpointing", "checkpoint_in_cpu"),
-            ("contiguous_memory_optimization", "contiguous_checkpointing"),
-            ("synchronize_checkpoint_boundary", "synchronize_each_layer"),
-            ("profile", "profile_backward"),
-        )
-    ),
+    (f"{CHECKPOINTING}.partition_activations", "partition_activations", kinds.as_bool),
+    (f"{CHECKPOINTING}.cpu_checkpointing", "checkpoint_in_cpu", kinds.as_bool),
+    (f"{CHECKPOINTING}.contiguous_memory_optimization", "contiguous_checkpointing", kinds.as_bool),
+    (f"{CHECKPOINTING}.synchronize_checkpoint_boundary", "synchronize_each_layer", kinds.as_bool),
+    (f"{CHECKPOINTING}.profile", "profile_backward", kinds.as_bool),
 )
 """Key, field with the same meaning, and the function that converts the key's value."""
 

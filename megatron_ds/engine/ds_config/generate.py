@@ -412,9 +412,7 @@ def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> J
                 "scale_factor": options.muon_extra_scale_factor,
             },
         }
-    params |= {
-        "torch_adam": kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED),
-    }
+    params["torch_adam"] = kernel in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)
     if params["torch_adam"]:
         params["fused"] = kernel is AdamKernel.TORCH_FUSED
     # DeepSpeed does not know apex: `build_engine` passes its optimizer.

@@ -210,9 +210,7 @@ def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     for name in ("offload_optimizer", "offload_param"):
         key = f"zero_optimization.{name}"
         block = file.get(key)
-        if block is None:
-            continue
-        if block.get("device") is None:
+        if block is not None and block.get("device") is None:
             yield file.invalid(key, 'needs a device: "cpu", "nvme" or "none"')
     stage, key = zero_stage(config), "zero_optimization.memory_efficient_linear"
     if stage == 3 and config.runtime.compile and file.get(key) and not compiles_efficient_linear():

@@ -92,7 +92,7 @@ class DistributedMatrices:
         """
         dp, pieces = self._dp, self.pieces
         in_row = [piece for piece in pieces if piece.owner.dp == dp.rank]
-        received = _transfer(
+        queues = _transfer(
             [
                 [values_of(p) for p in pieces if p.owner.dp == rank and p.sent[dp.rank]]
                 for rank in range(dp.size)
@@ -101,13 +101,12 @@ class DistributedMatrices:
             dp,
             self._empty,
         )
-        queues = [iter(values) for values in received]
         shards = [
             torch.cat([next(queues[rank]) for rank in range(dp.size) if piece.sent[rank]])
             for piece in in_row
         ]
         results = self._map_shards(in_row, shards, function)
-        returned = _transfer(
+        queues = _transfer(
             [
                 [
                     result[p.kept[rank].start : p.kept[rank].stop]
@@ -123,7 +122,6 @@ class DistributedMatrices:
             dp,
             self._empty,
         )
-        queues = [iter(values) for values in returned]
         for piece in pieces:
             if piece.kept[dp.rank]:
                 yield piece, next(queues[piece.owner.dp])
@@ -141,7 +139,7 @@ class DistributedMatrices:
         def is_sent(piece: MatrixShard, rank: int) -> bool:
             return piece.spec is not None or rank == piece.owner.tp
 
-        received = _transfer(
+        queues = _transfer(
             [
                 [
                     shard
@@ -154,7 +152,6 @@ class DistributedMatrices:
             tp,
             self._empty,
         )
-        queues = [iter(values) for values in received]
         results: list[list[Tensor]] = [[] for _ in range(tp.size)]
         for piece in owned:
             senders = [rank for rank in range(tp.size) if is_sent(piece, rank)]
@@ -164,13 +161,12 @@ class DistributedMatrices:
             for rank in range(tp.size):
                 shard = result if spec is None else take_shard(result, spec, rank, tp.size)
                 results[rank].append(shard.flatten())
-        returned = _transfer(
+        queues = _transfer(
             results,
             [[_numel(p) for p in pieces if p.owner.tp == rank] for rank in range(tp.size)],
             tp,
             self._empty,
         )
-        queues = [iter(values) for values in returned]
         return [next(queues[piece.owner.tp]) for piece in pieces]
 
 
@@ -180,7 +176,7 @@ def _numel(piece: MatrixShard) -> int:
 
 def _transfer(
     parts: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: Group, empty: Tensor
-) -> list[list[Tensor]]:
+) -> list[Iterator[Tensor]]:
     """Send tensors to each rank of a group and receive those that they send. Collective.
 
     Args:
@@ -190,14 +186,14 @@ def _transfer(
         empty: Tensor of the type and device of all of them.
     """
     if group.size == 1:
-        return [list(parts[0])]
+        return [iter(parts[0])]
     sent = torch.cat([empty, *(tensor for each in parts for tensor in each)])
     counts = [sum(tensor.numel() for tensor in each) for each in parts]
     expected = [sum(each) for each in sizes]
     received = empty.new_empty(sum(expected))
     dist.all_to_all_single(received, sent, expected, counts, group=group.handle)
     return [
-        list(values.split(list(each))) if each else []
+        iter(values.split(list(each)) if each else ())
         for values, each in zip(received.split(expected), sizes, strict=True)
     ]
 

@@ -1,13 +1,12 @@
-"""The mixture-of-experts layer, compared with a loop over tokens and experts."""
+"""The mixture-of-experts layer, compared with a loop over experts."""
 
 from __future__ import annotations
 
-import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.mlp import MLP
@@ -15,13 +14,12 @@ from megatron_ds.model.moe import MoE
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.router_log import RouterLog
-from tests.dense_gpt import activate
+from tests.independent.model import DEFAULTS, Experts
 from tests.observed import Observed
 
 S, B, H, E = 7, 3, 16, 4
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
 DROPPING = {"moe_expert_capacity_factor": 0.8}
-GROUP = Mesh.single().tp
 
 
 def architecture(**changes: Any) -> ModelConfig:
@@ -31,54 +29,12 @@ def architecture(**changes: Any) -> ModelConfig:
 
 def build(moe: MoEConfig, config: ModelConfig) -> MoE:
     """A layer whose biases are not zero."""
-    groups = dict.fromkeys(("group", "sp_group", "ep_group"), GROUP)
-    layer = MoE(config, moe, 0, **groups, init=Initializer(3), log=RouterLog({}))
+    layer = MoE(config, moe, 0, Mesh.single(), init=Initializer(3), log=RouterLog({}))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in layer.named_parameters():
         if name.endswith("bias"):
             parameter.data = torch.randn(parameter.shape, generator=generator)
     return layer
-
-
-def loop(layer: MoE, x: Tensor, moe: MoEConfig, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """The layer's output and its auxiliary losses, in fp64, one token and one expert at a time."""
-    w = {name: value.double() for name, value in layer.named_parameters()}
-    tokens, experts, topk = x.double().flatten(0, 1), moe.experts, moe.moe_router_topk
-    logits = tokens @ w["router.weight"].T
-    probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
-    wanted: list[tuple[float, int, int, Tensor]] = []  # priority, token, expert, weight
-    for token in range(len(tokens)):
-        chosen = sorted(range(experts), key=lambda e: -logits[token, e].item())[:topk]
-        total = sum(logits[token, e].exp() for e in chosen)
-        for expert in chosen:
-            weight = probabilities[token, expert]
-            if topk > 1 and not moe.moe_router_pre_softmax:
-                weight = logits[token, expert].exp() / total
-            first = -weight.item() if moe.moe_token_drop_policy == "probs" else token
-            wanted.append((first, token, expert, weight))
-    capacity = len(wanted)
-    if moe.moe_token_dropping and moe.moe_expert_capacity_factor is not None:
-        capacity = math.ceil(moe.moe_expert_capacity_factor * len(wanted) / experts)
-        capacity = max(capacity, moe.moe_min_capacity)
-    accepted = [0] * experts
-    outputs = [torch.zeros(H, dtype=torch.float64) for _ in tokens]
-    for _, token, expert, weight in sorted(wanted, key=lambda each: each[:2]):
-        if accepted[expert] < capacity:
-            accepted[expert] += 1
-            inner = w["experts.fc_in.weight"][expert] @ tokens[token]
-            inner = inner + w.get("experts.fc_in.bias", torch.zeros(experts, 1))[expert]
-            if config.is_gated:
-                gate, up = inner.chunk(2)
-                inner = activate(gate, config) * up
-            else:
-                inner = activate(inner, config)
-            y = w["experts.fc_out.weight"][expert] @ inner
-            y = y + w.get("experts.fc_out.bias", torch.zeros(experts, 1))[expert]
-            outputs[token] = outputs[token] + weight * y
-    load = [sum(each[2] == e for each in wanted) / len(wanted) for e in range(experts)]
-    balance = experts * sum(load[e] * probabilities[:, e].mean() for e in range(experts))
-    z = (logits.exp().sum(-1).log() ** 2).mean()
-    return torch.stack(outputs).view_as(x), torch.stack([torch.as_tensor(balance), z])
 
 
 @pytest.mark.parametrize(
@@ -101,23 +57,27 @@ def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: s
     config = architecture(activation=activation, add_bias_linear=activation == "gelu")
     layer = build(moe, config)
     x, weight = (torch.randn(S, B, H, generator=torch.Generator().manual_seed(n)) for n in (2, 3))
+    options = {"num_experts": E, **LOSSES, **options, **vars(config)}
+    weights = {f"mlp.{name}": parameter for name, parameter in layer.named_parameters()}
+    reference = Experts(SimpleNamespace(**{**DEFAULTS, **options}), weights)
     runs = []
-    for run in (layer, None):
+    for run in (layer, reference):
         inputs = x.clone().requires_grad_()
         layer.zero_grad()
-        if run is None:
-            y, losses = loop(layer, inputs, moe, config)
-            coefficients = torch.tensor([moe.moe_aux_loss_coeff, moe.moe_z_loss_coeff]).double()
-            ((y * weight).sum() + 0.25 * losses @ coefficients).backward()
-        else:
+        if run is layer:
             layer.log.gradient_scale = 0.25
             with layer.log.recording(training=True):
-                y = run(inputs)
+                y = layer(inputs)
             (y * weight).sum().backward()
             means = layer.log.take()
-            losses = torch.stack([means["load_balancing_loss"], means["z_loss"]])
+            auxiliary = moe.moe_aux_loss_coeff * means["load_balancing_loss"]
+            auxiliary = auxiliary + moe.moe_z_loss_coeff * means["z_loss"]
+        else:
+            y = reference(inputs.double().transpose(0, 1), "mlp").transpose(0, 1)
+            auxiliary = reference.auxiliary
+            ((y * weight).sum() + 0.25 * auxiliary).backward()
         gradients = [inputs.grad, *(parameter.grad for parameter in layer.parameters())]
-        runs.append([y.detach().double(), losses.detach().double(), *gradients])
+        runs.append([y.detach().double(), auxiliary.detach().double(), *gradients])
     for ours, expected in zip(*runs, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
@@ -138,7 +98,7 @@ def test_equal_experts_are_the_dense_layer(experts: int, topk: int, activation: 
     """One expert, or several with the same weights, whose factors sum to 1."""
     config = architecture(activation=activation)
     layer = build(MoEConfig(num_experts=(experts,), moe_router_topk=topk), config)
-    dense = MLP(config, 0, group=GROUP, init=Initializer(3))
+    dense = MLP(config, 0, group=Mesh.single().tp, init=Initializer(3))
     weights = dict(layer.experts.named_parameters())
     for name, parameter in dense.named_parameters():
         for expert in range(experts):

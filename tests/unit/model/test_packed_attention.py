@@ -228,5 +228,6 @@ def test_flex_attention_equals_per_document_sdpa(groups: int, alibi: bool) -> No
     slopes = alibi_slopes(4)
     bias = alibi_bias(slopes, length, length, CPU) if alibi else None
     loop = PerDocumentSDPA(document_lengths(doc_ids), bias)
-    blocks = DocumentFlexAttention(flex_attention, doc_ids, torch.tensor(slopes) if alibi else None)
+    slopes_n = torch.tensor(slopes) if alibi else None
+    blocks = DocumentFlexAttention(flex_attention, block_mask(doc_ids), slopes_n)
     torch.testing.assert_close(blocks.attend(q, k, v, 0.0), loop.attend(q, k, v, 0.0))
