@@ -318,11 +318,11 @@ def _before_writing(name: str) -> Callable[[Fault, Action], None]:
 
         tag = f"global_step{fault.number}"
 
-        def is_due(path: Path, text: str) -> bool:
-            belongs = tag in path.parent.name or text in (str(fault.number), tag)
+        def is_due(path: Path, content: bytes) -> bool:
+            belongs = tag in path.parent.name or content.decode() in (str(fault.number), tag)
             return path.name == name and belongs
 
-        before_call(local_files, local_files.write_text.__name__, action, is_due)
+        before_call(local_files, local_files.write_atomically.__name__, action, is_due)
 
     return install
 

@@ -11,8 +11,8 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_ds.checkpoint import run_lock
 from megatron_ds.checkpoint.collective_io import RankAgreement
@@ -69,23 +69,12 @@ def claimed_folders(
             lock.release()
 
 
-@dataclass(frozen=True)
-class _Token:
+class _Token(NamedTuple):
     """A file that the first rank sees."""
 
     name: str
     """Relative to the folder."""
     digest: str
-    is_temporary: bool
-
-
-@dataclass(frozen=True)
-class _View:
-    """A rank's view of a folder."""
-
-    host: str
-    path: str
-    is_shared: bool
 
 
 def require_shared(field: str, folder: Path, ranks: RankAgreement) -> None:
@@ -107,25 +96,19 @@ def require_shared(field: str, folder: Path, ranks: RankAgreement) -> None:
     if token is None:
         return
 
-    def look() -> _View:
+    def look() -> tuple[str, bool]:
         seen = retry(lambda: _digest(folder / token.name), wanted=token.digest)
-        return _View(socket.gethostname(), str(folder.resolve()), seen == token.digest)
+        return f"{folder.resolve()} on {socket.gethostname()}", seen == token.digest
 
     views = ranks.on_all(look)
-    if token.is_temporary:
+    if token.name.startswith(TOKEN):
         ranks.on_rank0(lambda: (folder / token.name).unlink(missing_ok=True))
-    missing = [(rank, view) for rank, view in enumerate(views) if not view.is_shared]
+    missing = [f"rank {n} ({place})" for n, (place, is_shared) in enumerate(views) if not is_shared]
     if missing:
-        listed = ", ".join(
-            f"rank {rank} ({view.path} on {view.host})" for rank, view in missing[:NAMED_RANKS]
-        )
         more = f" and {len(missing) - NAMED_RANKS} more" if len(missing) > NAMED_RANKS else ""
+        listed = ", ".join(missing[:NAMED_RANKS]) + more
         raise user_error(
-            "folder-not-shared",
-            field,
-            folder=folder,
-            first=f"{views[0].path} on {views[0].host}",
-            missing=listed + more,
+            "folder-not-shared", field, folder=folder, first=views[0][0], missing=listed
         )
 
 
@@ -146,9 +129,9 @@ def _choose_token(folder: Path, *, is_owned: bool) -> _Token | None:
             raise
         for path in list_checkpoints(folder):
             if (digest := _digest(path / RUN)) is not None:
-                return _Token(f"{path.name}/{RUN}", digest, is_temporary=False)
+                return _Token(f"{path.name}/{RUN}", digest)
         return None
-    return _Token(name, hashlib.sha256(content).hexdigest(), is_temporary=True)
+    return _Token(name, hashlib.sha256(content).hexdigest())
 
 
 def _digest(path: Path) -> str | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -67,11 +66,13 @@ def lazy_full_weights(found: CheckpointMetadata) -> dict[str, TensorReader]:
 
 def _weights_of(found: CheckpointMetadata, model_rank: int) -> dict[str, TensorReader]:
     """The weights of a model-parallel rank without ZeRO 3, with those of all its experts."""
-    module = _read(found.path / f"mp_rank_{model_rank:02d}_model_states.pt")["module"]
+    file = found.path / f"mp_rank_{model_rank:02d}_model_states.pt"
+    module = read_tensors(file, mmap=True)["module"]
     weights = {name: TensorReader.of(value) for name, value in module.items()}
     num_files = found.run.layout.expert_model_parallel_size if found.run.experts else 0
     paths = [found.path / expert_file(rank, model_rank) for rank in range(num_files)]
-    files = [_read(path) for path in paths if path.exists()]  # a stage may have no experts
+    # A stage may have no experts.
+    files = [read_tensors(path, mmap=True) for path in paths if path.exists()]
     for name, first in files[0].items() if files else ():
         parts = [file[name] for file in files]
         shape = (sum(map(len, parts)), *first.shape[1:])
@@ -133,7 +134,3 @@ def _load_one(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int,
         )
     with torch.no_grad():
         parameter.copy_(full if spec is None else take_shard(full, spec, rank, size))
-
-
-def _read(path: Path) -> Any:
-    return read_tensors(path, mmap=True)

@@ -24,6 +24,7 @@ from megatron_ds.checkpoint.metadata import (
     POINTERS,
     REPLACED,
     STATES,
+    DamageCheck,
     find_damage,
     iteration_of,
     list_checkpoints,
@@ -47,17 +48,23 @@ STILL_OPEN = (errno.ENOTEMPTY, errno.EBUSY, errno.ESTALE, errno.ENOENT)
 
 def write_json(path: Path, value: Any) -> FileRecord:
     """Writes a JSON file atomically and durably."""
-    return write_text(path, json_text(value))
+    return write_atomically(path, json_content(value))
 
 
-def json_text(value: Any) -> str:
+def json_content(value: Any) -> bytes:
     """The content of a JSON file."""
-    return json.dumps(value, indent=1) + "\n"
+    return (json.dumps(value, indent=1) + "\n").encode()
 
 
-def write_text(path: Path, text: str) -> FileRecord:
-    """Writes a text file atomically and durably."""
-    return write_atomically(path, text.encode())
+def write_files(folder: Path, contents: Mapping[str, bytes]) -> dict[str, FileRecord]:
+    """Writes small files, by path relative to a folder, atomically and durably."""
+    records = {}
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        records[name] = write_atomically(folder / name, content)
+        for above in [*Path(name).parents][1:]:
+            fsync_path(folder / above)  # has the entry of a new folder
+    return records
 
 
 def wait_for_files(path: Path, files: Mapping[str, FileRecord]) -> None:
@@ -200,26 +207,29 @@ class Retention:
     every: int | None = None
     """Those of multiples of this iteration, too."""
 
-    def is_milestone(self, path: Path) -> bool:
-        return self.every is not None and iteration_of(path) % self.every == 0
+    def outdated(self, newest: Path, branch: Branch, check: DamageCheck) -> list[Path]:
+        """The checkpoints of a branch before `newest` that are not to be kept.
+
+        Damaged checkpoints and those of other branches are left for their owner.
+        """
+        older = [
+            path
+            for path in list_checkpoints(newest.parent)
+            if iteration_of(path) < iteration_of(newest)
+            and check(path) is None
+            and read_run(path).run.branch == branch.at(iteration_of(path))
+        ]
+        every = self.every
+        return [path for path in older[self.last - 1 :] if not every or iteration_of(path) % every]
 
 
 def remove_older(newest: Path, branch: Branch, retention: Retention) -> None:
-    """Deletes complete checkpoints of a branch before `newest` that are not to be kept.
+    """Deletes outdated checkpoints; those that are being read are left for a later save.
 
-    Damaged checkpoints and those of other branches are left for their owner, and those that are
-    being read until a later save. Each one is renamed before it is deleted, so that a crash leaves
-    no partial checkpoint under its name.
+    Each one is renamed before it is deleted, so that a crash leaves no partial checkpoint under its
+    name.
     """
-    paths = list_checkpoints(newest.parent)
-    older = [
-        path
-        for path in paths[paths.index(newest) + 1 :]
-        if find_damage(path) is None and read_run(path).run.branch == branch.at(iteration_of(path))
-    ]
-    for path in older[retention.last - 1 :]:
-        if retention.is_milestone(path):
-            continue
+    for path in retention.outdated(newest, branch, find_damage):
         with open(path / MANIFEST, "r+b") as manifest:  # on NFS, only such a file can be locked
             if lock_now(manifest) is False:
                 continue  # it is being read
@@ -231,7 +241,7 @@ def remove_older(newest: Path, branch: Branch, retention: Retention) -> None:
 def write_pointers(target: Path) -> None:
     """Makes the pointer files name a checkpoint, which a later load then selects."""
     for name, text in zip(POINTERS, (target.name, str(iteration_of(target))), strict=True):
-        write_text(target.parent / name, text)
+        write_atomically(target.parent / name, text.encode())
     # The target is the last: after a crash in between, no other one must be selected.
     for path in sorted(list_checkpoints(target.parent), key=lambda path: path == target):
         (path / POINTER_PENDING).unlink(missing_ok=True)

@@ -44,6 +44,8 @@ STATES = ".pt"
 EIGHT_BIT = "adam8bit"
 """Name of Adam with 8-bit moments in `ParallelLayout.optimizer`."""
 CHECKSUM_PLACEHOLDER = "0" * 64
+DamageCheck = Callable[[Path], Problem | None]
+"""Returns the first problem of a checkpoint's folder; None if there is none."""
 
 
 @dataclass(frozen=True)

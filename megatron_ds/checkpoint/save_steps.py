@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.protocol import Snapshot
-from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.visibility import retry
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 
@@ -103,19 +104,26 @@ class SaveSteps:
             SaveError: If the disk of any rank fails, or another run has taken the folder.
         """
         try:
-            self.warnings += yield RankWork(self._prepare, on_all=False)
-            written = yield RankWork(self._write, on_all=True)
-            self.warnings += yield RankWork(lambda: self._complete(written), on_all=False)
+            yield from self._work()
         except FolderLostError as error:
             raise self._lost() from error
         except OSError as error:
             try:
-                yield RankWork(self._clean_up, on_all=False)
+                yield from self._clean_up()
             except FolderLostError:
                 raise self._lost() from error
             except OSError:
                 pass  # the next save removes what cannot be removed now
             raise self._failed(error) from error
+
+    def _work(self) -> Steps:
+        self.warnings += yield RankWork(self._prepare, on_all=False)
+        written = yield RankWork(self._write, on_all=True)
+        self.warnings += yield RankWork(lambda: self._complete(written), on_all=False)
+
+    def _clean_up(self) -> Steps:
+        yield RankWork(self._require_folder, on_all=False)
+        yield RankWork(lambda: local_files.remove_temporary(self.folder), on_all=False)
 
     def _failed(self, error: OSError) -> SaveError:
         folder = self.shown_folder
@@ -184,20 +192,14 @@ class SaveSteps:
         """Contents of run.json and of the tokenizer's files by name."""
         assert self.run is not None
         tokenizer = {f"{TOKENIZER}/{name}": text for name, text in self.tokenizer_files.items()}
-        return {**tokenizer, RUN: local_files.json_text(self.run.to_dict()).encode()}
+        return {**tokenizer, RUN: local_files.json_content(self.run.to_dict())}
 
     def _describe(self, files: dict[str, FileRecord]) -> None:
         """Writes what a checkpoint has besides the files of the ranks, the manifest last."""
-        assert self.run is not None
-        for name, content in self.tokenizer_files.items():
-            path = self.temporary / TOKENIZER / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files[f"{TOKENIZER}/{name}"] = write_atomically(path, content)
-            fsync_path(self.temporary / TOKENIZER)
-        files[RUN] = local_files.write_json(self.temporary / RUN, self.run.to_dict())
+        files |= local_files.write_files(self.temporary, self.small_files())
         self._wait_for(files)
         (self.temporary / POINTER_PENDING).touch()
-        local_files.write_text(self.temporary / MANIFEST, manifest_text(files))
+        local_files.write_files(self.temporary, {MANIFEST: manifest_text(files).encode()})
 
     def _wait_for(self, files: Mapping[str, FileRecord]) -> None:
         """Waits until the files of all ranks are visible here."""
@@ -213,10 +215,6 @@ class SaveSteps:
         except OSError as error:
             return [Problem("save-pointers-failed", target=self.target, error=error)]
         return []
-
-    def _clean_up(self) -> None:
-        self._require_folder()
-        local_files.remove_temporary(self.folder)
 
 
 class SaveInProgress:
@@ -249,7 +247,7 @@ class SaveInProgress:
         Raises:
             SaveError: If it has failed.
         """
-        while wait or self._ranks.is_true_on_all(self._own.is_done):
+        while wait or self._ranks.is_true_on_all(not self.in_background or self._own.done()):
             try:
                 self._begin(self._exchange())
             except StopIteration:
@@ -261,11 +259,22 @@ class SaveInProgress:
     def abandon(self) -> None:
         """Ends the writing of this rank, which leaves an incomplete checkpoint. Local."""
         self.save.snapshot.cancel()
-        self._own.join(ABANDON_S)
+        if self.in_background:
+            self._thread.join(ABANDON_S)
 
     def _begin(self, work: RankWork) -> None:
         self._work = work
-        self._own = _OwnPart(self._ranks, work, in_background=self.in_background)
+        self._own: Future[Outcome] = Future()
+        self._thread = threading.Thread(target=self._do_own, name="checkpoint", daemon=True)
+        if self.in_background:
+            self._thread.start()
+
+    def _do_own(self) -> None:
+        """Does this rank's part of a step."""
+        try:
+            self._own.set_result(self._ranks.do_own(self._work))
+        except BaseException as error:
+            self._own.set_exception(error)
 
     def _exchange(self) -> RankWork:
         """Exchanges the results of a step and returns the next one.
@@ -273,47 +282,11 @@ class SaveInProgress:
         Raises:
             StopIteration: If there is none.
         """
-        outcome = self._own.outcome()
+        if not self.in_background:
+            self._do_own()
+        outcome = self._own.result()  # raises any error but those of the disk and of data
         try:
             result = self._ranks.share(self._work, outcome)
         except OSError as error:
             return self._steps.throw(error)
         return self._steps.send(result)
-
-
-class _OwnPart:
-    """This rank's part of a step."""
-
-    def __init__(self, ranks: RankAgreement, work: RankWork, *, in_background: bool) -> None:
-        self._ranks, self._work = ranks, work
-        self._outcome: Outcome | None = None
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if in_background:
-            self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-            self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        return self._thread is None or not self._thread.is_alive()
-
-    def join(self, timeout: float) -> None:
-        if self._thread is not None:
-            self._thread.join(timeout)
-
-    def outcome(self) -> Outcome:
-        """Waits for the work, or does it. Raises any error but those of the disk and of data."""
-        if self._thread is None:
-            self._run()
-        else:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._outcome is not None
-        return self._outcome
-
-    def _run(self) -> None:
-        try:
-            self._outcome = self._ranks.do_own(self._work)
-        except BaseException as error:
-            self._error = error

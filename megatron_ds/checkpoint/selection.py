@@ -18,6 +18,7 @@ from megatron_ds.checkpoint.metadata import (
     POINTER_PENDING,
     RUN,
     CheckpointMetadata,
+    DamageCheck,
     hold,
     iteration_of,
     list_checkpoints,
@@ -30,7 +31,6 @@ from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import SharedLock
 
-DamageCheck = Callable[[Path], Problem | None]
 Hold = Callable[[Path], SharedLock | None]
 
 
@@ -47,16 +47,6 @@ class CheckpointListing:
     """Pointer files that do not name the first choice, each with its contents."""
     universal: tuple[Path, ...] = ()
     """Universal checkpoints of this program's runs, the one that the pointer names first."""
-
-    def chosen(self, options: CheckpointConfig) -> Path | None:
-        """The checkpoint that is tried first; None if there is none."""
-        universal = self.chosen_universal(options)
-        if universal is not None:
-            return universal
-        paths = [*self.preferred, *self.paths]
-        if options.step is not None:
-            paths = [path for path in paths if iteration_of(path) == options.step]
-        return paths[0] if paths else None
 
     def chosen_universal(self, options: CheckpointConfig) -> Path | None:
         """The universal checkpoint that is loaded instead of others; None if one of them is.

@@ -153,17 +153,42 @@ def conflicts(source: SourceCheckpoint, config: Config, vocab_size: int) -> Iter
         yield from error.problems
 
 
-@dataclass(frozen=True)
-class ForeignStart:
-    """What a run starts with."""
+@dataclass
+class InitialLoad:
+    """What a run starts with; implements `StateReader`."""
 
     path: Path
-    weights: TensorReaders
-    optimizer: Mapping[str, TensorReaders]
-    """The optimizer's states by kind; empty if the run starts with the weights alone."""
-    steps: int | None
     state: TrainState
     notes: tuple[Problem, ...]
+    weights: TensorReaders
+    optimizer: Mapping[str, TensorReaders] = dataclasses.field(default_factory=dict)
+    """The optimizer's states by kind; empty if the run starts with the weights alone."""
+    optimizer_steps: int | None = None
+    loss_scaler: None = None
+    _last: tuple[tuple[str, str], TensorReader] | None = None
+
+    @classmethod
+    def of(cls, source: SourceCheckpoint, config: Config) -> InitialLoad:
+        """What a run starts with.
+
+        Args:
+            source: The checkpoint of another program, or weights alone.
+            config: Complete configuration.
+
+        Raises:
+            UserError: If it does not fit the run.
+        """
+        weights, state = _checked(source, config), _continued(source, config)
+        if state is None:
+            notes = (*source.notes, *_notes_of_weights(source, config))
+            return cls(source.path, TrainState(), notes, weights)
+        if config.checkpoint.no_load_optim:
+            return cls(source.path, state, source.notes, weights)
+        optimizer = {
+            kind: _checked(source, config, tensors) for kind, tensors in source.optimizer.items()
+        }
+        steps = None if source.run is None else source.run.steps
+        return cls(source.path, state, source.notes, weights, optimizer, steps)
 
     @property
     def summary(self) -> str:
@@ -175,37 +200,45 @@ class ForeignStart:
             f"{self.state.consumed_samples} samples"
         )
 
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.weights.items()}
 
-def foreign_start(source: SourceCheckpoint, config: Config) -> ForeignStart:
-    """What a run starts with.
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return {
+            "global_steps": self.state.iteration,
+            "global_samples": self.state.consumed_samples,
+            "skipped_steps": self.state.skipped_iterations,
+        }
 
-    Args:
-        source: The checkpoint of another program, or weights alone.
-        config: Complete configuration.
+    def moments(self, name: str) -> tuple[str, ...]:
+        from megatron_ds.engine.states.state_reader import MASTER
 
-    Raises:
-        UserError: If it does not fit the run.
-    """
-    path = source.path
-    weights = _checked(source, config)
-    state = _continued(source, config)
-    if state is None:
-        notes = list(source.notes)
-        # Other folders have no optimizer.
-        if source.run is not None and not config.checkpoint.finetune:
-            reason = _why_weights_alone(source, config)
-            notes.append(Problem("foreign-weights-alone", path=path, reason=reason))
-        rows, used = source.tensors[TABLE].shape[0], config.model.softmax_rows
-        if source.run is None and rows > used:
-            notes.append(Problem("foreign-rows-unused", path=path, rows=rows, used=used))
-        return ForeignStart(path, weights, {}, None, TrainState(), tuple(notes))
-    if config.checkpoint.no_load_optim:
-        return ForeignStart(path, weights, {}, None, state, source.notes)
-    optimizer = {
-        kind: _checked(source, config, tensors) for kind, tensors in source.optimizer.items()
-    }
-    steps = None if source.run is None else source.run.steps
-    return ForeignStart(path, weights, optimizer, steps, state, source.notes)
+        return tuple(kind for kind in self.optimizer if kind != MASTER)
+
+    def steps(self, name: str) -> int | None:
+        return self.optimizer_steps
+
+    def tensor(self, name: str, kind: str) -> TensorReader:
+        """The full tensor; the last one is kept in memory, because it is read in blocks."""
+        from megatron_ds.engine.states.state_reader import TensorReader
+
+        if self._last is None or self._last[0] != (name, kind):
+            tensors = self.optimizer.get(kind, self.weights)
+            self._last = (name, kind), TensorReader.of(tensors[name].read())
+        return self._last[1]
+
+
+def _notes_of_weights(source: SourceCheckpoint, config: Config) -> Iterator[Problem]:
+    """What a run that starts with the weights alone leaves out."""
+    rows, used = source.tensors[TABLE].shape[0], config.model.softmax_rows
+    if source.run is None:  # such folders have no optimizer
+        if rows > used:
+            yield Problem("foreign-rows-unused", path=source.path, rows=rows, used=used)
+    elif not config.checkpoint.finetune:
+        reason = _why_weights_alone(source, config)
+        yield Problem("foreign-weights-alone", path=source.path, reason=reason)
 
 
 def _why_weights_alone(source: SourceCheckpoint, config: Config) -> str | None:
@@ -267,35 +300,3 @@ def _checked(
     settings = ModelSettings.of(rows, config.moe, None, None)
     tensors = source.tensors if tensors is None else tensors
     return dataclasses.replace(source, settings=settings, tensors=tensors).weights().tensors
-
-
-class StartStates:
-    """The states of a `ForeignStart` for an engine; implements `StateReader`."""
-
-    def __init__(self, start: ForeignStart) -> None:
-        self._start = start
-        self._last: tuple[tuple[str, str], TensorReader] | None = None
-        self.shapes = {name: tensor.shape for name, tensor in start.weights.items()}
-        self.counters = {
-            "global_steps": start.state.iteration,
-            "global_samples": start.state.consumed_samples,
-            "skipped_steps": start.state.skipped_iterations,
-        }
-        self.loss_scaler = None
-
-    def moments(self, name: str) -> tuple[str, ...]:
-        from megatron_ds.engine.states.state_reader import MASTER
-
-        return tuple(kind for kind in self._start.optimizer if kind != MASTER)
-
-    def steps(self, name: str) -> int | None:
-        return self._start.steps
-
-    def tensor(self, name: str, kind: str) -> TensorReader:
-        """The full tensor; the last one is kept in memory, because it is read in blocks."""
-        from megatron_ds.engine.states.state_reader import TensorReader
-
-        if self._last is None or self._last[0] != (name, kind):
-            tensors = self._start.optimizer.get(kind, self._start.weights)
-            self._last = (name, kind), TensorReader.of(tensors[name].read())
-        return self._last[1]

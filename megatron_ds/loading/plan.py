@@ -15,12 +15,12 @@ from megatron_ds.checkpoint.location import Location, RunFolders
 from megatron_ds.checkpoint.metadata import (
     REPLACED,
     CheckpointMetadata,
+    DamageCheck,
     find_damage,
     find_record_damage,
 )
 from megatron_ds.checkpoint.selection import (
     CheckpointListing,
-    DamageCheck,
     list_folder,
     select_checkpoint,
 )

@@ -34,7 +34,7 @@ from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.lifecycle import ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.loading.initial_load import ForeignStart, StartStates, foreign_start
+from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.model.layers import CustomParts
@@ -130,7 +130,7 @@ class _Start:
     """What a run continues: a checkpoint of its own, an imported one, or nothing."""
 
     checkpoint: CheckpointMetadata | None = None
-    imported: ForeignStart | None = None
+    imported: InitialLoad | None = None
 
     @property
     def is_new(self) -> bool:
@@ -147,7 +147,7 @@ class _Start:
         if self.checkpoint is not None:
             return checkpoints.load(engine, self.checkpoint)
         if self.imported is not None:
-            engine.reshard(StartStates(self.imported))
+            engine.reshard(self.imported)
             for note in self.imported.notes:
                 output.warn_on_rank(note)
             output.print_on_rank(f"  loaded the {self.imported.summary}")
@@ -220,7 +220,7 @@ def _find_start(
     config: Config, plan: LoadPlan, checkpoints: CheckpointManager, startup: StartupTimer
 ) -> _Start:
     if plan.imported is not None:
-        return _Start(imported=foreign_start(plan.imported, config))
+        return _Start(imported=InitialLoad.of(plan.imported, config))
     if plan.folders.load is None:
         return _Start()
     start = _Start(checkpoints.select())

@@ -87,7 +87,7 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     if rank == 0:  # its listings lag, and its disk is slow at the end
         _hide_from_listings(OF_RANK_1)
         before_call(
-            local_files, "write_text", wait, lambda path, text: path.name == "manifest.json"
+            local_files, "write_atomically", wait, lambda path, _: path.name == "manifest.json"
         )
     else:
         before_call(checkpoint_io, "write_tensors", wait)

@@ -28,7 +28,7 @@ from megatron_ds.conversion.native import open_native
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.loading.initial_load import StartStates, foreign_start
+from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import LoadPlan, make_plan
 from megatron_ds.train_state import StepPlan, TrainState
 from tests.dist.engine_harness import full_weights, prepare
@@ -83,7 +83,7 @@ def train(rank: int, folder: str) -> None:
         mesh = meshes.of(config.parallel)
         engine = build_engine(config, mesh, torch.device("cpu"), init_weights=False)
         assert plan.imported is not None
-        engine.reshard(StartStates(foreign_start(plan.imported, config)))
+        engine.reshard(InitialLoad.of(plan.imported, config))
         for name, value in full_weights(engine, mesh).items():
             rounded = expected[name].bfloat16().float() if layout[3] else expected[name]
             assert torch.equal(value[: len(rounded)], rounded), (layout, name)

@@ -26,6 +26,7 @@ from tests.e2e.runs import (
     evaluations,
     steps,
 )
+from tests.unit.checkpoint.fakes import flip_a_bit
 
 CRASHED_AT = 4
 
@@ -97,10 +98,7 @@ def test_resume_falls_back_to_the_checkpoint_before_damaged_ones(
     settings = {**base, **SCHEDULE, "save": run, "load": run, "save_interval": 1}
     launcher.start(settings, ranks=RANKS).succeed()
     moments = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    flipped = run / "global_step4" / moments
-    content = bytearray(flipped.read_bytes())
-    content[len(content) // 2] ^= 0x10
-    flipped.write_bytes(content)
+    flip_a_bit(run / "global_step4" / moments)
     truncated = run / "global_step5" / "mp_rank_00_model_states.pt"
     size = truncated.stat().st_size
     with truncated.open("r+b") as file:

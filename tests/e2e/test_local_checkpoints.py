@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Settings, checkpoint_differences, steps
 from tests.problems import printed_codes
+from tests.unit.checkpoint.fakes import flip_a_bit
 
 STATES = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 
@@ -100,10 +101,7 @@ def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
     folder = resumed(crashed, tmp_path / "again")
     for rank in range(RANKS):
         (folder / f"node-{rank}" / "global_step5" / STATES.format(1)).unlink()
-    damaged = folder / "node-1" / "global_step4" / STATES.format(1)
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
+    flip_a_bit(folder / "node-1" / "global_step4" / STATES.format(1))
     settings = settings_in(folder, base)
     output = launcher.start(settings, ranks=RANKS, folder=folder).succeed()
     codes = printed_codes(output)

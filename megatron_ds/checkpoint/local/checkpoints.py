@@ -36,9 +36,10 @@ from megatron_ds.checkpoint.metadata import (
     read_run,
 )
 from megatron_ds.checkpoint.store.fetch import IsNeeded
+from megatron_ds.checkpoint.store.mirror import is_intact
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.fileio.atomic import FileRecord, fsync_path, write_atomically
+from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.launch import environment
 
 KEPT = 2
@@ -187,8 +188,10 @@ class LocalCheckpoints:
 
     def _all_after(self, iteration: int) -> list[str]:
         """Names of the checkpoints on any node after an iteration, newest first."""
-        listed = self._ranks.on_all(lambda: _names_after(self._folder, iteration))
-        return sorted({name for names in listed for name in names}, key=_number, reverse=True)
+        listed = self._ranks.on_all(lambda: list_checkpoints(self._folder))
+        paths = {Path(path.name) for paths in listed for path in paths}
+        later = [path for path in paths if iteration_of(path) > iteration]
+        return [path.name for path in sorted(later, key=iteration_of, reverse=True)]
 
     def _on_first_ranks(self, work: Callable[[], object]) -> None:
         self._ranks.on_all(lambda: work() if self._nodes.is_first else None)
@@ -225,7 +228,7 @@ class LocalCheckpoints:
             own = self._nodes.share_of(name for name in files if (path / name).is_file())
             damaged = local_files.find_damaged_files(path, {name: files[name] for name in own})
             small = (name for name in files if not name.endswith(STATES))
-            is_described = all(_matches(path / name, files[name]) for name in small)
+            is_described = all(is_intact(path / name, files[name]) for name in small)
             return _Found(_digest(path), frozenset(own) - damaged.keys(), is_described)
         return None
 
@@ -320,20 +323,8 @@ class LocalCheckpoints:
         return f"node {node} ({self._hosts[first]})"
 
 
-def _number(name: str) -> int:
-    return iteration_of(Path(name))
-
-
-def _names_after(folder: Path, iteration: int) -> list[str]:
-    return [path.name for path in list_checkpoints(folder) if iteration_of(path) > iteration]
-
-
 def _digest(path: Path) -> str:
     return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-
-
-def _matches(path: Path, record: FileRecord) -> bool:
-    return path.is_file() and record.matches(path)
 
 
 def _create(temporary: Path) -> None:
@@ -343,11 +334,7 @@ def _create(temporary: Path) -> None:
 
 def _complete(temporary: Path, files: Files, others: Mapping[str, bytes]) -> None:
     """Adds what describes a checkpoint, the manifest last."""
-    text = manifest_text(files).encode()
-    for name, content in (*others.items(), (MANIFEST, text)):
-        (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(temporary / name, content)
-    fsync_path(temporary)
+    local_files.write_files(temporary, {**others, MANIFEST: manifest_text(files).encode()})
 
 
 def _describe(path: Path) -> _Described:
@@ -363,6 +350,4 @@ def _adopt(path: Path, digest: str, described: _Described) -> None:
         if _digest(path) == digest:
             return
     local_files.discard(path)
-    for name, content in described.texts.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / name, content)
+    local_files.write_files(path, described.texts)

@@ -31,15 +31,14 @@ from megatron_ds.checkpoint.metadata import (
     iteration_of,
     list_checkpoints,
     read_manifest,
-    read_run,
 )
 from megatron_ds.checkpoint.run_lock import LOCK
-from megatron_ds.checkpoint.save_steps import FolderLostError, SaveSteps, Steps
+from megatron_ds.checkpoint.save_steps import SaveSteps, Steps
 from megatron_ds.checkpoint.store.fetch import StoreFolder
 from megatron_ds.checkpoint.store.mirror import CHECKPOINT_FOLDER, METRICS
 from megatron_ds.checkpoint.store.object_store import PARALLEL, ObjectStore
 from megatron_ds.config.problems import Problem
-from megatron_ds.fileio.atomic import FileRecord, write_atomically
+from megatron_ds.fileio.atomic import FileRecord
 
 
 class _Completed(NamedTuple):
@@ -72,29 +71,21 @@ class StoreSaveSteps(SaveSteps):
     def store(self) -> ObjectStore:
         return self.destination.store
 
-    def steps(self) -> Steps:
+    def _work(self) -> Steps:
         rank = self.destination.nodes.rank
-        try:
-            yield RankWork(self._require_folder, on_all=False)
-            for warnings in (yield RankWork(self._prepare_node, on_all=True)):
-                self.warnings += warnings
-            written = yield RankWork(lambda: self.snapshot.write(self.temporary), on_all=True)
-            yield RankWork(self._invalidate, on_all=False)
-            yield RankWork(lambda: self._upload(written[rank]), on_all=True)
-            completed = yield RankWork(lambda: self._complete_store(written), on_all=False)
-            self.warnings += completed.warnings
-            yield RankWork(lambda: self._keep(completed), on_all=True)
-        except FolderLostError as error:
-            raise self._lost() from error
-        except OSError as error:
-            try:
-                yield RankWork(self._require_folder, on_all=False)
-                yield RankWork(self._clean_up_node, on_all=True)
-            except FolderLostError:
-                raise self._lost() from error
-            except OSError:
-                pass  # the next save removes what cannot be removed now
-            raise self._failed(error) from error
+        yield RankWork(self._require_folder, on_all=False)
+        for warnings in (yield RankWork(self._prepare_node, on_all=True)):
+            self.warnings += warnings
+        written = yield RankWork(lambda: self.snapshot.write(self.temporary), on_all=True)
+        yield RankWork(self._invalidate, on_all=False)
+        yield RankWork(lambda: self._upload(written[rank]), on_all=True)
+        completed = yield RankWork(lambda: self._complete_store(written), on_all=False)
+        self.warnings += completed.warnings
+        yield RankWork(lambda: self._keep(completed), on_all=True)
+
+    def _clean_up(self) -> Steps:
+        yield RankWork(self._require_folder, on_all=False)
+        yield RankWork(self._clean_up_node, on_all=True)
 
     def _wait_for(self, files: Mapping[str, FileRecord]) -> None:
         """The files of other nodes are not visible here; their uploads were compared."""
@@ -150,7 +141,8 @@ class StoreSaveSteps(SaveSteps):
         try:
             write_pointers(self.store, self.target.name)
             for path in self._outdated():
-                self._remove_checkpoint(path)
+                self.store.remove(f"{path.name}/{MANIFEST}")  # first: it is incomplete then
+                self._remove(self.store.sizes(path.name))
                 removed.append(path.name)
         except OSError as error:
             place = f"{self.shown_folder}/{self.target.name}"
@@ -163,20 +155,7 @@ class StoreSaveSteps(SaveSteps):
         if self.retention is None:
             return []
         assert self.run is not None
-        older = [
-            path
-            for path in list_checkpoints(self.folder)
-            if iteration_of(path) < self.iteration
-            and find_record_damage(path) is None
-            and read_run(path).run.branch == self.run.branch.at(iteration_of(path))
-        ]
-        older = older[self.retention.last - 1 :]
-        return [path for path in older if not self.retention.is_milestone(path)]
-
-    def _remove_checkpoint(self, path: Path) -> None:
-        """Removes a checkpoint from the store, the manifest first."""
-        self.store.remove(f"{path.name}/{MANIFEST}")
-        self._remove(self.store.sizes(path.name))
+        return self.retention.outdated(self.target, self.run.branch, find_record_damage)
 
     def _remove(self, names: Iterable[str]) -> None:
         with ThreadPoolExecutor(PARALLEL) as pool:
@@ -186,9 +165,7 @@ class StoreSaveSteps(SaveSteps):
         """Gives the staged files their names. Of other checkpoints, only descriptions remain."""
         if not self.destination.nodes.is_first:
             return
-        for name, content in completed.texts.items():
-            (self.temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.temporary / name, content)
+        local_files.write_files(self.temporary, completed.texts)
         (self.temporary / POINTER_PENDING).unlink(missing_ok=True)
         local_files.publish(self.temporary, self.target)
         local_files.write_pointers(self.target)

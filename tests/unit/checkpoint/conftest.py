@@ -39,12 +39,16 @@ def folder(config: Config) -> Path:
 def manager(
     one_process: None, config: Config, logged: list[str]
 ) -> Callable[..., CheckpointManager]:
-    """manager(**options): of the configuration with other groups or checkpoint options."""
+    """manager(**options): of the configuration with other groups or checkpoint options.
 
-    def make(**options: Any) -> CheckpointManager:
+    `stored` is a tokenizer that it stores, and `lock` that of its folder.
+    """
+
+    def make(stored: Any = None, lock: Any = None, **options: Any) -> CheckpointManager:
         groups = {name: options.pop(name) for name in GROUPS.keys() & options.keys()}
         changed = dataclasses.replace(config.with_values(options), **groups)
-        return CheckpointManager(changed, Mesh.build(1), logged.append, RankAgreement())
+        mesh, ranks = Mesh.build(1), RankAgreement()
+        return CheckpointManager(changed, mesh, logged.append, ranks, lock, tokenizer=stored)
 
     return make
 

@@ -169,6 +169,10 @@ def flipped(content: bytes, draw: random.Random) -> bytes:
     return content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
 
 
+def flip_a_bit(path: Path) -> None:
+    path.write_bytes(flipped(path.read_bytes(), random.Random(0)))
+
+
 def truncated(content: bytes, draw: random.Random) -> bytes:
     return content[: draw.randrange(len(content))]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.lineage import Branch
-from megatron_ds.checkpoint.local_files import write_json, write_pointers, write_text
+from megatron_ds.checkpoint.local_files import write_json, write_pointers
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     RUN,
@@ -112,7 +112,7 @@ def write_checkpoint(
         ),
     )
     records[RUN] = write_json(path / RUN, run.to_dict())
-    write_text(path / MANIFEST, manifest_text(records))
+    (path / MANIFEST).write_text(manifest_text(records))
     write_pointers(path)
     return path
 

@@ -191,7 +191,7 @@ def test_an_abandoned_save_ends_and_stays_incomplete(
     advance_until(checkpoints, begun.is_set)
     current = checkpoints._current
     checkpoints.abandon()
-    error = current._own.outcome().error
+    error = current._own.result().error
     assert isinstance(error, OSError)
     assert error.errno == errno.ECANCELED
     assert not [each for each in threading.enumerate() if each.name == "checkpoint"]

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -38,6 +37,7 @@ from tests.unit.checkpoint.fakes import (
     FakeEngine,
     Managers,
     fail_at,
+    flip_a_bit,
     flipped,
     load,
     names_in,
@@ -134,10 +134,8 @@ def test_every_damaged_file_of_a_checkpoint_is_named(
     checkpoints: CheckpointManager, folder: Path, logged: list[str]
 ) -> None:
     save(checkpoints, 4, 8)
-    draw = random.Random(0)
     for name in FILES[:2]:
-        path = folder / "global_step8" / name
-        path.write_bytes(flipped(path.read_bytes(), draw))
+        flip_a_bit(folder / "global_step8" / name)
     logged.clear()
     load(checkpoints)
     assert all(name in logged[0] for name in FILES[:2])
@@ -327,22 +325,6 @@ def test_an_error_of_the_engine_is_reported_and_leaves_no_files(
     place = folder / ".incomplete-global_step8" / "x.pt"
     assert str(place) in str(error.value)
     assert names_in(folder) == {"global_step4", *local_files.POINTERS}
-
-
-def test_too_little_space_gives_a_warning_before_the_save(
-    checkpoints: CheckpointManager, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compared with the model's size (30 numbers of 16 bytes), then with the last checkpoint's."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=16 * 30))
-    save(checkpoints, 2)
-    assert not any("WARNING" in line for line in logged)
-    save(checkpoints, 4)
-    assert any("[disk-may-become-full]" in line for line in logged)
-    shutil.rmtree(folder)
-    logged.clear()
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=479))
-    save(checkpoints, 2)
-    assert "[disk-may-become-full]" in logged[1]
 
 
 def test_keep_last_keeps_that_many_checkpoints(manager: Managers, folder: Path) -> None:

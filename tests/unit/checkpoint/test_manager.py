@@ -27,6 +27,7 @@ from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (
     FakeEngine,
     Managers,
+    flip_a_bit,
     load,
     names_in,
     records_of,
@@ -106,12 +107,6 @@ def test_a_checkpoint_with_the_parts_of_a_matrix_in_another_order_is_rejected(
     assert load(checkpoints)[0] == state_at(7)
 
 
-def flip_a_byte(path: Path) -> None:
-    content = bytearray((path / "model_states.pt").read_bytes())
-    content[3] ^= 1
-    (path / "model_states.pt").write_bytes(content)
-
-
 def write(name: str, content: bytes) -> Callable[[Path], object]:
     return lambda path: (path / name).write_bytes(content)
 
@@ -148,7 +143,11 @@ def edit_manifest(path: Path) -> None:
 DAMAGED, UNFINISHED = "checkpoint-metadata-damaged", "checkpoint-save-unfinished"
 OTHER_FORMAT = "checkpoint-of-other-format"
 DAMAGES: list[tuple[str, str, Callable[[Path], object]]] = [
-    ("checkpoint-files-damaged", "model_states.pt", flip_a_byte),
+    (
+        "checkpoint-files-damaged",
+        "model_states.pt",
+        lambda path: flip_a_bit(path / "model_states.pt"),
+    ),
     (
         "checkpoint-file-size",
         "optim_states.pt has 4 bytes",
@@ -319,22 +318,27 @@ def test_a_checkpoint_without_optimizer_states_continues_without_them_only(
     assert load(manager(finetune=True, save=str(tmp_path / "new")))[0] == TrainState()
 
 
-def test_the_size_of_a_checkpoint_is_estimated_with_and_without_optimizer_states(
+def test_too_little_space_gives_a_warning_before_the_save(
     manager: Managers, folder: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = SimpleNamespace(free=300)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    """Compared with the model's size, then with that of the last checkpoint of the same states."""
+    disk = SimpleNamespace(free=16 * 30)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
 
     def is_warned(**options: bool) -> bool:
         logged.clear()
         save(manager(**options), 2)
-        return "disk-may-become-full" in "".join(logged)
+        return "[disk-may-become-full]" in logged[1]
 
-    assert is_warned()  # 30 parameters of 16 bytes
+    assert not is_warned()  # 30 parameters of 16 bytes
+    assert is_warned()
+    shutil.rmtree(folder)
+    disk.free -= 1
+    assert is_warned()
     shutil.rmtree(folder)
     assert not is_warned(no_save_optim=True)  # of 8 bytes
     assert is_warned()  # not compared with a checkpoint without them
-    free.free = 100_000
+    disk.free = 100_000
     assert not is_warned()
 
 
@@ -401,30 +405,28 @@ def test_the_blend_history_is_restored(checkpoints: CheckpointManager) -> None:
 @pytest.mark.parametrize(
     ("before", "now", "rejected"),
     [
-        ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("a",), "split": "8,2"}, True),
-        ({"data_path": ("a",)}, {"data_args_path": "f", "split": "8,2"}, True),
-        ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("b",), "split": "9,1"}, False),
-        ({"data_path": ("a",), "split": "9,1"}, {"train_data_path": ("a",)}, False),
-        ({"train_data_path": ("a",)}, {"data_path": ("a",), "split": "9,1"}, False),
+        ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("a",), "split": "8,2"}, "8,2"),
+        ({"data_path": ("a",)}, {"data_args_path": "f", "split": "8,2"}, "8,2"),
+        (
+            {"data_path": ("a",)},
+            {"data_path": ("a",), "split_rounding": "megatron-core"},
+            "megatron-core",
+        ),
+        ({"data_path": ("a",), "split": "9,1"}, {"data_path": ("b",), "split": "9,1"}, None),
+        ({"data_path": ("a",), "split": "9,1"}, {"train_data_path": ("a",)}, None),
+        ({"train_data_path": ("a",)}, {"data_path": ("a",), "split": "9,1"}, None),
     ],
 )
-def test_split_is_compared_if_both_runs_use_it(
-    manager: Managers, before: dict[str, Any], now: dict[str, Any], rejected: bool
+def test_split_and_its_rounding_are_compared_if_both_runs_use_it(
+    manager: Managers, before: dict[str, Any], now: dict[str, Any], rejected: str | None
 ) -> None:
     save(manager(data=DataConfig(**before)), 2)
     other = manager(data=DataConfig(**now))
-    if rejected:
-        with raises_problem("resume-data-order-changed", "split", contains="8,2"):
-            load(other)
-    else:
+    if rejected is None:
         assert load(other)[0] == state_at(2)
-
-
-def test_the_rounding_of_split_is_compared(manager: Managers) -> None:
-    save(manager(data=DataConfig(data_path=("a",))), 2)
-    other = DataConfig(data_path=("a",), split_rounding="megatron-core")
-    with raises_problem("resume-data-order-changed", "split", contains="megatron-core"):
-        load(manager(data=other))
+        return
+    with raises_problem("resume-data-order-changed", "split", contains=rejected):
+        load(other)
 
 
 def test_the_next_save_removes_leftovers_of_a_crash(

@@ -208,18 +208,26 @@ class LateEntries:
         return self._open(path, *arguments, **keywords)
 
 
+def hide_during(
+    patch: pytest.MonkeyPatch, owner: Any, function: str, name: str, count: int
+) -> list[LateEntries]:
+    """Hides a path while a function runs."""
+    late: list[LateEntries] = []
+    original = getattr(owner, function)
+
+    def run(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            late.append(LateEntries(inner, name, count))
+            return original(*arguments)
+
+    patch.setattr(owner, function, run)
+    return late
+
+
 def test_a_rank_waits_for_the_folder_of_a_save(
     checkpoints: CheckpointManager, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late: list[LateEntries] = []
-    write = SaveSteps._write
-
-    def write_late(self: SaveSteps) -> Any:
-        with monkeypatch.context() as patch:
-            late.append(LateEntries(patch, local_files.INCOMPLETE, 5))
-            return write(self)
-
-    monkeypatch.setattr(SaveSteps, "_write", write_late)
+    late = hide_during(monkeypatch, SaveSteps, "_write", local_files.INCOMPLETE, 5)
     save(checkpoints, 4)
     assert late[0].left == 0
     assert load(checkpoints)[0] == state_at(4)
@@ -229,15 +237,7 @@ def test_a_rank_waits_for_the_files_that_the_first_one_has_seen(
     checkpoints: CheckpointManager, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoints, 2, 4)
-    late: list[LateEntries] = []
-    find = CheckpointManager._find_damaged_files
-
-    def find_late(self: CheckpointManager, path: Path, own: Any) -> Any:
-        with monkeypatch.context() as patch:
-            late.append(LateEntries(patch, "optim_states.pt", 5))
-            return find(self, path, own)
-
-    monkeypatch.setattr(CheckpointManager, "_find_damaged_files", find_late)
+    late = hide_during(monkeypatch, CheckpointManager, "_find_damaged_files", "optim_states.pt", 5)
     logged.clear()
     assert load(checkpoints)[0] == state_at(4)
     assert late[0].left == 0
@@ -249,15 +249,7 @@ def test_a_file_that_stays_invisible_fails_the_save(
 ) -> None:
     save(checkpoints, 2)
     monkeypatch.setattr(visibility, "VISIBLE_WITHIN_S", 0.01)
-    wait = local_files.wait_for_files
-
-    def wait_in_vain(path: Path, files: Any) -> None:
-        with monkeypatch.context() as patch:
-            LateEntries(patch, "optim_states.pt", 1_000_000)
-            wait(path, files)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(local_files, "wait_for_files", wait_in_vain)
-        with pytest.raises(SaveError, match="is not visible"):
-            save(checkpoints, 4)
+    hide_during(monkeypatch, local_files, "wait_for_files", "optim_states.pt", 1_000_000)
+    with pytest.raises(SaveError, match="is not visible"):
+        save(checkpoints, 4)
     assert names_in(folder) == {"global_step2", *local_files.POINTERS}

@@ -19,14 +19,10 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint import run_lock
-from megatron_ds.checkpoint.collective_io import RankAgreement
-from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.run_lock import LOCK, Owner, acquire
 from megatron_ds.checkpoint.save_steps import SaveError
-from megatron_ds.config import Config
-from megatron_ds.parallel.mesh import Mesh
 from tests.problems import raises_problem
-from tests.unit.checkpoint.fakes import FakeSnapshot, names_in, save
+from tests.unit.checkpoint.fakes import FakeSnapshot, Managers, names_in, save
 
 
 @pytest.fixture(autouse=True)
@@ -206,17 +202,17 @@ def test_a_lock_that_was_taken_meanwhile_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_a_run_that_lost_its_folder_leaves_it_to_the_new_owner(
-    one_process: None, config: Config, folder: Path, lock: run_lock.RunLock
+    manager: Managers, folder: Path, lock: run_lock.RunLock
 ) -> None:
-    manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
-    save(manager, 2)
+    checkpoints = manager(lock=lock)
+    save(checkpoints, 2)
     (folder / LOCK).unlink()  # by a user who tidies up
-    save(manager, 4)
+    save(checkpoints, 4)
     (folder / LOCK).write_text("of another run")
     incomplete = folder / ".incomplete-global_step9"
     incomplete.mkdir()
     with pytest.raises(SaveError) as raised:
-        save(manager, 6)
+        save(checkpoints, 6)
     assert raised.value.problem.code == "save-folder-lost"
     assert incomplete.exists()
     lock.release()
@@ -224,13 +220,9 @@ def test_a_run_that_lost_its_folder_leaves_it_to_the_new_owner(
 
 
 def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
-    one_process: None,
-    config: Config,
-    folder: Path,
-    lock: run_lock.RunLock,
-    monkeypatch: pytest.MonkeyPatch,
+    manager: Managers, folder: Path, lock: run_lock.RunLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
+    checkpoints = manager(lock=lock)
     incomplete = folder / ".incomplete-global_step9"
 
     def take_over(snapshot: FakeSnapshot, path: Path, error: OSError | None) -> object:
@@ -246,23 +238,23 @@ def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
         saving = functools.partialmethod(take_over, error=error)
         monkeypatch.setattr(FakeSnapshot, "write", saving)
         with pytest.raises(SaveError) as raised:
-            save(manager, 2)
+            save(checkpoints, 2)
         assert raised.value.problem.code == "save-folder-lost"
         assert not (folder / "global_step2").exists()
         incomplete.rmdir()
 
 
 def test_a_save_creates_a_deleted_folder_again_and_reports_one_that_cannot_be_created(
-    one_process: None, config: Config, folder: Path, lock: run_lock.RunLock
+    manager: Managers, folder: Path, lock: run_lock.RunLock
 ) -> None:
-    manager = CheckpointManager(config, Mesh.build(1), print, RankAgreement(), lock)
+    checkpoints = manager(lock=lock)
     shutil.rmtree(folder)
-    save(manager, 2)
+    save(checkpoints, 2)
     assert names_in(folder) >= {LOCK, "global_step2"}
     shutil.rmtree(folder)
     folder.touch()
     with pytest.raises(SaveError) as raised:
-        save(manager, 4)
+        save(checkpoints, 4)
     assert raised.value.problem.code == "save-failed"
 
 

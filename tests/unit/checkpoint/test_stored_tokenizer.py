@@ -8,19 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import CheckpointMetadata, read_manifest
 from megatron_ds.checkpoint.native_settings import find_checkpoint, tokenizer_config
-from megatron_ds.config import Config, TokenizerConfig
+from megatron_ds.config import TokenizerConfig
 from megatron_ds.conversion.source import ModelSettings, SourceCheckpoint
 from megatron_ds.inference import load_checkpoint
-from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 from megatron_ds.tokenizer.stored_files import read_files
 from tests.problems import raises_problem
-from tests.unit.checkpoint.fakes import load, save, state_at
+from tests.unit.checkpoint.fakes import Managers, load, save, state_at
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
 
 WithTokenizer = Callable[..., CheckpointManager]
@@ -33,14 +31,13 @@ def tokenizer(tmp_path: Path) -> TokenizerConfig:
 
 
 @pytest.fixture
-def with_tokenizer(one_process: None, config: Config, tokenizer: TokenizerConfig) -> WithTokenizer:
+def with_tokenizer(manager: Managers, tokenizer: TokenizerConfig) -> WithTokenizer:
     """with_tokenizer(**fields): the manager of a run with this tokenizer."""
     fingerprint, files = build_tokenizer(tokenizer).fingerprint, read_files(tokenizer)
 
     def make(fingerprint: TokenizerFingerprint = fingerprint, **fields: bool) -> CheckpointManager:
-        changed = dataclasses.replace(config, tokenizer=dataclasses.replace(tokenizer, **fields))
-        stored = StoredTokenizer(fingerprint, files)
-        return CheckpointManager(changed, Mesh.build(1), print, RankAgreement(), tokenizer=stored)
+        changed = dataclasses.replace(tokenizer, **fields)
+        return manager(StoredTokenizer(fingerprint, files), tokenizer=changed)
 
     return make
 

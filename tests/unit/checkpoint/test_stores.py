@@ -39,7 +39,15 @@ from megatron_ds.loading.plan import make_plan
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, raises_problem
-from tests.unit.checkpoint.fakes import FakeEngine, load, save, state_at
+from tests.unit.checkpoint.fakes import (
+    FakeEngine,
+    flip_a_bit,
+    flipped,
+    load,
+    save,
+    state_at,
+    truncated,
+)
 
 
 class Killed(BaseException):
@@ -81,11 +89,9 @@ def failing_from(number: int, error: BaseException, names: tuple[str, ...]) -> I
             failed.append(name)
             raise error
 
-    Flaky.before = staticmethod(before)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flaky, "before", staticmethod(before))
         yield failed
-    finally:
-        Flaky.before = staticmethod(lambda name: None)
 
 
 @pytest.fixture(autouse=True)
@@ -159,9 +165,7 @@ def test_files_that_a_node_has_intact_are_not_downloaded(run: Runs, logged: list
         with run() as manager:
             (path,) = list_checkpoints(Path(manager._folders.save.folder))
             if damaged:
-                content = bytearray((path / "model_states.pt").read_bytes())
-                content[-5] ^= 1
-                (path / "model_states.pt").write_bytes(content)
+                flip_a_bit(path / "model_states.pt")
             assert load(manager)[1].content == "of iteration 4"
         assert any("downloaded" in line for line in logged) == damaged
 
@@ -289,12 +293,9 @@ def test_a_damaged_checkpoint_is_skipped(
         save(manager, 4, 8)
     shutil.rmtree(tmp_path / "a")
     store, name = ObjectStore(URL), "global_step8/model_states.pt"
-    content = bytearray(store.read(name))
-    content[random.Random(0).randrange(len(content))] ^= 4
-    if damage == "flipped":
-        store.write(name, bytes(content))
-    elif damage == "truncated":
-        store.write(name, bytes(content[:-1]))
+    if damage in ("flipped", "truncated"):
+        change = flipped if damage == "flipped" else truncated
+        store.write(name, change(store.read(name), random.Random(0)))
     else:
         store.remove(name if damage == "missing" else "global_step8/manifest.json")
     logged.clear()
@@ -309,7 +310,7 @@ def test_a_damaged_checkpoint_is_skipped(
 
 @pytest.mark.parametrize("seen", [1, 2], ids=["at once", "after its manifest"])
 def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_left_out(
-    seen: int, run: Runs, tmp_path: Path
+    seen: int, run: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with run() as manager:
         save(manager, 4, 8)
@@ -320,11 +321,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_left_out(
             for key in [key for key in Flaky.store if "global_step4/" in key]:
                 del Flaky.store[key]
 
-    Flaky.before = staticmethod(remove)
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(Flaky, "before", staticmethod(remove))
         location = staged_location(URL, staging, print)
-    finally:
-        Flaky.before = staticmethod(lambda name: None)
     assert find_checkpoint(Path(location), print).iteration == 8
 
 

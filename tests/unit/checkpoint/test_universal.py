@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.local_files import write_text
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN, manifest_text
 from megatron_ds.checkpoint.universal.folders import POINTER, list_universal
@@ -21,7 +20,7 @@ from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.parallel.sharding import ShardSpec
 from tests.problems import codes, raises_problem
-from tests.unit.checkpoint.fakes import Managers, load, save, state_at
+from tests.unit.checkpoint.fakes import Managers, flip_a_bit, load, save, state_at
 
 STEPS = 4
 SPEC = ShardSpec(0, (4, 2))
@@ -61,7 +60,7 @@ def write_universal(path: Path, run: Path | None) -> None:
     if run is not None:
         shutil.copyfile(run / RUN, path / RUN)
         records[RUN] = FileRecord.of((path / RUN).read_bytes())
-        write_text(path / MANIFEST, manifest_text(records))
+        (path / MANIFEST).write_text(manifest_text(records))
 
 
 @pytest.fixture
@@ -151,9 +150,7 @@ def test_a_run_continues_from_one(saved: Path, manager: Managers, logged: list[s
 
 def test_a_damaged_one_is_rejected(saved: Path, manager: Managers) -> None:
     path = saved / "global_step5_universal/zero/weight/exp_avg.pt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip_a_bit(path)
     with raises_problem("checkpoint-damaged", contains="exp_avg.pt"):
         manager(universal_checkpoint=True).select()
     path.unlink()

@@ -14,11 +14,9 @@ from megatron_ds.config import CheckpointConfig, Config, ModelConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.loading.initial_load import (
-    ForeignStart,
-    StartStates,
+    InitialLoad,
     conflicts,
     find_importable,
-    foreign_start,
 )
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
@@ -40,10 +38,10 @@ def write(folder: Path, *, has_optimizer: bool = True, **layout: Any) -> Path:
     return write_checkpoint(folder, MODEL, random_source(MODEL), Layout(**layout), states)
 
 
-def start_of(run: Config) -> ForeignStart:
+def start_of(run: Config) -> InitialLoad:
     config, plan, _ = make_plan(run)
     assert plan.imported is not None
-    return foreign_start(plan.imported, config.with_vocab(50))
+    return InitialLoad.of(plan.imported, config.with_vocab(50))
 
 
 def test_options_of_the_model_come_from_the_checkpoint(tmp_path: Path) -> None:
@@ -95,7 +93,7 @@ def test_an_unknown_size_of_the_vocabulary_is_at_most_the_number_of_rows(tmp_pat
 def test_a_run_is_continued_with_its_samples_and_padding(tmp_path: Path) -> None:
     config, plan, _ = make_plan(run_of(write(tmp_path / "a")))
     assert config.model.softmax_vocab_size == 64
-    start = foreign_start(plan.imported, config.with_vocab(50))
+    start = InitialLoad.of(plan.imported, config.with_vocab(50))
     assert start.state == TrainState(
         iteration=7,
         consumed_samples=28,
@@ -105,7 +103,7 @@ def test_a_run_is_continued_with_its_samples_and_padding(tmp_path: Path) -> None
         applied_iterations=6,
         skipped_iterations=1,
     )
-    assert start.steps == 6
+    assert start.optimizer_steps == 6
     assert start.weights["embedding.word.weight"].shape == (64, 32)
     assert start.notes == ()
 
@@ -124,7 +122,7 @@ def test_otherwise_only_the_weights_are_loaded(
     run = run_of(write(tmp_path / "a", **layout))
     start = start_of(run.with_values({"optimizer": optimizer}))
     assert codes(start.notes) == ["foreign-weights-alone"]
-    assert (start.state, start.optimizer, start.steps) == (TrainState(), {}, None)
+    assert (start.state, start.optimizer, start.optimizer_steps) == (TrainState(), {}, None)
     assert start.weights["embedding.word.weight"].shape == (50, 32)
 
 
@@ -209,7 +207,7 @@ def test_states_are_read_by_rows_and_columns(tmp_path: Path) -> None:
         return TensorReader.full(tensor.shape, tensor.dtype, load)
 
     weights = {name: counting(name, tensor) for name, tensor in start.weights.items()}
-    states = StartStates(dataclasses.replace(start, weights=weights))
+    states = dataclasses.replace(start, weights=weights)
     name = "layers.1.attention.proj.weight"
     full = start.weights[name].read()
 

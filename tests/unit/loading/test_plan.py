@@ -11,7 +11,7 @@ from megatron_ds.checkpoint import manager as managers
 from megatron_ds.config import Config, ModelConfig
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.loading import initial_load, plan
-from megatron_ds.loading.initial_load import foreign_start
+from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import complete
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.training import preflight
@@ -60,6 +60,6 @@ def test_weights_are_opened_once(tmp_path: Path, calls: list[str]) -> None:
     config, planned, problems = complete(run_of(tmp_path / "weights"), 1, lambda problem: None)
     problems += preflight._checkpoint_problems(config, planned, 1, tokenizer)
     assert planned.imported is not None
-    foreign_start(planned.imported, config.with_vocab(tokenizer.vocab_size))
+    InitialLoad.of(planned.imported, config.with_vocab(tokenizer.vocab_size))
 
     assert (problems, calls) == ([], ["list_folder", "_open"])

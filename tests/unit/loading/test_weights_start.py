@@ -31,11 +31,10 @@ from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.loading import plan
 from megatron_ds.loading.initial_load import (
-    StartStates,
+    InitialLoad,
     conflicts,
     find_damage,
     find_importable,
-    foreign_start,
 )
 from megatron_ds.loading.locations import locate_weights, staged_location
 from megatron_ds.loading.plan import make_plan
@@ -114,21 +113,18 @@ def test_the_tokenizer_of_the_folder_is_used_unless_one_is_given(folder: Path) -
 
 def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
     config, loaded, _ = make_plan(run_of(folder))
-    start = foreign_start(loaded.imported, config.with_vocab(VOCAB - 20))
+    start = InitialLoad.of(loaded.imported, config.with_vocab(VOCAB - 20))
 
-    assert (start.state, start.steps) == (TrainState(), None)
+    assert (start.state, start.optimizer_steps) == (TrainState(), None)
     assert codes(start.notes) == ["foreign-rows-unused"]
-    states = StartStates(start)
     expected = open_hf(folder.with_name("hf")).tensors
     name = "layers.1.mlp.fc_in.weight"
-    assert torch.equal(
-        states.tensor(name, "master").read(range(8, 20)), expected[name].read()[8:20]
-    )
-    table = states.tensor("embedding.word.weight", "master").read(range(40))
+    assert torch.equal(start.tensor(name, "master").read(range(8, 20)), expected[name].read()[8:20])
+    table = start.tensor("embedding.word.weight", "master").read(range(40))
     assert torch.equal(table[:30], expected["embedding.word.weight"].read()[:30])
     assert not table[30:].any()  # padding
-    assert states.moments(name) == ()
-    complete = foreign_start(loaded.imported, config.with_vocab(VOCAB))
+    assert start.moments(name) == ()
+    complete = InitialLoad.of(loaded.imported, config.with_vocab(VOCAB))
     assert complete.notes == ()
 
 
