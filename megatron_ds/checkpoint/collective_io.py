@@ -29,14 +29,14 @@ class RankWork:
 
 
 class Outcome(NamedTuple):
-    """What work of this rank has led to; the error is one of the disk or of the data read."""
+    """Result or I/O error of this rank's work."""
 
     result: Any = None
     error: Exception | None = None
 
 
-class RankAgreement:
-    """Agreement of all ranks about work with files. Methods are collective unless noted."""
+class CollectiveIO:
+    """File I/O whose results and errors all ranks share. Methods are collective unless noted."""
 
     def __init__(self) -> None:
         """Creates the process group; gloo on every device, since messages are in host memory."""
@@ -50,13 +50,13 @@ class RankAgreement:
         """The process group, for messages of host memory; None for one rank."""
         return self._group
 
-    def on_rank0(self, run: Callable[[], T]) -> T:
+    def run_on_rank0(self, run: Callable[[], T]) -> T:
         """Runs work on the first rank; every rank returns its result or raises its error."""
         work = RankWork(run, on_all=False)
         done: T = self.share(work, self.do_own(work))
         return done
 
-    def on_all(self, run: Callable[[], T]) -> list[T]:
+    def run_on_all(self, run: Callable[[], T]) -> list[T]:
         """Runs work on every rank; every rank returns all results or raises the first error."""
         work = RankWork(run, on_all=True)
         done: list[T] = self.share(work, self.do_own(work))
@@ -72,7 +72,7 @@ class RankAgreement:
             return Outcome(error=error)
 
     def share(self, work: RankWork, outcome: Outcome) -> Any:
-        """Returns to every rank what `on_rank0` or `on_all` returns, or raises the same.
+        """Returns to every rank what `run_on_rank0` or `run_on_all` returns, or raises the same.
 
         Args:
             work: The work, the same on every rank.

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     TOKENIZER,
-    CheckpointMetadata,
+    Checkpoint,
     DataOrder,
     ParallelLayout,
 )
@@ -73,19 +73,19 @@ UNREPORTED = {
 REPORTED_DATA_FIELDS = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
 
 
-def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
+def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> list[Problem]:
     """The settings of a run that contradict the checkpoint it would resume from."""
-    run, settings = found.run, config.to_dict()
+    run, settings = checkpoint.run, config.to_dict()
     layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
-    path, fixed = found.path, CHANGEABLE_FIELDS.union(VOCABULARY)
+    path, fixed = checkpoint.path, CHANGEABLE_FIELDS.union(VOCABULARY)
     problems = [
         Problem("resume-model-changed", name, label=label, saved=saved, path=path, now=now)
-        for name, label, saved, now in _changed_fields(found, config, ("model", "moe"))
+        for name, label, saved, now in _changed_fields(checkpoint, config, ("model", "moe"))
         if name not in fixed
     ]
     before, after = (model.get("vocab_size") for model in (run.config["model"], settings["model"]))
     if all(problem.fields != ("max_position_embeddings",) for problem in problems):
-        problems += _position_conflicts(found, config)
+        problems += _position_conflicts(checkpoint, config)
     if before != after:
         problems.append(
             Problem(
@@ -96,11 +96,11 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
         if not run.has_optimizer:
             names = "no_load_optim", "finetune"
             problems.append(Problem("checkpoint-without-optimizer", *names, path=path))
-        problems += _layout_conflicts(found, layout)
-    problems += _changed_parts(found, config, ["layer"])
+        problems += _layout_conflicts(checkpoint, layout)
+    problems += _changed_parts(checkpoint, config, ["layer"])
     if config.checkpoint.is_new_run:
         return problems
-    problems += _changed_parts(found, config, ["dataset"])
+    problems += _changed_parts(checkpoint, config, ["dataset"])
     data = run.config.get("data", {}), settings["data"]
     # Without --split in both runs, the blend history compares the document ranges instead.
     both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
@@ -112,19 +112,19 @@ def resume_conflicts(found: CheckpointMetadata, config: Config, dp_size: int) ->
     return problems
 
 
-def _position_conflicts(found: CheckpointMetadata, config: Config) -> Iterator[Problem]:
+def _position_conflicts(checkpoint: Checkpoint, config: Config) -> Iterator[Problem]:
     """Whether learned position embeddings have rows for the positions of the run."""
-    rows, now = saved_config(found).model.num_positions, config.model.num_positions
+    rows, now = saved_config(checkpoint).model.num_positions, config.model.num_positions
     if config.model.position_embedding_type == "learned_absolute" and rows != now:
         length = config.model.seq_length
         yield Problem(
-            "resume-positions-changed", "seq_length", now=length, path=found.path, rows=rows
+            "resume-positions-changed", "seq_length", now=length, path=checkpoint.path, rows=rows
         )
 
 
-def _layout_conflicts(found: CheckpointMetadata, now: ParallelLayout) -> Iterator[Problem]:
+def _layout_conflicts(checkpoint: Checkpoint, now: ParallelLayout) -> Iterator[Problem]:
     """Why the states of a checkpoint cannot be resharded to a layout."""
-    saved, path = found.run.layout, found.path
+    saved, path = checkpoint.run.layout, checkpoint.path
     if saved.optimizer != now.optimizer:
         yield Problem(
             "resume-optimizer-changed",
@@ -138,7 +138,7 @@ def _layout_conflicts(found: CheckpointMetadata, now: ParallelLayout) -> Iterato
 
 
 def layout_changes(saved: ParallelLayout, now: ParallelLayout) -> list[str]:
-    """What differs between two layouts, in words."""
+    """Differences between two layouts, for messages."""
     return [
         f"{_words(name)} {_value(before)} -> {_value(after)}"
         for name, _, before, after in _changes(asdict(saved), asdict(now))
@@ -154,37 +154,41 @@ def _words(name: str) -> str:
     return f"zero_optimization.{name}" if name in PARTITION_KEYS else name.replace("_", " ")
 
 
-def tokenizer_conflicts(found: CheckpointMetadata, now: TokenizerFingerprint) -> Iterator[Problem]:
+def tokenizer_conflicts(checkpoint: Checkpoint, now: TokenizerFingerprint) -> Iterator[Problem]:
     """Whether a run's tokenizer gives other ids than the checkpoint's.
 
     A NullTokenizer stands for any: it says nothing of the ids in the data.
     """
-    saved = found.run.tokenizer
+    saved = checkpoint.run.tokenizer
     if saved is None or "NullTokenizer" in (saved.kind, now.kind) or saved.same_as(now):
         return
-    yield Problem("resume-tokenizer-changed", saved=saved, path=found.path, now=now, copy=TOKENIZER)
+    yield Problem(
+        "resume-tokenizer-changed", saved=saved, path=checkpoint.path, now=now, copy=TOKENIZER
+    )
 
 
 def _changed_parts(
-    found: CheckpointMetadata, config: Config, parts: Iterable[str]
+    checkpoint: Checkpoint, config: Config, parts: Iterable[str]
 ) -> Iterator[Problem]:
     """Other functions than those of the checkpoint's run instead of the package's own."""
     for part in parts:
-        before, after = (each.custom_parts.get(part) for each in (found.run, config))
+        before, after = (each.custom_parts.get(part) for each in (checkpoint.run, config))
         if before != after:
             saved, own = before or "the built-in one", after or "the built-in one"
-            yield Problem("resume-part-changed", part=part, saved=saved, path=found.path, now=own)
+            yield Problem(
+                "resume-part-changed", part=part, saved=saved, path=checkpoint.path, now=own
+            )
 
 
-def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) -> list[Problem]:
+def changed_settings(checkpoint: Checkpoint, config: Config, dp_size: int) -> list[Problem]:
     """Warnings of the changed settings that a resume allows and that affect training."""
     if config.checkpoint.finetune:
         return []
-    order = asdict(found.run.data_order), asdict(DataOrder.of(config, dp_size))
+    order = asdict(checkpoint.run.data_order), asdict(DataOrder.of(config, dp_size))
     model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
     changes = [
         change
-        for change in _changed_fields(found, config, REPORTED_GROUPS)
+        for change in _changed_fields(checkpoint, config, REPORTED_GROUPS)
         if change[0] not in UNREPORTED | (model - CHANGEABLE_FIELDS)
         and (GROUP_OF_FIELD.get(change[0]) != "data" or change[0] in REPORTED_DATA_FIELDS)
     ]
@@ -192,10 +196,15 @@ def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) ->
     if config.checkpoint.override_opt_param_scheduler:
         changes = [change for change in changes if change[0] not in SCHEDULER_FIELDS]
     return [
-        *_changed_parts(found, config, ["loss"]),
+        *_changed_parts(checkpoint, config, ["loss"]),
         *(
             Problem(
-                "resume-setting-changed", name, label=label, saved=saved, path=found.path, now=now
+                "resume-setting-changed",
+                name,
+                label=label,
+                saved=saved,
+                path=checkpoint.path,
+                now=now,
             )
             for name, label, saved, now in changes
         ),
@@ -203,10 +212,10 @@ def changed_settings(found: CheckpointMetadata, config: Config, dp_size: int) ->
 
 
 def partition_conflicts(
-    found: CheckpointMetadata, partitions: Sequence[FlatPartition]
+    checkpoint: Checkpoint, partitions: Sequence[FlatPartition]
 ) -> list[Problem]:
     """The problem of an optimizer that keeps other elements at the places of its flat tensors."""
-    saved, now = found.run.partitions, tuple(partitions)
+    saved, now = checkpoint.run.partitions, tuple(partitions)
     if saved == now:
         return []
     number = next(
@@ -218,7 +227,7 @@ def partition_conflicts(
         if len(saved) != len(now)
         else f"flat tensor {number}: {_difference(saved[number], now[number])}"
     )
-    return [Problem("resume-partitions-changed", path=found.path, difference=difference)]
+    return [Problem("resume-partitions-changed", path=checkpoint.path, difference=difference)]
 
 
 def part_conflicts(saved: Parts, own: Parts, path: Path) -> list[Problem]:
@@ -270,13 +279,13 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
 
 
 def _changed_fields(
-    found: CheckpointMetadata, config: Config, groups: Iterable[str]
+    checkpoint: Checkpoint, config: Config, groups: Iterable[str]
 ) -> Iterator[Change]:
     """Differences of the fields of some groups that have an effect in both runs.
 
     A field that was not given in either run differs only as a consequence of another one.
     """
-    runs = saved_config(found), config
+    runs = saved_config(checkpoint), config
     effective = [_effective_values(each) for each in runs]
     given_in = [_as_json(each.to_dict()) for each in runs]
     for group in groups:
@@ -299,9 +308,9 @@ def _as_json(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return plain
 
 
-def saved_config(found: CheckpointMetadata) -> Config:
+def saved_config(checkpoint: Checkpoint) -> Config:
     """The configuration of the run that saved; fields that it did not know have their defaults."""
-    saved = found.run.config
+    saved = checkpoint.run.config
     groups = {}
     for name, kind in GROUPS.items():
         known = {item.name for item in dataclasses.fields(kind)}

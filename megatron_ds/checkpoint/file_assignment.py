@@ -11,22 +11,22 @@ LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<model>\d+)_")
 
 
 @dataclass(frozen=True)
-class FileReaders:
+class FileAssignment:
     """The ranks of a layout as readers of a checkpoint of the same layout."""
 
     tp_size: int
     dp_size: int
     world_size: int
 
-    def assigned(self, names: Iterable[str], rank: int) -> list[str]:
+    def files_of(self, names: Iterable[str], rank: int) -> list[str]:
         """The files that a rank verifies: those that it loads, so that they are read once.
 
         The load then finds them in the host's cache. Files that no rank loads are distributed.
         """
 
         def reader(index: int, name: str) -> int:
-            found = LOADED_BY.search(name)
-            return index if found is None else self._first_reader(found)
+            match = LOADED_BY.search(name)
+            return index if match is None else self._first_reader(match)
 
         return [
             name
@@ -40,16 +40,16 @@ class FileReaders:
         A file without a data-parallel rank in its name is loaded by all ranks with its part of the
         model, and one without any rank by all.
         """
-        found = LOADED_BY.search(name)
+        match = LOADED_BY.search(name)
         stages = self.world_size // (self.tp_size * self.dp_size)
-        if found is None or stages * self.tp_size * self.dp_size != self.world_size:
+        if match is None or stages * self.tp_size * self.dp_size != self.world_size:
             return True
-        first = self._first_reader(found)
-        if found["dp"] is not None:
+        first = self._first_reader(match)
+        if match["dp"] is not None:
             return first == rank
         part, rest = divmod(rank, self.dp_size * self.tp_size)
-        return (part, rest % self.tp_size) == divmod(int(found["model"]), self.tp_size)
+        return (part, rest % self.tp_size) == divmod(int(match["model"]), self.tp_size)
 
-    def _first_reader(self, found: re.Match[str]) -> int:
-        stage, tp_rank = divmod(int(found["model"]), self.tp_size)
-        return (stage * self.dp_size + int(found["dp"] or 0)) * self.tp_size + tp_rank
+    def _first_reader(self, match: re.Match[str]) -> int:
+        stage, tp_rank = divmod(int(match["model"]), self.tp_size)
+        return (stage * self.dp_size + int(match["dp"] or 0)) * self.tp_size + tp_rank

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ds.checkpoint import run_lock
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import RUN, list_checkpoints
 from megatron_ds.checkpoint.run_lock import RunLock
@@ -30,7 +30,7 @@ NAMED_RANKS = 8
 
 @contextmanager
 def claimed_folders(
-    folders: RunFolders, ranks: RankAgreement, log: Callable[[str], None]
+    folders: RunFolders, ranks: CollectiveIO, log: Callable[[str], None]
 ) -> Iterator[RunLock | None]:
     """Checks --save and --load, unless they are URLs, and owns --save inside. Collective.
 
@@ -59,7 +59,7 @@ def claimed_folders(
     try:
         save, load = folders.save, folders.load
         if save is not None and save.url is None:
-            ranks.on_rank0(functools.partial(own, save.folder))
+            ranks.run_on_rank0(functools.partial(own, save.folder))
             require_shared("save", save.folder, ranks)
         if load is not None and load != save and load.url is None:
             require_shared("load", load.folder, ranks)
@@ -77,7 +77,7 @@ class _Token(NamedTuple):
     digest: str
 
 
-def require_shared(field: str, folder: Path, ranks: RankAgreement) -> None:
+def require_shared(field: str, folder: Path, ranks: CollectiveIO) -> None:
     """Checks that all ranks see what the first one writes to a folder. Collective.
 
     In a folder that the first rank may not write to, the newest checkpoint's run.json is compared;
@@ -92,7 +92,7 @@ def require_shared(field: str, folder: Path, ranks: RankAgreement) -> None:
         UserError: If a rank does not see it, even after a wait; names all such ranks.
         OSError: If --save cannot be written.
     """
-    token = ranks.on_rank0(lambda: _choose_token(folder, is_owned=field == "save"))
+    token = ranks.run_on_rank0(lambda: _choose_token(folder, is_owned=field == "save"))
     if token is None:
         return
 
@@ -100,9 +100,9 @@ def require_shared(field: str, folder: Path, ranks: RankAgreement) -> None:
         seen = retry(lambda: _digest(folder / token.name), wanted=token.digest)
         return f"{folder.resolve()} on {socket.gethostname()}", seen == token.digest
 
-    views = ranks.on_all(look)
+    views = ranks.run_on_all(look)
     if token.name.startswith(TOKEN):
-        ranks.on_rank0(lambda: (folder / token.name).unlink(missing_ok=True))
+        ranks.run_on_rank0(lambda: (folder / token.name).unlink(missing_ok=True))
     missing = [f"rank {n} ({place})" for n, (place, is_shared) in enumerate(views) if not is_shared]
     if missing:
         more = f" and {len(missing) - NAMED_RANKS} more" if len(missing) > NAMED_RANKS else ""

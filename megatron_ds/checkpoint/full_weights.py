@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.metadata import MANIFEST, CheckpointMetadata, ShardRecord, read_manifest
+from megatron_ds.checkpoint.metadata import MANIFEST, Checkpoint, ShardRecord, read_manifest
 from megatron_ds.checkpoint.universal.folders import FP32
 from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.config.problems import user_error
@@ -27,18 +27,18 @@ from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, uns
 Weights = dict[str, torch.Tensor]
 
 
-def files_with_weights(found: CheckpointMetadata) -> dict[str, FileRecord]:
+def files_with_weights(checkpoint: Checkpoint) -> dict[str, FileRecord]:
     """The files that a reader of the weights needs; none if the checkpoint has no checksums."""
-    if not (found.path / MANIFEST).is_file():  # DeepSpeed's converter writes none
+    if not (checkpoint.path / MANIFEST).is_file():  # DeepSpeed's converter writes none
         return {}
-    files = read_manifest(found.path)
-    if found.is_universal:
+    files = read_manifest(checkpoint.path)
+    if checkpoint.is_universal:
         return {name: record for name, record in files.items() if Path(name).stem == FP32}
-    without = () if found.run.layout.zero_stage == 3 else ("optim_states.pt",)
+    without = () if checkpoint.run.layout.zero_stage == 3 else ("optim_states.pt",)
     return {name: record for name, record in files.items() if not name.endswith(without)}
 
 
-def lazy_full_weights(found: CheckpointMetadata) -> dict[str, TensorReader]:
+def lazy_full_weights(checkpoint: Checkpoint) -> dict[str, TensorReader]:
     """Opens every parameter as a full tensor on the CPU, which is read on demand.
 
     Returns:
@@ -48,29 +48,29 @@ def lazy_full_weights(found: CheckpointMetadata) -> dict[str, TensorReader]:
     Raises:
         ValueError: For a file with anything but tensors and plain values.
     """
-    layout = found.run.layout
-    if layout.zero_stage == 3 or found.is_universal:
-        states = open_states(found, has_optimizer=False)
+    layout = checkpoint.run.layout
+    if layout.zero_stage == 3 or checkpoint.is_universal:
+        states = open_states(checkpoint, has_optimizer=False)
         return {name: states.tensor(name, MASTER) for name in states.shapes}
     tp_size = layout.tensor_model_parallel_size
     weights: dict[str, TensorReader] = {}
     for stage in range(layout.pipeline_model_parallel_size):
-        ranks = [_weights_of(found, stage * tp_size + rank) for rank in range(tp_size)]
+        ranks = [_weights_of(checkpoint, stage * tp_size + rank) for rank in range(tp_size)]
         for name in ranks[0]:
             if name in weights:  # a stage's copy of a tied embedding
                 continue
-            shards, spec = [each[name] for each in ranks], found.run.shards.get(name)
+            shards, spec = [each[name] for each in ranks], checkpoint.run.shards.get(name)
             weights[name] = shards[0] if spec is None else _unsharded(shards, spec)
     return weights
 
 
-def _weights_of(found: CheckpointMetadata, model_rank: int) -> dict[str, TensorReader]:
+def _weights_of(checkpoint: Checkpoint, model_rank: int) -> dict[str, TensorReader]:
     """The weights of a model-parallel rank without ZeRO 3, with those of all its experts."""
-    file = found.path / f"mp_rank_{model_rank:02d}_model_states.pt"
+    file = checkpoint.path / f"mp_rank_{model_rank:02d}_model_states.pt"
     module = read_tensors(file, mmap=True)["module"]
     weights = {name: TensorReader.of(value) for name, value in module.items()}
-    num_files = found.run.layout.expert_model_parallel_size if found.run.experts else 0
-    paths = [found.path / expert_file(rank, model_rank) for rank in range(num_files)]
+    num_files = checkpoint.run.layout.expert_model_parallel_size if checkpoint.run.experts else 0
+    paths = [checkpoint.path / expert_file(rank, model_rank) for rank in range(num_files)]
     # A stage may have no experts.
     files = [read_tensors(path, mmap=True) for path in paths if path.exists()]
     for name, first in files[0].items() if files else ():

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Branch:
+class Lineage:
     """The branches through which a run has come to its present state."""
 
     segments: tuple[tuple[str, int], ...]
     """Random name of each branch and the iteration at which the run entered it, in order."""
 
     @classmethod
-    def new(cls) -> Branch:
+    def new(cls) -> Lineage:
         """The branch of a run that starts from scratch."""
         return cls(((secrets.token_hex(4), 0),))
 
     @classmethod
-    def from_json(cls, values: Iterable[Iterable[object]]) -> Branch:
+    def from_json(cls, values: Iterable[Iterable[object]]) -> Lineage:
         """Raises ValueError or TypeError for anything but pairs of a name and an iteration."""
         segments = tuple((name, start) for name, start in values)
         if not segments:
@@ -34,11 +34,11 @@ class Branch:
                 raise ValueError(f"branch: {name!r} and {start!r} are not a name and an iteration")
         return cls(segments)  # type: ignore[arg-type]
 
-    def fork(self, iteration: int) -> Branch:
+    def fork(self, iteration: int) -> Lineage:
         """A new branch that starts from this one's checkpoint of an iteration."""
-        return Branch((*self.at(iteration).segments, (secrets.token_hex(4), iteration)))
+        return Lineage((*self.up_to(iteration).segments, (secrets.token_hex(4), iteration)))
 
-    def at(self, iteration: int) -> Branch:
+    def up_to(self, iteration: int) -> Lineage:
         """The branch of the checkpoint of an iteration from which this one continued."""
         first, *others = self.segments
-        return Branch((first, *(each for each in others if each[1] < iteration)))
+        return Lineage((first, *(each for each in others if each[1] < iteration)))

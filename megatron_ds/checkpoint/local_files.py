@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     POINTER_PENDING,
@@ -25,7 +25,7 @@ from megatron_ds.checkpoint.metadata import (
     REPLACED,
     STATES,
     DamageCheck,
-    find_damage,
+    check_names,
     iteration_of,
     list_checkpoints,
     read_manifest,
@@ -78,9 +78,9 @@ def wait_for_files(path: Path, files: Mapping[str, FileRecord]) -> None:
     for name, record in files.items():
         seen = retry(functools.partial(_size_of, path / name), wanted=record.size)
         if seen != record.size:
-            found = "is not visible" if seen is None else f"has {counted(seen, 'byte')}"
+            state = "is not visible" if seen is None else f"has {counted(seen, 'byte')}"
             raise OSError(
-                f"{path / name} {found} on {socket.gethostname()}; {record.size} bytes were written"
+                f"{path / name} {state} on {socket.gethostname()}; {record.size} bytes were written"
             )
 
 
@@ -98,16 +98,16 @@ def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str,
         The reason by name, for each file that differs from its checksum or that contains anything
         but tensors and plain values.
     """
-    found = {}
+    reasons = {}
     for name, record in files.items():
         if not record.matches(path / name):
-            found[name] = f"{name} does not match its checksum in the manifest"
+            reasons[name] = f"{name} does not match its checksum in the manifest"
         elif name.endswith(STATES):
             try:
                 read_tensors(path / name, mmap=True)
             except ValueError as error:
-                found[name] = str(error)
-    return found
+                reasons[name] = str(error)
+    return reasons
 
 
 def files_damaged(*damages: Mapping[str, str]) -> Problem | None:
@@ -207,7 +207,7 @@ class Retention:
     every: int | None = None
     """Those of multiples of this iteration, too."""
 
-    def outdated(self, newest: Path, branch: Branch, check: DamageCheck) -> list[Path]:
+    def outdated(self, newest: Path, branch: Lineage, check: DamageCheck) -> list[Path]:
         """The checkpoints of a branch before `newest` that are not to be kept.
 
         Damaged checkpoints and those of other branches are left for their owner.
@@ -217,19 +217,19 @@ class Retention:
             for path in list_checkpoints(newest.parent)
             if iteration_of(path) < iteration_of(newest)
             and check(path) is None
-            and read_run(path).run.branch == branch.at(iteration_of(path))
+            and read_run(path).run.branch == branch.up_to(iteration_of(path))
         ]
         every = self.every
         return [path for path in older[self.last - 1 :] if not every or iteration_of(path) % every]
 
 
-def remove_older(newest: Path, branch: Branch, retention: Retention) -> None:
+def remove_older(newest: Path, branch: Lineage, retention: Retention) -> None:
     """Deletes outdated checkpoints; those that are being read are left for a later save.
 
     Each one is renamed before it is deleted, so that a crash leaves no partial checkpoint under its
     name.
     """
-    for path in retention.outdated(newest, branch, find_damage):
+    for path in retention.outdated(newest, branch, check_names):
         with open(path / MANIFEST, "r+b") as manifest:  # on NFS, only such a file can be locked
             if lock_now(manifest) is False:
                 continue  # it is being read
@@ -255,6 +255,6 @@ def size_of_newest(folder: Path, *, has_optimizer: bool) -> int | None:
         has_optimizer: Whether the checkpoint has the states of the optimizer.
     """
     for path in list_checkpoints(folder):
-        if find_damage(path) is None and read_run(path).run.has_optimizer == has_optimizer:
+        if check_names(path) is None and read_run(path).run.has_optimizer == has_optimizer:
             return sum(record.size for record in read_manifest(path).values())
     return None

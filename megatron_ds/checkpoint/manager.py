@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.checkpoint import local_files, metadata
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.compatibility import (
     changed_settings,
     layout_changes,
@@ -34,14 +34,14 @@ from megatron_ds.checkpoint.compatibility import (
     resume_conflicts,
     tokenizer_conflicts,
 )
-from megatron_ds.checkpoint.file_assignment import FileReaders
-from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.file_assignment import FileAssignment
+from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     MANIFEST,
-    CheckpointMetadata,
+    Checkpoint,
     DataOrder,
     ParallelLayout,
     RunRecord,
@@ -109,7 +109,7 @@ class CheckpointManager:
         config: Config,
         mesh: Mesh,
         log: Callable[[str], None],
-        ranks: RankAgreement,
+        ranks: CollectiveIO,
         lock: RunLock | None = None,
         folders: RunFolders | None = None,
         tokenizer: StoredTokenizer | None = None,
@@ -125,7 +125,7 @@ class CheckpointManager:
         self._tokenizer = tokenizer
         self._stores = stores or RunStores()
         self._local = local
-        self._branch = Branch.new()
+        self._branch = Lineage.new()
         self._current: SaveInProgress | None = None
         self._last_start = time.monotonic()
         self.newest: Path | None = None
@@ -257,7 +257,7 @@ class CheckpointManager:
         # with the same experts counts.
         count = engine.parameter_count() if self._mesh.expert_dp.rank == 0 else 0
         has_optimizer = not options.no_save_optim
-        estimate = sum(self._ranks.on_all(lambda: count)) * BYTES_PER_PARAMETER[has_optimizer]
+        estimate = sum(self._ranks.run_on_all(lambda: count)) * BYTES_PER_PARAMETER[has_optimizer]
         run = None
         if self._ranks.rank == 0:
             run = RunRecord(
@@ -297,7 +297,7 @@ class CheckpointManager:
             else local_files.Retention(options.keep_last, options.keep_every),
         )
 
-    def select(self) -> CheckpointMetadata | None:
+    def select(self) -> Checkpoint | None:
         """Selects the checkpoint of --load to resume from.
 
         One rank verifies each checksum. The choice of the `LoadPlan` is made again: each rank
@@ -311,33 +311,33 @@ class CheckpointManager:
         """
         assert self._folders.load is not None
         folder = self._folders.load.folder
-        found = select_checkpoint(
-            self._ranks.on_rank0(lambda: _list_restored(folder)),
+        checkpoint = select_checkpoint(
+            self._ranks.run_on_rank0(lambda: _list_restored(folder)),
             self._config.checkpoint,
             self._find_damage,
             self._warn,
-            lambda listing: self._ranks.on_rank0(listing.fallbacks),
-            lambda path: metadata.hold(path) if self._ranks.rank == 0 else None,
+            lambda listing: self._ranks.run_on_rank0(listing.fallbacks),
+            lambda path: metadata.lock_for_reading(path) if self._ranks.rank == 0 else None,
         )
-        found = self._newer_local(found) or found
-        if found is None:
+        checkpoint = self._newer_local(checkpoint) or checkpoint
+        if checkpoint is None:
             self._warn(Problem("no-checkpoint-to-load", folder=self._folders.load))
             return None
-        conflicts = resume_conflicts(found, self._config, self._mesh.dp.size)
+        conflicts = resume_conflicts(checkpoint, self._config, self._mesh.dp.size)
         if self._tokenizer is not None:
-            conflicts += tokenizer_conflicts(found, self._tokenizer.fingerprint)
+            conflicts += tokenizer_conflicts(checkpoint, self._tokenizer.fingerprint)
         raise_if_any(conflicts)
-        for warning in changed_settings(found, self._config, self._mesh.dp.size):
+        for warning in changed_settings(checkpoint, self._config, self._mesh.dp.size):
             self._warn(warning)
-        options, state = self._config.checkpoint, found.run.state
+        options, state = self._config.checkpoint, checkpoint.run.state
         if options.is_new_run:
             # At iteration 0, without samples of the old one's data.
             state = TrainState() if options.finetune else state.restarted()
-            run = dataclasses.replace(found.run, state=state, data=None, branch=Branch.new())
-            return dataclasses.replace(found, run=run)
-        return found
+            run = dataclasses.replace(checkpoint.run, state=state, data=None, branch=Lineage.new())
+            return dataclasses.replace(checkpoint, run=run)
+        return checkpoint
 
-    def _newer_local(self, found: CheckpointMetadata | None) -> CheckpointMetadata | None:
+    def _newer_local(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
         """The local checkpoint with which this run continues after that of --load, if any."""
         options, folders = self._config.checkpoint, self._folders
         if self._local is None or folders.load is None or folders.save is None:
@@ -350,16 +350,19 @@ class CheckpointManager:
             # Earlier versions saved the URL apart from the staging folder.
             if os.path.realpath(saved.get("save_url") or saved.get("save") or "") != place:
                 return False
-            return found is None or run.branch.at(found.iteration) == found.run.branch
+            return (
+                checkpoint is None
+                or run.branch.up_to(checkpoint.iteration) == checkpoint.run.branch
+            )
 
-        start, restored = 0 if found is None else found.iteration, None
+        start, restored = 0 if checkpoint is None else checkpoint.iteration, None
         if is_resume and not (options.is_new_run or options.no_load_optim or options.step):
             restored = self._local.restore(start, is_own, self._readers)
         if restored is None:
             self._local.warn_of_unused(start)
         return restored
 
-    def load(self, engine: Engine, found: CheckpointMetadata) -> TrainState:
+    def load(self, engine: Engine, checkpoint: Checkpoint) -> TrainState:
         """Restores a selected checkpoint into an engine and returns its state.
 
         DeepSpeed loads a checkpoint of this run's layout; one of another is resharded.
@@ -368,57 +371,57 @@ class CheckpointManager:
             UserError: If the checkpoint has other parameters than the engine, or states that cannot
                 be resharded.
         """
-        folder = found.path.parent
-        iteration = found.iteration
-        saved = {name: shard.parts for name, shard in found.run.shards.items()}
+        folder = checkpoint.path.parent
+        iteration = checkpoint.iteration
+        saved = {name: shard.parts for name, shard in checkpoint.run.shards.items()}
         own = {name: spec.parts for name, spec in engine.shard_specs().items()}
-        raise_if_any(part_conflicts(saved, own, found.path))
+        raise_if_any(part_conflicts(saved, own, checkpoint.path))
         load = self._folders.load
         is_local = load is None or folder != load.folder
         shown = folder if is_local else load
         self._log(f" loading checkpoint from {shown} at iteration {iteration}")
         layout = ParallelLayout.of(self._config, self._mesh.dp.size)
-        conflicts = partition_conflicts(found, engine.partitions())
-        changes = layout_changes(found.run.layout, layout)
+        conflicts = partition_conflicts(checkpoint, engine.partitions())
+        changes = layout_changes(checkpoint.run.layout, layout)
         options = self._config.checkpoint
         if options.finetune or options.no_load_optim:
             self._log("  loading its weights, but not the states of its optimizer")
-            engine.reshard(open_states(found, has_optimizer=False))
-        elif found.is_universal:
-            self._reshard(engine, found, changes)
-        elif any(self._ranks.on_all(lambda: bool(changes or conflicts))):
+            engine.reshard(open_states(checkpoint, has_optimizer=False))
+        elif checkpoint.is_universal:
+            self._reshard(engine, checkpoint, changes)
+        elif any(self._ranks.run_on_all(lambda: bool(changes or conflicts))):
             raise_if_any(conflicts if layout.optimizer == EIGHT_BIT else [])
             if self._stores.load is not None and not changes and not is_local:
-                self._stores.load.fetch_all(found.path)
-            self._reshard(engine, found, changes)
+                self._stores.load.fetch_all(checkpoint.path)
+            self._reshard(engine, checkpoint, changes)
         else:
-            engine.load(folder, found.path.name)
-        self._ranks.on_all(lambda: None)  # until all have read their files
-        if found.reader is not None:
-            found.reader.release()
-        self.newest = found.path
+            engine.load(folder, checkpoint.path.name)
+        self._ranks.run_on_all(lambda: None)  # until all have read their files
+        if checkpoint.read_lock is not None:
+            checkpoint.read_lock.release()
+        self.newest = checkpoint.path
         if self._local is not None:
-            self._local.discard_after(found.run.state.iteration)
+            self._local.discard_after(checkpoint.run.state.iteration)
         self._log(f"  successfully loaded checkpoint from {shown} at iteration {iteration}")
-        return found.run.state
+        return checkpoint.run.state
 
-    def _reshard(self, engine: Engine, found: CheckpointMetadata, changes: Sequence[str]) -> None:
+    def _reshard(self, engine: Engine, checkpoint: Checkpoint, changes: Sequence[str]) -> None:
         """Restores a checkpoint of another layout."""
         what = with_default_flags("; ".join(changes))
-        if found.is_universal:
-            what = f"from the universal checkpoint {found.path.name}"
+        if checkpoint.is_universal:
+            what = f"from the universal checkpoint {checkpoint.path.name}"
         what = what or "order of the optimizer's flat tensors"
         self._log(f"  resharding its weights and optimizer states: {what}")
-        start, source = time.monotonic(), open_states(found)
+        start, source = time.monotonic(), open_states(checkpoint)
         engine.reshard(source)
-        read = sum(self._ranks.on_all(lambda: source.bytes_read))
+        read = sum(self._ranks.run_on_all(lambda: source.bytes_read))
         seconds = time.monotonic() - start
         self._log(
             f"  resharded in {seconds:.1f} s: {read / 1e9:.3f} GB read by "
             f"{counted(self._mesh.world_size, 'process')}, {read / 1e9 / seconds:.2f} GB/s"
         )
 
-    def start_branch(self, found: CheckpointMetadata | None) -> None:
+    def start_branch(self, checkpoint: Checkpoint | None) -> None:
         """Prepares --save for a run that starts from a checkpoint, or from scratch.
 
         If the folder has newer checkpoints, those of this run are a branch of their own, and the
@@ -427,15 +430,15 @@ class CheckpointManager:
         """
         assert self._folders.save is not None
         folder = self._folders.save.folder
-        start = 0 if found is None else found.iteration
+        start = 0 if checkpoint is None else checkpoint.iteration
         newer = [path for path in list_checkpoints(folder) if iteration_of(path) > start]
-        if found is not None:
-            self._branch = found.run.branch.fork(start) if newer else found.run.branch
-            if folder.samefile(found.path.parent) and not found.is_universal:
-                local_files.write_pointers(found.path)
+        if checkpoint is not None:
+            self._branch = checkpoint.run.branch.fork(start) if newer else checkpoint.run.branch
+            if folder.samefile(checkpoint.path.parent) and not checkpoint.is_universal:
+                local_files.write_pointers(checkpoint.path)
                 if self._stores.save is not None:
-                    store_save.write_pointers(self._stores.save.store, found.path.name)
-        find_damage = metadata.find_damage
+                    store_save.write_pointers(self._stores.save.store, checkpoint.path.name)
+        find_damage = metadata.check_names
         if self._stores.save is not None:
             find_damage = metadata.find_record_damage  # their files are in the store
         if complete := [path.name for path in newer if find_damage(path) is None]:
@@ -452,16 +455,16 @@ class CheckpointManager:
         """
         if self._stores.load is not None:
             return self._stores.load.find_damage(path, lambda: self._readers(read_run(path).run))
-        damage = self._ranks.on_rank0(lambda: metadata.find_damage(path))
+        damage = self._ranks.run_on_rank0(lambda: metadata.check_names(path))
         if damage is not None:
             return damage
-        if self._ranks.on_rank0(lambda: not (path / MANIFEST).is_file()):
+        if self._ranks.run_on_rank0(lambda: not (path / MANIFEST).is_file()):
             return None  # a universal checkpoint of DeepSpeed's converter
         try:
-            files = self._ranks.on_rank0(lambda: read_manifest(path))
-            own = self._file_readers.assigned(files, self._mesh.rank)
+            files = self._ranks.run_on_rank0(lambda: read_manifest(path))
+            own = self._file_assignment.files_of(files, self._mesh.rank)
             mine = {name: files[name] for name in own}
-            parts = self._ranks.on_all(lambda: self._find_damaged_files(path, mine))
+            parts = self._ranks.run_on_all(lambda: self._find_damaged_files(path, mine))
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
         return local_files.files_damaged(*parts)
@@ -472,8 +475,8 @@ class CheckpointManager:
         return local_files.find_damaged_files(path, own)
 
     @property
-    def _file_readers(self) -> FileReaders:
-        return FileReaders(self._mesh.tp.size, self._mesh.dp.size, self._mesh.world_size)
+    def _file_assignment(self) -> FileAssignment:
+        return FileAssignment(self._mesh.tp.size, self._mesh.dp.size, self._mesh.world_size)
 
     def _readers(self, run: RunRecord) -> IsNeeded:
         """Which ranks load which files of a checkpoint: all of one that is resharded.
@@ -486,7 +489,7 @@ class CheckpointManager:
         is_equal = is_numbered and run.layout == own
         if options.finetune or options.no_load_optim or not is_equal:
             return lambda name, rank: True
-        return self._file_readers.is_read_by
+        return self._file_assignment.is_read_by
 
 
 def _list_restored(folder: Path) -> CheckpointListing:

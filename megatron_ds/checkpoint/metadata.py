@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.universal.folders import is_universal, source_folder
 from megatron_ds.config import Config, DataConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
@@ -155,7 +155,7 @@ class RunRecord:
     data_order: DataOrder
     shards: Mapping[str, ShardRecord]
     """Parameters that are sharded over the tensor-parallel ranks, by canonical name."""
-    branch: Branch
+    branch: Lineage
     """Which checkpoints of the folder it continues."""
     partitions: tuple[FlatPartition, ...] = ()
     """The optimizer's flat tensors on the first rank of each pipeline stage."""
@@ -199,7 +199,7 @@ class RunRecord:
                     name: ShardRecord.from_dict(entry)
                     for name, entry in _objects(values, "shards").items()
                 },
-                branch=Branch.from_json(values["branch"]),
+                branch=Lineage.from_json(values["branch"]),
                 partitions=tuple(map(FlatPartition.from_dict, values["partitions"])),
                 tokenizer=None
                 if values["tokenizer"] is None
@@ -238,12 +238,12 @@ def _objects(values: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class CheckpointMetadata:
+class Checkpoint:
     """A complete checkpoint: its folder and its `run.json`."""
 
     path: Path
     run: RunRecord
-    reader: SharedLock | None = dataclasses.field(default=None, compare=False)
+    read_lock: SharedLock | None = dataclasses.field(default=None, compare=False)
     """Keeps the checkpoint from being removed while it is read."""
 
     @property
@@ -256,7 +256,7 @@ class CheckpointMetadata:
         return is_universal(self.path)
 
 
-def hold(path: Path) -> SharedLock:
+def lock_for_reading(path: Path) -> SharedLock:
     """Keeps a checkpoint from being removed by the run that saves to its folder.
 
     To be called before it is checked: one that is just being removed turns out to be damaged.
@@ -271,12 +271,12 @@ def iteration_of(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folders named global_stepN, newest first."""
-    found = [
+    paths = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
         if re.fullmatch(r"global_step\d+", path.name) and path.is_dir()
     ]
-    return sorted(found, key=lambda path: (iteration_of(path), path), reverse=True)
+    return sorted(paths, key=lambda path: (iteration_of(path), path), reverse=True)
 
 
 def read_pointers(folder: Path) -> dict[Path, str]:
@@ -289,7 +289,7 @@ def read_pointers(folder: Path) -> dict[Path, str]:
     }
 
 
-def find_damage(path: Path) -> Problem | None:
+def check_names(path: Path) -> Problem | None:
     """Checks a checkpoint's file names, sizes and JSON files, without reading tensors.
 
     Returns:
@@ -348,10 +348,10 @@ def run_folder(path: Path) -> Path:
     return path
 
 
-def read_run(path: Path) -> CheckpointMetadata:
+def read_run(path: Path) -> Checkpoint:
     """Reads a checkpoint's `run.json`.
 
-    Of a universal checkpoint that DeepSpeed has converted, it is that of its source folder.
+    A universal checkpoint of DeepSpeed's converter has that of its source folder.
 
     Raises:
         UserError: If it is damaged, of another format, or its iteration is not the folder's.
@@ -372,7 +372,7 @@ def read_run(path: Path) -> CheckpointMetadata:
     )
     if not is_named:
         raise user_error("checkpoint-folder-name", name=RUN, iteration=run.state.iteration)
-    return CheckpointMetadata(path, run)
+    return Checkpoint(path, run)
 
 
 def manifest_text(files: Mapping[str, FileRecord]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.engine.deepspeed.expert_files import expert_file
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace, locate
 from megatron_ds.engine.deepspeed.tensor_files import OPTIMIZER_KEYS, read_tensors
@@ -55,24 +55,25 @@ class SavedStates:
     """The states of one checkpoint; implements `StateReader`.
 
     Args:
-        found: The checkpoint.
+        checkpoint: The checkpoint.
         has_optimizer: Read the states of the optimizer, too, and not only the weights.
 
     Attributes:
         bytes_read: Bytes of all values that were read.
     """
 
-    def __init__(self, found: CheckpointMetadata, *, has_optimizer: bool = True) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, has_optimizer: bool = True) -> None:
         self._has_optimizer = has_optimizer
-        self._path, self._layout = found.path, found.run.layout
+        self._path, self._layout = checkpoint.path, checkpoint.run.layout
         self._tp_size = self._layout.tensor_model_parallel_size
-        self._experts = frozenset(found.run.experts)
+        self._experts = frozenset(checkpoint.run.experts)
         self._specs = {
-            name: ShardSpec(shard.dim, shard.sections) for name, shard in found.run.shards.items()
+            name: ShardSpec(shard.dim, shard.sections)
+            for name, shard in checkpoint.run.shards.items()
         }
         self._files: dict[str, Any] = {}
-        self._reader = found.reader  # not released while states may be read
-        self._partitions = found.run.partitions
+        self._read_lock = checkpoint.read_lock  # not released while states may be read
+        self._partitions = checkpoint.run.partitions
         self.bytes_read = 0
 
     @cached_property
@@ -163,12 +164,12 @@ class SavedStates:
         dim, wanted = columns or (spec.dim, [range(sum(spec.sections))])
         assert dim == spec.dim
         shards: dict[int, Tensor] = {}
-        found = []
+        parts = []
         for tp_rank, local in (each for part in wanted for each in spec.locate(part, tp_size)):
             if tp_rank not in shards:
                 shards[tp_rank] = self._read_shard(saved, kind, tp_rank, ep_rank, rows)
-            found.append(shards[tp_rank].narrow(dim, local.start, len(local)))
-        return join(found, dim)
+            parts.append(shards[tp_rank].narrow(dim, local.start, len(local)))
+        return join(parts, dim)
 
     def _read_shard(
         self, saved: _Saved, kind: str, tp_rank: int, ep_rank: int, rows: range
@@ -181,14 +182,12 @@ class SavedStates:
         slices = layout.ds_sequence_parallel_size
         num_ranks = layout.data_parallel_size * slices // ep_size
         parts = []
-        for rank, position, found in locate(
-            place, saved.partition.size, stage, num_ranks, elements
-        ):
+        for rank, position, part in locate(place, saved.partition.size, stage, num_ranks, elements):
             # The ranks are ordered (data, expert, sequence).
             outer, inner = divmod(rank, slices)
             dp_rank = (outer * ep_size + ep_rank) * slices + inner
             flat = self._flat(saved, kind, tp_rank, dp_rank)
-            parts.append(flat[position : position + len(found)])
+            parts.append(flat[position : position + len(part)])
         values = join(parts)
         self.bytes_read += values.nbytes
         return values.view(len(rows), *place.shape[1:])
@@ -248,11 +247,11 @@ class SavedStates:
 
     @cached_property
     def _saved(self) -> Mapping[str, _Saved]:
-        found: dict[str, _Saved] = {}
+        saved_by_name: dict[str, _Saved] = {}
         for saved in self._all_saved():
             # The first stage's copy of a tied embedding.
-            found.setdefault(saved.place.name, saved)
-        return found
+            saved_by_name.setdefault(saved.place.name, saved)
+        return saved_by_name
 
     def _all_saved(self) -> Iterator[_Saved]:
         left = list(self._partitions)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_ds.checkpoint import full_weights, local_files, metadata, selection
-from megatron_ds.checkpoint.metadata import RUN, TOKENIZER, CheckpointMetadata
+from megatron_ds.checkpoint.metadata import RUN, TOKENIZER, Checkpoint
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, user_error
@@ -20,7 +20,7 @@ Settings = TypeVar("Settings", ModelConfig, MoEConfig, TokenizerConfig)
 
 def find_checkpoint(
     folder: Path, warn: Callable[[str], None], *, checksums: bool = True
-) -> CheckpointMetadata:
+) -> Checkpoint:
     """Selects the last undamaged checkpoint of a --save folder, or the folder's own.
 
     Args:
@@ -36,17 +36,17 @@ def find_checkpoint(
         listing = selection.CheckpointListing(folder, (folder,))
     else:
         listing = selection.list_folder(folder)
-    found = selection.select_checkpoint(
+    checkpoint = selection.select_checkpoint(
         listing,
         None,
         partial(_find_damage, checksums=checksums),
         lambda problem: warn(f"WARNING: {problem.render()}"),
     )
-    assert found is not None
-    return found
+    assert checkpoint is not None
+    return checkpoint
 
 
-def find_universal(folder: Path, *, checksums: bool = True) -> CheckpointMetadata:
+def find_universal(folder: Path, *, checksums: bool = True) -> Checkpoint:
     """The universal checkpoint that the pointer of a folder names, or the folder's own.
 
     Raises:
@@ -62,7 +62,7 @@ def find_universal(folder: Path, *, checksums: bool = True) -> CheckpointMetadat
 
 def _find_damage(path: Path, *, checksums: bool) -> Problem | None:
     try:
-        if (damage := metadata.find_damage(path)) is not None or not checksums:
+        if (damage := metadata.check_names(path)) is not None or not checksums:
             return damage
         files = full_weights.files_with_weights(metadata.read_run(path))
         return local_files.files_damaged(local_files.find_damaged_files(path, files))
@@ -70,42 +70,40 @@ def _find_damage(path: Path, *, checksums: bool) -> Problem | None:
         return metadata.unreadable_checkpoint(error)  # a running training may have removed it
 
 
-def model_config(found: CheckpointMetadata) -> ModelConfig:
+def model_config(checkpoint: Checkpoint) -> ModelConfig:
     """The model's configuration.
 
     Raises:
         UserError: If the checkpoint has a field unknown to this version.
     """
-    return _from_dict(ModelConfig, found.run.config["model"], found)
+    return _from_dict(ModelConfig, checkpoint.run.config["model"], checkpoint)
 
 
-def moe_config(found: CheckpointMetadata) -> MoEConfig:
+def moe_config(checkpoint: Checkpoint) -> MoEConfig:
     """The model's mixture of experts.
 
     Raises:
         UserError: If the checkpoint has a field unknown to this version.
     """
-    values = dict(found.run.config.get("moe", {}))
+    values = dict(checkpoint.run.config.get("moe", {}))
     if "num_experts" in values:
         values["num_experts"] = tuple(values["num_experts"])
-    return _from_dict(MoEConfig, values, found)
+    return _from_dict(MoEConfig, values, checkpoint)
 
 
-def tokenizer_config(found: CheckpointMetadata) -> TokenizerConfig:
+def tokenizer_config(checkpoint: Checkpoint) -> TokenizerConfig:
     """The run's tokenizer configuration, with the files in the checkpoint.
 
     Raises:
         UserError: If the checkpoint has a field unknown to this version.
     """
-    saved = with_copies(found.run.config["tokenizer"], found.path / TOKENIZER)
-    return _from_dict(TokenizerConfig, saved, found)
+    saved = with_copies(checkpoint.run.config["tokenizer"], checkpoint.path / TOKENIZER)
+    return _from_dict(TokenizerConfig, saved, checkpoint)
 
 
-def _from_dict(
-    kind: type[Settings], values: Mapping[str, Any], found: CheckpointMetadata
-) -> Settings:
+def _from_dict(kind: type[Settings], values: Mapping[str, Any], checkpoint: Checkpoint) -> Settings:
     known = {item.name for item in dataclasses.fields(kind)}
     if unknown := ", ".join(sorted(values.keys() - known)):
-        path, group = found.path / RUN, kind.__name__
+        path, group = checkpoint.path / RUN, kind.__name__
         raise user_error("checkpoint-of-newer-version", path=path, group=group, unknown=unknown)
     return kind(**values)

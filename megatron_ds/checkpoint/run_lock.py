@@ -166,16 +166,16 @@ def acquire_lock(
     own = replace(Owner.here(), folder=folder, inode=inode)
     content = json.dumps(asdict(own)).encode()
     while not file.create(content):
-        found = file.read()
-        if found is None:
+        current = file.read()
+        if current is None:
             continue  # released meanwhile
-        is_alive = _is_alive(file, found, own, log)
-        if file.read() != found:
+        is_alive = _is_alive(file, current, own, log)
+        if file.read() != current:
             continue  # released, or taken by another run, meanwhile
         if is_alive:
-            owner = Owner.parse(found)
+            owner = Owner.parse(current)
             raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=file.place)
-        file.remove(found)
+        file.remove(current)
     return RunLock(file, content)
 
 
@@ -191,7 +191,7 @@ def _is_alive(file: LockFile, content: bytes, own: Owner, log: Callable[[str], N
             log(f"waiting up to {ENDING_S:.0f} s for the end of {owned}")
         return not _becomes_true(lambda: not process.is_alive() or file.read() != content, ENDING_S)
     first = file.touched()
-    log(f"waiting up to {FOREIGN_SILENCE_S:.0f} s for a sign of life of {owned}")
+    log(f"waiting up to {FOREIGN_SILENCE_S:.0f} s for a heartbeat from {owned}")
     if not _becomes_true(lambda: file.touched() != first, FOREIGN_SILENCE_S):
         return False
     return not _becomes_true(lambda: file.read() != content, ENDING_S)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint import local_files
-from megatron_ds.checkpoint.collective_io import Outcome, RankAgreement, RankWork
+from megatron_ds.checkpoint.collective_io import CollectiveIO, Outcome, RankWork
 from megatron_ds.checkpoint.local_files import Retention
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
@@ -42,7 +42,7 @@ ABANDON_S = 10.0
 """Longest wait for the disk of a process that is about to end with an error."""
 
 Steps = Generator[RankWork, Any, None]
-"""Yields work; receives what `RankAgreement.share` returns for it, or raises."""
+"""Yields work; receives what `CollectiveIO.share` returns for it, or raises."""
 
 
 class SaveError(RunAborted):
@@ -227,7 +227,7 @@ class SaveInProgress:
             are exchanged.
     """
 
-    def __init__(self, save: SaveSteps, ranks: RankAgreement, *, in_background: bool) -> None:
+    def __init__(self, save: SaveSteps, ranks: CollectiveIO, *, in_background: bool) -> None:
         self.save = save
         self.started = time.monotonic()
         self._ranks = ranks

@@ -13,15 +13,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.metadata import (
     POINTER_PENDING,
     RUN,
-    CheckpointMetadata,
+    Checkpoint,
     DamageCheck,
-    hold,
     iteration_of,
     list_checkpoints,
+    lock_for_reading,
     read_pointers,
     read_run,
     run_folder,
@@ -31,7 +31,7 @@ from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import SharedLock
 
-Hold = Callable[[Path], SharedLock | None]
+ReadLocker = Callable[[Path], SharedLock | None]
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class CheckpointListing:
 
         A run that continues from one saves others, which its next start selects.
         """
-        found, others = self.universal, (*self.preferred, *self.paths)
+        universal, others = self.universal, (*self.preferred, *self.paths)
         if (step := options.step) is not None:
-            found = tuple(path for path in found if universal_iteration(path) == step)
+            universal = tuple(path for path in universal if universal_iteration(path) == step)
             others = tuple(path for path in others if iteration_of(path) == step)
-        if not found or not others:
-            return found[0] if found else None
-        is_older = universal_iteration(found[0]) < iteration_of(others[0])
-        return found[0] if options.universal_checkpoint and not is_older else None
+        if not universal or not others:
+            return universal[0] if universal else None
+        is_older = universal_iteration(universal[0]) < iteration_of(others[0])
+        return universal[0] if options.universal_checkpoint and not is_older else None
 
     def fallbacks(self) -> list[Path]:
         """The other checkpoints: those of the branch that the pointer is on, then all others."""
@@ -108,13 +108,13 @@ def _names(text: str, path: Path) -> bool:
     return text in (path.name, str(iteration_of(path)))
 
 
-def _continues(path: Path, branch: Branch, earlier: Path) -> bool:
+def _continues(path: Path, branch: Lineage, earlier: Path) -> bool:
     """Whether a checkpoint of this branch has come from an earlier one."""
     iteration = iteration_of(earlier)
     if iteration > iteration_of(path):
         return False
     try:
-        return read_run(earlier).run.branch == branch.at(iteration)
+        return read_run(earlier).run.branch == branch.up_to(iteration)
     except (UserError, OSError):
         return False
 
@@ -125,8 +125,8 @@ def select_checkpoint(
     find_damage: DamageCheck,
     warn: Callable[[Problem], None],
     fallbacks: Callable[[CheckpointListing], list[Path]] = CheckpointListing.fallbacks,
-    hold: Hold = hold,
-) -> CheckpointMetadata | None:
+    lock: ReadLocker = lock_for_reading,
+) -> Checkpoint | None:
     """Selects the checkpoint of --ckpt-step, or the one that the pointer names.
 
     Without a pointer it is the newest; instead of a damaged one it is the one before it.
@@ -138,22 +138,22 @@ def select_checkpoint(
         find_damage: Checks a checkpoint. If it is collective, so is this function.
         warn: Called for each damaged checkpoint that is skipped and for stale pointers.
         fallbacks: Gives the order of the other checkpoints. Called if the first choice is damaged.
-        hold: Keeps a checkpoint from being removed, from before it is checked.
+        lock: Keeps a checkpoint from being removed, from before it is checked.
 
     Returns:
-        The checkpoint, which is not removed until its `reader` is released or unused; None if the
-        folder has none and does not have to.
+        The checkpoint, which is not removed until its `read_lock` is released or unused; None if
+        the folder has none and does not have to.
 
     Raises:
         UserError: If there is no such checkpoint.
     """
     is_training = options is not None
     if options is not None and (path := listing.chosen_universal(options)) is not None:
-        return _require_undamaged(path, "universal_checkpoint", find_damage, hold)
+        return _require_undamaged(path, "universal_checkpoint", find_damage, lock)
     options = options or CheckpointConfig(exit_on_missing_checkpoint=True)
     if options.step is not None:
         field = "ckpt_step" if options.load_tag is None else "load_tag"
-        return _select_step(listing, options.step, field, find_damage, hold)
+        return _select_step(listing, options.step, field, find_damage, lock)
     if not listing.paths:
         if listing.stale or options.exit_on_missing_checkpoint:
             raise _missing(listing, is_training)
@@ -165,10 +165,10 @@ def select_checkpoint(
         warn(Problem("checkpoint-pointer-ignored", stale=stale, first=first, other=other))
     damaged = []
     for path in _candidates(listing, fallbacks):
-        reader = hold(path)
+        read_lock = lock(path)
         damage = find_damage(path)
         if damage is None:
-            return dataclasses.replace(read_run(path), reader=reader)
+            return dataclasses.replace(read_run(path), read_lock=read_lock)
         if options.on_damaged_checkpoint == "error":
             hint = f"; {option('on_damaged_checkpoint')} fallback loads an older one"
             raise UserError(_damaged(path, damage, "on_damaged_checkpoint", hint))
@@ -203,8 +203,8 @@ def _candidates(
 
 
 def _select_step(
-    listing: CheckpointListing, step: int, field: str, find_damage: DamageCheck, hold: Hold
-) -> CheckpointMetadata:
+    listing: CheckpointListing, step: int, field: str, find_damage: DamageCheck, lock: ReadLocker
+) -> Checkpoint:
     path = next((path for path in listing.paths if iteration_of(path) == step), None)
     if path is None:
         names = ", ".join(path.name for path in listing.paths) or "no checkpoint"
@@ -213,16 +213,16 @@ def _select_step(
         raise user_error(
             "ckpt-step-missing", field, flag=flag, step=step, folder=folder, names=names
         )
-    return _require_undamaged(path, field, find_damage, hold)
+    return _require_undamaged(path, field, find_damage, lock)
 
 
 def _require_undamaged(
-    path: Path, field: str, find_damage: DamageCheck, hold: Hold
-) -> CheckpointMetadata:
-    reader = hold(path)
+    path: Path, field: str, find_damage: DamageCheck, lock: ReadLocker
+) -> Checkpoint:
+    read_lock = lock(path)
     if (damage := find_damage(path)) is not None:
         raise UserError(_damaged(path, damage, field))
-    return dataclasses.replace(read_run(path), reader=reader)
+    return dataclasses.replace(read_run(path), read_lock=read_lock)
 
 
 def _damaged(path: Path, damage: Problem, field: str, hint: str = "") -> Problem:

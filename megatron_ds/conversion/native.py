@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     MANIFEST,
     RUN,
-    CheckpointMetadata,
+    Checkpoint,
     list_checkpoints,
     read_manifest,
     run_folder,
@@ -99,9 +99,7 @@ def write_universal(
     convert_checkpoint(open_verified(source.path), folder, on_tensor)
 
 
-def source_of(
-    checkpoint: CheckpointMetadata, options: ReadOptions = READ_DEFAULTS
-) -> SourceCheckpoint:
+def source_of(checkpoint: Checkpoint, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
     """What a checkpoint contains.
 
     Raises:
@@ -131,7 +129,7 @@ def source_of(
     return source
 
 
-def settings_of(checkpoint: CheckpointMetadata) -> ModelSettings:
+def settings_of(checkpoint: Checkpoint) -> ModelSettings:
     """The options of a checkpoint's model.
 
     Raises:
@@ -148,7 +146,7 @@ def settings_of(checkpoint: CheckpointMetadata) -> ModelSettings:
     )
 
 
-def _verify_optimizer(checkpoint: CheckpointMetadata) -> None:
+def _verify_optimizer(checkpoint: Checkpoint) -> None:
     """Compares the files without weights with their checksums."""
     checked = files_with_weights(checkpoint)
     # DeepSpeed writes no manifest.
@@ -159,7 +157,7 @@ def _verify_optimizer(checkpoint: CheckpointMetadata) -> None:
         raise UserError(damage)
 
 
-def _with_states(source: SourceCheckpoint, checkpoint: CheckpointMetadata) -> SourceCheckpoint:
+def _with_states(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceCheckpoint:
     """A source with the optimizer's states, and what is known of the run."""
     run, path = checkpoint.run, checkpoint.path
     optimizer, is_8_bit = run.layout.optimizer, run.layout.optimizer == EIGHT_BIT

@@ -20,7 +20,7 @@ from megatron_ds.checkpoint.compatibility import (
     Parts,
     part_conflicts,
 )
-from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import field_problems, option_fields
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
@@ -157,7 +157,7 @@ class SourceCheckpoint:
     """None for weights alone."""
     notes: tuple[Problem, ...] = ()
     """What a user should know."""
-    native: CheckpointMetadata | None = None
+    native: Checkpoint | None = None
     """Of a checkpoint of this program. Keeps a run from removing it."""
 
     @property
@@ -187,8 +187,8 @@ class SourceCheckpoint:
 
     def release(self) -> None:
         """Lets a run remove the checkpoint."""
-        if self.native is not None and self.native.reader is not None:
-            self.native.reader.release()
+        if self.native is not None and self.native.read_lock is not None:
+            self.native.read_lock.release()
 
     def weights(self) -> SourceCheckpoint:
         """The checked weights alone."""

@@ -50,7 +50,7 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
     Raises:
         UserError: If the folder is damaged or of another version.
     """
-    if options.checksums and (damage := find_damage(path)) is not None:
+    if options.checksums and (damage := check_checksums(path)) is not None:
         raise UserError(damage)
     values = read_json_object(path / SETTINGS)
     if values.get("format_version") != FORMAT_VERSION:
@@ -72,7 +72,7 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
     return SourceCheckpoint(path, "native", settings, tensors, parts=parts).checked()
 
 
-def find_damage(path: Path) -> Problem | None:
+def check_checksums(path: Path) -> Problem | None:
     """Reads all files and compares them with their checksums."""
     try:
         return files_damaged(find_damaged_files(path, read_manifest(path)))

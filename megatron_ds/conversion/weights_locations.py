@@ -1,4 +1,4 @@
-"""Which folders have weights alone, and the names of formats before a folder. Imports no torch."""
+"""Detects weight-only folders; parses the `format:` prefix of --load. Imports no torch."""
 
 from __future__ import annotations
 

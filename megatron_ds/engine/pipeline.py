@@ -95,7 +95,7 @@ class PipelineEngine(ZeroEngine):
     def _with_dropout(self, step_batches: list[WeightedBatch]) -> Iterator[WeightedBatch]:
         """The micro-batches of a step, each of which sets from what its dropout is seeded.
 
-        The two stages of a rank compute different micro-batches by turns.
+        The two stages of a rank compute different micro-batches alternately.
         """
         for batch, weight in step_batches:
             self._begin_dropout(batch)

@@ -19,7 +19,7 @@ from megatron_ds.conversion.megatron.detect import find_checkpoint
 from megatron_ds.conversion.weights_locations import NATIVE, has_weights
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.loading.options_from_checkpoint import (
-    UNCHECKED,
+    TOKENIZER_FIELDS,
     Warn,
     replace_given,
 )
@@ -36,18 +36,18 @@ TABLE = "embedding.word.weight"
 
 def find_importable(folder: Path, options: CheckpointConfig) -> Path | None:
     """The checkpoint of another program in a folder, or weights alone, unless a run of ours is."""
-    found = find_checkpoint(folder, options.step, universal=options.universal_checkpoint)
-    if found is None:
+    checkpoint = find_checkpoint(folder, options.step, universal=options.universal_checkpoint)
+    if checkpoint is None:
         return folder if has_weights(folder) else None
-    return found.path
+    return checkpoint.path
 
 
-def find_damage(source: SourceCheckpoint) -> Iterator[Problem]:
+def check_import(source: SourceCheckpoint) -> Iterator[Problem]:
     """Compares the files of a native folder of weights with their checksums."""
     if source.run is None and source.format == NATIVE:
-        from megatron_ds.conversion.weights_folder import find_damage
+        from megatron_ds.conversion.weights_folder import check_checksums
 
-        if (damage := find_damage(source.path)) is not None:
+        if (damage := check_checksums(source.path)) is not None:
             yield damage
 
 
@@ -84,7 +84,7 @@ def open_importable(
     stored = source.settings.tokenizer_config
     if source.run is None and stored is not None and not own_tokenizer:
         if stored.trust_remote_code and not config.tokenizer.trust_remote_code:
-            # Whoever wrote the folder decides nothing about the code that runs here.
+            # A checkpoint must not enable code execution.
             problems.append(Problem("checkpoint-tokenizer-runs-code", path=path))
             stored = dataclasses.replace(stored, trust_remote_code=False)
         config = dataclasses.replace(config, tokenizer=stored)
@@ -96,10 +96,10 @@ def _merge_model(
 ) -> tuple[Config, list[Problem]]:
     """Fills the options of the model that are not given; compares those that are."""
     problems, settings, path = list[Problem](), source.settings, source.path
-    origins = dict.fromkeys(settings.fixed.keys() - config.given - UNCHECKED, f"from {path}")
+    origins = dict.fromkeys(settings.fixed.keys() - config.given - TOKENIZER_FIELDS, f"from {path}")
     for name, value in {**settings.defaults, **settings.fixed}.items():
         own = field_value(config, name)
-        if name in UNCHECKED:
+        if name in TOKENIZER_FIELDS:
             continue
         if name not in config.given:
             config = config.with_values({name: value})
@@ -147,7 +147,7 @@ def conflicts(source: SourceCheckpoint, config: Config, vocab_size: int) -> Iter
             return
         own = {**vars(config.model), **vars(config.moe)}
         fixed = settings.fixed.items()
-        if all(own[name] in (value, None) for name, value in fixed if name not in UNCHECKED):
+        if all(own[name] in (value, None) for name, value in fixed if name not in TOKENIZER_FIELDS):
             _checked(source, config.with_vocab(vocab_size))  # others contradict it already
     except UserError as error:
         yield from error.problems

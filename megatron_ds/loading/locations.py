@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_ds.checkpoint.location import Location, local_location
 from megatron_ds.checkpoint.metadata import (
-    find_damage,
+    check_names,
     list_checkpoints,
     read_manifest,
     unreadable_checkpoint,
@@ -127,8 +127,7 @@ def _reachable(field: str, url: str) -> ObjectStore:
 def staged_location(location: str, staging_dir: str | None, warn: Callable[[str], None]) -> str:
     """Downloads what a tool's --load names unless it is local; returns it with a local folder.
 
-    Of a --save URL, these are the files of the last undamaged checkpoint. Several processes may
-    call it.
+    For a --save URL, downloads the newest undamaged checkpoint. Several processes may call it.
 
     Args:
         location: Value of --load. A local folder is returned as it is.
@@ -171,7 +170,7 @@ def _fetch_and_check(store: ObjectStore, path: Path) -> Problem | None:
             files = read_manifest(path)
             fetch(store, path, files)
             damaged = [name for name in files if not is_intact(path / name, files[name])]
-            damage = find_damage(path)
+            damage = check_names(path)
             if damaged and damage is None:
                 reasons = (
                     f"{each} does not match its checksum in the manifest" for each in damaged

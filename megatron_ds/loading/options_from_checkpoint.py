@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, saved_config
-from megatron_ds.checkpoint.metadata import TOKENIZER, CheckpointMetadata
+from megatron_ds.checkpoint.metadata import TOKENIZER, Checkpoint
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.fields import no_effect_problem
 from megatron_ds.config.problems import Problem, UserError, option, user_error
@@ -23,19 +23,21 @@ from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.tokenizer.stored_files import with_copies
 
 Warn = Callable[[Problem], None]
-SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+MODEL_SIZE_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
 """Flags without any of which the model is that of the checkpoint."""
-UNCHECKED = frozenset({"vocab_size"})
+TOKENIZER_FIELDS = frozenset({"vocab_size"})
 """Settings that the tokenizer determines."""
-RATES = (
+LR_FIELDS = (
     *("lr", "decoupled_lr", "decoupled_min_lr"),
     *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
 )
-STYLES = ("min_lr", "lr_decay_style", "lr_warmup_init", "lr_warmup_fraction", "lr_wsd_decay_style")
+LR_STYLE_FIELDS = (
+    *("min_lr", "lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init", "lr_warmup_fraction"),
+)
 """Fields of the schedule that are taken as they are. Its lengths are converted."""
 
 
-def with_saved_options(config: Config, saved: CheckpointMetadata, warn: Warn) -> Config:
+def with_saved_options(config: Config, saved: Checkpoint, warn: Warn) -> Config:
     """Takes options of model and tokenizer from a checkpoint of this program.
 
     Args:
@@ -44,7 +46,7 @@ def with_saved_options(config: Config, saved: CheckpointMetadata, warn: Warn) ->
         warn: Called for each given option that is replaced.
     """
     config = _with_softmax_rows(config, saved)
-    if config.checkpoint.use_checkpoint_args or config.given.isdisjoint(SIZES):
+    if config.checkpoint.use_checkpoint_args or config.given.isdisjoint(MODEL_SIZE_FIELDS):
         config = _with_model(config, saved, warn)
     if config.given.isdisjoint(vars(config.tokenizer)):
         config = _with_tokenizer(config, saved)
@@ -52,13 +54,13 @@ def with_saved_options(config: Config, saved: CheckpointMetadata, warn: Warn) ->
 
 
 def with_saved_schedule(
-    config: Config, found: CheckpointMetadata, world_size: int, warn: Warn
+    config: Config, checkpoint: Checkpoint, world_size: int, warn: Warn
 ) -> tuple[Config, list[Problem]]:
     """Takes the schedule of learning rate and weight decay from a checkpoint of this program.
 
     Args:
         config: Configuration of the command line, with the batch sizes of the DeepSpeed file.
-        found: The checkpoint.
+        checkpoint: The checkpoint.
         world_size: Number of processes.
         warn: Called for each given option that is replaced.
 
@@ -69,23 +71,23 @@ def with_saved_schedule(
     if config.checkpoint.finetune:
         warn(no_effect_problem(name, "finetune", reason="with a new run"))
         return config, []
-    saved = saved_config(found)
-    values: dict[str, Any] = {each: getattr(saved.optimizer, each) for each in RATES}
-    values |= {each: getattr(saved.schedule, each) for each in STYLES}
+    saved = saved_config(checkpoint)
+    values: dict[str, Any] = {each: getattr(saved.optimizer, each) for each in LR_FIELDS}
+    values |= {each: getattr(saved.schedule, each) for each in LR_STYLE_FIELDS}
     problems: list[Problem] = []
     for stem in SCHEDULE_LENGTHS:
         fields = {f"{stem}_{unit}": None for unit in SCHEDULE_UNITS}
         defaults = {item.name: item.default for item in dataclasses.fields(config.schedule)}
         values |= {each: defaults[each] for each in fields}
         try:
-            values |= _converted_length(config, world_size, saved, found, stem)
+            values |= _converted_length(config, world_size, saved, checkpoint, stem)
         except UserError as error:
             problems += error.problems
-    return replace_given(config, values, found.path, warn, name), problems
+    return replace_given(config, values, checkpoint.path, warn, name), problems
 
 
 def _converted_length(
-    config: Config, world_size: int, saved: Config, found: CheckpointMetadata, stem: str
+    config: Config, world_size: int, saved: Config, checkpoint: Checkpoint, stem: str
 ) -> dict[str, int]:
     """A length of the saved schedule in a unit that the run allows, as value by field.
 
@@ -97,7 +99,7 @@ def _converted_length(
     if given is None:
         return {}
     unit = schedules.lr_unit(saved)
-    value = schedules.in_lr_units(saved, given, found.run.layout.data_parallel_size)
+    value = schedules.in_lr_units(saved, given, checkpoint.run.layout.data_parallel_size)
     if unit == "samples" and config.schedule.train_iters is not None:
         dp_size = max(1, config.parallel.data_parallel_size(world_size))
         batch_size = max(1, config.final_global_batch_size(dp_size))
@@ -106,7 +108,7 @@ def _converted_length(
                 "checkpoint-schedule-not-in-iterations",
                 "use_checkpoint_opt_param_scheduler",
                 "train_iters",
-                path=found.path,
+                path=checkpoint.path,
                 length=f"{SCHEDULE_LENGTHS[stem]} is {value} samples",
                 batch_size=batch_size,
             )
@@ -143,15 +145,15 @@ def replace_given(
     )
 
 
-def _with_softmax_rows(config: Config, found: CheckpointMetadata) -> Config:
+def _with_softmax_rows(config: Config, checkpoint: Checkpoint) -> Config:
     """Repeats the rows over which the loss of a continued run of Megatron normalizes."""
     if "softmax_vocab_size" in config.given:
         return config
-    rows = found.run.config["model"].get("softmax_vocab_size")
+    rows = checkpoint.run.config["model"].get("softmax_vocab_size")
     return config.with_values({"softmax_vocab_size": rows})
 
 
-def _with_model(config: Config, found: CheckpointMetadata, warn: Warn) -> Config:
+def _with_model(config: Config, checkpoint: Checkpoint, warn: Warn) -> Config:
     """The model of the checkpoint.
 
     Given options are kept, and compared with the checkpoint's when it is checked; with
@@ -161,21 +163,21 @@ def _with_model(config: Config, found: CheckpointMetadata, warn: Warn) -> Config
     values = {
         name: tuple(value) if isinstance(value, list) else value
         for group in ("model", "moe")
-        for name, value in found.run.config.get(group, {}).items()
+        for name, value in checkpoint.run.config.get(group, {}).items()
         if GROUP_OF_FIELD.get(name) == group
-        and name not in UNCHECKED
+        and name not in TOKENIZER_FIELDS
         and not (name in config.given and name in kept)
     }
-    return replace_given(config, values, found.path, warn, "use_checkpoint_args")
+    return replace_given(config, values, checkpoint.path, warn, "use_checkpoint_args")
 
 
-def _with_tokenizer(config: Config, found: CheckpointMetadata) -> Config:
+def _with_tokenizer(config: Config, checkpoint: Checkpoint) -> Config:
     """The tokenizer of the checkpoint, by its copy of the files, without permission to run code."""
-    saved = with_copies(found.run.config["tokenizer"], found.path / TOKENIZER)
+    saved = with_copies(checkpoint.run.config["tokenizer"], checkpoint.path / TOKENIZER)
     known = {item.name for item in dataclasses.fields(config.tokenizer)}
     values = {name: value for name, value in saved.items() if name in known}
     config = config.with_values({**values, "trust_remote_code": False})
     if config.tokenizer.tokenizer_type == "NullTokenizer" and "vocab_size" not in config.given:
         # Its end-of-document id is not counted in --vocab-size.
-        config = config.with_vocab(found.run.config["model"]["vocab_size"] - 1)
+        config = config.with_vocab(checkpoint.run.config["model"]["vocab_size"] - 1)
     return config

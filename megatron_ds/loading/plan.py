@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from megatron_ds.checkpoint.location import Location, RunFolders
 from megatron_ds.checkpoint.metadata import (
     REPLACED,
-    CheckpointMetadata,
+    Checkpoint,
     DamageCheck,
-    find_damage,
+    check_names,
     find_record_damage,
 )
 from megatron_ds.checkpoint.selection import (
@@ -33,7 +33,7 @@ from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.loading.initial_load import find_importable, open_importable
 from megatron_ds.loading.locations import locate_save, locate_weights
 from megatron_ds.loading.options_from_checkpoint import (
-    SIZES,
+    MODEL_SIZE_FIELDS,
     Warn,
     with_saved_options,
     with_saved_schedule,
@@ -50,7 +50,7 @@ class LoadPlan:
     folders: RunFolders
     imported: SourceCheckpoint | None = None
     """A checkpoint of another program, or weights alone."""
-    saved: CheckpointMetadata | None = None
+    saved: Checkpoint | None = None
     """Otherwise the checkpoint of this program. `CheckpointManager.select` selects again."""
     unusable: tuple[Problem, ...] = ()
     """Why no checkpoint of this program can be selected."""
@@ -132,7 +132,7 @@ def make_plan(
         return config, dataclasses.replace(plan, imported=imported), [*problems, *differing]
     # Every rank of a large run cannot check every file; the first one does it for all, later.
     # That of a URL has its description here, and its files in the store.
-    check = find_damage if world_size == 1 and load.url is None else find_record_damage
+    check = check_names if world_size == 1 and load.url is None else find_record_damage
     saved, unusable = _select(contents, options, check)
     described = saved
     if unusable:  # a checkpoint with damaged files still has the options of its run
@@ -175,7 +175,7 @@ def _missing_weights(config: Config, location: Location, contents: _Contents) ->
     options = config.checkpoint
     assert options.load is not None
     name = split_location(options.load)[0]
-    is_expected = name != "auto" or options.is_new_run or config.given.isdisjoint(SIZES)
+    is_expected = name != "auto" or options.is_new_run or config.given.isdisjoint(MODEL_SIZE_FIELDS)
     is_there = is_hf(location.folder) if name == HF else contents.has_checkpoint
     is_one = TAG.fullmatch(location.folder.name)  # an error of its own
     if not is_expected or is_there or is_one:
@@ -190,7 +190,7 @@ def _missing_weights(config: Config, location: Location, contents: _Contents) ->
 
 def _select(
     contents: _Contents, options: CheckpointConfig, check: DamageCheck
-) -> tuple[CheckpointMetadata | None, tuple[Problem, ...]]:
+) -> tuple[Checkpoint | None, tuple[Problem, ...]]:
     """The checkpoint of this program to load, or why it cannot be selected."""
     if contents.listing is None:
         return None, contents.unreadable
@@ -199,4 +199,4 @@ def _select(
     except UserError as error:
         return None, error.problems
     # Its lock is taken again when the ranks select: a plan keeps no files open.
-    return None if saved is None else dataclasses.replace(saved, reader=None), ()
+    return None if saved is None else dataclasses.replace(saved, read_lock=None), ()

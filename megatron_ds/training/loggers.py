@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
@@ -27,7 +27,7 @@ TENSORBOARD_WAIT = WaitPolicy(timeout=10.0)
 
 
 @contextmanager
-def owned_tensorboard_folder(config: LoggingConfig, ranks: RankAgreement) -> Iterator[None]:
+def owned_tensorboard_folder(config: LoggingConfig, ranks: CollectiveIO) -> Iterator[None]:
     """Owns --tensorboard-dir inside: a run moves or shortens files of earlier ones. Collective.
 
     Raises:
@@ -45,7 +45,7 @@ def owned_tensorboard_folder(config: LoggingConfig, ranks: RankAgreement) -> Ite
 
         if config.tensorboard_dir is not None:
             folder = Path(config.tensorboard_dir)
-            ranks.on_rank0(lambda: own(folder))
+            ranks.run_on_rank0(lambda: own(folder))
         yield
 
 

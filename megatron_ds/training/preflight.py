@@ -143,7 +143,7 @@ def _checkpoint_problems(
         if tokenizer is not None:
             yield from initial_load.conflicts(plan.imported, config, tokenizer.vocab_size)
         if environment.local_rank() == 0:
-            yield from initial_load.find_damage(plan.imported)
+            yield from initial_load.check_import(plan.imported)
     yield from plan.unusable
     if plan.saved is not None:
         # Without a tokenizer, which is a problem of its own, the vocabulary is not compared.

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds import schedules
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.folder_checks import claimed_folders
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
-from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
@@ -93,7 +93,7 @@ def pretrain(
     life.on_group_joined(*distributed.watched_peers(context))
     rank_settings.require_equal(config, inputs)
     startup.mark("process group")
-    ranks, folders = RankAgreement(), inputs.plan.folders
+    ranks, folders = CollectiveIO(), inputs.plan.folders
     with (
         claimed_folders(folders, ranks, output.print_on_rank) as lock,
         claimed_stores(folders, ranks, output.print_on_rank) as stores,
@@ -129,7 +129,7 @@ def pretrain(
 class _Start:
     """What a run continues: a checkpoint of its own, an imported one, or nothing."""
 
-    checkpoint: CheckpointMetadata | None = None
+    checkpoint: Checkpoint | None = None
     imported: InitialLoad | None = None
 
     @property

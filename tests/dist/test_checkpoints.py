@@ -19,11 +19,11 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from megatron_ds.checkpoint import local_files
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.folder_checks import claimed_folders
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
-from megatron_ds.checkpoint.metadata import find_damage, read_manifest
+from megatron_ds.checkpoint.metadata import check_names, read_manifest
 from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import UserError
@@ -68,11 +68,11 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     options = CheckpointConfig(save=folder, load=folder)
     config = dataclasses.replace(config, checkpoint=options)
     engine = build(config, meshes[1])
-    ranks = RankAgreement()
+    ranks = CollectiveIO()
     refusals = _claim_own_folders(rank, Path(folder), ranks)
     _show_late(rank)
     with claimed_folders(RunFolders.local(options), ranks, print):
-        assert all(ranks.on_all((Path(folder) / LOCK).exists))
+        assert all(ranks.run_on_all((Path(folder) / LOCK).exists))
     fingerprint = TokenizerFingerprint("Kind", {}, vocab_size=2, eod=1)
     tokenizer = StoredTokenizer(fingerprint, {"vocab_file/vocab.txt": b"a"} if rank == 0 else {})
     manager = CheckpointManager(config, meshes[1], lambda line: None, ranks, tokenizer=tokenizer)
@@ -100,7 +100,7 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     return Seen(seconds, read, sorted({*opened}), found and manager.load(engine, found), refusals)
 
 
-def _claim_own_folders(rank: int, folder: Path, ranks: RankAgreement) -> list[str]:
+def _claim_own_folders(rank: int, folder: Path, ranks: CollectiveIO) -> list[str]:
     """Names a folder relative to working directories that differ, like disks of two hosts."""
     place = folder.with_name(f"host{rank}")
     (place / "other").mkdir(parents=True)
@@ -177,7 +177,7 @@ def test_the_manifest_lists_what_every_rank_wrote(saved: tuple[Path, list[Seen]]
     assert OF_RANK_1 in files
     for name, record in files.items():
         assert record == FileRecord.of((path / name).read_bytes()), name
-    assert find_damage(path) is None
+    assert check_names(path) is None
     assert [seen.loaded for seen in ranks] == [TrainState(iteration=3)] * 2
 
 

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.full_weights import lazy_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.metadata import find_damage, read_manifest, read_run
+from megatron_ds.checkpoint.metadata import check_names, read_manifest, read_run
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.conversion.native import source_of
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
@@ -325,7 +325,7 @@ def resume(case: Case, folder: str, meshes: Meshes) -> dict[str, Any]:
     plans, batches = plans_of(case), batches_of(config, mesh, SAMPLES)
     for plan in plans[:2]:
         state = state.advance(plan, engine.train_step(batches, plan))
-    manager = CheckpointManager(config, mesh, lambda _: None, RankAgreement())
+    manager = CheckpointManager(config, mesh, lambda _: None, CollectiveIO())
     manager.save(engine, state)
     seen = {"own": full_weights(engine, mesh), "loss": evaluate(engine, config, mesh)}
     seen["recorded sizes"] = [partition.size for partition in engine.partitions()]
@@ -386,7 +386,7 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
 ) -> None:
     (first, *_) = seen = results.of(f"resume {name}")
     path: Path = first["folder"]
-    assert find_damage(path) is None
+    assert check_names(path) is None
     case = EVERYTHING[name]
     elements = 0
     for file in read_manifest(path):

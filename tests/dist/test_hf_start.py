@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.config import (
     CheckpointConfig,
@@ -97,7 +97,7 @@ def train(rank: int, folder: str) -> None:
             losses.append(float(result.loss))
             state = state.advance(plan, result)
             if state.iteration == 1:
-                CheckpointManager(config, mesh, lambda _: None, RankAgreement()).save(engine, state)
+                CheckpointManager(config, mesh, lambda _: None, CollectiveIO()).save(engine, state)
         torch.save(losses, save / f"losses.{rank}")
         engine._engine.destroy()
 

@@ -36,12 +36,12 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
 )
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local_files import find_damaged_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
-    find_damage,
+    check_names,
     list_checkpoints,
     read_manifest,
     read_run,
@@ -306,7 +306,7 @@ class Continued(Training):
     def manager(self, folder: Path, log: list[str], **changes: bool) -> CheckpointManager:
         options = CheckpointConfig(save=str(folder), load=str(folder), **changes)
         config = dataclasses.replace(self.config, checkpoint=options)
-        return CheckpointManager(config, self.mesh, log.append, RankAgreement())
+        return CheckpointManager(config, self.mesh, log.append, CollectiveIO())
 
     def states(self) -> dict[str, Tensors]:
         """Full master weights and moments by kind, as DeepSpeed reads them, and the weights."""
@@ -664,7 +664,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(
 def test_loads_leave_the_checkpoints_as_they_were(outcomes: Outcome) -> None:
     for name in outcomes.saves.results:
         (path,) = list_checkpoints(outcomes.folder / name)
-        assert find_damage(path) is None
+        assert check_names(path) is None
         assert find_damaged_files(path, read_manifest(path)) == {}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import read_run
@@ -102,7 +102,7 @@ def save_and_read(rank: int, folder: str) -> None:
         for _ in range(2):
             plan = StepPlan(state.iteration + 1, mesh.dp.size, 1, 0.01, 0.1, seq_length=9)
             state = state.advance(plan, engine.train_step(Batches(mesh.dp.rank), plan))
-        CheckpointManager(config, mesh, lambda _: None, RankAgreement()).save(engine, state)
+        CheckpointManager(config, mesh, lambda _: None, CollectiveIO()).save(engine, state)
 
         opened = lazy_full_weights(read_run(where / "global_step2"))
         saved = {name: tensor.read() for name, tensor in opened.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_run
+from megatron_ds.checkpoint.metadata import check_names, list_checkpoints, read_run
 from megatron_ds.checkpoint.run_lock import LOCK
 from tests.e2e.runs import (
     RANKS,
@@ -187,7 +187,7 @@ def check_after_kill(run: Path, full: Path) -> int:
     """All checkpoints are complete and those of `full`; returns the newest iteration."""
     found = list_checkpoints(run)
     for path in found:
-        assert find_damage(path) is None
+        assert check_names(path) is None
         if (full / path.name).exists():
             assert not checkpoint_differences(full / path.name, path)
     assert not read_pointer(run) or run / read_pointer(run) in found

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_run
+from megatron_ds.checkpoint.metadata import check_names, list_checkpoints, read_run
 from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import (
@@ -130,7 +130,7 @@ def test_a_full_or_failing_disk_costs_one_checkpoint(
     whole = request.getfixturevalue("with_zero3") if case.zero_stage == 3 else uninterrupted
     assert steps(run) == steps(whole)
     for tag in expected:
-        assert find_damage(run / tag) is None
+        assert check_names(run / tag) is None
         assert not checkpoint_differences(whole / tag, run / tag)
 
 
@@ -147,7 +147,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
     assert result.output.count("[save-failed]") == 1
     assert "Traceback" not in result.output
     assert checkpoints_in(run) == {"global_step2"}
-    assert find_damage(run / "global_step2") is None
+    assert check_names(run / "global_step2") is None
     assert (run / "latest").read_text() == "global_step2"
 
 

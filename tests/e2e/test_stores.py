@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.metadata import MANIFEST, find_damage, iteration_of, list_checkpoints
+from megatron_ds.checkpoint.metadata import MANIFEST, check_names, iteration_of, list_checkpoints
 from megatron_ds.checkpoint.store.object_store import ObjectStore
 from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Run, Settings, checkpoint_differences, steps
 from tests.object_server import BUCKET, s3_server
@@ -56,7 +56,7 @@ def downloaded(url: str, folder: Path) -> Path:
 def assert_equal_runs(copy: Path, uninterrupted: Path) -> None:
     assert steps(copy) == steps(uninterrupted)
     for path in list_checkpoints(copy):
-        assert find_damage(path) is None
+        assert check_names(path) is None
         assert not checkpoint_differences(uninterrupted / path.name, path)
     assert (copy / "latest").read_text() == "global_step6"
     assert (copy / "latest_checkpointed_iteration.txt").read_text() == "6"

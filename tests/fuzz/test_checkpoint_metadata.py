@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.checkpoint import compatibility, metadata
-from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.selection import list_folder
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
@@ -48,7 +48,7 @@ def run(config: Config) -> dict[str, Any]:
         layout=metadata.ParallelLayout.of(config, 1),
         data_order=metadata.DataOrder.of(config, 1),
         shards={"x": metadata.ShardRecord(0, (1,))},
-        branch=Branch((("name", 0),)),
+        branch=Lineage((("name", 0),)),
     ).to_dict()
     return json.loads(json.dumps(values))
 
@@ -64,7 +64,7 @@ def write(path: Path, content: bytes, files: object = None) -> None:
 
 def check(path: Path, config: Config) -> bool:
     """Whether the checkpoint is accepted; then its contents can be compared with a run."""
-    problem = metadata.find_damage(path)
+    problem = metadata.check_names(path)
     if problem is not None:
         assert problem
         return False
@@ -76,7 +76,7 @@ def check(path: Path, config: Config) -> bool:
 
 def test_a_valid_checkpoint_is_accepted(path: Path, config: Config, run: dict[str, Any]) -> None:
     write(path, json.dumps(run).encode())
-    assert metadata.find_damage(path) is None
+    assert metadata.check_names(path) is None
     assert compatibility.resume_conflicts(metadata.read_run(path), config, 1) == []
 
 
@@ -90,7 +90,7 @@ def test_files_that_are_not_a_run_record_are_rejected(
 ) -> None:
     write(path, content if name == metadata.RUN else json.dumps(run).encode())
     (path / name).write_bytes(content) if name == metadata.MANIFEST else None
-    problem = metadata.find_damage(path)
+    problem = metadata.check_names(path)
     assert problem is not None
     assert name in problem
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.checkpoint import local_files
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.exchange import Transfer, exchange
 from megatron_ds.checkpoint.local.nodes import Nodes
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     STATES,
-    CheckpointMetadata,
+    Checkpoint,
     RunRecord,
     find_record_damage,
     iteration_of,
@@ -82,7 +82,7 @@ class LocalCheckpoints:
     def __init__(
         self,
         folder: Path,
-        ranks: RankAgreement,
+        ranks: CollectiveIO,
         nodes: Nodes,
         warn: Callable[[Problem], None],
     ) -> None:
@@ -90,7 +90,7 @@ class LocalCheckpoints:
         self._ranks = ranks
         self._nodes = nodes
         self._warn = warn
-        self._hosts = ranks.on_all(socket.gethostname)
+        self._hosts = ranks.run_on_all(socket.gethostname)
 
     def save(
         self,
@@ -112,9 +112,9 @@ class LocalCheckpoints:
         temporary = self._folder / f"{local_files.INCOMPLETE}{target.name}"
         try:
             self._on_first_ranks(lambda: _create(temporary))
-            written = self._ranks.on_all(lambda: write(temporary))
+            written = self._ranks.run_on_all(lambda: write(temporary))
             exchange(self._copies(written), temporary, self._ranks)
-            others = self._ranks.on_rank0(lambda: dict(describe()))
+            others = self._ranks.run_on_rank0(lambda: dict(describe()))
             files = {name: record for part in written for name, record in part.items()}
             files |= {name: FileRecord.of(content) for name, content in others.items()}
             self._on_first_ranks(lambda: _complete(temporary, files, others))
@@ -131,7 +131,7 @@ class LocalCheckpoints:
         after: int,
         is_own: Callable[[RunRecord], bool],
         readers: Callable[[RunRecord], IsNeeded],
-    ) -> CheckpointMetadata | None:
+    ) -> Checkpoint | None:
         """Finds the newest complete checkpoint, and completes it on nodes that lack files.
 
         Args:
@@ -144,7 +144,7 @@ class LocalCheckpoints:
             local checkpoint is of use.
         """
         for name in self._all_after(after):
-            parts = self._ranks.on_all(functools.partial(self._check, name))
+            parts = self._ranks.run_on_all(functools.partial(self._check, name))
             if any(part is not None for part in parts):
                 restored = self._restore(name, parts, is_own, readers)
                 if restored is not None:
@@ -171,7 +171,7 @@ class LocalCheckpoints:
 
     @classmethod
     def open(
-        cls, options: CheckpointConfig, ranks: RankAgreement, warn: Callable[[Problem], None]
+        cls, options: CheckpointConfig, ranks: CollectiveIO, warn: Callable[[Problem], None]
     ) -> LocalCheckpoints | None:
         """Those of --local-checkpoint-dir; None without it. Collective.
 
@@ -188,13 +188,13 @@ class LocalCheckpoints:
 
     def _all_after(self, iteration: int) -> list[str]:
         """Names of the checkpoints on any node after an iteration, newest first."""
-        listed = self._ranks.on_all(lambda: list_checkpoints(self._folder))
+        listed = self._ranks.run_on_all(lambda: list_checkpoints(self._folder))
         paths = {Path(path.name) for paths in listed for path in paths}
         later = [path for path in paths if iteration_of(path) > iteration]
         return [path.name for path in sorted(later, key=iteration_of, reverse=True)]
 
     def _on_first_ranks(self, work: Callable[[], object]) -> None:
-        self._ranks.on_all(lambda: work() if self._nodes.is_first else None)
+        self._ranks.run_on_all(lambda: work() if self._nodes.is_first else None)
 
     def _remove_others(self, iteration: int) -> None:
         """Removes all but the newest ones up to an iteration; errors are left to the next save."""
@@ -238,7 +238,7 @@ class LocalCheckpoints:
         parts: Sequence[_Found | None],
         is_own: Callable[[RunRecord], bool],
         readers: Callable[[RunRecord], IsNeeded],
-    ) -> CheckpointMetadata | None:
+    ) -> Checkpoint | None:
         """Completes one checkpoint; None if it is of another run or has lost files.
 
         Args:
@@ -250,18 +250,18 @@ class LocalCheckpoints:
         path = self._folder / name
         digests = [part.digest for part in parts if part is not None]
         digest = max(sorted(set(digests)), key=digests.count)
-        found = {
+        agreeing = {
             rank: part
             for rank, part in enumerate(parts)
             if part is not None and part.digest == digest
         }
-        intact = {rank: part.intact for rank, part in found.items()}
-        source = next((rank for rank, part in found.items() if part.is_described), None)
+        intact = {rank: part.intact for rank, part in agreeing.items()}
+        source = next((rank for rank, part in agreeing.items() if part.is_described), None)
         if source is None:
             lack = "no node has all of its small files"
             self._warn(Problem("local-checkpoint-not-restored", name=name, error=lack))
             return None
-        described = self._ranks.on_all(
+        described = self._ranks.run_on_all(
             lambda: _describe(path) if self._ranks.rank == source else None
         )[source]
         assert described is not None
@@ -285,7 +285,7 @@ class LocalCheckpoints:
             self._warn(Problem("local-checkpoint-not-restored", name=name, error=error))
             return None
         self._report(name, transfers)
-        return CheckpointMetadata(path, described.run)
+        return Checkpoint(path, described.run)
 
     def _missing(
         self,

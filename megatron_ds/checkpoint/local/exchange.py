@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.fileio.atomic import FileRecord, name_in_errors
 
 CHUNK = 2**24
@@ -34,7 +34,7 @@ class Transfer:
     record: FileRecord
 
 
-def exchange(transfers: Sequence[Transfer], folder: Path, ranks: RankAgreement) -> None:
+def exchange(transfers: Sequence[Transfer], folder: Path, ranks: CollectiveIO) -> None:
     """Sends and receives files. Collective: the list is the same on every rank.
 
     Transfers next to each other in the list whose ranks are different happen at the same time.
@@ -51,7 +51,7 @@ def exchange(transfers: Sequence[Transfer], folder: Path, ranks: RankAgreement) 
     buffer = torch.empty(CHUNK, dtype=torch.uint8)
     for transfer in transfers:
         if ranks.rank == transfer.source:
-            work: _End = _Sender(folder / transfer.name)
+            work: _Endpoint = _Sender(folder / transfer.name)
         elif ranks.rank == transfer.target:
             work = _Receiver(folder / transfer.name, transfer.record)
         else:
@@ -69,10 +69,10 @@ def exchange(transfers: Sequence[Transfer], folder: Path, ranks: RankAgreement) 
         if errors:
             raise errors[0]
 
-    ranks.on_all(report)
+    ranks.run_on_all(report)
 
 
-class _End:
+class _Endpoint:
     """One side of a transfer, which records its first error."""
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +98,7 @@ class _End:
         """Called after the last chunk."""
 
 
-class _Sender(_End):
+class _Sender(_Endpoint):
     def open(self, files: ExitStack) -> None:
         self.file = files.enter_context(self.path.open("rb"))
 
@@ -112,7 +112,7 @@ class _Sender(_End):
         dist.send(chunk, transfer.target, group=group)
 
 
-class _Receiver(_End):
+class _Receiver(_Endpoint):
     def __init__(self, path: Path, record: FileRecord) -> None:
         super().__init__(path)
         self._record = record

@@ -1,4 +1,4 @@
-"""Which ranks share a folder that each node has for itself, such as a disk of its own.
+"""Groups ranks into nodes by the local folder that they see.
 
 Determined by files that the ranks write and list, not by names of hosts: a host may have several
 containers with a folder each, and a network file system is one folder for many hosts.
@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 
 TOKEN = ".node-"
 """Prefix of the file by which a rank is found."""
@@ -34,13 +34,13 @@ class Nodes:
     rank: int
 
     @classmethod
-    def sharing(cls, folder: Path, ranks: RankAgreement) -> Nodes:
+    def sharing(cls, folder: Path, ranks: CollectiveIO) -> Nodes:
         """The nodes by a folder, which is created. Collective.
 
         Raises:
             OSError: If a rank cannot write to it.
         """
-        name = ranks.on_rank0(lambda: f"{TOKEN}{secrets.token_hex(8)}-")
+        name = ranks.run_on_rank0(lambda: f"{TOKEN}{secrets.token_hex(8)}-")
 
         def write() -> None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -53,9 +53,9 @@ class Nodes:
         def look() -> int:
             return min(int(path.name.removeprefix(name)) for path in folder.glob(f"{name}*"))
 
-        ranks.on_all(write)
+        ranks.run_on_all(write)
         try:
-            return cls(tuple(ranks.on_all(look)), ranks.rank)
+            return cls(tuple(ranks.run_on_all(look)), ranks.rank)
         finally:
             with suppress(OSError):
                 (folder / f"{name}{ranks.rank}").unlink(missing_ok=True)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from megatron_ds.checkpoint import run_lock
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.nodes import Nodes
 from megatron_ds.checkpoint.location import Location, RunFolders
 from megatron_ds.checkpoint.run_lock import RunLock
@@ -31,7 +32,7 @@ class RunStores:
 
 @contextmanager
 def claimed_stores(
-    folders: RunFolders, ranks: RankAgreement, log: Callable[[str], None]
+    folders: RunFolders, ranks: CollectiveIO, log: Callable[[str], None]
 ) -> Iterator[RunStores]:
     """Opens the stores of a run, and owns --save inside. Collective.
 
@@ -66,7 +67,7 @@ def claimed_stores(
                         "store-unusable", "save", url=store.url, error=error
                     ) from error
 
-            ranks.on_rank0(own_store)
+            ranks.run_on_rank0(own_store)
 
             def own_staging() -> list[Problem]:
                 problems = list[Problem]()
@@ -77,7 +78,7 @@ def claimed_stores(
                         staging.mirror(store, staged, everything=False)
                 return problems
 
-            raise_if_any(problem for found in ranks.on_all(own_staging) for problem in found)
+            raise_if_any(itertools.chain(*ranks.run_on_all(own_staging)))
         if folders.load is not None and folders.load.url is not None:
             load = save if folders.load == folders.save else open_folder(folders.load)
         if save is not None and ranks.rank == ranks.world_size - 1:

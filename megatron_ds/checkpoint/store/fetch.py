@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from megatron_ds.checkpoint import local_files, metadata
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.nodes import Nodes
 from megatron_ds.checkpoint.metadata import MANIFEST, find_record_damage, read_manifest
 from megatron_ds.checkpoint.store import mirror as staging
@@ -34,7 +34,7 @@ class StoreFolder:
     """
 
     def __init__(
-        self, store: ObjectStore, ranks: RankAgreement, nodes: Nodes, log: Callable[[str], None]
+        self, store: ObjectStore, ranks: CollectiveIO, nodes: Nodes, log: Callable[[str], None]
     ) -> None:
         self.store = store
         self.nodes = nodes
@@ -51,15 +51,15 @@ class StoreFolder:
         Returns:
             The first problem found, the same on every rank.
         """
-        damage = self._ranks.on_rank0(lambda: find_record_damage(path))
+        damage = self._ranks.run_on_rank0(lambda: find_record_damage(path))
         if damage is not None:
             return damage
         try:
-            damage = self._ranks.on_rank0(lambda: staging.find_missing(self.store, path))
+            damage = self._ranks.run_on_rank0(lambda: staging.find_missing(self.store, path))
             if damage is not None:
                 return damage
-            manifest = self._ranks.on_rank0(lambda: (path / MANIFEST).read_bytes())
-            self._ranks.on_all(lambda: self._mirror(path, manifest))
+            manifest = self._ranks.run_on_rank0(lambda: (path / MANIFEST).read_bytes())
+            self._ranks.run_on_all(lambda: self._mirror(path, manifest))
             files, is_needed = read_manifest(path), readers()
             return self._fetch(path, files, [name for name in files if self._has(name, is_needed)])
         except (OSError, ValueError) as error:
@@ -90,7 +90,7 @@ class StoreFolder:
         self, path: Path, files: Mapping[str, FileRecord], names: Iterable[str]
     ) -> Problem | None:
         mine, start = self.nodes.share_of(names), time.monotonic()
-        fetched = sum(self._ranks.on_all(lambda: staging.fetch(self.store, path, mine)))
+        fetched = sum(self._ranks.run_on_all(lambda: staging.fetch(self.store, path, mine)))
         seconds = time.monotonic() - start
         if fetched:
             self._log(
@@ -98,7 +98,7 @@ class StoreFolder:
                 f"{counted(self.nodes.count, 'node')} in {seconds:.1f} s"
             )
         records = {name: files[name] for name in mine}
-        parts = self._ranks.on_all(lambda: local_files.find_damaged_files(path, records))
+        parts = self._ranks.run_on_all(lambda: local_files.find_damaged_files(path, records))
         return local_files.files_damaged(*parts)
 
 

@@ -36,8 +36,8 @@ class StoreLockFile:
         return f"{self._store.url}/{LOCK}"
 
     def read(self) -> bytes | None:
-        found = self._content()
-        return None if found is None else found.partition(b"\n")[0]
+        content = self._content()
+        return None if content is None else content.partition(b"\n")[0]
 
     def create(self, content: bytes) -> bool:
         if not self._store.create(LOCK, content):

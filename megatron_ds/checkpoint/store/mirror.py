@@ -53,8 +53,8 @@ def staging_folder(url: str, staging_dir: str | None) -> Path:
             base.mkdir(parents=True, exist_ok=True)
         else:
             base.mkdir(mode=0o700, exist_ok=True)
-            found = base.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            status = base.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
                 raise PermissionError(f"{base} belongs to another user")
         (base / name).mkdir(exist_ok=True)
     except OSError as error:
@@ -77,12 +77,12 @@ def mirror(store: ObjectStore, folder: Path, *, everything: bool | None = None) 
     try:
         with locked(folder / STAGING_LOCK, WaitPolicy()):
             sizes = store.sizes()
-            names = [found for name in sizes if (found := CHECKPOINT_FOLDER.fullmatch(name))]
+            names = [match for name in sizes if (match := CHECKPOINT_FOLDER.fullmatch(name))]
             is_ours = bool(names or sizes.keys() & {*POINTERS})
             if everything if everything is not None else not is_ours:
                 _download_all(store, folder, sizes)
                 return
-            complete = {found[1] for found in names if found[2] == MANIFEST}
+            complete = {match[1] for match in names if match[2] == MANIFEST}
             for path in list_checkpoints(folder):
                 if path.name not in complete:
                     shutil.rmtree(path, ignore_errors=True)

@@ -71,10 +71,10 @@ class ObjectStore:
 
         def look() -> dict[str, int]:
             self._fs.invalidate_cache()
-            found = self._fs.find(self._path(folder).rstrip("/"), detail=True)
+            files = self._fs.find(self._path(folder).rstrip("/"), detail=True)
             return {
                 name: int(info["size"])
-                for path, info in found.items()
+                for path, info in files.items()
                 if info["type"] == "file" and is_safe_name(name := self._name(path))
             }
 
@@ -237,16 +237,16 @@ def _open_filesystem(url: str, scheme: str) -> Any:
             # A request may take 30 s.
             options["retry_config"] = {"retry_timeout": timedelta(seconds=30)}
         options |= kind._get_kwargs_from_urls(url)
-        found = kind(skip_instance_cache=True, **options)
+        filesystem = kind(skip_instance_cache=True, **options)
     except ImportError as error:
         raise user_error("store-package-missing", url=url, error=error) from error
     except Exception as error:  # of any client library, such as settings in its environment
         raise user_error("store-unusable", url=url, error=error) from error
-    if hasattr(found, "dircache"):
-        found.dircache.use_listings_cache = False  # not a setting of every client
-    if type(found).__module__.startswith("s3fs"):
-        found.retries = 1  # next to those of botocore and ours
-    return found
+    if hasattr(filesystem, "dircache"):
+        filesystem.dircache.use_listings_cache = False  # not a setting of every client
+    if type(filesystem).__module__.startswith("s3fs"):
+        filesystem.retries = 1  # next to those of botocore and ours
+    return filesystem
 
 
 def _create_by_obstore(url: str, content: bytes) -> None:

@@ -47,18 +47,18 @@ def list_universal(folder: Path) -> list[Path]:
     with suppress(OSError):
         if (folder / POINTER).is_file():
             named = (folder / POINTER).read_text(encoding="utf-8", errors="replace").strip()
-    found = [
+    paths = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
         if path.name in (named, f"{_step_name(path)}{SUFFIX}") and is_universal(path)
     ]
-    return sorted(found, key=lambda path: (path.name != named, -universal_iteration(path)))
+    return sorted(paths, key=lambda path: (path.name != named, -universal_iteration(path)))
 
 
 def universal_iteration(path: Path) -> int:
     """The iteration in the name of a universal checkpoint; -1 if it has none."""
-    found = re.fullmatch(rf"global_step(\d+)({SUFFIX})?", path.name)
-    return -1 if found is None else int(found[1])
+    match = re.fullmatch(rf"global_step(\d+)({SUFFIX})?", path.name)
+    return -1 if match is None else int(match[1])
 
 
 def _step_name(path: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.checkpoint.native_reader import COUNTERS, SavedStates
 from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, STATES, STEP, ZERO
 from megatron_ds.config.problems import user_error
@@ -73,9 +73,9 @@ class UniversalStates:
         return TensorReader(self.shapes[name], full.dtype, partial(self._read_part, full))
 
     def _read_part(self, full: Tensor, rows: range, columns: Columns | None) -> Tensor:
-        found = part_of(full, rows, columns)
-        self.bytes_read += found.nbytes
-        return found
+        part = part_of(full, rows, columns)
+        self.bytes_read += part.nbytes
+        return part
 
     @cached_property
     def _run(self) -> Mapping[str, Any]:
@@ -83,8 +83,8 @@ class UniversalStates:
         path = next(iter(sorted(self._path.glob(STATES))), None)
         if path is None:
             raise user_error("checkpoint-file-missing", name=f"mp_rank_00{STATES[1:]}")
-        found: Mapping[str, Any] = read_tensors(path, mmap=True)
-        return found
+        content: Mapping[str, Any] = read_tensors(path, mmap=True)
+        return content
 
     @cached_property
     def _flat_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -95,8 +95,8 @@ class UniversalStates:
     @cached_property
     def _common(self) -> Mapping[str, Any]:
         path = self._path / ZERO / OPTIMIZER_STATE
-        found: Mapping[str, Any] = read_tensors(path, mmap=True)
-        return found
+        content: Mapping[str, Any] = read_tensors(path, mmap=True)
+        return content
 
     def _tensor(self, name: str, stem: str) -> Tensor:
         """The full tensor of a file, memory-mapped."""
@@ -115,9 +115,9 @@ class UniversalStates:
 
 
 def open_states(
-    found: CheckpointMetadata, *, has_optimizer: bool = True
+    checkpoint: Checkpoint, *, has_optimizer: bool = True
 ) -> SavedStates | UniversalStates:
     """The states of a checkpoint of either kind."""
-    if found.is_universal:
-        return UniversalStates(found.path, has_optimizer=has_optimizer)
-    return SavedStates(found, has_optimizer=has_optimizer)
+    if checkpoint.is_universal:
+        return UniversalStates(checkpoint.path, has_optimizer=has_optimizer)
+    return SavedStates(checkpoint, has_optimizer=has_optimizer)

@@ -26,9 +26,9 @@ from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     RUN,
     TOKENIZER,
-    CheckpointMetadata,
-    find_damage,
-    hold,
+    Checkpoint,
+    check_names,
+    lock_for_reading,
     manifest_text,
     read_manifest,
     read_run,
@@ -75,11 +75,11 @@ class UniversalContent:
     """Entries of DeepSpeed's file of the optimizer."""
 
 
-def convert_checkpoint(found: CheckpointMetadata, folder: Path, on_tensor: OnTensor) -> None:
+def convert_checkpoint(checkpoint: Checkpoint, folder: Path, on_tensor: OnTensor) -> None:
     """Converts a checkpoint of this program, and makes the pointer in the parent folder name it.
 
     Args:
-        found: The checkpoint, of any layout.
+        checkpoint: The checkpoint, of any layout.
         folder: New folder.
         on_tensor: Called with name and bytes of each tensor that was written.
 
@@ -87,22 +87,22 @@ def convert_checkpoint(found: CheckpointMetadata, folder: Path, on_tensor: OnTen
         UserError: If the folder has files already, or the states depend on the layout.
         OSError: If the disk fails.
     """
-    run = found.run
+    run = checkpoint.run
     if run.layout.optimizer == EIGHT_BIT:
-        raise user_error("universal-8-bit-moments", path=found.path)
-    states = SavedStates(found, has_optimizer=run.has_optimizer)
+        raise user_error("universal-8-bit-moments", path=checkpoint.path)
+    states = SavedStates(checkpoint, has_optimizer=run.has_optimizer)
     content = UniversalContent(
         specs={name: ShardSpec(shard.dim, shard.sections) for name, shard in run.shards.items()},
-        rows=model_config(found).softmax_rows,
+        rows=model_config(checkpoint).softmax_rows,
         experts=frozenset(run.experts),
         run=states.run_settings,
         optimizer=states.optimizer_settings,
     )
     with output_folder(folder) as temporary:
         records = write_states(temporary, states, content, on_tensor)
-        for path in (found.path / RUN, *(found.path / TOKENIZER).glob("**/*")):
+        for path in (checkpoint.path / RUN, *(checkpoint.path / TOKENIZER).glob("**/*")):
             if path.is_file():
-                name = str(path.relative_to(found.path))
+                name = str(path.relative_to(checkpoint.path))
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, temporary / name)
                 records[name] = FileRecord.of_file(temporary / name)
@@ -110,7 +110,7 @@ def convert_checkpoint(found: CheckpointMetadata, folder: Path, on_tensor: OnTen
     write_atomically(folder.absolute().with_name(POINTER), folder.name.encode())
 
 
-def open_verified(path: Path) -> CheckpointMetadata:
+def open_verified(path: Path) -> Checkpoint:
     """The checkpoint in a folder, all of whose files match its checksums.
 
     Raises:
@@ -118,11 +118,11 @@ def open_verified(path: Path) -> CheckpointMetadata:
     """
     if not (path / RUN).is_file() or is_universal(path):
         raise user_error("universal-input-missing", path=path)
-    reader = hold(path)
-    damage = find_damage(path) or files_damaged(find_damaged_files(path, read_manifest(path)))
+    read_lock = lock_for_reading(path)
+    damage = check_names(path) or files_damaged(find_damaged_files(path, read_manifest(path)))
     if damage is not None:
         raise user_error("checkpoint-damaged", path=path, damage=damage, hint="")
-    return dataclasses.replace(read_run(path), reader=reader)
+    return dataclasses.replace(read_run(path), read_lock=read_lock)
 
 
 def total_bytes(states: StateReader) -> int:
@@ -179,17 +179,17 @@ def read_full(states: StateReader, name: str, kind: str, shape: tuple[int, ...])
 def _declared(name: str, shape: tuple[int, ...], content: UniversalContent) -> dict[str, Any]:
     """How DeepSpeed's loader shards a parameter."""
     spec = content.specs.get(name)
-    found: dict[str, Any] = {}
+    declared: dict[str, Any] = {}
     if name in VOCABULARY_TABLES:
-        found["vocab_tensor"] = True
+        declared["vocab_tensor"] = True
     elif spec is not None:
-        found["cat_dim"] = spec.dim
+        declared["cat_dim"] = spec.dim
         if len(spec.sections) > 1:
             sizes = (*shape[: spec.dim], spec.sections, *shape[spec.dim + 1 :])
-            found["sub_param_shape"] = SubparamShape([name], sizes, spec.dim)
+            declared["sub_param_shape"] = SubparamShape([name], sizes, spec.dim)
     if name in content.experts:
-        found |= {"is_expert_param": True, "ep_num_experts": shape[0]}
-    return found
+        declared |= {"is_expert_param": True, "ep_num_experts": shape[0]}
+    return declared
 
 
 def _optimizer_state(states: StateReader, content: UniversalContent) -> dict[str, Any]:

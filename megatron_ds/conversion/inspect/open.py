@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.checkpoint.metadata import CheckpointMetadata
+from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import GROUPS
 from megatron_ds.conversion.inspect.verify import files_of
 from megatron_ds.conversion.registry import AUTO, Warn, recognize
@@ -88,7 +88,7 @@ def open_checkpoint(
     source = recognize(path, name).open(path, options)
     for note in source.notes:
         warn(f"WARNING: {note.render()}")
-    # Of a universal checkpoint, and from ZeRO 3, the weights are the master weights.
+    # Universal checkpoints and ZeRO 3 store master weights here.
     weights = source.weights().to(source.precision)
     opened = OpenedCheckpoint(
         path=source.path,
@@ -133,7 +133,7 @@ def _scalars_of(source: SourceCheckpoint) -> dict[str, Any]:
 
 
 def _with_run(
-    opened: OpenedCheckpoint, checkpoint: CheckpointMetadata, weights: SourceCheckpoint
+    opened: OpenedCheckpoint, checkpoint: Checkpoint, weights: SourceCheckpoint
 ) -> OpenedCheckpoint:
     """What the record of a run of this program adds."""
     run = checkpoint.run
@@ -169,7 +169,7 @@ def _positions(history: BlendHistory) -> tuple[SourcePosition, ...]:
     )
 
 
-def _shards_of(found: CheckpointMetadata, source: SourceCheckpoint) -> dict[str, str]:
+def _shards_of(found: Checkpoint, source: SourceCheckpoint) -> dict[str, str]:
     """Number and shape of the shards of each sharded weight."""
     layout, run = found.run.layout, found.run
     shards = {}
@@ -189,6 +189,6 @@ def _shards_of(found: CheckpointMetadata, source: SourceCheckpoint) -> dict[str,
     return shards
 
 
-def _metrics_of(found: CheckpointMetadata) -> Path:
+def _metrics_of(found: Checkpoint) -> Path:
     given = found.run.config.get("logging", {}).get("metrics_jsonl")
     return Path(given) if isinstance(given, str) else found.path.parent / "metrics.jsonl"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.config import GROUPS, CheckpointConfig, Config, ModelConfig, ScheduleConfig
 from megatron_ds.parallel.mesh import Mesh
@@ -47,7 +47,7 @@ def manager(
     def make(stored: Any = None, lock: Any = None, **options: Any) -> CheckpointManager:
         groups = {name: options.pop(name) for name in GROUPS.keys() & options.keys()}
         changed = dataclasses.replace(config.with_values(options), **groups)
-        mesh, ranks = Mesh.build(1), RankAgreement()
+        mesh, ranks = Mesh.build(1), CollectiveIO()
         return CheckpointManager(changed, mesh, logged.append, ranks, lock, tokenizer=stored)
 
     return make

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.local_files import write_json, write_pointers
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
@@ -103,7 +103,7 @@ def write_checkpoint(
         layout=ParallelLayout(tp, dp, stage, "fp32", "adam", False, False, 0),
         data_order=DataOrder.of(config, dp),
         shards={name: ShardRecord(specs[name].dim, sections[name]) for name in sections},
-        branch=Branch.new(),
+        branch=Lineage.new(),
         partitions=(_partition(shards("master", 0), stage, dp),),
         data=BlendHistory(
             1,

@@ -15,7 +15,7 @@ import pytest
 from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint import manager as manager_module
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.metadata import find_damage, list_checkpoints, read_manifest
+from megatron_ds.checkpoint.metadata import check_names, list_checkpoints, read_manifest
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.engine.deepspeed import checkpoint_io
@@ -75,7 +75,7 @@ def test_training_continues_while_the_disk_is_slow(
     disk.set()
     advance_until(checkpoints, lambda: checkpoints.newest is not None)
     assert checkpoints.newest == folder / "global_step4"
-    assert find_damage(folder / "global_step4") is None
+    assert check_names(folder / "global_step4") is None
     assert load(checkpoints)[0] == state_at(4)
     stall, done, written = logged[1:4]
     assert stall.startswith("  stalled 0.")
@@ -116,7 +116,7 @@ def test_a_second_save_waits_for_the_first(
     advance_until(checkpoints, (folder / ".incomplete-global_step4").is_dir)
     threading.Timer(0.1, disk.set).start()
     saver.save(state_at(8), lambda: None, final=False)
-    assert find_damage(folder / "global_step4") is None
+    assert check_names(folder / "global_step4") is None
     saved = [line.split()[0:2] for line in logged]
     assert saved[3:5] == [["it", "was"], ["saving", "checkpoint"]]
     assert "; training waited" in logged[3]

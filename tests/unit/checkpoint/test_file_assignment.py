@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ds.checkpoint.file_assignment import FileReaders
+from megatron_ds.checkpoint.file_assignment import FileAssignment
 
 OPTIMIZER = {
     (dp, tp): f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt"
@@ -19,7 +19,7 @@ NAMES = (*OPTIMIZER.values(), *MODEL, "run.json")
 def test_each_rank_verifies_the_files_that_it_loads(rank: int) -> None:
     """Two data-parallel ranks of two tensor-parallel ones; the other files are distributed."""
     dp, tp = divmod(rank, 2)
-    mine = FileReaders(tp_size=2, dp_size=2, world_size=4).assigned(NAMES, rank)
+    mine = FileAssignment(tp_size=2, dp_size=2, world_size=4).files_of(NAMES, rank)
     assert OPTIMIZER[dp, tp] in mine
     assert len({*mine} & {*OPTIMIZER.values()}) == 1
     assert (MODEL[tp] in mine) == (dp == 0)
@@ -29,7 +29,7 @@ def test_each_rank_verifies_the_files_that_it_loads(rank: int) -> None:
 def test_a_node_has_the_files_that_its_ranks_load(rank: int) -> None:
     """Two pipeline stages of two data-parallel ranks of two tensor-parallel ones."""
     stage, (dp, tp) = rank // 4, divmod(rank % 4, 2)
-    readers = FileReaders(tp_size=2, dp_size=2, world_size=8)
+    readers = FileAssignment(tp_size=2, dp_size=2, world_size=8)
     for model in range(4):
         is_own = model == 2 * stage + tp
         assert readers.is_read_by(f"mp_rank_{model:02d}_model_states.pt", rank) == is_own

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights, load_full_weights
-from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.metadata import (
-    CheckpointMetadata,
+    Checkpoint,
     DataOrder,
     ParallelLayout,
     RunRecord,
@@ -33,9 +33,9 @@ def read_weights(path: Path, stage: int) -> Weights:
         layout=ParallelLayout(1, 1, stage, "fp32", "adam", False, False, 0),
         data_order=DataOrder.of(CONFIG, 1),
         shards={},
-        branch=Branch.new(),
+        branch=Lineage.new(),
     )
-    opened = lazy_full_weights(CheckpointMetadata(path, run))
+    opened = lazy_full_weights(Checkpoint(path, run))
     return {name: tensor.read() for name, tensor in opened.items()}
 
 

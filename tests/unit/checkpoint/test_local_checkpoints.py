@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.local.nodes import ABANDONED_S, TOKEN, Nodes
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
@@ -32,7 +32,7 @@ def start(one_process: None, config: Config, logged: list[str], tmp_path: Path) 
         places = {name: str(tmp_path / "run") for name in ("save", "load")}
         places["local_checkpoint_dir"] = str(tmp_path / "node")
         options = dataclasses.replace(config.checkpoint, **{**places, **changed})
-        ranks = RankAgreement()
+        ranks = CollectiveIO()
         local = LocalCheckpoints.open(options, ranks, lambda found: logged.append(found.render()))
         return CheckpointManager(
             dataclasses.replace(config, checkpoint=options),
@@ -117,11 +117,11 @@ def test_runs_that_start_at_once_find_their_nodes(one_process: None, tmp_path: P
     killed = tmp_path / f"{TOKEN}killed-0"
     killed.touch()
     os.utime(killed, (0, time.time() - 2 * ABANDONED_S))
-    ranks = RankAgreement()
-    on_all: Callable[..., list[Any]] = ranks.on_all
+    ranks = CollectiveIO()
+    on_all: Callable[..., list[Any]] = ranks.run_on_all
 
-    class Agreement(RankAgreement):
-        def on_all(self, run: Callable[[], Any]) -> list[Any]:
+    class Agreement(CollectiveIO):
+        def run_on_all(self, run: Callable[[], Any]) -> list[Any]:
             done = on_all(run)
             Nodes.sharing(tmp_path, ranks)
             return done

@@ -14,8 +14,8 @@ from megatron_ds.checkpoint.compatibility import (
     partition_conflicts,
     resume_conflicts,
 )
-from megatron_ds.checkpoint.lineage import Branch
-from megatron_ds.checkpoint.metadata import CheckpointMetadata, DataOrder, ParallelLayout, RunRecord
+from megatron_ds.checkpoint.lineage import Lineage
+from megatron_ds.checkpoint.metadata import Checkpoint, DataOrder, ParallelLayout, RunRecord
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
@@ -47,7 +47,7 @@ def config_of(line: str, zero: dict[str, object] | None = None, folder: Path = P
     return config.with_vocab(100)
 
 
-def saved_by(config: Config) -> CheckpointMetadata:
+def saved_by(config: Config) -> Checkpoint:
     """The checkpoint of a run, as it is read from run.json."""
     run = RunRecord(
         state=TrainState(iteration=4),
@@ -55,12 +55,12 @@ def saved_by(config: Config) -> CheckpointMetadata:
         layout=ParallelLayout.of(config, 1),
         data_order=DataOrder.of(config, 1),
         shards={},
-        branch=Branch.new(),
+        branch=Lineage.new(),
         partitions=PLACES,
         custom_parts=config.custom_parts,
     )
     values = json.loads(json.dumps(run.to_dict()))
-    return CheckpointMetadata(Path("saved/global_step4"), RunRecord.from_dict(values))
+    return Checkpoint(Path("saved/global_step4"), RunRecord.from_dict(values))
 
 
 @pytest.mark.parametrize(

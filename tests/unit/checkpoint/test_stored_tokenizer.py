@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
-from megatron_ds.checkpoint.metadata import CheckpointMetadata, read_manifest
+from megatron_ds.checkpoint.metadata import Checkpoint, read_manifest
 from megatron_ds.checkpoint.native_settings import find_checkpoint, tokenizer_config
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.conversion.source import ModelSettings, SourceCheckpoint
@@ -42,7 +42,7 @@ def with_tokenizer(manager: Managers, tokenizer: TokenizerConfig) -> WithTokeniz
     return make
 
 
-def found_in(folder: Path) -> CheckpointMetadata:
+def found_in(folder: Path) -> Checkpoint:
     return find_checkpoint(folder, print)
 
 

@@ -19,7 +19,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from megatron_ds.checkpoint import run_lock
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import list_checkpoints, manifest_text, read_manifest
 from megatron_ds.checkpoint.native_settings import find_checkpoint
@@ -34,7 +34,7 @@ from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.config import Config
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.loading.locations import staged_location
-from megatron_ds.loading.options_from_checkpoint import SIZES
+from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
@@ -100,7 +100,7 @@ def quick_store(monkeypatch: pytest.MonkeyPatch) -> None:
     Flaky.store.clear()
     monkeypatch.setattr(object_store, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(store_lock, "SETTLE_S", 0.0)
-    # A sign of life would be an operation of the store.
+    # A heartbeat would be an operation of the store.
     for name, value in (("ENDING_S", 0.3), ("FOREIGN_SILENCE_S", 0.3), ("HEARTBEAT_S", 60.0)):
         monkeypatch.setattr(run_lock, name, value)
 
@@ -120,10 +120,10 @@ def run(one_process: None, config: Config, logged: list[str], tmp_path: Path) ->
             "load": URL,
             "checkpoint_staging_dir": str(tmp_path / node),
         } | options
-        given = dataclasses.replace(config.with_values(options), given=frozenset(SIZES))
+        given = dataclasses.replace(config.with_values(options), given=frozenset(MODEL_SIZE_FIELDS))
         staged, plan, problems = make_plan(given)
         assert not problems
-        ranks, folders = RankAgreement(), plan.folders
+        ranks, folders = CollectiveIO(), plan.folders
         with claimed_stores(folders, ranks, logged.append) as stores:
             yield CheckpointManager(
                 staged, Mesh.build(1), logged.append, ranks, stores.lock, folders, stores=stores
@@ -414,6 +414,7 @@ def test_a_silent_owner_elsewhere_loses_the_url_and_a_lively_one_keeps_it(
         pass
     assert lock.is_held()
     lock._released.set()  # the process is suspended: it gives no more signs of life
+    lock._thread.join()
     with run() as manager:
         assert not lock.is_held()
         save(manager, 4)
@@ -453,7 +454,7 @@ def test_urls_that_cannot_be_used_are_problems_of_their_flags(
 ) -> None:
     def problems(**options: Any) -> list[Any]:
         options.setdefault("checkpoint_staging_dir", str(tmp_path))
-        given = dataclasses.replace(config.with_values(options), given=frozenset(SIZES))
+        given = dataclasses.replace(config.with_values(options), given=frozenset(MODEL_SIZE_FIELDS))
         return make_plan(given)[2]
 
     assert not problems()

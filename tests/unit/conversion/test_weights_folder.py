@@ -22,7 +22,7 @@ from megatron_ds.conversion.safetensors_files import (
 )
 from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
 from megatron_ds.conversion.weights_folder import (
-    find_damage,
+    check_checksums,
     open_weights_folder,
     write_weights_folder,
 )
@@ -70,7 +70,7 @@ def test_weights_and_settings_are_kept(
     assert_same_tensors(found, source)
     assert found.settings == source.settings
     assert found.settings.model.rotary_base == 500.0
-    assert find_damage(folder) is None
+    assert check_checksums(folder) is None
     assert is_weights_folder(folder)
     assert not is_native(folder)
 
@@ -128,7 +128,7 @@ def test_a_damaged_tensor_is_found_by_its_checksum(folder: Path) -> None:
     content[-1] ^= 1
     (folder / SINGLE).write_bytes(content)
 
-    damage = find_damage(folder)
+    damage = check_checksums(folder)
 
     assert damage.code == "checkpoint-files-damaged"
 
@@ -178,7 +178,7 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
 def test_a_folder_with_files_is_not_replaced(folder: Path) -> None:
     with raises_problem("output-folder-not-empty", "save"):
         write_weights_folder(random_source(CONFIG), folder)
-    assert find_damage(folder) is None
+    assert check_checksums(folder) is None
 
 
 @pytest.mark.parametrize("name", ["layers.0.mlp.fc_in.weight", "head.weight"])

@@ -48,7 +48,7 @@ def test_a_resume_selects_once_before_the_ranks_select_together(
 
     assert (problems, calls) == ([], ["list_folder", "select_checkpoint"])
     assert planned.saved is not None
-    assert (planned.saved.iteration, planned.saved.reader) == (6, None)
+    assert (planned.saved.iteration, planned.saved.read_lock) == (6, None)
     found = manager().select()
     assert (found, calls) == (planned.saved, ["list_folder", "select_checkpoint"] * 2)
 

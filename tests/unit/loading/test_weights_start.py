@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from megatron_ds.checkpoint.location import Location
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
-    CheckpointMetadata,
+    Checkpoint,
     manifest_text,
     read_manifest,
 )
@@ -32,8 +32,8 @@ from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.loading import plan
 from megatron_ds.loading.initial_load import (
     InitialLoad,
+    check_import,
     conflicts,
-    find_damage,
     find_importable,
 )
 from megatron_ds.loading.locations import locate_weights, staged_location
@@ -130,12 +130,12 @@ def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
 
 def test_damaged_folders_are_problems(folder: Path) -> None:
     _, loaded, _ = make_plan(run_of(folder))
-    assert codes(find_damage(loaded.imported)) == []
+    assert codes(check_import(loaded.imported)) == []
     content = bytearray((folder / SINGLE).read_bytes())
     content[-1] ^= 1
     (folder / SINGLE).write_bytes(content)
     damage = ["checkpoint-files-damaged"] if folder.name == "native" else []
-    assert codes(find_damage(loaded.imported)) == damage
+    assert codes(check_import(loaded.imported)) == damage
     (folder / SINGLE).write_bytes(content[:-5])
     found = ["checkpoint-file-size" if damage else "foreign-file-unreadable"]
     assert codes(make_plan(run_of(folder))[2]) == found
@@ -263,7 +263,7 @@ def test_the_model_of_a_checkpoint_of_ours_is_taken_if_no_flag_describes_it(
     experts = {"num_experts": [4], "moe_router_topk": 1}
     tokenizer = {"tokenizer_type": "GPT2BPETokenizer"}
     saved_config = {"model": saved, "moe": experts, "tokenizer": tokenizer}
-    found = CheckpointMetadata(tmp_path, SimpleNamespace(config=saved_config))
+    found = Checkpoint(tmp_path, SimpleNamespace(config=saved_config))
     monkeypatch.setattr(plan, "select_checkpoint", lambda *args, **options: found)
     config, _, _ = make_plan(run_of(tmp_path, hidden_dropout=0.0, seq_length=16))
     assert config.model == ModelConfig(num_layers=5, seq_length=16, hidden_dropout=0.0)

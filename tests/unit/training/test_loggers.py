@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.collective_io import RankAgreement
+from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.config import Config
 from megatron_ds.fileio.file_lock import WaitPolicy
 from megatron_ds.train_state import TrainState
@@ -96,7 +96,7 @@ def test_a_tensorboard_folder_belongs_to_one_run(
 ) -> None:
     monkeypatch.setattr(loggers, "TENSORBOARD_WAIT", WaitPolicy(timeout=0.0))
     config = config_with(tensorboard_dir=str(tmp_path / "board")).logging
-    ranks = RankAgreement()
+    ranks = CollectiveIO()
     for _ in range(2):
         with owned_tensorboard_folder(config, ranks):
             with (

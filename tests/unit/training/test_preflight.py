@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from megatron_ds.checkpoint.lineage import Branch
+from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
@@ -332,7 +332,7 @@ def saved(config: Config, folder: Path, iteration: int) -> None:
         layout=ParallelLayout.of(config, 1),
         data_order=DataOrder.of(config, 1),
         shards={},
-        branch=Branch.new(),
+        branch=Lineage.new(),
     )
     (path / RUN).write_text(json.dumps(run.to_dict()))
     (path / MANIFEST).write_text(manifest_text(records_of(path)))
