@@ -24,15 +24,13 @@ class FileAssignment:
         The load then finds them in the host's cache. Files that no rank loads are distributed.
         """
 
-        def reader(index: int, name: str) -> int:
+        files = []
+        for index, name in enumerate(sorted(names)):
             match = LOADED_BY.search(name)
-            return index if match is None else self._first_reader(match)
-
-        return [
-            name
-            for index, name in enumerate(sorted(names))
-            if reader(index, name) % self.world_size == rank
-        ]
+            reader = index if match is None else self._first_reader(match)
+            if reader % self.world_size == rank:
+                files.append(name)
+        return files
 
     def is_read_by(self, name: str, rank: int) -> bool:
         """Whether a rank may load a file.

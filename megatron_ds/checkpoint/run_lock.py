@@ -87,10 +87,6 @@ class LockFile(Protocol):
     def folder(self) -> str:
         """The folder that the lock protects, for messages."""
 
-    @property
-    def place(self) -> str:
-        """The file, for messages."""
-
     def read(self) -> bytes | None:
         """What its owner has written; None if there is no owner."""
 
@@ -174,7 +170,8 @@ def acquire_lock(
             continue  # released, or taken by another run, meanwhile
         if is_alive:
             owner = Owner.parse(current)
-            raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=file.place)
+            path = f"{file.folder}/{LOCK}"
+            raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=path)
         file.remove(current)
     return RunLock(file, content)
 
@@ -213,10 +210,6 @@ class FolderLockFile:
     @property
     def folder(self) -> str:
         return str(self._path.parent)
-
-    @property
-    def place(self) -> str:
-        return str(self._path)
 
     def read(self) -> bytes | None:
         try:

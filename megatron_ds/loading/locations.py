@@ -45,8 +45,7 @@ def locate_save(options: CheckpointConfig) -> Location | None:
     if options.save is None or not is_url(options.save):
         return local_location(options.save)
     url = options.save.rstrip("/")
-    folder = staging_folder(url, options.checkpoint_staging_dir)
-    mirror(_reachable("save", url), folder, everything=False)
+    folder = _mirrored("save", url, options.checkpoint_staging_dir, everything=False)
     return Location(folder, url)
 
 
@@ -70,13 +69,21 @@ def locate_weights(
         return Location(_download_model(field, model, staging_dir))
     name, url = split_location(value)
     url = url.rstrip("/")
-    if url.rpartition("/")[2].startswith("global_step"):
-        raise UserError(_is_one_checkpoint(url))
+    parent, _, last = url.rpartition("/")
+    if last.startswith("global_step"):
+        shown = CheckpointConfig(load=url)
+        raise user_error("load-is-one-checkpoint", settings=shown, name=last, folder=parent)
     if mirrored is not None and url == mirrored.url:
         return mirrored
+    everything = None if name == "auto" else True
+    return Location(_mirrored(field, url, staging_dir, everything=everything), url)
+
+
+def _mirrored(field: str, url: str, staging_dir: str | None, *, everything: bool | None) -> Path:
+    """The staging folder of a URL, up to date."""
     folder = staging_folder(url, staging_dir)
-    mirror(_reachable(field, url), folder, everything=None if name == "auto" else True)
-    return Location(folder, url)
+    mirror(_reachable(field, url), folder, everything=everything)
+    return folder
 
 
 def _download_model(field: str, model: str, staging_dir: str | None) -> Path:
@@ -100,12 +107,6 @@ def _download_model(field: str, model: str, staging_dir: str | None) -> Path:
             if any(Path(path).glob(weights)):
                 break
     return Path(path)
-
-
-def _is_one_checkpoint(url: str) -> Problem:
-    folder, _, name = url.rstrip("/").rpartition("/")
-    shown = CheckpointConfig(load=url)
-    return Problem("load-is-one-checkpoint", settings=shown, name=name, folder=folder)
 
 
 def _reachable(field: str, url: str) -> ObjectStore:

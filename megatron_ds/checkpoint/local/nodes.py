@@ -77,14 +77,9 @@ class Nodes:
         return sorted(set(self.first_ranks)).index(self.first_ranks[rank])
 
     @property
-    def node(self) -> int:
-        """The number of this rank's node."""
-        return self.node_of(self.rank)
-
-    @property
     def own_ranks(self) -> tuple[int, ...]:
         """The ranks of this rank's node."""
-        return self.members[self.node]
+        return self.members[self.node_of(self.rank)]
 
     @property
     def is_first(self) -> bool:

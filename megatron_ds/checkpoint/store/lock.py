@@ -31,10 +31,6 @@ class StoreLockFile:
     def folder(self) -> str:
         return self._store.url
 
-    @property
-    def place(self) -> str:
-        return f"{self._store.url}/{LOCK}"
-
     def read(self) -> bytes | None:
         content = self._content()
         return None if content is None else content.partition(b"\n")[0]

@@ -78,13 +78,12 @@ class UniversalStates:
         return part
 
     @cached_property
-    def _run(self) -> Mapping[str, Any]:
+    def _run(self) -> Any:
         """DeepSpeed's file of the run."""
         path = next(iter(sorted(self._path.glob(STATES))), None)
         if path is None:
             raise user_error("checkpoint-file-missing", name=f"mp_rank_00{STATES[1:]}")
-        content: Mapping[str, Any] = read_tensors(path, mmap=True)
-        return content
+        return read_tensors(path, mmap=True)
 
     @cached_property
     def _flat_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -93,10 +92,8 @@ class UniversalStates:
         return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
     @cached_property
-    def _common(self) -> Mapping[str, Any]:
-        path = self._path / ZERO / OPTIMIZER_STATE
-        content: Mapping[str, Any] = read_tensors(path, mmap=True)
-        return content
+    def _common(self) -> Any:
+        return read_tensors(self._path / ZERO / OPTIMIZER_STATE, mmap=True)
 
     def _tensor(self, name: str, stem: str) -> Tensor:
         """The full tensor of a file, memory-mapped."""
