@@ -8,16 +8,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-import importlib.abc
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -30,28 +29,41 @@ from megatron_ds.conversion.source import SourceCheckpoint
 
 PADDED_ROWS = 64
 ITERATION, STEPS, SAMPLES = 7, 6, 28
-OLD = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "attention.query_key_value",
-    "attention.proj": "attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.fc_in": "mlp.dense_h_to_4h",
-    "mlp.fc_out": "mlp.dense_4h_to_h",
+SHARED = {
+    "embedding.word": "word_embeddings.",
+    "embedding.position": "position_embeddings.",
+    "embedding.norm": "word_embeddings.norm.",
+    "attention_norm": "input_layernorm.",
+    "final_norm": "final_layernorm.",
+    "head": "output_layer.",
 }
-LEGACY = {**OLD, "attention.qkv": "self_attention.query_key_value"}
-LEGACY["attention.proj"] = "self_attention.dense"
+LEGACY = {
+    **SHARED,
+    "attention.qkv": "self_attention.query_key_value.",
+    "attention.proj": "self_attention.dense.",
+    "mlp_norm": "post_attention_layernorm.",
+    "mlp.fc_in": "mlp.dense_h_to_4h.",
+    "mlp.fc_out": "mlp.dense_4h_to_h.",
+}
 CORE = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attention.linear_qkv",
-    "attention.proj": "self_attention.linear_proj",
-    "mlp_norm": "pre_mlp_layernorm",
-    "mlp.fc_in": "mlp.linear_fc1",
-    "mlp.fc_out": "mlp.linear_fc2",
+    **SHARED,
+    "attention.qkv": "self_attention.linear_qkv.",
+    "attention.proj": "self_attention.linear_proj.",
+    "mlp_norm": "pre_mlp_layernorm.",
+    "mlp.fc_in": "mlp.linear_fc1.",
+    "mlp.fc_out": "mlp.linear_fc2.",
 }
-FUSED = {
-    "attention_norm": "self_attention.linear_qkv.layer_norm_",
-    "mlp_norm": "mlp.linear_fc1.layer_norm_",
+NAMES = {
+    "old": {module: name.replace("self_", "") for module, name in LEGACY.items()},
+    "legacy": LEGACY,
+    "core": CORE,
+    "fused": {
+        **CORE,
+        "attention_norm": "self_attention.linear_qkv.layer_norm_",
+        "mlp_norm": "mlp.linear_fc1.layer_norm_",
+    },
 }
+"""Before `weight` and `bias`, by our module, without the layer."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +128,17 @@ def write_checkpoint(
         target = folder / f"global_step{ITERATION}"
     target.mkdir()
     to = _Target(target, config, layout, weights, moments, _state(config, layout))
-    kind = layout.files.split()[-1]
-    with patch.dict(sys.modules, modules_of_megatron()):
-        if layout.files.startswith("universal"):
-            _universal(to)
-        else:
-            writers = {"legacy": _legacy, "torch_dist": _torch_dist, "pipeline": _layer_files}
-            writers.get(kind, _deepspeed)(to)
-            if kind in ("deepspeed", "pipeline") and moments:
-                for model_rank in range(layout.tp * layout.pp):
-                    _partitions(to, model_rank)
+    kind = "universal" if layout.files.startswith("universal") else layout.files.split()[-1]
+    writers = {
+        "legacy": _legacy,
+        "torch_dist": _torch_dist,
+        "deepspeed": _deepspeed,
+        "pipeline": _layer_files,
+        "zero3": _zero3,
+        "universal": _universal,
+    }
+    with patch.dict(sys.modules, MODULES_OF_MEGATRON):
+        writers[kind](to)
     return folder
 
 
@@ -190,47 +203,20 @@ def _state(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     return state
 
 
-POSITIONS = enum.Enum(
-    "PositionEmbeddingType", {"rotary": 1, "absolute": 2, "alibi": 3}, module="megatron.enums"
-)
-"""Pickled by its name, in a module that does not exist when it is read."""
+def _enum(name: str, module: str, *members: str) -> Any:
+    return enum.Enum(name, members, module=module)  # pickled by its name
 
 
-def modules_of_megatron() -> dict[str, ModuleType]:
-    modules = {name: ModuleType(name) for name in ("megatron", "megatron.enums")}
-    modules["megatron.enums"].PositionEmbeddingType = POSITIONS
-    return modules
-
-
-class _AnyModule(ModuleType):
-    """A module that has every class that a pickle names."""
-
-    __path__: ClassVar[list[str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        methods = {"__init__": lambda self, *given: None, "__setstate__": lambda self, given: None}
-        return type(name, (), {"__module__": self.__name__, **methods})
-
-
-class _AnyFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        is_megatron = name.partition(".")[0] == "megatron"
-        return ModuleSpec(name, self, is_package=True) if is_megatron else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _AnyModule(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """The module has its classes."""
-
-
-@contextmanager
-def classes_of_megatron() -> Iterator[None]:
-    """Lets DeepSpeed unpickle checkpoints of Megatron inside."""
-    with patch.dict(sys.modules), patch.object(sys, "meta_path", [*sys.meta_path, _AnyFinder()]):
-        yield
+POSITIONS = _enum("PositionEmbeddingType", "megatron.enums", "rotary", "absolute", "alibi")
+MODULES_OF_MEGATRON = {
+    "megatron": ModuleType("megatron"),
+    "megatron.enums": SimpleNamespace(PositionEmbeddingType=POSITIONS),
+    "megatron.core": ModuleType("megatron.core"),
+    "megatron.core.enums": SimpleNamespace(
+        ModelType=_enum("ModelType", "megatron.core.enums", "encoder_or_decoder")
+    ),
+}
+"""Of `sys.modules`, with the classes that checkpoints name; they do not exist when one is read."""
 
 
 def _adam(model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -238,17 +224,15 @@ def _adam(model: Mapping[str, Any], states: Mapping[str, Mapping[str, Any]]) -> 
     flat = _flat(model)
     decays = {name: value.dim() > 1 and not name.endswith("bias") for name, value in flat.items()}
     groups = [[name for name in flat if decays[name] == decayed] for decayed in (True, False)]
-    numbers = {name: number for number, name in enumerate(groups[0] + groups[1])}
+    names, first = groups[0] + groups[1], len(groups[0])
     by_kind = {kind: _flat(each) for kind, each in states.items()}
     masters = by_kind.pop("fp32_param", None)
+    state = [{kind: each[name] for kind, each in by_kind.items()} for name in names]
     inner = {
-        "state": {
-            number: {kind: each[name] for kind, each in by_kind.items()}
-            for name, number in numbers.items()
-        },
+        "state": dict(enumerate(state)),
         "param_groups": [
-            {"step": STEPS, "wd_mult": mult, "params": [numbers[name] for name in group]}
-            for mult, group in zip((1.0, 0.0), groups, strict=True)
+            {"step": STEPS, "wd_mult": 1.0, "params": [*range(first)]},
+            {"step": STEPS, "wd_mult": 0.0, "params": [*range(first, len(names))]},
         ],
     }
     if masters is None:
@@ -274,24 +258,24 @@ def _buffers(
         groups = [names] if form == "packed" else [names[:half], names[half:]]
         by_kind = {kind: _flat(each[key]) for kind, each in states.items()}
         by_kind["param"] = by_kind.pop("fp32_param", None) or weights
-        buckets = []
-        for group in groups:
-            bucket: dict[str, list[Tensor]] = {kind: [] for kind in by_kind}
-            for kind, tensors in by_kind.items():
-                size = 0
-                for name in group:
-                    gap = 0 if form == "packed" else -size % 64
-                    bucket[kind] += [torch.zeros(gap), tensors[name].float().flatten()]
-                    size += gap + tensors[name].numel()
-                if form == "buckets":
-                    bucket[kind].append(torch.zeros(-size % 256))
-            buckets.append({kind: torch.cat(parts) for kind, parts in bucket.items()})
+        buckets = [
+            {kind: _bucket([each[name] for name in group], form) for kind, each in by_kind.items()}
+            for group in groups
+        ]
         saved: Any = dict(enumerate(buckets))
         if form != "buckets":
             saved = {kind: torch.cat([each[kind] for each in buckets]) for kind in by_kind}
         types = torch.float32 if form == "packed" else (torch.float32, torch.float32)
         content[number] = {types: saved}
     return content
+
+
+def _bucket(tensors: list[Tensor], form: str) -> Tensor:
+    flat = torch.zeros(0)
+    for tensor in tensors:
+        gap = 0 if form == "packed" else -len(flat) % 64
+        flat = torch.cat([flat, torch.zeros(gap), tensor.float().flatten()])
+    return torch.nn.functional.pad(flat, (0, -len(flat) % 256 if form == "buckets" else 0))
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -304,27 +288,11 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def _zero3_parts(
-    model: Mapping[str, Any], dp: int
-) -> tuple[list[dict[str, torch.Size]], list[list[Tensor]]]:
-    """Shapes by group, and the flat tensors of each data-parallel rank."""
-    flat = {f"encoder.{name}": value for name, value in model["encoder"].items()}
-    for module, values in {**model["embedding"], "output_layer": model["output_layer"]}.items():
-        prefix = "" if module == "output_layer" else "embedding."
-        flat |= {f"{prefix}{module}.{kind}": value for kind, value in values.items()}
-    flat = {f"language_model.{name}": value for name, value in flat.items()}
-    names = list(flat)
-    groups = [names[::2], names[1::2]]
-    shapes = [{name: flat[name].shape for name in group} for group in groups]
-
-    def part(name: str, rank: int) -> Tensor:
-        size = -(-flat[name].numel() // dp)
-        padding = size * dp - flat[name].numel()
-        return torch.nn.functional.pad(flat[name].flatten(), (0, padding))[rank * size :][:size]
-
-    return shapes, [
-        [torch.cat([part(name, rank) for name in group]) for group in groups] for rank in range(dp)
-    ]
+def _part(tensor: Tensor, rank: int, count: int) -> Tensor:
+    """One of equal parts of a flattened tensor, of which the last one is padded."""
+    size = -(-tensor.numel() // count)
+    padding = size * count - tensor.numel()
+    return torch.nn.functional.pad(tensor.flatten(), (0, padding))[rank * size :][:size].clone()
 
 
 @dataclass(frozen=True)
@@ -349,36 +317,29 @@ class _Target:
 
 
 def _legacy(to: _Target) -> None:
-    config, layout = to.config, to.layout
-    counts = list(layout.stages) or [config.num_layers // layout.pp // layout.chunks] * (
-        layout.pp * layout.chunks
-    )
-    stages = len(counts) // layout.chunks
-    for rank in range(layout.tp):
-        shards, start = _rank(to, to.weights, rank), 0
-        moments = {kind: _rank(to, each, rank) for kind, each in to.moments.items()}
-        models: dict[int, dict[str, Any]] = {stage: {} for stage in range(stages)}
-        states: dict[int, dict[str, dict[str, Any]]] = {stage: {} for stage in range(stages)}
-        for index, count in enumerate(counts):
-            chunk, stage = divmod(index, stages)
-            layers = range(start, start + count)
-            start += count
-            first, last = index == 0, index == len(counts) - 1
-            key = "model" if layout.chunks == 1 else f"model{chunk}"
-            place = layers, first, last
-            models[stage][key] = _stage(to, shards, *place)
-            for kind, each in moments.items():
-                states[stage].setdefault(kind, {})[key] = _stage(to, each, *place)
-        for stage, model in models.items():
-            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
-            (to.folder / name).mkdir()
-            saved = {"optimizer": _adam(model, states[stage])} if to.moments else {}
-            if layout.buffers:
-                groups = [{"lr": 0.1, "step": STEPS}]
-                saved["optimizer"] = {"optimizer": {"param_groups": groups}}
-                content = _buffers(model, states[stage], layout.buffers)
-                torch.save(content, to.folder / name / "distrib_optim.pt")
-            torch.save({**to.state, **model, **saved}, to.folder / name / "model_optim_rng.pt")
+    layout = to.layout
+    num_chunks = layout.pp * layout.chunks
+    counts = layout.stages or (to.config.num_layers // num_chunks,) * num_chunks
+    bounds, stages = [0, *itertools.accumulate(counts)], len(counts) // layout.chunks
+
+    def chunks(weights: Mapping[str, Tensor], rank: int, stage: int) -> dict[str, Any]:
+        shards, found = _rank(to, weights, rank), {}
+        for index in range(stage, len(counts), stages):
+            layers, is_last = range(*bounds[index : index + 2]), index == len(counts) - 1
+            key = "model" if layout.chunks == 1 else f"model{index // stages}"
+            found[key] = _stage(to, shards, layers, first=index == 0, last=is_last)
+        return found
+
+    for rank, stage in itertools.product(range(layout.tp), range(stages)):
+        folder = to.folder / (f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else ""))
+        folder.mkdir()
+        model = chunks(to.weights, rank, stage)
+        states = {kind: chunks(each, rank, stage) for kind, each in to.moments.items()}
+        saved = {"optimizer": _adam(model, states)} if states else {}
+        if layout.buffers:
+            saved["optimizer"] = {"optimizer": {"param_groups": [{"lr": 0.1, "step": STEPS}]}}
+            torch.save(_buffers(model, states, layout.buffers), folder / "distrib_optim.pt")
+        torch.save({**to.state, **model, **saved}, folder / "model_optim_rng.pt")
 
 
 def _torch_dist(to: _Target) -> None:
@@ -396,81 +357,76 @@ def _torch_dist(to: _Target) -> None:
 
 def _universal(to: _Target) -> None:
     """Full tensors, joined from the shards by the rules of DeepSpeed's converter."""
-    config, layout = to.config, to.layout
-    names = _engine_names(to, 0)
-    kinds = {
-        "fp32": to.weights,
-        **{kind: each for kind, each in to.moments.items() if kind != "fp32_param"},
-    }
-    (to.folder / "zero").mkdir()
-    for name, saved_name in names.items():
-        (to.folder / "zero" / saved_name).mkdir()
+    kinds = {"fp32": to.weights, **to.moments}
+    kinds.pop("fp32_param", None)
+    for name, saved_name in _engine_names(to, 0).items():
+        folder = to.folder / "zero" / saved_name
+        folder.mkdir(parents=True)
         for kind, each in kinds.items():
-            shards = [_rank(to, each, rank)[name].float() for rank in range(layout.tp)]
-            content: dict[str, Any] = {"cat_dim": 0}
-            if (
-                "norm" in name
-                or name.endswith(("proj.bias", "fc_out.bias"))
-                or (name.startswith("embedding.position") and "replicated" not in layout.undeclared)
-            ):
-                content = {"param": shards[0]}
-            elif name in ("embedding.word.weight", "head.weight"):
-                content |= {"param": torch.cat(shards)[: config.vocab_size], "vocab_tensor": True}
-            elif name.endswith(("proj.weight", "fc_out.weight")) and "rows" not in (
-                layout.undeclared
-            ):
-                content = {"param": torch.cat(shards, dim=1), "cat_dim": 1}
-            elif ".fc_in." in name and config.is_gated and "parts" not in layout.undeclared:
-                halves = [shard.chunk(2) for shard in shards]
-                parts = [half[index] for index in (0, 1) for half in halves]
-                content |= {"param": torch.cat(parts), "param_n_sub_params": 2}
-            else:
-                content["param"] = torch.cat(shards)
-            torch.save(content, to.folder / "zero" / saved_name / f"{kind}.pt")
-        torch.save(torch.tensor(float(STEPS)), to.folder / "zero" / saved_name / "step.pt")
+            shards = [_rank(to, each, rank)[name].float() for rank in range(to.layout.tp)]
+            torch.save(_merged(to, name, shards), folder / f"{kind}.pt")
+        torch.save(torch.tensor(float(STEPS)), folder / "step.pt")
     torch.save({"param_groups": [{"lr": 0.1}]}, to.folder / "zero" / "optimizer_state.pt")
-    info = {"universal_checkpoint_version": 0.4, "original_vocab_size": config.vocab_size}
+    info = {"universal_checkpoint_version": 0.4, "original_vocab_size": to.config.vocab_size}
     content = {**to.state, "module": None, "universal_checkpoint_info": info, "param_shapes": [{}]}
     torch.save(content, to.folder / "mp_rank_00_model_states.pt")
 
 
+def _merged(to: _Target, name: str, shards: list[Tensor]) -> dict[str, Any]:
+    undeclared = to.layout.undeclared
+    is_position = name.startswith("embedding.position") and "replicated" not in undeclared
+    if is_position or "norm" in name or name.endswith(("proj.bias", "fc_out.bias")):
+        return {"param": shards[0]}
+    if name in ("embedding.word.weight", "head.weight"):
+        rows = torch.cat(shards)[: to.config.vocab_size]
+        return {"cat_dim": 0, "param": rows, "vocab_tensor": True}
+    if name.endswith(("proj.weight", "fc_out.weight")) and "rows" not in undeclared:
+        return {"cat_dim": 1, "param": torch.cat(shards, dim=1)}
+    if ".fc_in." in name and to.config.is_gated and "parts" not in undeclared:
+        halves = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        parts = torch.cat([each for half in halves for each in half])
+        return {"cat_dim": 0, "param": parts, "param_n_sub_params": 2}
+    return {"cat_dim": 0, "param": torch.cat(shards)}
+
+
 def _deepspeed(to: _Target) -> None:
     for rank in range(to.layout.tp):
-        model = _all_stages(to, to.weights, rank)
-        if to.layout.files == "zero3":
-            _zero3(to, model["language_model"], rank)
-            continue
-        content = {**to.state, "module": model, "ds_version": "0.19.8"}
+        content = {**to.state, "module": _all_stages(to, to.weights, rank), "ds_version": "0.19.8"}
         torch.save(content, to.folder / f"mp_rank_{rank:02d}_model_states.pt")
+    _partitions(to)
 
 
-def _zero3(to: _Target, model: Mapping[str, Any], rank: int) -> None:
-    """Flat tensors of each group, and like them Adam's states."""
+def _zero3(to: _Target) -> None:
+    """Flat tensors of two groups, and like them Adam's states."""
     dp = to.layout.dp
-    shapes, weights = _zero3_parts(model, dp)
-    states = {
-        kind: _zero3_parts(_all_stages(to, each, rank)["language_model"], dp)[1]
-        for kind, each in to.moments.items()
-    }
-    masters = states.pop("fp32_param", weights)
-    for data_rank in range(dp):
-        stem = f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}"
-        content = {**to.state, "module": {}, "param_shapes": shapes}
-        torch.save(content, to.folder / f"{stem}_model_states.pt")
-        optimizer = {"zero_stage": 3, "fp32_flat_groups": masters[data_rank]}
-        if states:
-            inner = {
-                group: {"step": STEPS, **{kind: states[kind][data_rank][group] for kind in states}}
-                for group in range(len(shapes))
+    for rank, data_rank in itertools.product(range(to.layout.tp), range(dp)):
+        full = {"fp32_param": to.weights, **to.moments}
+        kinds = {kind: _flat(_all_stages(to, each, rank)) for kind, each in full.items()}
+        names = list(kinds["fp32_param"])
+        groups = names[::2], names[1::2]
+        flats = [
+            {
+                kind: torch.cat([_part(each[name], data_rank, dp) for name in group])
+                for kind, each in kinds.items()
             }
+            for group in groups
+        ]
+        masters = [flat.pop("fp32_param") for flat in flats]
+        optimizer: dict[str, Any] = {"zero_stage": 3, "fp32_flat_groups": masters}
+        if to.moments:
+            inner = {group: {"step": STEPS, **flat} for group, flat in enumerate(flats)}
             optimizer["optimizer_state_dict"] = {"state": inner, "param_groups": [{"lr": 0.1}]}
-        torch.save({"optimizer_state_dict": optimizer}, to.folder / f"{stem}_optim_states.pt")
+        shapes = [{name: kinds["fp32_param"][name].shape for name in group} for group in groups]
+        content = {**to.state, "module": {}, "param_shapes": shapes}
+        stem = to.folder / f"zero_pp_rank_{data_rank}_mp_rank_{rank:02d}"
+        torch.save(content, f"{stem}_model_states.pt")
+        torch.save({"optimizer_state_dict": optimizer}, f"{stem}_optim_states.pt")
 
 
 def _all_stages(to: _Target, weights: Mapping[str, Tensor], rank: int) -> dict[str, Any]:
     """The model of one rank without stages."""
     layers = range(to.config.num_layers)
-    return _stage(to, _rank(to, weights, rank), layers, True, True)
+    return _stage(to, _rank(to, weights, rank), layers, first=True, last=True)
 
 
 def _layer_files(to: _Target) -> None:
@@ -484,58 +440,50 @@ def _layer_files(to: _Target) -> None:
     for rank in range(layout.pp * layout.tp):
         path = to.folder / f"mp_rank_{rank:02d}_model_states.pt"
         torch.save({**state, "module": None}, path)
+    _partitions(to)
 
 
-def _partitions(to: _Target, model_rank: int) -> None:
+def _partitions(to: _Target) -> None:
     """Flat partitions of two groups, with what each has of each weight."""
-    dp = to.layout.dp
-    stage, rank = divmod(model_rank, to.layout.tp)
-    spelled = _engine_names(to, rank)
-    states = {
-        kind: {
-            spelled[name]: shard
-            for name, shard in _rank(to, each, rank).items()
-            if stage in _stages_of(to, name)
-        }
-        for kind, each in to.moments.items()
-    }
-    names = list(states["exp_avg"])
-    decays = {name: states["exp_avg"][name].dim() > 1 for name in names}
-    contents: list[dict[str, Any]] = [
-        {
-            "base_optimizer_state": {"state": {}, "param_groups": []},
-            "single_partition_of_fp32_groups": [],
-            "param_slice_mappings": [],
-        }
-        for _ in range(dp)
-    ]
-    for group, decayed in enumerate((True, False)):
-        own = [name for name in names if decays[name] == decayed]
-        sizes = [states["exp_avg"][name].numel() for name in own]
-        length = -(-sum(sizes) // dp)
-        flats = {
-            kind: torch.nn.functional.pad(
-                torch.cat([each[name].flatten() for name in own]), (0, length * dp - sum(sizes))
-            )
-            for kind, each in states.items()
-        }
-        for number, content in enumerate(contents):
-            part = {kind: flat[number * length :][:length].clone() for kind, flat in flats.items()}
-            content["single_partition_of_fp32_groups"].append(part.pop("fp32_param"))
-            base = content["base_optimizer_state"]
-            base["state"][group] = {"step": torch.tensor(float(STEPS)), **part}
-            base["param_groups"].append({"lr": 0.1})
-            mapping, start = {}, 0
-            for name, size in zip(own, sizes, strict=True):
-                first = max(start, number * length)
-                end = min(start + size, (number + 1) * length)
-                if first < end:
-                    mapping[name] = fragment_address(end - first, first - number * length)
-                start += size
-            content["param_slice_mappings"].append(mapping)
-    for number, content in enumerate(contents):
-        path = to.folder / f"zero_pp_rank_{number}_mp_rank_{model_rank:02d}_optim_states.pt"
-        torch.save({"optimizer_state_dict": content}, path)
+    dp, tp = to.layout.dp, to.layout.tp
+    for model_rank in range(tp * to.layout.pp if to.moments else 0):
+        stage, rank = divmod(model_rank, tp)
+        spelled = _engine_names(to, rank)
+        states: dict[str, dict[str, Tensor]] = {}
+        for kind, each in to.moments.items():
+            shards = _rank(to, each, rank).items()
+            states[kind] = {spelled[n]: value for n, value in shards if stage in _stages_of(to, n)}
+        decays = {name: value.dim() > 1 for name, value in states["exp_avg"].items()}
+        groups = [[n for n in decays if decays[n] == decayed] for decayed in (True, False)]
+        for number in range(dp):
+            parts, mappings = zip(*(_partition(states, n, number, dp) for n in groups), strict=True)
+            content = {
+                "single_partition_of_fp32_groups": [part.pop("fp32_param") for part in parts],
+                "base_optimizer_state": {
+                    "state": dict(enumerate(parts)),
+                    "param_groups": [{"lr": 0.1} for _ in parts],
+                },
+                "param_slice_mappings": list(mappings),
+            }
+            path = to.folder / f"zero_pp_rank_{number}_mp_rank_{model_rank:02d}_optim_states.pt"
+            torch.save({"optimizer_state_dict": content}, path)
+
+
+def _partition(
+    states: Mapping[str, Mapping[str, Tensor]], names: list[str], number: int, count: int
+) -> tuple[dict[str, Tensor], dict[str, fragment_address]]:
+    """One of the partitions of a group, and what it has of each weight."""
+    part = {"step": torch.tensor(float(STEPS))}
+    for kind, each in states.items():
+        part[kind] = _part(torch.cat([each[name].flatten() for name in names]), number, count)
+    sizes = [states["exp_avg"][name].numel() for name in names]
+    length = len(part["exp_avg"])
+    begin, mapping = number * length, {}
+    for name, size, end in zip(names, sizes, itertools.accumulate(sizes), strict=True):
+        first, last = max(end - size, begin), min(end, begin + length)
+        if first < last:
+            mapping[name] = fragment_address(last - first, first - begin)
+    return part, mapping
 
 
 def _stages_of(to: _Target, name: str) -> set[int]:
@@ -616,82 +564,69 @@ def _qkv(to: _Target, full: Tensor, rank: int) -> Tensor:
     return full[order]
 
 
-def _layer_name(to: _Target, name: str, table: Mapping[str, str]) -> tuple[int, str]:
-    """Number of the layer, and Megatron's name inside it."""
-    _, layer, rest = name.split(".", 2)
-    module, kind = rest.rsplit(".", 1)
-    if to.layout.names == "fused" and module in FUSED:
-        return int(layer), FUSED[module] + kind
-    return int(layer), f"{table[module]}.{kind}"
+def _spelled(to: _Target, name: str) -> tuple[int | None, str]:
+    """Number of the layer if it is in one, and Megatron's name inside it."""
+    layer = int(name.split(".")[1]) if name.startswith("layers.") else None
+    module, kind = name.removeprefix(f"layers.{layer}.").rsplit(".", 1)
+    names = NAMES["old" if to.layout.files.startswith("neox") else to.layout.names]
+    return layer, f"{names[module]}{kind}"
 
 
 def _stage(
     to: _Target, shards: Mapping[str, Tensor], layers: range, first: bool, last: bool
 ) -> dict[str, Any]:
-    table = {"old": OLD, "legacy": LEGACY}.get(to.layout.names, CORE)
     encoder: dict[str, Any] = {}
+    embedding: dict[str, Tensor] = {}
     for name, shard in shards.items():
-        if name.startswith("layers."):
-            layer, inner = _layer_name(to, name, table)
-            if layer in layers:
-                encoder[f"layers.{layer - layers.start}.{inner}"] = shard
+        layer, inner = _spelled(to, name)
+        if layer is not None and layer in layers:
+            encoder[f"layers.{layer - layers.start}.{inner}"] = shard
         elif name.startswith("final_norm.") and last:
-            encoder[f"final_layernorm.{name.split('.')[1]}"] = shard
-    embedding = {
-        "word_embeddings.weight": shards["embedding.word.weight"],
-        "position_embeddings.weight": shards.get("embedding.position.weight"),
-    }
-    embedding = {name: value for name, value in embedding.items() if value is not None}
-    head = shards.get("head.weight")
+            encoder[inner] = shard
+        elif name.startswith("embedding.") and first:
+            embedding[inner] = shard
+    head, table = shards.get("head.weight"), shards["embedding.word.weight"]
     if to.layout.extra:
         encoder[to.layout.extra] = torch.ones(1)
     if to.layout.names in ("core", "fused"):
         model = {f"decoder.{name}": value for name, value in encoder.items()}
         model["decoder.layers.0.self_attention.linear_qkv._extra_state"] = None
-        if first:
-            model |= {f"embedding.{name}": value for name, value in embedding.items()}
+        model |= {f"embedding.{name}": value for name, value in embedding.items()}
         if last:  # of a tied embedding a copy, if there are several stages
-            model["output_layer.weight"] = shards["embedding.word.weight"] if head is None else head
+            model["output_layer.weight"] = table if head is None else head
         return model
     model = {}
     if first:
         model["embedding"] = {
-            name.split(".")[0]: {name.split(".")[1]: value} for name, value in embedding.items()
+            name.removesuffix(".weight"): {"weight": value} for name, value in embedding.items()
         }
     model["transformer" if to.layout.names == "old" else "encoder"] = encoder
     if last and head is not None:
         model["output_layer"] = {"weight": head}
     result: dict[str, Any] = {"language_model": model}
     if last and not first:
-        result["word_embeddings_for_head"] = {"weight": shards["embedding.word.weight"] + 0}
+        result["word_embeddings_for_head"] = {"weight": table + 0}
     return result
 
 
 def _layers(to: _Target, shards: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     """The contents of the files by number: bigscience's fork counts two functions more."""
-    config, layout = to.config, to.layout
-    is_bigscience = layout.files.startswith("bigscience")
-    is_neox = layout.files.startswith("neox")
+    is_bigscience = to.layout.files.startswith("bigscience")
+    is_neox = to.layout.files.startswith("neox")
     first = 3 if is_bigscience else 2
-    last = first + config.num_layers + (1 if is_bigscience or is_neox else 0)
-    files: dict[int, dict[str, Tensor]] = {}
+    last = first + to.config.num_layers + (1 if is_bigscience or is_neox else 0)
+    files: dict[int, dict[str, Tensor]] = defaultdict(dict)
     for name, shard in shards.items():
-        if name.startswith("layers."):
-            layer, inner = _layer_name(to, name, OLD if is_neox else LEGACY)
-            files.setdefault(first + layer, {})[inner] = shard
+        layer, inner = _spelled(to, name)
+        kind = name.rpartition(".")[2]
+        if layer is not None:
+            files[first + layer][inner] = shard
         elif name.startswith("final_norm."):
-            prefix = "norm." if is_neox else ""
-            files.setdefault(last, {})[prefix + name.split(".")[1]] = shard
+            files[last][f"norm.{kind}" if is_neox else kind] = shard
         elif name == "head.weight":
-            head = "final_linear" if is_neox else "lm_head"
-            files[last + 1] = {f"{head}.weight": shard}
+            files[last + 1]["final_linear.weight" if is_neox else "lm_head.weight"] = shard
         else:
-            spelled = {
-                "embedding.word.weight": "word_embeddings.weight",
-                "embedding.position.weight": "position_embeddings.weight",
-            }
-            inner = spelled.get(name, name.replace("embedding.norm", "word_embeddings.norm"))
-            files.setdefault(0 if is_neox else 1, {})[inner] = shard
+            files[0 if is_neox else 1][inner] = shard
     if is_bigscience:
         files[last + 1] = files[1]
     return files
@@ -699,23 +634,18 @@ def _layers(to: _Target, shards: Mapping[str, Tensor]) -> dict[int, dict[str, Te
 
 def _entries(to: _Target, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     fused = dataclasses.replace(to, layout=Layout(names="fused"))
+    prefixes = {"final_norm": "decoder.", "embedding": "embedding."}
     entries: dict[str, Tensor] = {}
-    layers: dict[str, list[Tensor]] = {}
+    layers: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor in _rank(fused, weights, 0).items():
-        if name.startswith("layers."):
-            layer, inner = _layer_name(fused, name, CORE)
-            layers.setdefault(inner, []).append(tensor)
-            if to.layout.per_layer:
-                entries[f"decoder.layers.{layer}.{inner}"] = tensor
-        elif name.startswith("embedding."):
-            table = {"word": "word_embeddings", "position": "position_embeddings"}
-            entries[f"embedding.{table[name.split('.')[1]]}.weight"] = tensor
-        elif name == "head.weight":
-            entries["output_layer.weight"] = tensor
+        layer, inner = _spelled(fused, name)
+        if layer is None:
+            entries[f"{prefixes.get(name.split('.')[0], '')}{inner}"] = tensor
+        elif to.layout.per_layer:
+            entries[f"decoder.layers.{layer}.{inner}"] = tensor
         else:
-            entries[f"decoder.final_layernorm.{name.split('.')[1]}"] = tensor
-    if not to.layout.per_layer:
-        entries |= {f"decoder.layers.{inner}": torch.stack(all_) for inner, all_ in layers.items()}
+            layers[f"decoder.layers.{inner}"].append(tensor)
+    entries |= {name: torch.stack(each) for name, each in layers.items()}
     if to.layout.halves:
         for name in [name for name in entries if name.endswith("linear_fc1.weight")]:
             gate, up = entries.pop(name).chunk(2)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,8 +25,8 @@ from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.megatron_writer import (
+    MODULES_OF_MEGATRON,
     Layout,
-    classes_of_megatron,
     write_checkpoint,
 )
 from tests.unit.conversion.models import LLAMA, assert_same_tensors, logits, model, random_source
@@ -48,15 +52,20 @@ TOLERANCE = {"mlm25_qkv_v0": 5e-3, "mlm25_release_fp16": 5e-3, "mspre_pipe_llama
 """Where the peer computed its logits in half precision; 1e-5 elsewhere."""
 
 
+def peer_checkpoint(shared_data: Path, case: str) -> Path:
+    folder = shared_data / "peer_checkpoints" / case
+    if not folder.is_dir():
+        pytest.skip(f"the checkpoint {case} is not next to the checkout")
+    return folder
+
+
 @pytest.mark.parametrize("case", [*STORED, *OTHERS])
 def test_the_model_has_the_logits_of_the_program_that_saved_it(
     case: str, megatron_checkpoints: Path, request: pytest.FixtureRequest
 ) -> None:
     folder = megatron_checkpoints / case
     if case in OTHERS:
-        folder = request.getfixturevalue("shared_data") / "peer_checkpoints" / case
-        if not folder.is_dir():
-            pytest.skip(f"the checkpoint {case} is not next to the checkout")
+        folder = peer_checkpoint(request.getfixturevalue("shared_data"), case)
     opened = open_megatron(folder)
     source = opened.with_vocab(TOKENS)
     reference = np.load(folder / "reference.npz")
@@ -102,39 +111,36 @@ def test_the_converter_recognizes_the_formats(
     assert not cut.settings.may_have_padding
 
 
+ROPE = {"position_embedding_type": "rope"}
 CASES: dict[str, tuple[dict[str, Any], Layout]] = {
     "version 0, TP 2 x PP 2": ({}, Layout(version=0, names="old", tp=2, pp=2)),
     "version 1, TP 2": ({}, Layout(version=1, names="old", tp=2)),
     "version 2, TP 4": ({}, Layout(version=2, tp=4)),
-    "version 3, virtual stages": ({}, Layout(version=3, tp=2, pp=2, chunks=2)),
-    "groups and gate, TP 2 x PP 2": (LLAMA, Layout(version=3, tp=2, pp=2)),
-    "thirds with groups, TP 2": (LLAMA, Layout(version=3, tp=2, thirds=True)),
-    "core names, TP 2 x PP 4": (LLAMA, Layout(version=3, names="core", tp=2, pp=4)),
-    "fused names": ({}, Layout(version=3, names="fused", tp=2, pp=2)),
-    "uneven stages": ({}, Layout(version=3, stages=(1, 3))),
+    "version 3, virtual stages": ({}, Layout(tp=2, pp=2, chunks=2)),
+    "groups and gate, TP 2 x PP 2": (LLAMA, Layout(tp=2, pp=2)),
+    "thirds with groups, TP 2": (LLAMA, Layout(tp=2, thirds=True)),
+    "core names, TP 2 x PP 4": (LLAMA, Layout(names="core", tp=2, pp=4)),
+    "fused names": ({}, Layout(names="fused", tp=2, pp=2)),
+    "uneven stages": ({}, Layout(stages=(1, 3))),
     "key-value heads of their own size": (
-        {**LLAMA, "kv_channels": 6},
-        Layout(version=3, names="core", tp=2),
+        *({**LLAMA, "kv_channels": 6}, Layout(names="core", tp=2)),
     ),
     "gate in the second half": (
         {"activation": "geglu", "position_embedding_type": "alibi", "embed_layernorm": True},
-        Layout(version=3, tp=2, files="bigscience pipeline"),
+        Layout(tp=2, files="bigscience pipeline"),
     ),
-    "bigscience, rotary": (
-        {"position_embedding_type": "rope"},
-        Layout(version=3, files="bigscience pipeline", tp=2),
-    ),
-    "pipeline, untied": (LLAMA, Layout(version=3, files="pipeline", tp=2, thirds=True)),
+    "bigscience, rotary": (ROPE, Layout(files="bigscience pipeline", tp=2)),
+    "pipeline, untied": (LLAMA, Layout(files="pipeline", tp=2, thirds=True)),
     "gpt-neox": (
-        {"position_embedding_type": "rope", "rotary_percent": 0.5, "gelu_approximation": "none"},
+        {**ROPE, "rotary_percent": 0.5, "gelu_approximation": "none"},
         Layout(files="neox pipeline", tp=2),
     ),
     "gpt-neox, groups and untied": (
         {"num_query_groups": 2, "untie_embeddings_and_output_weights": True},
         Layout(files="neox pipeline", tp=2, thirds=True),
     ),
-    "DeepSpeed, TP 2": (LLAMA, Layout(version=3, files="deepspeed", tp=2)),
-    "ZeRO 3": (LLAMA, Layout(version=3, files="zero3", tp=2, dp=3)),
+    "DeepSpeed, TP 2": (LLAMA, Layout(files="deepspeed", tp=2)),
+    "ZeRO 3": (LLAMA, Layout(files="zero3", tp=2, dp=3)),
     "all layers as one": (LLAMA, Layout(files="torch_dist")),
     "one entry per layer": ({}, Layout(files="torch_dist", per_layer=True)),
     "gate and up apart": (LLAMA, Layout(files="torch_dist", per_layer=True, halves=True)),
@@ -155,18 +161,18 @@ def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
 
 
 OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
-    "TP 2 x PP 2": (LLAMA, Layout(version=3, tp=2, pp=2)),
-    "a copy of the embedding": ({}, Layout(version=3, tp=2, pp=2)),
+    "TP 2 x PP 2": (LLAMA, Layout(tp=2, pp=2)),
+    "a copy of the embedding": ({}, Layout(tp=2, pp=2)),
     "virtual stages": ({}, Layout(version=2, pp=2, chunks=2)),
     "core names and half precision": (LLAMA, Layout(names="core", pp=2, half=True)),
     "distributed optimizer": (LLAMA, Layout(tp=2, pp=2, half=True, buffers="coalesced")),
     "its buckets, core names": ({}, Layout(names="core", pp=2, half=True, buffers="buckets")),
     "its buckets, fused names and groups": (
-        {"position_embedding_type": "rope", "num_query_groups": 2},
+        {**ROPE, "num_query_groups": 2},
         Layout(names="fused", tp=2, pp=2, half=True, buffers="buckets"),
     ),
     "without a pipeline, thirds": (
-        {"position_embedding_type": "rope", "num_query_groups": 2},
+        {**ROPE, "num_query_groups": 2},
         Layout(files="deepspeed", half=True, tp=2, dp=2, thirds=True),
     ),
     "its first form": ({}, Layout(tp=2, pp=2, half=True, buffers="packed")),
@@ -176,21 +182,17 @@ OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
     "ZeRO 3": (LLAMA, Layout(files="zero3", half=True, tp=2, dp=3)),
     "partitions of its pipeline": ({}, Layout(files="pipeline", half=True, tp=2, dp=2)),
     "TP 2 x PP 2 x DP 2 of its pipeline": (
-        {"position_embedding_type": "rope", "num_query_groups": 2},
+        {**ROPE, "num_query_groups": 2},
         Layout(files="pipeline", half=True, tp=2, pp=2, dp=2, thirds=True),
     ),
     "untied, TP 2 x PP 4 x DP 2": (LLAMA, Layout(files="pipeline", half=True, tp=2, pp=4, dp=2)),
-    "gpt-neox's pipeline": (
-        {"position_embedding_type": "rope"},
-        Layout(files="neox pipeline", half=True, tp=2, pp=2, dp=2),
-    ),
+    "gpt-neox's pipeline": (ROPE, Layout(files="neox pipeline", half=True, tp=2, pp=2, dp=2)),
     "universal, TP 2": (
         {"num_query_groups": 2},
         Layout(files="universal", tp=2, half=True, undeclared=frozenset({"replicated"})),
     ),
     "universal, thirds and gate of a pipeline": (
-        LLAMA,
-        Layout(files="universal pipeline", tp=2, thirds=True),
+        *(LLAMA, Layout(files="universal pipeline", tp=2, thirds=True)),
     ),
     "universal, nothing declared": (
         LLAMA,
@@ -235,13 +237,18 @@ def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path:
 
 @pytest.mark.parametrize("case", ["bs_pipe_z1", "ms_nopipe_z1", "ms_pipe_tp2"])
 def test_master_weights_of_deepspeed_are_the_weights(case: str, shared_data: Path) -> None:
-    folder = shared_data / "peer_checkpoints" / case
-    if not folder.is_dir():
-        pytest.skip(f"the checkpoint {case} is not next to the checkout")
-    model = open_megatron(folder)
+    model = open_megatron(peer_checkpoint(shared_data, case))
     assert model.optimizer["master"].keys() == model.tensors.keys()
     for name, tensor in model.tensors.items():
         assert torch.equal(model.optimizer["master"][name].read(), tensor.read()), name
+
+
+@contextmanager
+def changed(path: Path) -> Iterator[Any]:
+    """The contents of a file, which are saved with the changes of the block."""
+    content = torch.load(path, weights_only=False)
+    yield content
+    torch.save(content, path)
 
 
 @pytest.mark.parametrize("files", ["legacy", "torch_dist", "deepspeed", "zero3", "universal"])
@@ -255,17 +262,15 @@ def test_a_decay_in_the_gradient_is_mentioned(files: str, tmp_path: Path) -> Non
     names = {"legacy": "mp_rank_00/model_optim_rng.pt", "torch_dist": "common.pt"}
     names["universal"] = "zero/optimizer_state.pt"
     name = names.get(files, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    with classes_of_megatron():
-        content = torch.load(found.path / name, weights_only=False)
-        for decay in (0.0, 0.1):
+    for decay in (0.0, 0.1):
+        with changed(found.path / name) as content:
             inner = content.get("optimizer_state_dict", content)
             inner = inner.get("base_optimizer_state", inner)
             inner = inner.get("optimizer", inner.get("optimizer_state_dict", inner))
             for group in inner.get("optimizer", inner)["param_groups"]:
                 group.update(decoupled_weight_decay=False, weight_decay=decay)
-            torch.save(content, found.path / name)
-            notes = [note.code for note in open_megatron(found.path).notes]
-            assert notes == (["foreign-decay-coupled"] if decay else [])
+        notes = [note.code for note in open_megatron(found.path).notes]
+        assert notes == (["foreign-decay-coupled"] if decay else [])
 
 
 def test_rows_in_an_unknown_order_are_rejected(tmp_path: Path) -> None:
@@ -279,13 +284,11 @@ def test_rows_in_an_unknown_order_are_rejected(tmp_path: Path) -> None:
         open_megatron(folder).weights()
     # Parts of rows that are grouped by head contradict the arguments.
     path = next(folder.glob("*/zero/*layers.0.self_attention.query_key_value.weight/fp32.pt"))
-    content = torch.load(path, weights_only=False)
-    torch.save({**content, "param_n_sub_params": 3}, path)
-    states = path.parents[2] / "mp_rank_00_model_states.pt"
-    state = torch.load(states, weights_only=False)
-    del state["args"].ds_sequence_parallel_fpdt
-    state["args"].tensor_model_parallel_size = 2
-    torch.save(state, states)
+    with changed(path) as content:
+        content["param_n_sub_params"] = 3
+    with changed(path.parents[2] / "mp_rank_00_model_states.pt") as state:
+        del state["args"].ds_sequence_parallel_fpdt
+        state["args"].tensor_model_parallel_size = 2
     with raises_problem("universal-rows-ambiguous", contains="query_key_value"):
         open_megatron(folder).weights()
 
@@ -304,18 +307,15 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
     shared_data: Path, tmp_path: Path
 ) -> None:
     """A fork's checkpoint with two tensor-parallel ranks, converted by DeepSpeed's own code."""
-    case, folder = shared_data / "peer_checkpoints" / "ms_pipe_tp2", tmp_path / "run"
-    if not case.is_dir():
-        pytest.skip("the checkpoint ms_pipe_tp2 is not next to the checkout")
-    for path in case.rglob("*"):  # without the permissions of the original
-        if path.is_file():
-            (folder / path.relative_to(case)).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / path.relative_to(case))
+    case, folder = peer_checkpoint(shared_data, "ms_pipe_tp2"), tmp_path / "run"
+    for path in filter(Path.is_file, case.rglob("*")):  # without the permissions of the original
+        (folder / path.relative_to(case)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / path.relative_to(case))
     direct = find_checkpoint(folder)
     options: dict[str, Any] = {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True}
     options |= {"keep_temp_folder": False, "inject_missing_state": False}
     output = f"{direct.path}_universal"
-    with classes_of_megatron():
+    with patch.dict(sys.modules, MODULES_OF_MEGATRON):
         ds_to_universal.main(
             argparse.Namespace(input_folder=str(direct.path), output_folder=output, **options)
         )
@@ -338,10 +338,8 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
 
 def test_partitioned_states_are_not_read(tmp_path: Path) -> None:
     folder, _ = write(tmp_path)
-    path = folder / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
-    state = torch.load(path, weights_only=False)
-    state["optimizer"] = {"optimizer": {"param_groups": [{"step": 7, "params": [0]}]}}
-    torch.save(state, path)
+    with changed(folder / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt") as state:
+        state["optimizer"] = {"optimizer": {"param_groups": [{"step": 7, "params": [0]}]}}
     read = open_megatron(folder)
     assert not read.optimizer
     assert "distributed optimizer" in read.unread
@@ -351,7 +349,7 @@ def write(
     folder: Path, layout: Layout | None = None, **changes: Any
 ) -> tuple[Path, SourceCheckpoint]:
     source = random_source(model(**changes))
-    return write_checkpoint(folder, model(**changes), source, layout or Layout(version=3)), source
+    return write_checkpoint(folder, model(**changes), source, layout or Layout()), source
 
 
 @pytest.mark.parametrize(
@@ -369,7 +367,7 @@ def write(
     ],
 )
 def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_path: Path) -> None:
-    folder, _ = write(tmp_path, Layout(version=3, arguments={argument: value}))
+    folder, _ = write(tmp_path, Layout(arguments={argument: value}))
     shown = value if isinstance(value, str) else argument
     with raises_problem("megatron-part-unsupported", contains=shown):
         open_megatron(folder).weights()
@@ -377,7 +375,7 @@ def test_a_part_that_the_model_lacks_is_named(argument: str, value: Any, tmp_pat
 
 def test_arguments_that_are_off_are_no_parts(tmp_path: Path) -> None:
     off = {"num_experts": [1], "softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
-    folder, _ = write(tmp_path, Layout(version=3, arguments=off))
+    folder, _ = write(tmp_path, Layout(arguments=off))
     open_megatron(folder).weights()
 
 
@@ -398,15 +396,13 @@ def test_arguments_that_are_off_are_no_parts(tmp_path: Path) -> None:
 )
 def test_malformed_states_are_rejected(key: str, value: Any, code: str, tmp_path: Path) -> None:
     folder, _ = write(tmp_path)
-    path = folder / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
-    state = torch.load(path, weights_only=False)
-    if key == "model0":
-        state["model0"] = {**value, "language_model": state.pop("model")["language_model"]}
-    elif key.startswith("args."):
-        setattr(state["args"], key.removeprefix("args."), value)
-    else:
-        state[key] = value
-    torch.save(state, path)
+    with changed(folder / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt") as state:
+        if key == "model0":
+            state["model0"] = {**value, "language_model": state.pop("model")["language_model"]}
+        elif key.startswith("args."):
+            setattr(state["args"], key.removeprefix("args."), value)
+        else:
+            state[key] = value
     with raises_problem(code, contains=str(folder)):
         open_megatron(folder).weights()
 
@@ -418,10 +414,8 @@ def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
     layout = Layout(files="deepspeed", half=True, dp=2)
     folder = write_checkpoint(tmp_path, config, source, layout, moments)
     path = folder / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    with classes_of_megatron():
-        state = torch.load(path, weights_only=False)
+    with changed(path) as state:
         state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"] = "x"
-        torch.save(state, path)
     tensors = open_megatron(folder).optimizer["exp_avg"].values()
     with raises_problem("foreign-file-unreadable", contains=str(path.parent)):
         for tensor in tensors:
@@ -429,7 +423,7 @@ def test_malformed_states_of_the_optimizer_are_rejected(tmp_path: Path) -> None:
 
 
 def test_an_unknown_weight_is_named(tmp_path: Path) -> None:
-    folder, _ = write(tmp_path, Layout(version=3, extra="layers.0.adapter.weight"))
+    folder, _ = write(tmp_path, Layout(extra="layers.0.adapter.weight"))
     with raises_problem("megatron-weights-unknown", contains="layers.0.adapter.weight"):
         open_megatron(folder).weights()
 
@@ -449,7 +443,7 @@ def test_an_unknown_version_is_rejected(tmp_path: Path) -> None:
     ],
 )
 def test_missing_files_are_named(files: str, missing: str, tmp_path: Path) -> None:
-    folder, _ = write(tmp_path, Layout(version=3, files=files, tp=2, pp=2))
+    folder, _ = write(tmp_path, Layout(files=files, tp=2, pp=2))
     found = find_checkpoint(folder)
     path = found.path / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -459,7 +453,7 @@ def test_missing_files_are_named(files: str, missing: str, tmp_path: Path) -> No
 
 
 def test_a_missing_last_stage_is_noticed(tmp_path: Path) -> None:
-    folder, _ = write(tmp_path, Layout(version=3, tp=1, pp=2))
+    folder, _ = write(tmp_path, Layout(tp=1, pp=2))
     shutil.rmtree(folder / "iter_0000007" / "mp_rank_00_001")
     with raises_problem("megatron-layers-missing", contains="2 layers"):
         open_megatron(folder).weights()
@@ -496,14 +490,14 @@ def test_without_arguments_the_settings_are_given(tmp_path: Path) -> None:
 def test_the_kind_of_gelu_follows_from_the_kernel(
     arguments: dict[str, Any], activation: str, approximation: str | None, tmp_path: Path
 ) -> None:
-    folder, _ = write(tmp_path, Layout(version=3, arguments=arguments))
+    folder, _ = write(tmp_path, Layout(arguments=arguments))
     fixed = open_megatron(folder).weights().settings.fixed
     assert (fixed["activation"], fixed.get("gelu_approximation")) == (activation, approximation)
 
 
 def test_wrong_rotations_of_a_version_are_mentioned(tmp_path: Path) -> None:
     arguments = {"sequence_parallel": False}
-    layout = Layout(version=3, files="deepspeed", thirds=True, arguments=arguments)
+    layout = Layout(files="deepspeed", thirds=True, arguments=arguments)
     folder, _ = write(tmp_path, layout, **LLAMA)
     found = find_checkpoint(folder)
     assert [note.code for note in open_megatron(found.path).notes] == [
