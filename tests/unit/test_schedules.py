@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import statistics
@@ -154,8 +153,7 @@ def test_tokens_left_follow_the_batch_size_and_end_at_the_exit_interval() -> Non
     config, state = config_with(rampup), TrainState(1, 4, 40)
     assert schedules.tokens_left(config, 1, state) == 10 * (4 + 8 + 12 + 16 + 16)
     assert schedules.tokens_left(config, 1, TrainState(6, 60, 600)) == 0
-    logging = dataclasses.replace(config.logging, exit_interval=3)
-    config = dataclasses.replace(config, logging=logging)
+    config = config.with_values({"exit_interval": 3})
     assert schedules.tokens_left(config, 1, state) == 10 * (4 + 8)
     assert schedules.tokens_left(config, 1, TrainState(3, 16, 160)) == 0  # the run exits here
     assert schedules.tokens_left(config, 1, TrainState(4, 28, 280)) == 10 * (16 + 16)
@@ -172,13 +170,10 @@ def test_plan_counts_micro_batches_per_rank() -> None:
 
 
 def test_planned_samples_cover_training_and_evaluation() -> None:
-    logging = dataclasses.replace(Config().logging, eval_iters=3)
-    by_iterations = config_with({"train_iters": 10, "micro_batch_size": 2})
-    by_samples = config_with({"train_samples": 33, "global_batch_size": 8})
-    with_evaluation = dataclasses.replace(by_iterations, logging=logging)
-    without = dataclasses.replace(by_samples, logging=dataclasses.replace(logging, eval_iters=0))
-    assert schedules.planned_samples(with_evaluation, dp_size=4) == (80, 24, 24)
-    assert schedules.planned_samples(without, dp_size=4) == (33, 0, 0)
+    with_evaluation = {"train_iters": 10, "micro_batch_size": 2, "eval_iters": 3}
+    without = {"train_samples": 33, "global_batch_size": 8, "eval_iters": 0}
+    assert schedules.planned_samples(config_with(with_evaluation), dp_size=4) == (80, 24, 24)
+    assert schedules.planned_samples(config_with(without), dp_size=4) == (33, 0, 0)
 
 
 # Skipped iterations and loss spikes.

@@ -3,7 +3,6 @@ a step-by-step simulation."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -269,17 +268,10 @@ def test_wsd_annealing_can_be_given_in_tokens() -> None:
 
 
 def test_weight_decay_follows_tokens_if_only_the_run_is_in_tokens() -> None:
-    config = config_with(train_tokens=1000)
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        weight_decay_incr_style="linear",
-        start_weight_decay=0.1,
-        end_weight_decay=0.3,
-    )
-    config = dataclasses.replace(config, optimizer=optimizer)
-    found = [
-        schedules.weight_decay(config, TrainState(applied_tokens=n), 1) for n in (0, 500, 2000)
-    ]
+    decay = {"start_weight_decay": 0.1, "end_weight_decay": 0.3}
+    config = config_with(train_tokens=1000, weight_decay_incr_style="linear", **decay)
+    states = [TrainState(applied_tokens=count) for count in (0, 500, 2000)]
+    found = [schedules.weight_decay(config, state, 1) for state in states]
     assert found == pytest.approx([0.1, 0.2, 0.3])
 
 

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_ds.cli.flags import training_flags
-from megatron_ds.config import (
-    CheckpointConfig,
-    Config,
-    LoggingConfig,
-    ModelConfig,
-    MoEConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RecomputeConfig,
-    RuntimeConfig,
-    ScheduleConfig,
-)
+from megatron_ds.config import CheckpointConfig, Config, ScheduleConfig
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
 from megatron_ds.launch.distributed import ProcessContext
 from megatron_ds.model.flops import matrix_parameters, parameter_sizes
@@ -35,35 +25,32 @@ from megatron_ds.training.banner import BannerData, banner
 from megatron_ds.training.startup_report import describe_kernel, print_arguments
 from tests.unit.model.dense import dense_flex
 
-CONFIG = Config(
-    model=ModelConfig(
-        num_layers=24,
-        hidden_size=1024,
-        num_attention_heads=16,
-        num_query_groups=4,
-        seq_length=2048,
-        vocab_size=50257,
-        activation="swiglu",
-        position_embedding_type="rope",
-    ),
-    optimizer=OptimizerConfig(lr=3e-4),
-    recompute=RecomputeConfig(
-        recompute_granularity="full",
-        checkpoint_num_layers=2,
-        deepspeed_activation_checkpointing=True,
-        partition_activations=True,
-    ),
-    runtime=RuntimeConfig(compile=True),
-    schedule=ScheduleConfig(
-        micro_batch_size=8,
-        global_batch_size=256,
-        rampup_batch_size=(64, 64, 1_000_000),
-        train_samples=25_600_000,
-        lr_warmup_samples=512_000,
-        min_lr=3e-5,
-        lr_decay_style="cosine",
-    ),
-    checkpoint=CheckpointConfig(save="/a/folder/with/a/rather/long/name/" * 3, save_interval=1000),
+CONFIG = Config().with_values(
+    {
+        "num_layers": 24,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_query_groups": 4,
+        "seq_length": 2048,
+        "vocab_size": 50257,
+        "activation": "swiglu",
+        "position_embedding_type": "rope",
+        "lr": 3e-4,
+        "recompute_granularity": "full",
+        "checkpoint_num_layers": 2,
+        "deepspeed_activation_checkpointing": True,
+        "partition_activations": True,
+        "compile": True,
+        "micro_batch_size": 8,
+        "global_batch_size": 256,
+        "rampup_batch_size": (64, 64, 1_000_000),
+        "train_samples": 25_600_000,
+        "lr_warmup_samples": 512_000,
+        "min_lr": 3e-5,
+        "lr_decay_style": "cosine",
+        "save": "/a/folder/with/a/rather/long/name/" * 3,
+        "save_interval": 1000,
+    }
 )
 SETTINGS = EngineSettings(
     betas=(0.9, 0.999),
@@ -118,11 +105,15 @@ FACTS = BannerData(
 )
 
 
+def words(config: Config = CONFIG, **changes: Any) -> str:
+    """The banner of other facts, with single spaces."""
+    return " ".join(banner(dataclasses.replace(FACTS, config=config, **changes)).split())
+
+
 def test_banner_of_a_complete_run_names_no_iterations_to_come() -> None:
     schedule = ScheduleConfig(micro_batch_size=8, global_batch_size=256, train_iters=3000)
     checkpoint = CheckpointConfig(save="folder")
-    config = dataclasses.replace(CONFIG, schedule=schedule, checkpoint=checkpoint)
-    text = " ".join(banner(dataclasses.replace(FACTS, config=config)).split())
+    text = words(dataclasses.replace(CONFIG, schedule=schedule, checkpoint=checkpoint))
     assert "complete: the checkpoint has 4,000 of 3,000 iterations" in text
     assert "iterations 4,001" not in text
     assert "checkpoint at the end, to folder" in text
@@ -133,8 +124,7 @@ def test_printed_arguments_are_flags(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     context = ProcessContext(0, 1, torch.device("cpu"), "gloo", ())
-    config = dataclasses.replace(CONFIG, logging=LoggingConfig(print_arguments=True))
-    print_arguments(config, context, Mesh.single())
+    print_arguments(CONFIG.with_values({"print_arguments": True}), context, Mesh.single())
     shown = re.findall(r"^  (\w+) \.+ ", capsys.readouterr().out, flags=re.MULTILINE)
     fields = {flag.field for group in training_flags().shown for flag in group.flags}
     assert set(shown) <= fields
@@ -144,18 +134,15 @@ def test_printed_arguments_are_flags(
 def test_banner_counts_the_samples_of_full_batches_only() -> None:
     schedule = ScheduleConfig(micro_batch_size=8, global_batch_size=256, train_samples=10_000)
     config = dataclasses.replace(CONFIG, schedule=schedule)
-    facts = dataclasses.replace(FACTS, config=config, state=TrainState())
-    assert "9,984 samples" in " ".join(banner(facts).split())
+    assert "9,984 samples" in words(config, state=TrainState())
 
 
 def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, pp_partition_method="10,14"
-    )
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     stages = Group((0, 4), 0, None)
     mesh = dataclasses.replace(FACTS.mesh, pp=stages, dp=Group((0, 2), 0, None))
-    config = dataclasses.replace(CONFIG, parallel=parallel)
-    text = " ".join(banner(dataclasses.replace(FACTS, config=config, mesh=mesh)).split())
+    config = CONFIG.with_values({**sizes, "pp_partition_method": "10,14"})
+    text = words(config, mesh=mesh)
     assert "tensor parallel 2 x pipeline parallel 2 x data parallel 2" in text
     assert "0 4 (pipeline parallel)" in text
     first, last = (
@@ -165,11 +152,8 @@ def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
     assert f"stages 0: embedding, layers 0 to 9; {first:,} parameters" in text
     assert f"1: layers 10 to 23, final norm, output layer; {last:,} parameters" in text
 
-    folded = dataclasses.replace(
-        parallel, pipeline_schedule="dualpipev", pp_partition_method="6,5,1,12"
-    )
-    config = dataclasses.replace(CONFIG, parallel=folded)
-    text = " ".join(banner(dataclasses.replace(FACTS, config=config, mesh=mesh)).split())
+    folded = {"pipeline_schedule": "dualpipev", "pp_partition_method": "6,5,1,12"}
+    text = words(config.with_values(folded), mesh=mesh)
     assert "stages 0 (pipeline rank 0): embedding, layers 0 to 5;" in text
     assert "2 (pipeline rank 1): layer 11;" in text
     assert "3 (pipeline rank 0): layers 12 to 23, final norm, output layer;" in text
@@ -183,7 +167,7 @@ def test_the_longest_banner_fits_on_a_screen(width: int) -> None:
 
 
 def test_banner_shows_every_engine_setting() -> None:
-    text = " ".join(banner(FACTS).split())
+    text = words()
     for field, value in dataclasses.asdict(SETTINGS).items():
         values = tuple(value.values()) if isinstance(value, dict) else value
         for one in values if isinstance(values, tuple) else (values,):
@@ -198,7 +182,7 @@ def test_banner_shows_every_engine_setting() -> None:
 
 def test_banner_counts_the_parameters_that_muon_updates() -> None:
     muon = dataclasses.replace(SETTINGS, optimizer="Muon", momentum=0.95, orthogonalized=96)
-    text = " ".join(banner(dataclasses.replace(FACTS, settings=muon)).split())
+    text = words(settings=muon)
     assert "Muon, momentum 0.95, on 96 matrices (" in text
     tensors, matrices = parameter_sizes(CONFIG.model, 2), matrix_parameters(CONFIG.model, 2)
     assert matrices.total() == 96
@@ -209,12 +193,11 @@ def test_banner_counts_the_parameters_that_muon_updates() -> None:
 
 def test_banner_of_lion_has_no_epsilon() -> None:
     lion = dataclasses.replace(SETTINGS, optimizer="Lion", betas=(0.9, 0.99), epsilon=None)
-    text = " ".join(banner(dataclasses.replace(FACTS, settings=lion)).split())
-    assert "Lion, betas 0.9 0.99, learning rate" in text
+    assert "Lion, betas 0.9 0.99, learning rate" in words(settings=lion)
 
 
 def test_banner_shows_layout_and_memory() -> None:
-    text = " ".join(banner(FACTS).split())
+    text = words()
     assert "8 on cpu (gloo) = tensor parallel 2 x data parallel 4" in text
     assert "256 samples = micro-batch 8 x data parallel 4 x accumulation 8" in text
     assert "of rank 0: 0 1 (tensor parallel); 0 2 4 6 (data parallel)" in text
@@ -229,22 +212,19 @@ def test_banner_shows_layout_and_memory() -> None:
 def test_banner_shows_where_experts_are() -> None:
     experts = Group((0, 2), 0, None)
     mesh = dataclasses.replace(FACTS.mesh, ep=experts)
-    config = dataclasses.replace(CONFIG, moe=MoEConfig(num_experts=(4,)))
-    text = " ".join(banner(dataclasses.replace(FACTS, config=config, mesh=mesh)).split())
+    text = words(CONFIG.with_values({"num_experts": (4,)}), mesh=mesh)
     assert "data parallel 4 (expert parallel 2 x expert data parallel 2)" in text
     assert "parameters per rank, with its experts; vocabulary" in text
 
 
 def test_memory_that_is_all_on_disk_is_a_sum_of_nothing() -> None:
     nothing = dataclasses.replace(FACTS.estimate, device={})
-    text = " ".join(banner(dataclasses.replace(FACTS, estimate=nothing)).split())
-    assert "memory states 0.0 MiB temporary" in text
+    assert "memory states 0.0 MiB temporary" in words(estimate=nothing)
 
 
 def test_banner_shows_sequence_parallelism() -> None:
-    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
-    facts = dataclasses.replace(FACTS, config=dataclasses.replace(CONFIG, parallel=parallel))
-    text = " ".join(banner(facts).split())
+    parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    text = words(CONFIG.with_values(parallel))
     assert "tensor parallel 2 (with sequence parallelism) x data parallel 4" in text
 
 
@@ -258,8 +238,7 @@ def test_headings_are_bold_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_banner_shows_that_nothing_is_saved() -> None:
-    config = dataclasses.replace(CONFIG, checkpoint=CheckpointConfig())
-    assert "no checkpoints (no --save)" in banner(dataclasses.replace(FACTS, config=config))
+    assert "no checkpoints (no --save)" in words(CONFIG.with_values({"save": None}))
 
 
 def test_kernel_is_described() -> None:

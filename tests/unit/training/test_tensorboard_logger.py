@@ -23,9 +23,7 @@ Record = StepRecord | IntervalRecord | EvalRecord
 
 def write(folder: Path, *records: Record, start: int = 0, **flags: object) -> None:
     """A run from iteration `start` that writes these records."""
-    config = Config()
-    logging = dataclasses.replace(config.logging, tensorboard_dir=str(folder), **flags)
-    config = dataclasses.replace(config, logging=logging)
+    config = Config().with_values({"tensorboard_dir": str(folder), **flags})
     state = TrainState(iteration=start, consumed_samples=4 * start, consumed_tokens=32 * start)
     board = TensorBoard(config, state, world_size=4, dp_size=2, memory=lambda: MEMORY)
     for record in records:

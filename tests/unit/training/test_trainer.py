@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
 
@@ -15,16 +14,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from megatron_ds.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LoggingConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RuntimeConfig,
-    ScheduleConfig,
-)
+from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import LossSum
@@ -35,6 +25,17 @@ from megatron_ds.training.records import IntervalRecord, Logger
 from megatron_ds.training.trainer import Trainer
 
 FIRST_STEP, STEP, EVALUATION, SAVE = 60.0, 2.0, 1000.0, 500.0
+SETTINGS = {
+    "seq_length": 8,
+    "micro_batch_size": 2,
+    "global_batch_size": 4,
+    "train_iters": 6,
+    "lr": 1.0,
+    "num_workers": 0,
+    "save": "nowhere",
+    "save_interval": 3,
+    "log_interval": 2,
+}
 
 
 class World:
@@ -80,28 +81,19 @@ def make_trainer(
     mesh: Mesh | None = None,
     mean_over_dp: Callable[[list[float]], list[float]] = lambda values: values,
     state: TrainState | None = None,
-    compile: bool = False,
-    **logging: int | None,
+    **changes: Any,
 ) -> Trainer:
     """A trainer of six iterations that saves after every third.
 
     Args:
         parts: Engine, checkpoint manager and clock in one.
         logger: Receives the records.
-        logging: Changed fields of the LoggingConfig.
+        changes: Changed fields of the configuration.
     """
     exits = MagicMock()
     exits.after_step.return_value = exits.external_stop.return_value = None
     return Trainer(
-        config=Config(
-            model=ModelConfig(seq_length=8),
-            optimizer=OptimizerConfig(lr=1.0),
-            data=DataConfig(num_workers=0),
-            schedule=ScheduleConfig(micro_batch_size=2, global_batch_size=4, train_iters=6),
-            checkpoint=CheckpointConfig(save=str(Path("nowhere")), save_interval=3),
-            logging=LoggingConfig(log_interval=2, **cast(Any, logging)),
-            runtime=RuntimeConfig(compile=compile),
-        ),
+        config=Config().with_values({**SETTINGS, **changes}),
         mesh=mesh or Mesh.single(),
         engine=parts,
         data=data or Datasets(train=parts, valid={"": parts}),
@@ -123,19 +115,12 @@ def make_trainer(
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch,
-    world: World,
-    state: TrainState | None = None,
-    *,
-    compile: bool = False,
+    monkeypatch: pytest.MonkeyPatch, world: World, state: TrainState | None = None, **changes: Any
 ) -> list[IntervalRecord]:
     """Six iterations with an evaluation after every second and a save after every third."""
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
     logger = MagicMock(spec=Logger)
-    trainer = make_trainer(
-        world, logger, state=state, compile=compile, eval_interval=2, eval_iters=1
-    )
-    trainer.run()
+    make_trainer(world, logger, state=state, eval_interval=2, eval_iters=1, **changes).run()
     return [call.args[0] for call in logger.log_interval.call_args_list]
 
 
@@ -284,13 +269,10 @@ def test_each_data_parallel_rank_reads_its_own_samples(rank: int) -> None:
 
 def test_samples_of_skipped_iterations_are_not_trained_on(capsys: Any) -> None:
     reader, logger = Reader(), MagicMock(spec=Logger)
+    data, skipped = Datasets(train=Numbers(0), progress=MagicMock()), ("4-5", "1", "5-9")
     trainer = make_trainer(
-        reader, logger, data=Datasets(train=Numbers(0), progress=MagicMock()), eval_iters=0
+        reader, logger, data=data, eval_iters=0, skip_train_iteration_range=skipped
     )
-    schedule = dataclasses.replace(
-        trainer.config.schedule, skip_train_iteration_range=("4-5", "1", "5-9")
-    )
-    trainer.config = dataclasses.replace(trainer.config, schedule=schedule)
     trainer.run()
     # Micro-batches of two samples, two in each iteration.
     assert reader.trained == [4, 6, 8, 10]
@@ -312,9 +294,8 @@ def test_a_loss_spike_is_reported(capsys: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(world, "train_step", lambda *step: take(*step) and spike)
     monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
     data = Datasets(train=cast(Any, world), progress=MagicMock())
-    trainer = make_trainer(world, MagicMock(spec=Logger), data=data, eval_iters=0)
-    optimizer = dataclasses.replace(trainer.config.optimizer, skip_loss_spikes=3.0)
-    trainer.config = dataclasses.replace(trainer.config, optimizer=optimizer)
+    logger = MagicMock(spec=Logger)
+    trainer = make_trainer(world, logger, data=data, eval_iters=0, skip_loss_spikes=3.0)
     trainer.run()
     assert capsys.readouterr().out.count("[loss-spike-skipped]") == 6
     assert trainer.state.skipped_iterations == 6
