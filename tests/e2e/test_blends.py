@@ -86,10 +86,8 @@ def test_blend_changes_on_resume_and_survives_a_kill(
     consumed, rest = CHANGE * BATCH, (END - CHANGE) * BATCH
     record = record_of(two, END)
     assert [source["identity"]["name"] for source in record["sources"]] == ["tokens", "other"]
-    assert [source["consumed"] for source in record["sources"]] == [
-        consumed + rest // 4,
-        3 * rest // 4,
-    ]
+    read = [source["consumed"] for source in record["sources"]]
+    assert read == [consumed + rest // 4, 3 * rest // 4]
     assert [phase["first_sample"] for phase in record["phases"]] == [0, consumed]
     assert [phase["source_starts"] for phase in record["phases"]] == [[0], [consumed, 0]]
     for part in (
@@ -148,8 +146,7 @@ def test_groups_are_evaluated_and_logged_by_name(
         [(name, "validation_loss") for name in VALID] + [(name, "test_loss") for name in TEST]
     )
     assert logged["UP", "validation_loss"] != logged["DOWN", "validation_loss"]
-    events = EventAccumulator(str(board))
-    events.Reload()
+    events = EventAccumulator(str(board)).Reload()
     tags = {tag for tag in events.Tags()["scalars"] if tag.startswith("lm-loss-validation/")}
     assert tags == {
         f"lm-loss-validation/{name}/lm loss {split}{ppl}{axis}"

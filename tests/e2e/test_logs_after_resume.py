@@ -30,17 +30,9 @@ def test_a_killed_and_resumed_run_logs_every_step_once(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     save, board = tmp_path / "run", tmp_path / "board"
-    settings = {
-        **base,
-        "train_iters": LAST,
-        "save_interval": SAVED,
-        "save": save,
-        "load": save,
-        "tensorboard_dir": board,
-        "eval_interval": 2,
-        "eval_iters": 1,
-        "log_timers_to_tensorboard": True,
-    }
+    settings = {**base, "train_iters": LAST, "save_interval": SAVED, "save": save, "load": save}
+    settings |= {"tensorboard_dir": board, "log_timers_to_tensorboard": True}
+    settings |= {"eval_interval": 2, "eval_iters": 1}
     killed = launcher.start(settings, ranks=2, fault=f"micro-batch:{KILL_POSITION}:kill-all")
     assert set(killed.wait().codes) == {-9}
     assert [step["iteration"] for step in steps(save)] == [1, 2, 3, 4, 5]
@@ -95,14 +87,8 @@ def test_a_run_killed_before_its_first_save_starts_over_and_keeps_old_logs(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     save, board = tmp_path / "run", tmp_path / "board"
-    settings = {
-        **base,
-        "train_iters": 3,
-        "save": save,
-        "load": save,
-        "tensorboard_dir": board,
-        "global_batch_size": 2,
-    }
+    settings = {**base, "train_iters": 3, "global_batch_size": 2}
+    settings |= {"save": save, "load": save, "tensorboard_dir": board}
     killed = launcher.start(settings, fault="micro-batch:4:kill-all")
     assert killed.wait().codes == (-9,)
     output = launcher.start(settings).succeed()

@@ -81,16 +81,8 @@ def test_evaluations_run_at_their_interval_and_at_the_end(
         (5, "validation_loss"),
         (5, "test_loss"),
     ]
-    for evaluation, where in zip(
-        found,
-        (
-            "iteration 2",
-            "iteration 4",
-            "the end of training for val data",
-            "the end of training for test data",
-        ),
-        strict=True,
-    ):
+    ends = [f"the end of training for {split} data" for split in ("val", "test")]
+    for evaluation, where in zip(found, ("iteration 2", "iteration 4", *ends), strict=True):
         loss = evaluation.get("validation_loss", evaluation.get("test_loss"))
         assert evaluation["ppl"] == pytest.approx(np.exp(loss))
         text = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: "

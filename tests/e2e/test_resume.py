@@ -145,24 +145,15 @@ def test_token_schedules_resume_bit_for_bit(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     settings = {**base, **BY_TOKENS, "zero_stage": 2}
-    records_of_steps = steps(run_both(launcher, settings, tmp_path, 2, kill_position=28))
-    found = [
-        (record["curriculum_seqlen"], record["global_batch_size"], record["consumed_tokens"])
-        for record in records_of_steps
-    ]
-    assert found == [
-        (8, 4, 32),
-        (16, 4, 96),
-        (16, 4, 160),
-        (24, 4, 256),
-        (24, 8, 448),
-        (32, 8, 704),
-        (32, 8, 960),
-        (32, 8, 1216),
-        (32, 12, 1600),
-    ]
-    rates = [record["learning_rate"] for record in records_of_steps]
-    assert rates[:4] == pytest.approx([0.0, 0.0016, 0.0048, 0.008])
+    found = steps(run_both(launcher, settings, tmp_path, 2, kill_position=28))
+    for key, expected in (
+        ("curriculum_seqlen", [8, 16, 16, 24, 24, 32, 32, 32, 32]),
+        ("global_batch_size", [4, 4, 4, 4, 8, 8, 8, 8, 12]),
+        ("consumed_tokens", [32, 96, 160, 256, 448, 704, 960, 1216, 1600]),
+    ):
+        assert [record[key] for record in found] == expected
+    rates = [record["learning_rate"] for record in found[:4]]
+    assert rates == pytest.approx([0.0, 0.0016, 0.0048, 0.008])
 
 
 def test_another_global_batch_size_continues_with_the_next_samples(
@@ -197,13 +188,8 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
     settings = {**base, **SCHEDULE, "attention_dropout": 0.0}
     launcher.start({**settings, "save": full}).succeed()
     layouts = (
-        {"tensor_model_parallel_size": 2, "zero_stage": 3, "load": full, "ckpt_step": SAVED},
-        {
-            "pipeline_model_parallel_size": 2,
-            "zero_stage": 0,
-            "load": parts,
-            "universal_checkpoint": True,
-        },
+        {**TP2, "zero_stage": 3, "load": full, "ckpt_step": SAVED},
+        {**PP2, "zero_stage": 0, "load": parts, "universal_checkpoint": True},
     )
     how = ("tensor model parallel size ", "from the universal checkpoint global_step6_universal")
     for end, layout, text in zip((6, None), layouts, how, strict=True):
@@ -216,15 +202,8 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
             subprocess.run([sys.executable, str(CONVERTER), *folders], check=True)
 
     tuned = tmp_path / "tuned"
-    run = {
-        **settings,
-        "load": parts,
-        "finetune": True,
-        "save": tuned,
-        "seed": 7,
-        "exit_interval": 2,
-    }
-    launcher.start(run).succeed()
+    run = {"load": parts, "finetune": True, "save": tuned, "seed": 7, "exit_interval": 2}
+    launcher.start({**settings, **run}).succeed()
     assert [record["iteration"] for record in steps(tuned)] == [1, 2]
     assert steps(tuned)[0]["lm_loss"] < steps(full)[0]["lm_loss"] - 0.3
 
@@ -269,23 +248,14 @@ def test_a_run_starts_from_pretrained_weights_and_continues_by_the_same_command(
 def test_sequences_may_grow_on_a_resume(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
     """On one process, on another layout, and resumed once more."""
     short, full, other, again = (tmp_path / name for name in ("short", "full", "other", "again"))
-    settings = {
-        **base,
-        "position_embedding_type": "rope",
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "global_batch_size": 4,
-        "train_iters": 6,
-        "lr_decay_style": "cosine",
-        "lr_warmup_iters": 2,
-        "save_interval": 2,
-    }
+    settings = {**base, "position_embedding_type": "rope", "global_batch_size": 4}
+    settings |= {"attention_dropout": 0.0, "hidden_dropout": 0.0, "train_iters": 6}
+    settings |= {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "save_interval": 2}
     launcher.start({**settings, "save": short, "exit_interval": 2}).succeed()
     grown = {**settings, "seq_length": 80, "load": short}
     output = launcher.start({**grown, "save": full}).succeed()
     assert "sequence-length-changed" in output
-    tp2 = {"tensor_model_parallel_size": 2, "zero_stage": 2}
-    launcher.start({**grown, **tp2, "save": other}, ranks=2).succeed()
+    launcher.start({**grown, **TP2, "zero_stage": 2, "save": other}, ranks=2).succeed()
     resumed = {**grown, "load": full, "ckpt_step": 4, "save": again}
     assert "sequence-length-changed" not in launcher.start(resumed).succeed()
 

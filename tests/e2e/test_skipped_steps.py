@@ -18,14 +18,8 @@ def test_skips_are_counted_logged_and_survive_a_resume(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """Scale, hysteresis and window are restored, so both runs skip the same steps."""
-    settings = {
-        **base,
-        **FP16,
-        "train_iters": 14,
-        "initial_loss_scale": 2**22,
-        "loss_scale_window": 2,
-        "lr_warmup_iters": 6,
-    }
+    settings = {**base, **FP16, "train_iters": 14, "lr_warmup_iters": 6}
+    settings |= {"initial_loss_scale": 2**22, "loss_scale_window": 2}
     full, parts = tmp_path / "full", tmp_path / "parts"
     settings_full = {**settings, "save": full, "tensorboard_dir": full / "board"}
     output = launcher.start(settings_full, ranks=2).succeed()
@@ -51,8 +45,7 @@ def test_skips_are_counted_logged_and_survive_a_resume(
         (printed,) = [text for text in output.splitlines() if f"iteration {number:8d}/" in text]
         assert f"number of skipped iterations: {int(line['skipped']):3d} |" in printed
         assert f"loss scale: {line['loss_scale']:.1f} |" in printed
-    board = EventAccumulator(str(full / "board"))
-    board.Reload()
+    board = EventAccumulator(str(full / "board")).Reload()
     shown = [event.value for event in board.Scalars("loss-scale/loss-scale")]
     assert shown == scales
 
