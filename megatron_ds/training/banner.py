@@ -254,12 +254,13 @@ def _engine_settings(facts: BannerData) -> Lines:
         f"parameters {settings.param_dtype}; gradients summed in {settings.accumulation_dtype}, "
         f"averaged over ranks in {settings.reduction_dtype}; master weights {settings.master_dtype}"
     )
+    tiles = "; MLP in tiles" if facts.config.recompute.tiled_mlp else ""
     return [
         ("ZeRO", zero),
         ("optimizer", optimizer),
         ("data types", types),
         ("loss scale", str(settings.loss_scale or "none")),
-        ("recompute", _recompute(facts.config) + _tiles(facts.config)),
+        ("recompute", _recompute(facts.config) + tiles),
     ]
 
 
@@ -283,10 +284,6 @@ def _recompute(config: Config) -> str:
     return ", ".join(
         (f"full, every {counted(recompute.checkpoint_num_layers, 'layer')}, by {by}", *chosen)
     )
-
-
-def _tiles(config: Config) -> str:
-    return "; MLP in tiles" if config.recompute.tiled_mlp else ""
 
 
 def _kernels(facts: BannerData) -> Lines:

@@ -72,7 +72,8 @@ def _open(path: Path) -> SourceCheckpoint:
     if not (path / HF_CONFIG).is_file():
         raise user_error("hf-folder-without-config", path=path)
     family, settings = read_settings(path)
-    theirs = _without_prefix(_open_tensors(path), family)
+    opened = _open_tensors(path).items()
+    theirs = {name.removeprefix(family.prefix): tensor for name, tensor in opened}
     if not settings.fixed["untie_embeddings_and_output_weights"]:
         _remove_copy(theirs, family, path)
     check_sizes(settings, theirs, path / HF_CONFIG)
@@ -230,7 +231,9 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
     found = {}
     for name, parameter in abstract_model(model, settings.moe).named_parameters():
         module, _, kind = name.rpartition(".")
-        layer, inner = _layer_of(module)
+        layer, inner = None, module
+        if module.startswith("layers."):
+            _, layer, inner = module.split(".", 2)
         theirs = family.names[module] if layer is None else family.inner[inner]
         path = "" if layer is None else f"{family.layer.format(layer)}."
         names = [f"{path}{each}.{kind}" for each in theirs.split()]
@@ -252,14 +255,6 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
             for each, start, size in zip(names, starts, sections, strict=True)
         ]
     return found
-
-
-def _layer_of(module: str) -> tuple[int | None, str]:
-    """The number of a module's layer and its name inside; None outside of the layers."""
-    if not module.startswith("layers."):
-        return None, module
-    _, number, inner = module.split(".", 2)
-    return int(number), inner
 
 
 def _joined(parts: Sequence[_Part], tensors: Sequence[TensorReader]) -> TensorReader:
@@ -332,10 +327,6 @@ def _open_pickled(path: Path) -> dict[str, TensorReader]:
     if not isinstance(values, dict) or not all(isinstance(v, Tensor) for v in values.values()):
         raise user_error("foreign-file-unreadable", path=path, error="it has other than tensors")
     return {str(name): TensorReader.of(value) for name, value in values.items()}
-
-
-def _without_prefix(tensors: TensorReaders, family: Family) -> dict[str, TensorReader]:
-    return {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
 
 
 def _remove_copy(tensors: dict[str, TensorReader], family: Family, path: Path) -> None:

@@ -104,7 +104,8 @@ def unsupported_parts(args: Mapping[str, Any]) -> Iterator[str]:
         if value and value != HARMLESS.get(name):
             yield f"{part} ({name} {value})"
     experts = args.get("num_experts")
-    if any(number and number > 1 for number in _as_list(experts)):
+    numbers = experts if isinstance(experts, list | tuple) else [experts]
+    if any(number and number > 1 for number in numbers):
         yield f"experts (num_experts {experts})"
     if args.get("swiglu") and args.get("glu_activation"):
         yield f"two gated activations (swiglu and glu_activation {args['glu_activation']})"
@@ -163,13 +164,6 @@ def true_vocab_size(state: Mapping[str, Any], args: Mapping[str, Any]) -> int | 
     return None
 
 
-def scheduled_samples(state: Mapping[str, Any]) -> int | None:
-    """Samples that the learning rate schedule has counted; None if it is not saved."""
-    scheduler = state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
-    steps = scheduler.get("num_steps")
-    return None if steps is None else int(steps)
-
-
 def notes(args: Mapping[str, Any]) -> Iterator[Problem]:
     """What a user should know of a checkpoint that can be loaded."""
     rotary = _positions(args).get("position_embedding_type") == "rope"
@@ -224,7 +218,3 @@ def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
             "rotary_base": float(args.get("rotary_base") or args.get("rope_theta") or 10000.0),
         }
     return {"position_embedding_type": kind if kind in ("alibi", "none") else None}
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

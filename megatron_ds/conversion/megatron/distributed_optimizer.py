@@ -9,7 +9,9 @@ Knows no files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -87,7 +89,8 @@ def assign_buffers(
     for number, (weights, buckets) in enumerate(zip(chunks, buffers, strict=True)):
         if any({PARAM, *MOMENTS} - bucket.keys() for bucket in buckets):
             return OptimizerStates(unread="its optimizer states are not those of Adam")
-        places = find_places(weights, buckets)
+        readers = {name: partial(weights.__getitem__, name) for name in weights}
+        places = find_places(readers, buckets)
         if lost := [name for name in weights if name not in places]:
             return OptimizerStates(unread=f"{MISPLACED} ({lost[0]})")
         for name, weight in weights.items():
@@ -99,16 +102,17 @@ def assign_buffers(
     return found
 
 
-def find_places(weights: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> Places:
+def find_places(weights: Mapping[str, Callable[[], Tensor]], buckets: Sequence[Bucket]) -> Places:
     """Where a buffer has the master weights of a model chunk.
 
     Args:
-        weights: In the order of the state dict.
+        weights: Functions that read them, in the order of the state dict.
         buckets: Those of the buffer, in their order.
 
     Returns:
         The places of the weights that were found.
     """
+    read = functools.lru_cache(maxsize=1)(lambda name: weights[name]())
     left = [*weights][::-1]
     found: Places = {}
     for number, bucket in enumerate(buckets):
@@ -122,7 +126,7 @@ def find_places(weights: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> Pla
                     (name, start)
                     for name in left  # the expected one is the first
                     for start in dict.fromkeys((aligned, end))
-                    if _is_at(weights[name], flat, start)
+                    if _is_at(read(name), flat, start)
                 ),
                 None,
             )
@@ -130,7 +134,7 @@ def find_places(weights: Mapping[str, Tensor], buckets: Sequence[Bucket]) -> Pla
                 break
             name, start = match
             base = start if start != aligned else base
-            end = start + weights[name].numel()
+            end = start + read(name).numel()
             found[name] = number, start
             left.remove(name)
     return found

@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.megatron.arguments import NORMS
 
 POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "none": "none", "alibi": "alibi"}
-NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+OPTIONAL = (
+    *("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout"),
+    "bias_gelu_fusion",
+)
+"""Arguments of the same name."""
 
 
 def is_neox(state: Mapping[str, Any]) -> bool:
@@ -55,13 +61,10 @@ def arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if is_lacking:
             raise user_error("megatron-part-unsupported", path=path, part=part)
     return {
-        "num_layers": values["num_layers"],
-        "hidden_size": values["hidden_size"],
-        "num_attention_heads": values["num_attention_heads"],
+        **{name: values[name] for name in REQUIRED},
+        **{name: values.get(name) for name in OPTIONAL},
         "num_key_value_heads": values.get("num_kv_heads"),
         "ffn_hidden_size": values.get("intermediate_size"),
-        "seq_length": values.get("seq_length"),
-        "max_position_embeddings": values.get("max_position_embeddings"),
         "position_embedding_type": POSITIONS[kind],
         "rotary_percent": values.get("rotary_pct"),
         "rotary_base": values.get("rotary_emb_base"),
@@ -69,8 +72,5 @@ def arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "layernorm_epsilon": values.get(
             "rms_norm_epsilon" if norm == "rmsnorm" else "layernorm_epsilon"
         ),
-        "bias_gelu_fusion": values.get("bias_gelu_fusion", False),
-        "untie_embeddings_and_output_weights": values.get("no_weight_tying", False),
-        "attention_dropout": values.get("attention_dropout"),
-        "hidden_dropout": values.get("hidden_dropout"),
+        "untie_embeddings_and_output_weights": values.get("no_weight_tying"),
     }

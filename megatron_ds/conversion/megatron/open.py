@@ -104,6 +104,8 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
     described = _settings_of(found.path, settings, state, args, tensors)
     is_coupled = bool(optimizer) and has_coupled_decay(state)
     coupled = [Problem("foreign-decay-coupled", path=found.path)] if is_coupled else []
+    scheduler = state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
+    scheduled = scheduler.get("num_steps")
     known = {name: args[name] for name in ADAM_SETTINGS if args.get(name) is not None}
     return SourceCheckpoint(
         found.path,
@@ -116,11 +118,11 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
         run=SavedRun(
             int(state.get("iteration", state.get("total_iters")) or 0),
             args.get("consumed_train_samples"),
-            megatron_args.scheduled_samples(state),
+            None if scheduled is None else int(scheduled),
             weights.steps,
             (state.get("checkpoint_info") or {}).get("softmax_vocab_size"),
             arguments={**known, "optimizer": "adam"},
-            scheduler=state.get("opt_param_scheduler") or state.get("lr_scheduler") or {},
+            scheduler=scheduler,
         ),
     )
 

@@ -11,9 +11,10 @@ in the whole model. Files are memory-mapped. Names and rows stay those of Megatr
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch import Tensor
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron.deepspeed import read_states, zero3_parameters, zero3_states
 from megatron_ds.conversion.megatron.distributed_optimizer import assign_buffers, buckets_of
-from megatron_ds.conversion.megatron.names import PREFIX, is_copy, is_ignored
+from megatron_ds.conversion.megatron.names import LAYER, PREFIX, is_copy, is_ignored
 from megatron_ds.conversion.megatron.optimizer import (
     OptimizerStates,
     assign_states,
@@ -37,7 +38,6 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3}))?(?:_(\d{3}))?")
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 STATE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 ZERO3_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-LAYER_NAME = re.compile(r"layers\.(\d+)\.")
 WEIGHTS = "weights"
 BUFFERS = "distrib_optim.pt"
 """File of Megatron's distributed optimizer, in the folder of the weights."""
@@ -64,7 +64,7 @@ class MegatronContents:
 
 def read_legacy(folder: Path) -> MegatronContents:
     """Opens `mp_rank_*` folders below an `iter_*` or `release` folder."""
-    files: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, ...], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
         if (found := RANK_FOLDER.fullmatch(path.name)) is None:
             continue
@@ -87,10 +87,8 @@ def read_legacy(folder: Path) -> MegatronContents:
         states += own
         for kind in own[0].by_kind if not any(each.unread for each in states) else ():
             _add(kinds[kind], [each.by_kind[kind] for each in own], rank)
-    complete = {kind: _complete(folder, shards, ranks) for kind, shards in kinds.items()}
-    weights = complete.pop(WEIGHTS)
     unread = next((each.unread for each in states if each.unread), "")
-    return MegatronContents(state, weights, {} if unread else complete, states[0].steps, unread)
+    return _contents(folder, state, kinds, ranks, states[0].steps, unread)
 
 
 def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path) -> OptimizerStates:
@@ -104,18 +102,18 @@ def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path)
 
 def read_deepspeed(folder: Path) -> MegatronContents:
     """Opens a `global_step*` folder of a Megatron-DeepSpeed fork."""
-    layers: dict[tuple[int, int], Path] = {}
-    states: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if found := LAYER_FILE.fullmatch(path.name):
-            layers[int(found[1]), int(found[2])] = path
-        elif found := STATE_FILE.fullmatch(path.name):
-            states[int(found[1])] = path
-    zero3 = sorted(path for path in folder.iterdir() if ZERO3_FILE.fullmatch(path.name))
+    layers, states, zero3 = (
+        {
+            tuple(map(int, found.groups())): path
+            for path in sorted(folder.iterdir())
+            if (found := pattern.fullmatch(path.name))
+        }
+        for pattern in (LAYER_FILE, STATE_FILE, ZERO3_FILE)
+    )
     if not states and not zero3:
         name = "mp_rank_00_model_states.pt"
         raise user_error("megatron-files-missing", folder=folder, names=name)
-    first = read_state_dict(states[min(states)] if states else zero3[0])
+    first = read_state_dict(min((states or zero3).values()))
     state = {key: value for key, value in first.items() if key != "module"}
     if optimizer := min(folder.glob("*_optim_states.pt"), default=None):
         state["optimizer"] = read_state_dict(optimizer)
@@ -126,7 +124,7 @@ def read_deepspeed(folder: Path) -> MegatronContents:
         return MegatronContents(state, pipeline, *saved)
     if not states:
         return _zero3_files(folder, zero3, state)
-    files = {(0, rank): path for rank, path in states.items()}
+    files = {(0, *rank): path for rank, path in states.items()}
     _, ranks = _sizes(folder, files)
     shards: Shards = defaultdict(list)
     for rank in range(ranks):
@@ -145,13 +143,29 @@ def pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
     return f"{prefixes.get(int(number), '')}{inner}"
 
 
+def layer_prefixes(names: Mapping[int, Set[str]]) -> dict[int, str]:
+    """The prefixes of names in the whole model, by the number of a layer in the pipeline engine.
+
+    Args:
+        names: Those of the weights in each layer.
+    """
+    prefixes: dict[int, str] = {}
+    layers = itertools.count()
+    for number, inner in sorted(names.items()):
+        if any("attention." in name for name in inner):
+            prefixes[number] = f"layers.{next(layers)}."
+        elif inner and inner <= NORM_KEYS:
+            prefixes[number] = "final_norm."
+    return prefixes
+
+
 def _layer_files(
-    folder: Path, files: Mapping[tuple[int, int], Path]
+    folder: Path, files: Mapping[tuple[int, ...], Path]
 ) -> tuple[Shards, dict[int, str]]:
     """One file per layer of the pipeline engine; what a layer is follows from its contents.
 
     Returns:
-        The weights, and by the number of a file the prefix of their names.
+        The weights, and `layer_prefixes`.
     """
     numbers = sorted({number for number, _ in files})
     ranks = 1 + max(rank for _, rank in files)
@@ -163,54 +177,38 @@ def _layer_files(
     ]
     if missing:
         raise user_error("megatron-files-missing", folder=folder, names=", ".join(missing))
+    loaded = {place: dict(_flatten(read_state_dict(path))) for place, path in sorted(files.items())}
+    prefixes = layer_prefixes({number: loaded[number, 0].keys() for number in numbers})
     shards: Shards = defaultdict(list)
-    blocks: list[int] = []
-    prefixes: dict[int, str] = {}
-    for number in numbers:
-        loaded = [dict(_flatten(read_state_dict(files[number, rank]))) for rank in range(ranks)]
-        prefix = ""
-        if any("attention." in name for name in loaded[0]):
-            prefix = f"layers.{len(blocks)}."
-            blocks.append(number)
-        elif loaded[0] and loaded[0].keys() <= NORM_KEYS:
-            prefix = "final_norm."
-        prefixes[number] = prefix
-        for each in loaded:
-            for name, tensor in each.items():
-                if len(shards[f"{prefix}{name}"]) < ranks:  # not a tied embedding's second file
-                    shards[f"{prefix}{name}"].append(TensorReader.of(tensor))
+    for (number, _), tensors in loaded.items():
+        for inner, tensor in tensors.items():
+            name = f"{prefixes.get(number, '')}{inner}"
+            if len(shards[name]) < ranks:  # not a tied embedding's second file
+                shards[name].append(TensorReader.of(tensor))
+    blocks = [number for number, prefix in prefixes.items() if LAYER.match(prefix)]
     if gaps := set(range(blocks[0], blocks[-1] + 1)) - set(blocks) if blocks else set():
         names = ", ".join(f"layer_{number:02d}-model_00-model_states.pt" for number in sorted(gaps))
         raise user_error("megatron-files-missing", folder=folder, names=names)
     return _complete(folder, shards, ranks), prefixes
 
 
-def _zero3_files(folder: Path, paths: Sequence[Path], state: Mapping[str, Any]) -> MegatronContents:
+def _zero3_files(
+    folder: Path, files: Mapping[tuple[int, ...], Path], state: Mapping[str, Any]
+) -> MegatronContents:
     """fp32 partitions of each flattened parameter and of its states, one per data-parallel rank."""
-    ranks = [(int(found[2]), int(found[1])) for found in map(_zero3_ranks, paths)]
-    tp_size, dp_size = (1 + max(rank[axis] for rank in ranks) for axis in (0, 1))
+    dp_size, tp_size = (1 + max(rank[axis] for rank in files) for axis in (0, 1))
     kinds: dict[str, Shards] = defaultdict(lambda: defaultdict(list))
     steps, unread = None, ""
     for tp_rank in range(tp_size):
         stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
         shapes = read_state_dict(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
-        files = [
-            read_state_dict(_optimizer_file(folder, stem))["optimizer_state_dict"] for stem in stems
-        ]
-        found, steps, reason = zero3_states(files)
+        saved = [read_state_dict(_optimizer_file(folder, stem)) for stem in stems]
+        found, steps, reason = zero3_states([each["optimizer_state_dict"] for each in saved])
         unread = unread or reason
         for kind, flats in {WEIGHTS: found.get(MASTER, []), **found}.items():
             for name, tensor in zero3_parameters(shapes, flats):
                 kinds[kind][PREFIX.sub("", name)].append(tensor)
-    complete = {kind: _complete(folder, shards, tp_size) for kind, shards in kinds.items()}
-    weights = complete.pop(WEIGHTS)
-    return MegatronContents(state, weights, {} if unread else complete, steps, unread)
-
-
-def _zero3_ranks(path: Path) -> re.Match[str]:
-    found = ZERO3_FILE.fullmatch(path.name)
-    assert found is not None
-    return found
+    return _contents(folder, state, kinds, tp_size, steps, unread)
 
 
 def _optimizer_file(folder: Path, stem: str) -> Path:
@@ -232,7 +230,7 @@ def read_state_dict(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _sizes(folder: Path, files: Mapping[tuple[int, int], Path]) -> tuple[int, int]:
+def _sizes(folder: Path, files: Mapping[tuple[int, ...], Path]) -> tuple[int, int]:
     """Pipeline stages and tensor-parallel ranks of complete files, by (stage, rank)."""
     if not files:
         raise user_error("megatron-files-missing", folder=folder, names="mp_rank_00")
@@ -276,9 +274,9 @@ def _stages_as_one(
     offset = 0
     for chunk in zip(*stages, strict=True):
         for weights in chunk:
-            layers = [int(found[1]) for name in weights if (found := LAYER_NAME.match(name))]
+            layers = [int(found[1]) for name in weights if (found := LAYER.match(name))]
             for name, tensor in weights.items():
-                if found := LAYER_NAME.match(name):
+                if found := LAYER.match(name):
                     name = f"layers.{int(found[1]) + offset}.{name[found.end() :]}"
                 yield name, tensor
             offset += max(layers, default=-1) + 1
@@ -293,6 +291,19 @@ def _flatten(nested: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             name = f"{prefix}.{key}" if prefix else str(key)
             if not is_ignored(name):
                 yield from _flatten(value, name)
+
+
+def _contents(
+    folder: Path,
+    state: Mapping[str, Any],
+    kinds: Mapping[str, Shards],
+    ranks: int,
+    steps: int | None,
+    unread: str,
+) -> MegatronContents:
+    complete = {kind: _complete(folder, shards, ranks) for kind, shards in kinds.items()}
+    weights = complete.pop(WEIGHTS)
+    return MegatronContents(state, weights, {} if unread else complete, steps, unread)
 
 
 def _complete(folder: Path, shards: Shards, ranks: int) -> Shards:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ds.config.problems import user_error
@@ -38,7 +39,6 @@ from megatron_ds.conversion.megatron.optimizer import PARTITIONED, steps_of
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS, MegatronContents, Shards
 from megatron_ds.conversion.megatron.torch_dist_optimizer import (
     GROUPS_ENTRY,
-    Sizes,
     WeightEntry,
     has_buckets,
     read_buckets,
@@ -105,9 +105,7 @@ def _read_buckets(
             return {}, PARTITIONED
         for name, layer in _layer_names(key, entry):
             weights[name] = WeightEntry(key, layer, entry)
-    found, unread = read_buckets(
-        metadata, weights, Sizes(*sizes), partial(_read_part, folder, metadata)
-    )
+    found, unread = read_buckets(metadata, weights, sizes, partial(_read_part, folder, metadata))
     return {
         kind: {name: [each] for name, each in tensors.items()} for kind, tensors in found.items()
     }, unread
@@ -177,30 +175,15 @@ def _read_part(
     return part
 
 
-class _IntoTensor(LoadPlanner):
+class _IntoTensor(DefaultLoadPlanner):
     """Lets a reader write into one tensor."""
 
     def __init__(self, target: Tensor) -> None:
+        super().__init__()
         self._target = target
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self._target
-        for dim, (start, size) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            part = part.narrow(dim, start, size)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do."""
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        """Part of torch's interface."""
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError
-
-    create_global_plan = finish_plan = load_bytes = create_local_plan  # type: ignore[assignment]
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._target
 
 
 def _stacked(parts: list[TensorReader]) -> TensorReader:

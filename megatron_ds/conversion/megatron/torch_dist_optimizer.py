@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,7 @@ from megatron_ds.conversion.megatron.distributed_optimizer import (
     Bucket,
     find_places,
 )
-from megatron_ds.conversion.megatron.names import canonical_name
+from megatron_ds.conversion.megatron.names import LAYER, canonical_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 
@@ -42,19 +42,9 @@ ORDER = (
     *("final_norm", "head"),
 )
 """In which a module of Megatron Core registers its parameters, by our names without the layer."""
-LAYER = re.compile(r"layers\.(\d+)\.")
 
 ReadPart = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 """Reads a part of an entry: its key, first elements and sizes."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of the run that saved the checkpoint."""
-
-    tp: int
-    pp: int
-    layers: int
 
 
 @dataclass(frozen=True)
@@ -120,37 +110,40 @@ def has_buckets(metadata: Metadata) -> bool:
 
 
 def read_buckets(
-    metadata: Metadata, weights: Mapping[str, WeightEntry], sizes: Sizes, read_part: ReadPart
+    metadata: Metadata,
+    weights: Mapping[str, WeightEntry],
+    sizes: Sequence[int],
+    read_part: ReadPart,
 ) -> tuple[dict[str, dict[str, TensorReader]], str]:
     """The states by kind and Megatron's name of the weight, or why they cannot be read.
 
     Args:
         metadata: Of the checkpoint.
         weights: Its weights by Megatron's names, with layers counted over the whole model.
-        sizes: Of the run that saved it.
+        sizes: Tensor-parallel size, pipeline stages and layers of the run that saved it.
         read_part: Reads from the checkpoint.
     """
-    buckets = _buckets(metadata, read_part)
+    (tp, pp, layers), buckets = sizes, _buckets(metadata, read_part)
     groups = {group for group, _ in buckets}
     num_chunks = len(buckets) // max(len(groups), 1)
-    stages = sizes.pp * num_chunks
+    stages = pp * num_chunks
     found_layers = {int(layer[1]) for name in weights if (layer := LAYER.match(name))}
-    is_known = groups == {*range(sizes.tp * sizes.pp)} and sizes.layers % stages == 0
-    is_known &= found_layers == {*range(sizes.layers)}
+    is_known = groups == {*range(tp * pp)} and layers % stages == 0
+    is_known &= found_layers == {*range(layers)}
     if not is_known or not all(weight.shape for weight in weights.values()):
         return {}, UNKNOWN_FORM
-    ranks: dict[str, list[_Found]] = defaultdict(list)
+    ranks: dict[str, list[tuple[Bucket, int, _Parts]]] = defaultdict(list)
     for (group, chunk), own in sorted(buckets.items()):
-        stage, rank = divmod(group, sizes.tp)
-        names = _stage_names(weights, chunk * sizes.pp + stage, stages, sizes.layers)
-        parts = {name: weights[name].parts_of(rank, sizes.tp) for name in names}
+        stage, rank = divmod(group, tp)
+        names = _stage_names(weights, chunk * pp + stage, stages, layers)
+        parts = {name: weights[name].parts_of(rank, tp) for name in names}
         readers = {name: partial(weights[name].read, read_part, parts[name]) for name in names}
         # The last stage has a tied embedding, too, in a bucket of its own, which is not needed.
-        places = find_places(_ReadOnce(readers), own)
+        places = find_places(readers, own)
         if lost := [name for name in names if name not in places]:
             return {}, f"{MISPLACED} ({lost[0]})"
-        for name in names:
-            ranks[name].append(_Found(own, places[name], parts[name]))
+        for name, (number, start) in places.items():
+            ranks[name].append((own[number], start, parts[name]))
     found: dict[str, dict[str, TensorReader]] = {}
     for kind in (*MOMENTS, MASTER):
         found[kind] = {
@@ -215,44 +208,14 @@ def _stage_names(
     return [name for _, name in sorted(found)]
 
 
-class _ReadOnce(Mapping[str, Tensor]):
-    """Tensors that are read when they are asked for; the last one is kept."""
-
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
-        self._readers = readers
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            self._last = name, self._readers[name]()
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Where a rank has the states of a weight: bucket and first element."""
-
-    buckets: Sequence[Bucket]
-    place: tuple[int, int]
-    parts: _Parts
-
-
-def _join(weight: WeightEntry, ranks: Sequence[_Found], kind: str) -> Tensor:
-    """Reads a state of a weight from the buckets of the ranks."""
+def _join(weight: WeightEntry, ranks: Sequence[tuple[Bucket, int, _Parts]], kind: str) -> Tensor:
+    """Reads a state of a weight from the buckets of the ranks, each with its first element."""
     result = torch.empty(weight.shape)
     left = result.numel()
-    for found in ranks:
-        bucket, start = found.place
-        for first, size in found.parts.spans:
-            target = result.narrow(found.parts.axis, first, size)
-            part = found.buckets[bucket][kind][start : start + target.numel()]
-            target.copy_(part.view(target.shape))
+    for bucket, start, parts in ranks:
+        for first, size in parts.spans:
+            target = result.narrow(parts.axis, first, size)
+            target.copy_(bucket[kind][start : start + target.numel()].view(target.shape))
             start += target.numel()
             left -= target.numel()
         if left == 0:  # the other ranks have the same if it is not sharded

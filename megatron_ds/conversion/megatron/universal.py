@@ -8,6 +8,7 @@ the ranks, so that they are joined again here. Names and rows stay those of Mega
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,9 @@ from megatron_ds.conversion.megatron import arguments as megatron_args
 from megatron_ds.conversion.megatron.names import PREFIX, QkvOrder, canonical_name, is_copy
 from megatron_ds.conversion.megatron.optimizer import MOMENTS, steps_of
 from megatron_ds.conversion.megatron.rank_files import (
-    NORM_KEYS,
     MegatronContents,
     Shards,
+    layer_prefixes,
     pipeline_name,
     read_state_dict,
 )
@@ -52,7 +53,10 @@ def read_universal(folder: Path) -> MegatronContents:
         state["optimizer"] = read_state_dict(path)
     layout = _Layout.of(folder, state)
     names = sorted(path.parent.name for path in (folder / ZERO).glob(f"*/{FP32}.pt"))
-    prefixes = _prefixes(names)
+    inner: dict[int, set[str]] = defaultdict(set)
+    for found_name in filter(None, map(NUMBERED.fullmatch, names)):
+        inner[int(found_name[1])].add(found_name[2])
+    prefixes = layer_prefixes(inner)
     kinds: dict[str, Shards] = {}
     for stem, kind in KINDS.items():
         found: Shards = {}
@@ -156,22 +160,6 @@ class _Layout:
 
     def _ambiguous(self, name: str) -> Exception:
         return user_error("universal-rows-ambiguous", folder=self.folder, name=name)
-
-
-def _prefixes(names: list[str]) -> dict[int, str]:
-    """By number in DeepSpeed's pipeline the prefix of its names in the complete model."""
-    inner: dict[int, set[str]] = {}
-    for name in names:
-        if found := NUMBERED.fullmatch(name):
-            inner.setdefault(int(found[1]), set()).add(found[2])
-    prefixes: dict[int, str] = {}
-    layer = 0
-    for number, own in sorted(inner.items()):
-        if any("attention." in name for name in own):
-            prefixes[number], layer = f"layers.{layer}.", layer + 1
-        elif own <= NORM_KEYS:
-            prefixes[number] = "final_norm."
-    return prefixes
 
 
 def _steps(folder: Path, name: str) -> int | None:
