@@ -133,16 +133,11 @@ def always(**fields: Any) -> Row:
     return Row(lambda config: dict(fields), lambda model: {})
 
 
-def switch(key: str, part: str, default: bool, *, on: Fields, off: Fields) -> Row:
-    """A boolean key."""
-    return choice(key, part, default, {True: on, False: off})
-
-
 def tied(default: bool) -> Row:
     """Whether embedding and output layer share their weights."""
     name = "untie_embeddings_and_output_weights"
-    key = "tie_word_embeddings"
-    return switch(key, "sharing of the embedding", default, on={name: False}, off={name: True})
+    meanings = {value: {name: not value} for value in (True, False)}
+    return choice("tie_word_embeddings", "sharing of the embedding", default, meanings)
 
 
 def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:

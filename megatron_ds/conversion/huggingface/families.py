@@ -21,7 +21,6 @@ from megatron_ds.conversion.huggingface.config_rows import (
     number,
     only,
     rope,
-    switch,
     tied,
 )
 
@@ -150,19 +149,25 @@ GPT2 = Family(
     buffers=("attn.bias", "attn.masked_bias"),
 )
 
+NEOX_LAYER = {
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "attention.query_key_value",
+    "attention.proj": "attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.fc_in": "mlp.dense_h_to_4h",
+    "mlp.fc_out": "mlp.dense_4h_to_h",
+}
+BLOOM_LAYER = {
+    **NEOX_LAYER,
+    "attention.qkv": "self_attention.query_key_value",
+    "attention.proj": "self_attention.dense",
+}
 GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     prefix="gpt_neox.",
     names={"embedding.word": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
     layer="layers.{}",
-    inner={
-        "attention_norm": "input_layernorm",
-        "attention.qkv": "attention.query_key_value",
-        "attention.proj": "attention.dense",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.fc_in": "mlp.dense_h_to_4h",
-        "mlp.fc_out": "mlp.dense_4h_to_h",
-    },
+    inner=NEOX_LAYER,
     rows=(
         *SIZES,
         *DROPOUTS,
@@ -180,14 +185,6 @@ GPT_NEOX = Family(
     buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
 )
 
-BLOOM_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attention.query_key_value",
-    "attention.proj": "self_attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.fc_in": "mlp.dense_h_to_4h",
-    "mlp.fc_out": "mlp.dense_4h_to_h",
-}
 BLOOM = Family(
     architecture="BloomForCausalLM",
     prefix="transformer.",
@@ -232,8 +229,10 @@ FALCON = Family(
         number("layer_norm_epsilon", "norm_epsilon", float, 1e-5),
         choice("activation", ACTIVATION, "gelu", ACTIVATIONS),
         tied(True),
-        switch("bias", PART_OF_BIASES, False, on={"add_bias_linear": True}, off=WITHOUT_BIAS),
-        switch("multi_query", QUERY_GROUPS, True, on={"num_query_groups": 1}, off={}),
+        choice(
+            "bias", PART_OF_BIASES, False, {on: {"add_bias_linear": on} for on in (True, False)}
+        ),
+        choice("multi_query", QUERY_GROUPS, True, {True: {"num_query_groups": 1}, False: {}}),
         only("parallel_attn", PARALLEL, True, False),
         only("new_decoder_architecture", PARALLEL, False, False),
         only("alibi", "ALiBi that is scaled with the attention scores", False, False),

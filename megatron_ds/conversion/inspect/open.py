@@ -27,6 +27,9 @@ PROCESS_GROUPS = frozenset({"checkpoint", "logging", "runtime"})
 """Groups of settings that do not describe what is in a checkpoint."""
 
 
+COUNTERS = ("iteration", "consumed_samples", "applied_samples")
+
+
 @dataclass(frozen=True)
 class SourcePosition:
     """How far a run has read a source of its training data."""
@@ -95,8 +98,8 @@ def open_checkpoint(
         format=source.format,
         tensors={WEIGHT: weights.tensors, **_states_of(source, weights)},
         settings=_settings_of(source),
-        progress=_progress_of(source),
-        scalars=_scalars_of(source),
+        progress=_known({name: getattr(source.run, name, None) for name in COUNTERS}),
+        scalars=_known({"steps": source.run.steps, **source.run.scalars} if source.run else {}),
     )
     return opened if source.native is None else _with_run(opened, source.native, weights)
 
@@ -121,14 +124,7 @@ def _settings_of(source: SourceCheckpoint) -> dict[str, Mapping[str, Any]]:
     return {"model": model, "tokenizer": settings.tokenizer, "special ids": settings.special_ids}
 
 
-def _progress_of(source: SourceCheckpoint) -> dict[str, Any]:
-    names = ("iteration", "consumed_samples", "applied_samples")
-    values = {} if source.run is None else {name: getattr(source.run, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _scalars_of(source: SourceCheckpoint) -> dict[str, Any]:
-    values = {} if source.run is None else {"steps": source.run.steps, **source.run.scalars}
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,50 +57,56 @@ def write_megatron(
     """
     check_parts(source, options)
     state = common_state(source, options)
-    tp_size, pp_size = options.tp_size, options.pp_size
     with checkpoint_folder(source, folder) as temporary:
-        for stage in range(pp_size):
-            for rank in range(tp_size):
-                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp_size > 1 else "")
+        for stage in range(options.pp_size):
+            for rank in range(options.tp_size):
+                name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if options.pp_size > 1 else "")
                 path = temporary / name / "model_optim_rng.pt"
                 path.parent.mkdir()
-                part = _Stage(source, stage, pp_size, rank, tp_size, on_tensor)
+                part = _Stage(source, options, stage, rank, on_tensor)
                 content = {**state, "model": part.model()}
                 if source.training is not None:
                     content["optimizer"] = part.optimizer(source.training, options.adam)
                 torch.save(content, path)
 
 
+@dataclass(frozen=True)
 class _Stage:
     """The weights of one tensor-parallel rank of one pipeline stage."""
 
-    def __init__(
-        self,
-        source: SourceCheckpoint,
-        stage: int,
-        pp_size: int,
-        rank: int,
-        tp_size: int,
-        on_tensor: OnTensor,
-    ) -> None:
-        self._source, self._model = source, source.settings.model
-        self._rank, self._tp_size, self._on_tensor = rank, tp_size, on_tensor
-        per_stage = self._model.num_layers // pp_size
-        self._layers = range(stage * per_stage, (stage + 1) * per_stage)
-        self._is_first, self._is_last = stage == 0, stage == pp_size - 1
+    source: SourceCheckpoint
+    options: WriteOptions
+    stage: int
+    rank: int
+    on_tensor: OnTensor
+
+    @property
+    def layers(self) -> range:
+        size = self.source.settings.model.num_layers // self.options.pp_size
+        return range(self.stage * size, (self.stage + 1) * size)
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.options.pp_size - 1
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the output layer has the embedding of another stage."""
+        return self.is_last and self.stage > 0 and "head.weight" not in self.source.tensors
 
     def model(self) -> dict[str, Any]:
         language_model: dict[str, Any] = {}
-        if self._is_first:
+        if self.stage == 0:
             language_model["embedding"] = {
-                name: {"weight": shard} for name, shard in self._tables()
+                f"{kind}_embeddings": {"weight": self._shard(name)}
+                for kind in ("word", "position")
+                if (name := f"embedding.{kind}.weight") in self.source.tensors
             }
         language_model["encoder"] = dict(self._encoder())
-        tensors = self._source.tensors
-        if self._is_last and "head.weight" in tensors:
+        if self.is_last and "head.weight" in self.source.tensors:
             language_model["output_layer"] = {"weight": self._shard("head.weight")}
         model: dict[str, Any] = {"language_model": language_model}
-        if self._is_last and not self._is_first and "head.weight" not in tensors:
+        if self.has_copy:
             copy = self._shard("embedding.word.weight")
             model["word_embeddings_for_head"] = {"weight": copy}
         return model
@@ -107,12 +114,11 @@ class _Stage:
     def optimizer(self, training: SavedRun, adam: str) -> dict[str, Any]:
         """The state dict of the optimizer: parameters with weight decay first, each in the order of
         the model."""
-        own = [name for name in self._source.tensors if self._has(name)]
-        if self._is_last and not self._is_first and "head.weight" not in self._source.tensors:
-            own.append("embedding.word.weight")  # the copy for the output layer
+        own = [name for name in self.source.tensors if self._has(name)]
+        own += ["embedding.word.weight"] if self.has_copy else []
         groups = adam_groups(training, adam)
         by_group = [
-            [name for name in own if (len(self._source.tensors[name].shape) > 1) == is_decayed]
+            [name for name in own if (len(self.source.tensors[name].shape) > 1) == is_decayed]
             for is_decayed in (True, False)
         ]
         count = itertools.count()
@@ -122,12 +128,12 @@ class _Stage:
             group["params"] = numbers
             for number, name in zip(numbers, names, strict=True):
                 states[number] = {
-                    kind: self._shard(name, self._source.optimizer[kind]) for kind in MOMENTS
+                    kind: self._shard(name, self.source.optimizer[kind]) for kind in MOMENTS
                 }
                 if adam == TORCH:
                     states[number]["step"] = torch.tensor(training.steps, dtype=torch.float32)
         inner = {"state": states, "param_groups": groups}
-        masters = self._source.optimizer.get(MASTER)
+        masters = self.source.optimizer.get(MASTER)
         if masters is None:
             return inner
         kept = [[self._shard(name, masters) for name in names] for names in by_group]
@@ -136,36 +142,31 @@ class _Stage:
     def _has(self, name: str) -> bool:
         """Whether a parameter is in this stage, other than as a copy."""
         if name.startswith("layers."):
-            return int(name.split(".")[1]) in self._layers
-        return self._is_first if name.startswith("embedding.") else self._is_last
-
-    def _tables(self) -> Iterator[tuple[str, Tensor]]:
-        yield "word_embeddings", self._shard("embedding.word.weight")
-        if "embedding.position.weight" in self._source.tensors:
-            yield "position_embeddings", self._shard("embedding.position.weight")
+            return int(name.split(".")[1]) in self.layers
+        return self.stage == 0 if name.startswith("embedding.") else self.is_last
 
     def _encoder(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self._source.tensors:
+        for name in self.source.tensors:
             inner = megatron_name(name, core=False)
             if name.startswith("layers.") and self._has(name):
-                number = int(name.split(".")[1]) - self._layers.start
+                number = int(name.split(".")[1]) - self.layers.start
                 yield f"layers.{number}.{inner}", self._shard(name)
-            elif name.startswith("final_norm.") and self._is_last:
+            elif name.startswith("final_norm.") and self.is_last:
                 yield inner, self._shard(name)
 
     def _shard(self, name: str, tensors: TensorReaders | None = None) -> Tensor:
         """A tensor's part of this rank, in Megatron's order, in memory of its own."""
-        model = self._model
-        tensor = (self._source.tensors if tensors is None else tensors)[name]
+        model, tp_size = self.source.settings.model, self.options.tp_size
+        tensor = (self.source.tensors if tensors is None else tensors)[name]
         full = tensor.read()
         if name in VOCABULARY_TABLES:
-            full = padded(full, padded_vocab(self._source, self._tp_size))
+            full = padded(full, padded_vocab(self.source, tp_size))
         if ".attention.qkv." in name:
             full = grouped(full, model)
         spec = _spec(name, full, model)
         if spec is not None:
-            full = take_shard(full, spec, self._rank, self._tp_size)
-        self._on_tensor(name, tensor.nbytes // self._tp_size)
+            full = take_shard(full, spec, self.rank, tp_size)
+        self.on_tensor(name, tensor.nbytes // tp_size)
         return full.clone()  # torch.save writes the whole storage of a view
 
 
