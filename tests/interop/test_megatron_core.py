@@ -209,6 +209,20 @@ def gpt_config(megatron: SimpleNamespace, **values: Any) -> Any:
     return megatron.gpt.GPTDatasetConfig(tokenizer=Named(), **dict.fromkeys(flags, False), **values)
 
 
+OPTIONS = {"seq_length": 16, "seed": 5, "tokenizer_fingerprint": "", "vocab_size": 100}
+"""Of `build_datasets`, to which those of `build_theirs` are equal."""
+
+
+def build_theirs(megatron: SimpleNamespace, samples: Sequence[int], **values: Any) -> Any:
+    config = gpt_config(megatron, random_seed=5, sequence_length=16, **values)
+    builder = megatron.build(megatron.gpt.GPTDataset, [*samples], lambda: True, config)
+    return builder.build()
+
+
+def sample_of(each: Any) -> list[int]:
+    return [*each["tokens"].tolist(), int(each["labels"][-1])]
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=25),
@@ -290,23 +304,15 @@ def test_a_run_reads_the_samples_that_theirs_would_of_the_same_documents(
     documents = [sequences[at : at + length] for at in range(0, size, length)]
     prefix = written_by_us(tmp_path / "p", documents, 100)
     wanted = (7 * size // 3, 40, 10)
-    theirs = megatron.build(
-        megatron.gpt.GPTDataset,
-        list(wanted),
-        lambda: True,
-        gpt_config(
-            megatron, random_seed=5, sequence_length=16, blend=([prefix], None),
-            split=split.replace("/", ","), path_to_cache=str(tmp_path / "theirs"),
-        ),
-    ).build()  # fmt: skip
-    config = DataConfig(
-        data_path=(prefix,),
-        split=split,
-        split_rounding=rounding,
-        data_cache_path=str(tmp_path / "ours"),
+    cache = str(tmp_path / "theirs")
+    their_split = split.replace("/", ",")
+    theirs = build_theirs(
+        megatron, wanted, blend=([prefix], None), split=their_split, path_to_cache=cache
     )
-    options = {"seq_length": 16, "seed": 5, "tokenizer_fingerprint": "", "vocab_size": 100}
-    ours = build_datasets(config, num_samples=wanted, **options)
+    config = DataConfig(
+        data_path=(prefix,), split=split, split_rounding=rounding, data_cache_path=str(tmp_path)
+    )
+    ours = build_datasets(config, num_samples=wanted, **OPTIONS)
     file = IndexedDataset(prefix)
     bounds = SPLITS[size, split]
     their_bounds = OF_MEGATRON_CORE.get((size, split), bounds)
@@ -325,8 +331,7 @@ def test_a_run_reads_the_samples_that_theirs_would_of_the_same_documents(
         samples = [our[at].tolist() for at in range(len(our))]
         assert samples == [expected[at].tolist() for at in range(len(expected))]
         assert their.indices.tolist() == list(range(*other))
-        of_theirs = [[*each["tokens"].tolist(), int(each["labels"][-1])] for each in their]
-        assert (of_theirs == samples) == (other == (first, end))
+        assert ([*map(sample_of, their)] == samples) == (other == (first, end))
 
 
 @pytest.mark.parametrize("weights", [(5.0, 3.0, 2.0), (0.7, 0.29, 0.01), (1.0, 1.0, 1.0), None])
@@ -348,16 +353,9 @@ def test_a_blend_gives_the_samples_that_theirs_would(
         for name, size in (("a", 200), ("b", 310), ("c", 1083))
     ]
     wanted = (600, 40, 20) if weights else (500, 40, 20)
-    given = weights and list(weights)
-    theirs = megatron.build(
-        megatron.gpt.GPTDataset,
-        list(wanted),
-        lambda: True,
-        gpt_config(
-            megatron, random_seed=5, sequence_length=16, blend=(prefixes, given),
-            split="90,5,5", path_to_cache=str(tmp_path / "theirs"), mid_level_dataset_surplus=0.005,
-        ),
-    ).build()  # fmt: skip
+    cache = {"path_to_cache": str(tmp_path / "theirs"), "mid_level_dataset_surplus": 0.005}
+    blend = (prefixes, weights and list(weights))
+    theirs = build_theirs(megatron, wanted, blend=blend, split="90,5,5", **cache)
     words = [str(word) for pair in zip(weights or (), prefixes, strict=False) for word in pair]
     config = DataConfig(
         data_path=tuple(words or prefixes),
@@ -366,19 +364,15 @@ def test_a_blend_gives_the_samples_that_theirs_would(
         blend_order="megatron",
         data_cache_path=str(tmp_path / "ours"),
     )
-    options = {"seq_length": 16, "seed": 5, "tokenizer_fingerprint": "", "vocab_size": 100}
-    ours = build_datasets(config, num_samples=wanted, **options)
+    ours = build_datasets(config, num_samples=wanted, **OPTIONS)
     assert ours.progress is not None
-    history = ours.progress.history_after(250)
-    resumed = build_datasets(
-        config, num_samples=wanted, history=history, consumed=250, **options
-    ).train
+    done = {"history": ours.progress.history_after(250), "consumed": 250}
+    resumed = build_datasets(config, num_samples=wanted, **done, **OPTIONS).train
     parts = (ours.train, ours.valid[""], ours.test[""])
     for their, our, count in zip(theirs, parts, wanted, strict=True):
         assert our is not None
         for at in range(min(count, len(their))):
-            sample = their[at]
-            expected = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
+            expected = sample_of(their[at])
             assert our[at].tolist() == expected, at
             if our is ours.train and at >= 250:
                 assert resumed is not None
