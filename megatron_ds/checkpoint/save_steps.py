@@ -106,15 +106,15 @@ class SaveSteps:
         try:
             yield from self._work()
         except FolderLostError as error:
-            raise self._error("save-folder-lost") from error
+            raise self._save_error("save-folder-lost") from error
         except OSError as error:
             try:
                 yield from self._clean_up()
             except FolderLostError:
-                raise self._error("save-folder-lost") from error
+                raise self._save_error("save-folder-lost") from error
             except OSError:
                 pass  # the next save removes what cannot be removed now
-            raise self._error("save-failed", error=error) from error
+            raise self._save_error("save-failed", error=error) from error
 
     def _work(self) -> Steps:
         self.warnings += yield RankWork(self._prepare, on_all=False)
@@ -125,7 +125,7 @@ class SaveSteps:
         yield RankWork(self._require_folder, on_all=False)
         yield RankWork(lambda: local_files.remove_temporary(self.folder), on_all=False)
 
-    def _error(self, code: str, **values: object) -> SaveError:
+    def _save_error(self, code: str, **values: object) -> SaveError:
         folder = self.shown_folder
         return SaveError(Problem(code, iteration=self.iteration, folder=folder, **values))
 

@@ -18,7 +18,12 @@ from tests.problems import raises_problem
 PROBLEM = Problem.of("not-positive", f"{option('seq_length')} 0: must be positive", "seq_length")
 
 
-CREATORS: dict[str, set[str]] = {"Problem": set(), "user_error": set(), "library_errors": {"why"}}
+CREATORS: dict[str, set[str]] = {
+    "Problem": set(),
+    "user_error": set(),
+    "library_errors": {"why"},
+    "_save_error": {"iteration", "folder"},
+}
 """Functions that create a problem, with the values that they add."""
 RULE_VALUES = frozenset({"combination", "closest"})
 """Values that a `Rule` of megatron_ds/config/support_matrix.py adds to its problem itself."""
