@@ -134,7 +134,7 @@ def pinned_version() -> str:
     return str(version)
 
 
-def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, str]]:
+def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, ...]]:
     """The accepted pairs of values that no case of the layouts passed with a version."""
     result = record.get(version, {}).get(LAYOUTS, {})
     if "layouts" not in result:
@@ -142,7 +142,7 @@ def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, str]]:
     defaults = {name: axis.default for name, axis in support_matrix.AXES.items()}
     passed = [
         {**defaults, **layout}.items()
-        for name, layout in result.get("layouts", {}).items()
+        for name, layout in result["layouts"].items()
         if name not in result["failed"]
     ]
     accepted = (
@@ -151,12 +151,9 @@ def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, str]]:
         for pair in support_matrix.pairs(*axes)
         if support_matrix.obstacle(pair) is None
     )
-    missing = [pair for pair in accepted if not any(pair.items() <= run for run in passed)]
-    return [
-        (words[0], words[1])
-        for pair in missing
-        if (words := [f"{support_matrix.AXES[axis].title} {value}" for axis, value in pair.items()])
-    ]
+    missing = (pair for pair in accepted if not any(pair.items() <= run for run in passed))
+    titles = {name: axis.title for name, axis in support_matrix.AXES.items()}
+    return [tuple(f"{titles[axis]} {pair[axis]}" for axis in pair) for pair in missing]
 
 
 def _alternatives(values: Mapping[str, Iterable[str]]) -> list[str]:

@@ -42,7 +42,10 @@ class TpWorkerGroup(Generic[Job, Result]):
                 which get the same results.
         """
         self._run = run
-        self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
+        self._is_alone = dist.get_world_size() == 1
+        self._group = None
+        if not self._is_alone:
+            self._group = dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
 
     def run_as_leader(self, job: Job, cancelled: threading.Event) -> Result:
         """Runs a job on all ranks, on the first rank.
@@ -55,6 +58,8 @@ class TpWorkerGroup(Generic[Job, Result]):
             TpGroupBroken: If the ranks did not end the job alike.
             Exception: The job's own, if all ranks raised it.
         """
+        if self._is_alone:
+            return self._run(job, lambda: not cancelled.is_set())
         self._broadcast([job])
         return self._run_in_step(job, lambda: not cancelled.is_set())
 
@@ -78,8 +83,9 @@ class TpWorkerGroup(Generic[Job, Result]):
 
     def shutdown_followers(self) -> None:
         """Ends the followers; ignores the ones that a launcher has already ended."""
-        with suppress(TpGroupBroken):
-            self._broadcast(None)
+        if not self._is_alone:
+            with suppress(TpGroupBroken):
+                self._broadcast(None)
 
     def _run_in_step(self, job: Job, flag: ShouldContinue) -> Result:
         """Runs a job, whose `should_continue` is the first rank's `flag`."""

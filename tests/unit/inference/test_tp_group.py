@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import MagicMock
 
 import pytest
 
+from megatron_ds.inference import tp_group
 from megatron_ds.inference.tp_group import ShouldContinue, TpWorkerGroup
 
 
-def test_a_job_returns_raises_or_is_cancelled(one_process: None) -> None:
+def test_one_process_communicates_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    communication = MagicMock()
+    communication.get_world_size.return_value = 1
+    monkeypatch.setattr(tp_group, "dist", communication)
+
     def run(job: str, should_continue: ShouldContinue) -> str:
-        return f"{len(job) // len(job)} {should_continue()}"
+        if job == "divide":
+            raise ZeroDivisionError
+        return f"{job} {should_continue()}"
 
     group = TpWorkerGroup[str, str](run)
     cancelled = threading.Event()
-    assert group.run_as_leader("job", cancelled) == "1 True"
+    assert group.run_as_leader("job", cancelled) == "job True"
     with pytest.raises(ZeroDivisionError):
-        group.run_as_leader("", cancelled)
+        group.run_as_leader("divide", cancelled)
     cancelled.set()
-    assert group.run_as_leader("job", cancelled) == "1 False"
+    assert group.run_as_leader("job", cancelled) == "job False"
     group.shutdown_followers()
+    assert [call[0] for call in communication.method_calls] == ["get_world_size"]
