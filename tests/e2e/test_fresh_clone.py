@@ -25,33 +25,21 @@ from tests.e2e.runs import REPOSITORY, Launcher, Run, free_port, losses
 from tests.fork_server import clean_environment
 from tools import make_corpus
 
-SMALL = {
-    "--num-layers": "2",
-    "--hidden-size": "64",
-    "--num-attention-heads": "4",
-    "--seq-length": "128",
-    "--micro-batch-size": "1",
-    "--global-batch-size": "2",
-    "--train-iters": "4",
-    "--lr-warmup-iters": "1",
-    "--save-interval": "2",
-    "--log-interval": "1",
-    "--eval-interval": "4",
-    "--eval-iters": "1",
-}
-VARIABLES = {
-    "LAYERS": "2",
-    "HIDDEN": "32",
-    "HEADS": "4",
-    "SEQ": "32",
-    "ITERS": "4",
-    "EVAL_ITERS": "1",
-    "MICRO": "1",
-    "GLOBAL": "4",
-    "LOG_INTERVAL": "1",
-    "PRECISION": "--bf16",
-    "WORKERS": "2",
-}
+
+def by_name(*pairs: str) -> dict[str, str]:
+    """The values of `name value` or `name=value`."""
+    return dict(re.split("[ =]", pair) for pair in pairs)
+
+
+SMALL = by_name(
+    *("--num-layers 2", "--hidden-size 64", "--num-attention-heads 4", "--seq-length 128"),
+    *("--micro-batch-size 1", "--global-batch-size 2", "--train-iters 4", "--lr-warmup-iters 1"),
+    *("--save-interval 2", "--log-interval 1", "--eval-interval 4", "--eval-iters 1"),
+)
+VARIABLES = by_name(
+    *("LAYERS=2", "HIDDEN=32", "HEADS=4", "SEQ=32", "ITERS=4", "EVAL_ITERS=1", "MICRO=1"),
+    *("GLOBAL=4", "LOG_INTERVAL=1", "PRECISION=--bf16", "WORKERS=2"),
+)
 """Variables that examples/README.md documents."""
 BROUGHT = {
     "my-corpus.jsonl": "my.jsonl",

@@ -1,4 +1,4 @@
-"""Environment variables, the process group, the device and printing."""
+"""Environment variables, the process group, the device, printing and the time of start-up."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import io
 import os
 import sys
+import time
 from pathlib import Path
 from unittest.mock import MagicMock, create_autospec
 
@@ -18,8 +19,9 @@ from megatron_ds.config import RuntimeConfig
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.gpt_dataset import GPTDataset
-from megatron_ds.launch import device, distributed, environment, output
+from megatron_ds.launch import device, distributed, environment, output, startup_timer
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle
+from megatron_ds.launch.startup_timer import StartupTimer, process_age
 from megatron_ds.training.jsonl_logger import JsonLines
 from tests.problems import raises_problem
 
@@ -300,3 +302,23 @@ def test_value_error_of_the_package_is_a_defect() -> None:
     with pytest.raises(ValueError, match="0 sources") as raised:
         blend_order([], 3)
     assert not output.is_user_error(raised.value)
+
+
+def test_phase_begins_at_the_end_of_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 11.5, 15.5])
+    monkeypatch.setattr(startup_timer, "process_age", lambda: 0.25)
+    monkeypatch.setattr(time, "monotonic", lambda: next(times))
+    start = StartupTimer()
+    start.mark("settings")
+    start.mark("libraries")
+    assert start.phases == [("interpreter", 0.25), ("settings", 1.5), ("libraries", 4.0)]
+    assert start.summary_line() == (
+        "start-up (s) | interpreter: 0.25 | settings: 1.50 | libraries: 4.00 | all: 5.75 |"
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc")
+def test_process_age_increases() -> None:
+    first = process_age()
+    time.sleep(0.05)
+    assert 0 < first < process_age()

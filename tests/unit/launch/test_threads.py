@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.launch import liveness, threads
+from megatron_ds.launch import distributed, liveness
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle
 
 
@@ -28,7 +28,7 @@ def location(host: str, *cores: int) -> HostLocation:
 def test_cores_are_shared_by_the_ranks_that_may_use_them(
     ranks: list[HostLocation], expected: int
 ) -> None:
-    assert threads.threads_of(ranks[0], ranks) == expected
+    assert distributed.threads_of(ranks[0], ranks) == expected
 
 
 def start(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, proc: Path) -> None:
@@ -50,7 +50,7 @@ def test_variable_that_torchrun_was_started_with_is_the_user_s_choice(
     chosen: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     start({"PATH": "/bin", **chosen}, monkeypatch, tmp_path)
-    assert threads.is_default_of_torchrun() == (not chosen)
+    assert distributed.is_default_of_torchrun() == (not chosen)
 
 
 def test_unknown_launcher_s_variable_is_kept(
@@ -58,9 +58,9 @@ def test_unknown_launcher_s_variable_is_kept(
 ) -> None:
     monkeypatch.setattr(liveness, "PROC", tmp_path / "nothing")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert not threads.is_default_of_torchrun()
+    assert not distributed.is_default_of_torchrun()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert not threads.is_default_of_torchrun()
+    assert not distributed.is_default_of_torchrun()
 
 
 @pytest.mark.parametrize(("given", "torch_threads", "variable"), [(None, [3], "3"), ("2", [], "2")])
@@ -74,6 +74,6 @@ def test_threads_of_torch_and_of_later_libraries(
     if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     here = location("a", *range(6))
-    threads.choose_threads(here, [here, here])
+    distributed.choose_threads(here, [here, here])
     assert chosen == torch_threads
     assert os.environ["OMP_NUM_THREADS"] == variable

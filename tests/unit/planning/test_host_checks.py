@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from deepspeed import git_version_info
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config import device_support
@@ -194,3 +196,47 @@ def test_keys_are_passed_on_only_where_deepspeed_supports_them(
             quantized = "passed-key-approximates"
             expected = quantized if "quantized" in key else "passed-key-unverified"
             assert codes(warnings) == ([] if reason else [expected])
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+
+
+def swapping_problems() -> list[str]:
+    problem = swap_disk.find_problem()
+    return [] if problem is None else codes([problem])
+
+
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert swapping_problems() == ["op-without-compiler"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("home", "is_installed"), [(None, False), (None, True), ("/cuda", False)])
+def test_missing_toolkit_is_found(
+    home: str | None, is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_is_known_to_be_cpu", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", home)
+    monkeypatch.setitem(git_version_info.installed_ops, "async_io", is_installed)
+    assert ("nvme-without-toolkit" in swapping_problems()) is (home is None and not is_installed)
+
+
+@needs_compiler
+def test_missing_header_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_disk, "PROBE", "#include <no-such-header.h>")
+    assert swapping_problems() == ["nvme-without-libaio"]
+
+
+@pytest.mark.libaio
+def test_refusing_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_disk, "PROBE", "int main() { return 0; }")
+    assert swapping_problems() == []
+    monkeypatch.setattr(swap_disk, "PROBE", "int main() { return 1; }")
+    assert swapping_problems() == ["nvme-refused-by-kernel"]
+
+
+def test_host_has_memory() -> None:
+    assert 0 < host_checks.available_memory() <= host_checks.total_memory()
+    assert host_checks.lockable_memory() >= 0
