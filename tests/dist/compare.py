@@ -79,6 +79,25 @@ def decided_steps(run: Run, reference: Run, relative: float = RELATIVE) -> int:
     return len(reference.losses)
 
 
+def differing_names(one: Tensors, other: Tensors) -> list[str]:
+    """Names of the tensors that are not equal bit for bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def differing_bits(run: Run, other: Run) -> list[str]:
+    """What two runs do not have equal bit for bit, of all that they record of each step."""
+    found = [kind for kind in ("losses", "norms") if getattr(run, kind) != getattr(other, kind)]
+    for kind in ("gradients", "weights"):
+        steps = zip(getattr(run, kind), getattr(other, kind), strict=True)
+        found += [f"{kind} of {name}" for pair in steps for name in differing_names(*pair)]
+    return found
+
+
+def norm_of(tensors: Tensors) -> float:
+    return float(torch.stack([tensor.norm() for tensor in tensors.values()]).norm())
+
+
 def worst_difference(tensors: Tensors, reference: Tensors) -> tuple[float, str]:
     """The largest difference relative to the largest element of its tensor, and the tensor's name.
 

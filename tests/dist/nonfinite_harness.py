@@ -15,6 +15,7 @@ from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepResult, TrainState
 from tests.dist import parity_cases
+from tests.dist.compare import differing_names
 from tests.dist.engine_harness import batches_of, build, full_weights
 from tests.dist.parity_cases import Case, config_of
 from tests.dist.reference import Samples, Tensors
@@ -140,9 +141,3 @@ def corrupt_gradient(engine: ZeroEngine, value: float, rank: int = WORLD - 1) ->
     if hook is not None:
         assert not pending
         hook.remove()
-
-
-def differing_names(one: Tensors, other: Tensors) -> list[str]:
-    """Names of the tensors that are not equal bit for bit."""
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]

@@ -11,9 +11,8 @@ from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swa
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 from megatron_ds.config import Config
-from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning import swap_disk
-from tests.dist.engine_harness import batches_of, full_weights
+from tests.dist.engine_harness import Meshes, batches_of, full_weights
 from tests.dist.nonfinite_harness import Training
 from tests.dist.parity_cases import SAMPLES, Case, config_of, ds_file, plans_of
 from tests.dist.rank_jobs import Job, training
@@ -88,7 +87,7 @@ def swapping(job: Job) -> Job:
     return partial(_swapping, job)
 
 
-def _swapping(job: Job, meshes: dict[int, Mesh]) -> Any:
+def _swapping(job: Job, meshes: Meshes) -> Any:
     swap_small_tensors()
     return job(meshes)
 
@@ -113,54 +112,41 @@ def _are_swapped(optimizer: Any) -> list[bool]:
     return [optimizer._swappable_optimizer_subgroup(group) for group in groups]
 
 
-@dataclass
-class Resumed:
-    """Steps after a checkpoint, of the run that saved it and of those that loaded it."""
-
-    results: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Loss and norm of each step, by run."""
-    weights: dict[str, Tensors] = field(default_factory=dict)
-    saved_weights: Tensors = field(default_factory=dict)
-    """Weights at the time of the save."""
+Resumed = dict[str, tuple[list[tuple[float, float]], Tensors]]
+"""By run: loss and norm of each step after a checkpoint, and the weights then."""
 
 
-def resume_job(saved: Offload, loaded: dict[str, Offload], folder: Path) -> Job:
+def resume(saved: Offload, loaded: dict[str, Offload], folder: Path, meshes: Meshes) -> Resumed:
     """Saves in the middle of a run of a layout, and continues it in new engines.
 
     Args:
         saved: Layout of the run.
         loaded: Layouts that load its checkpoint.
         folder: For files; the ranks share it.
+        meshes: Those of this rank.
     """
-    return partial(_resume, saved, loaded, folder)
-
-
-def _resume(
-    saved: Offload, loaded: dict[str, Offload], folder: Path, meshes: dict[int, Mesh]
-) -> Resumed:
-    swap_small_tensors()
-    mesh, seen, schedule = meshes[saved.tp], Resumed(), {"train_iters": 100}
+    mesh, schedule = meshes[saved.tp], {"train_iters": 100}
     first = Training(saved.config(folder, schedule=schedule), mesh, 100)
     for _ in range(STEPS):
         first.step()
     swapped = _are_swapped(first.engine._engine.optimizer)
     assert set(swapped) == {True, False}
     first.engine.snapshot(copy=False).write(Path(folder) / TAG)
-    seen.saved_weights = full_weights(first.engine, mesh)
     state = first.state
-    _continue("continued", first, seen)
+    seen: Resumed = {"saved": ([], full_weights(first.engine, mesh))}
+    seen["continued"] = _continue(first)
     for name, layout in loaded.items():
         config = layout.config(folder, schedule=schedule)
         run = Training(config, mesh, 100)
         run.engine.load(folder, TAG)
         run.state = state
         run.batches = batches_of(config, mesh, run.samples, state.consumed_samples)
-        _continue(name, run, seen)
+        seen[name] = _continue(run)
     return seen
 
 
-def _continue(name: str, run: Training, seen: Resumed) -> None:
+def _continue(run: Training) -> tuple[list[tuple[float, float]], Tensors]:
     results = [run.step() for _ in range(STEPS)]
-    seen.results[name] = [(float(each.loss), float(each.grad_norm or 0)) for each in results]
-    seen.weights[name] = full_weights(run.engine, run.mesh)
+    weights = full_weights(run.engine, run.mesh)
     run.close()
+    return [(float(each.loss), float(each.grad_norm or 0)) for each in results], weights

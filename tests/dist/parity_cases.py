@@ -78,13 +78,7 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
         optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0
     ),
     "adamw": OptimizerConfig(
-        optimizer="adam",
-        lr=0.01,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        adam_eps=1e-3,
-        weight_decay=0.1,
-        clip_grad=0.1,
+        lr=0.01, adam_beta2=0.95, adam_eps=1e-3, weight_decay=0.1, clip_grad=0.1
     ),
     "lion": OptimizerConfig(
         optimizer="lion", lr=0.001, lion_beta2=0.95, weight_decay=0.1, clip_grad=0.1
@@ -101,16 +95,12 @@ OPTIMIZERS: dict[str, OptimizerConfig] = {
         clip_grad=0.1,
     ),
 }
-RATES: dict[str, tuple[float, ...]] = {
+OPTIMIZERS["8-bit"] = dataclasses.replace(OPTIMIZERS["adamw"], use_bnb_optimizer=True)
+RATES = dict.fromkeys(OPTIMIZERS, (0.01, 0.02, 0.005)) | {
     "sgd": (1.0, 0.5, 0.25),
-    "adamw": (0.01, 0.02, 0.005),
     "lion": (0.001, 0.002, 0.0005),
-    "muon": (0.01, 0.02, 0.005),
-    "grouped": (0.01, 0.02, 0.005),
-    "8-bit": (0.01, 0.02, 0.005),
 }
 """Learning rate of each step."""
-OPTIMIZERS["8-bit"] = dataclasses.replace(OPTIMIZERS["adamw"], use_bnb_optimizer=True)
 
 
 Changes = Mapping[str, Mapping[str, Any]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import StepPlan
+from tests.dist.compare import differences
 from tests.dist.engine_harness import EngineProbe, Meshes, prepare, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, samples_of
-from tests.dist.reference import Samples
+from tests.dist.reference import Run, Samples
 from tests.distributed import run_ranks
 
 Job = Callable[[Meshes], Any]
@@ -30,20 +32,10 @@ def training(
     plans: list[StepPlan],
     samples: Samples = SAMPLES,
     probe: EngineProbe | None = None,
-    *,
-    records_masks: bool = False,
-    tensors_of: Collection[int] | None = None,
+    **options: Any,
 ) -> Job:
     """A job whose results are the `Run`s of the ranks. Arguments as for `train`."""
-    return partial(
-        train,
-        config,
-        plans,
-        samples,
-        probe,
-        records_masks=records_masks,
-        tensors_of=tensors_of,
-    )
+    return partial(train, config, plans, samples, probe, **options)
 
 
 def case_training(
@@ -51,6 +43,11 @@ def case_training(
 ) -> Job:
     """The training of a parity case with changed fields, as `config_of` takes them."""
     return training(config_of(case, **changes), plans_of(case), samples_of(case), probe)
+
+
+def use_torch_random_numbers(engine: Any) -> None:
+    """A probe: compiled dropout draws the numbers of eager dropout."""
+    inductor.fallback_random = True
 
 
 def selected(request: pytest.FixtureRequest) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -84,6 +81,11 @@ class JobResults:
         if failures:
             pytest.fail("\n".join([f"{name} did not finish", *failures]))
         return self.results[name]
+
+    def differences(self, name: str, reference: Run) -> list[str]:
+        """How a training differs from a run of one process, on any rank."""
+        runs = enumerate(self.of(name))
+        return [f"rank {n}: {each}" for n, run in runs for each in differences(run, reference)]
 
 
 def run_jobs(world: int, jobs: Mapping[str, Job]) -> JobResults:

@@ -149,8 +149,7 @@ def train_reference(
             for part in parts:
                 rng.begin_step(config.runtime.seed, consumed, 0)
                 consumed += len(part)
-                mask = part[:, :-1] != EOD if config.data.eod_mask_loss else None
-                losses.append(model(part[:, :-1], part[:, 1:], mask).mean())
+                losses.append(_mean_loss(model, part, config))
             loss = torch.stack(losses).mean()
             loss.backward()
             reported = router_metrics(model.router_log.take())
@@ -184,20 +183,18 @@ def evaluate_reference(
         weights: Weights of the model.
         count: How many samples.
     """
-    options = {
-        "mesh": Mesh.single(),
-        "rng": RngStreams(0),
-        "seed": None,
-        "packing": packing_of(config),
-    }
-    model = GPTModel(config.model, **options).eval()
+    rng, packing = RngStreams(0), packing_of(config)
+    model = GPTModel(config.model, mesh=Mesh.single(), rng=rng, seed=None, packing=packing).eval()
     model.load_state_dict(weights)
     tokens = samples.batch(0, count)
-    losses = []
-    for part in tokens.split(micro_batch_size or len(tokens)):
-        mask = part[:, :-1] != EOD if config.data.eod_mask_loss else None
-        losses.append(model(part[:, :-1], part[:, 1:], mask).mean())
-    return torch.stack(losses).mean().item()
+    parts = tokens.split(micro_batch_size or len(tokens))
+    return torch.stack([_mean_loss(model, part, config) for part in parts]).mean().item()
+
+
+def _mean_loss(model: GPTModel, tokens: torch.Tensor, config: Config) -> torch.Tensor:
+    mask = tokens[:, :-1] != EOD if config.data.eod_mask_loss else None
+    loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:], mask).mean()
+    return loss
 
 
 class Lion(torch.optim.Optimizer):
@@ -256,11 +253,8 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step()
-        lr, decay, beta = (
-            self.param_groups[0]["lr"],
-            self.options.weight_decay,
-            self.options.muon_momentum,
-        )
+        lr, decay = self.param_groups[0]["lr"], self.options.weight_decay
+        beta = self.options.muon_momentum
         for (p, sizes), momentum in zip(self.matrices, self.momenta, strict=True):
             assert p.grad is not None
             momentum.mul_(beta).add_(p.grad)
@@ -295,38 +289,28 @@ def _optimizer(
     options: OptimizerConfig, config: ModelConfig, named: dict[str, torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Weight decay applies to matrices, not to biases and norms."""
+    # The biases of experts are stacked.
+    matrix_names = sorted(n for n, p in named.items() if p.dim() > 1 and not n.endswith(".bias"))
     matrices = []
     if options.optimizer == "muon":
-        hidden = {
-            name
-            for name, p in named.items()
-            if name.startswith("layers.") and p.dim() > 1 and not name.endswith(".bias")
-        }
-        matrices = [
-            (named[name], _fused_rows(config, name, named[name])) for name in sorted(hidden)
-        ]
+        hidden = [name for name in matrix_names if name.startswith("layers.")]
+        matrices = [(named[name], _fused_rows(config, name, named[name])) for name in hidden]
         named = {name: p for name, p in named.items() if name not in hidden}
     special = []
     if options.decoupled_lr is not None:
         for name in ("embedding.word.weight", "embedding.position.weight", "head.weight"):
             if name in named:
-                is_decayed_alone = name.startswith("embedding.")
-                special.append(
-                    {
-                        "params": [named[name]],
-                        "weight_decay": options.embedding_weight_decay
-                        if is_decayed_alone
-                        else options.weight_decay,
-                        "is_decoupled": name != "embedding.position.weight",
-                    }
-                )
-        own = {id(group["params"][0]) for group in special}
-        named = {name: p for name, p in named.items() if id(p) not in own}
-    # The biases of experts are stacked.
-    decaying = {name for name, p in named.items() if p.dim() > 1 and not name.endswith(".bias")}
+                is_embedding = name.startswith("embedding.")
+                decay = options.embedding_weight_decay if is_embedding else options.weight_decay
+                is_decoupled = name != "embedding.position.weight"
+                group = {"params": [named[name]], "weight_decay": decay}
+                special.append(group | {"is_decoupled": is_decoupled})
+        named = {n: p for n, p in named.items() if all(p is not g["params"][0] for g in special)}
+    decaying = [named[name] for name in matrix_names if name in named]
+    others = [named[name] for name in sorted(named.keys() - {*matrix_names})]
     groups = [
-        {"params": [named[n] for n in sorted(decaying)], "weight_decay": options.weight_decay},
-        {"params": [named[n] for n in sorted(named.keys() - decaying)], "weight_decay": 0.0},
+        {"params": decaying, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
         *special,
     ]
     if options.optimizer == "sgd":

@@ -51,36 +51,28 @@ def caller() -> str:
     return "elsewhere"
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self, places: Counter[str]) -> None:
-        super().__init__()
-        self._places = places
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if getattr(func, "__name__", "") in READS:
-            self._places[caller()] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Operators(TorchDispatchMode):
-    def __init__(self, places: Counter[str]) -> None:
-        super().__init__()
-        self._places = places
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if str(func).startswith(OPERATORS):
-            self._places[caller()] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def reads_of(action: Callable[[], object]) -> Counter[str]:
     """Where an action reads values of tensors, by caller."""
     places: Counter[str] = Counter()
-    with _Functions(places), _Operators(places):
+
+    def call(is_read: bool, func: Any, args: Any, kwargs: Any) -> object:
+        if is_read:
+            places[caller()] += 1
+        return func(*args, **(kwargs or {}))
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            return call(getattr(func, "__name__", "") in READS, func, args, kwargs)
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            return call(str(func).startswith(OPERATORS), func, args, kwargs)
+
+    with Functions(), Operators():
         action()
     return places
 

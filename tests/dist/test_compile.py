@@ -14,7 +14,14 @@ from torch._inductor import config as inductor
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case
-from tests.dist.rank_jobs import Job, JobResults, case_training, has_proofs, run_by_world
+from tests.dist.rank_jobs import (
+    Job,
+    JobResults,
+    case_training,
+    has_proofs,
+    run_by_world,
+    use_torch_random_numbers,
+)
 from tests.dist.reference import Run
 
 ONE_PROCESS = Case(1, 1, 1, 4, "learned", "adamw")
@@ -34,11 +41,6 @@ def with_dropout(granularity: str | None, compiled: bool, probe: Any) -> Job:
     dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
     recompute = {"recompute_granularity": granularity}
     return job(WITH_DROPOUT, compiled, probe, model=dropout, recompute=recompute)
-
-
-def use_torch_random_numbers(engine: Any) -> None:
-    """Compiled dropout draws the numbers of eager dropout."""
-    inductor.fallback_random = True
 
 
 def use_inductor_random_numbers(engine: Any) -> None:

@@ -26,7 +26,7 @@ from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.full_weights import lazy_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, read_manifest, read_run
-from megatron_ds.config import CheckpointConfig, Config
+from megatron_ds.config import CheckpointConfig
 from megatron_ds.conversion.native import source_of
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.readback import master_weights
@@ -36,9 +36,9 @@ from megatron_ds.model.moe import MoE
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import expert_group
-from megatron_ds.train_state import TrainState
-from tests.dist.compare import differences
+from tests.dist.compare import differing_names, norm_of
 from tests.dist.engine_harness import Meshes, batches_of, build, full_weights, train
+from tests.dist.nonfinite_harness import Training
 from tests.dist.parity_cases import (
     OPTIMIZERS,
     SAMPLES,
@@ -226,13 +226,12 @@ def test_experts_train_like_one_process(name: str, results: JobResults) -> None:
     reference = train_alone(case, LoopOverExperts() if is_long else None)
     clip = OPTIMIZERS[case.optimizer].clip_grad
     assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
-    for rank, run in enumerate(results.of(name)):
-        assert differences(run, reference) == [], f"rank {rank}"
+    assert results.differences(name, reference) == []
+    for run in results.of(name):
         for step, expected in zip(run.routing, reference.routing, strict=True):
             if expected:
                 assert step == pytest.approx(expected, rel=1e-5)
-        norm = math.sqrt(sum(weight.square().sum() for weight in reference.weights[-1].values()))
-        assert run.notes["params norm"] == pytest.approx(norm, rel=1e-5)
+        assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", HALF)
@@ -251,10 +250,6 @@ def test_experts_in_half_precision_have_the_norm_of_one_process(
                 assert error < ROUTER_ERROR, name
 
 
-def norm_of(tensors: Tensors) -> torch.Tensor:
-    return torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
-
-
 def skip(case: Case, meshes: Meshes) -> tuple[bool, bool, bool]:
     """Whether a step is skipped, the weights kept, and the next step applied."""
     config, (plan, *_) = config_of(case), plans_of(case)
@@ -270,7 +265,7 @@ def skip(case: Case, meshes: Meshes) -> tuple[bool, bool, bool]:
     for hook in hooks:
         hook.remove()
     after = full_weights(engine, mesh)
-    kept = all(torch.equal(after[name], before[name]) for name in before)
+    kept = differing_names(before, after) == []
     applied = not engine.train_step(batches, plan).skipped
     engine._engine.destroy()
     return skipped, kept, applied
@@ -320,28 +315,26 @@ def resume(case: Case, folder: str, meshes: Meshes) -> dict[str, Any]:
     options = CheckpointConfig(save=folder, load=folder)
     config = dataclasses.replace(config_of(case), checkpoint=options)
     mesh = meshes.of(config.parallel)
-    engine = build(config, mesh)
-    state = TrainState()
-    plans, batches = plans_of(case), batches_of(config, mesh, SAMPLES)
-    for plan in plans[:2]:
-        state = state.advance(plan, engine.train_step(batches, plan))
+    first = Training(config, mesh, STEPS)
+    for _ in range(2):
+        first.step()
+    engine = first.engine
     manager = CheckpointManager(config, mesh, lambda _: None, CollectiveIO())
-    manager.save(engine, state)
-    seen = {"own": full_weights(engine, mesh), "loss": evaluate(engine, config, mesh)}
+    manager.save(engine, first.state)
+    seen = {"own": full_weights(engine, mesh), "loss": evaluate(first)}
     seen["recorded sizes"] = [partition.size for partition in engine.partitions()]
     seen["sizes"] = [
-        size for sizes in gather_objects(flat_sizes(engine), engine._mesh.pp) for size in sizes
+        size for sizes in gather_objects(flat_sizes(engine), mesh.pp) for size in sizes
     ]
-    seen["continued"] = third_step(engine, config, mesh, case)
-    engine._engine.destroy()
+    seen["continued"] = last_step(first)
 
     found = manager.select()
     assert found is not None
-    engine = build(config, mesh)
-    assert manager.load(engine, found) == state
-    seen["loaded"] = full_weights(engine, mesh)
-    seen["resumed"] = third_step(engine, config, mesh, case)
-    engine._engine.destroy()
+    second = Training(config, mesh, STEPS)
+    second.state = manager.load(second.engine, found)
+    second.batches = batches_of(config, mesh, SAMPLES, second.state.consumed_samples)
+    seen["loaded"] = full_weights(second.engine, mesh)
+    seen["resumed"] = last_step(second)
     seen["folder"] = found.path
     return seen
 
@@ -354,30 +347,28 @@ def flat_sizes(engine: ZeroEngine) -> list[int]:
     return [sum(parameter.numel() for parameter in group["params"]) for group in groups]
 
 
-def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh) -> float:
+def evaluate(training: Training) -> float:
     """The loss of this rank's first micro-batch."""
-    loss = engine.eval_loss(batches_of(config, mesh, SAMPLES), 1)
+    loss = training.engine.eval_loss(batches_of(training.config, training.mesh, SAMPLES), 1)
     return float(loss.total) / float(loss.weight)
 
 
-def third_step(
-    engine: ZeroEngine, config: Config, mesh: Mesh, case: Case
-) -> tuple[float, float, Tensors]:
+def last_step(training: Training) -> tuple[float, float, Tensors]:
     """Loss, norm and the weights after it."""
-    plans = plans_of(case)
-    consumed = sum(plan.global_batch_size for plan in plans[:2])
-    result = engine.train_step(batches_of(config, mesh, SAMPLES, consumed), plans[2])
+    result = training.step()
     assert result.grad_norm is not None
-    return float(result.loss), float(result.grad_norm), full_weights(engine, mesh)
+    weights = full_weights(training.engine, training.mesh)
+    training.close()
+    return float(result.loss), float(result.grad_norm), weights
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_continues_bit_for_bit(name: str, results: JobResults) -> None:
     for seen in results.of(f"resume {name}"):
         assert seen["recorded sizes"] == seen["sizes"]
-        equal(seen["loaded"], seen["own"])
+        assert differing_names(seen["loaded"], seen["own"]) == []
         assert seen["resumed"][:2] == seen["continued"][:2]
-        equal(seen["resumed"][2], seen["continued"][2])
+        assert differing_names(seen["resumed"][2], seen["continued"][2]) == []
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -398,7 +389,8 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
     once = sum(v.numel() for n, v in first["own"].items() if ".experts." in n)
     assert elements == once + (case.tp - 1) * biases  # on every tensor-parallel rank
     found = read_run(path)
-    equal({n: v.read().float() for n, v in lazy_full_weights(found).items()}, first["own"])
+    weights = {n: v.read().float() for n, v in lazy_full_weights(found).items()}
+    assert differing_names(weights, first["own"]) == []
     model = load_model(source_of(found), Mesh.single(), torch.device("cpu"))
     of_first_stage = len(seen) // case.pp
     for dp_rank, one in enumerate(seen[: of_first_stage : case.tp]):
@@ -407,8 +399,3 @@ def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
         with torch.no_grad():
             loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
         assert float(loss) == pytest.approx(one["loss"], rel=1e-2 if "bf16" in name else 1e-5)
-
-
-def equal(tensors: Tensors, expected: Tensors) -> None:
-    assert tensors.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []

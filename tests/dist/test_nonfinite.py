@@ -16,8 +16,9 @@ import torch
 from megatron_ds.config import Config
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.train_state import SpikeLimits
+from tests.dist.compare import differing_names
 from tests.dist.engine_harness import Meshes, full_weights
-from tests.dist.nonfinite_harness import RATES, WORLD, Layout, Training, differing_names
+from tests.dist.nonfinite_harness import RATES, WORLD, Layout, Training
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, swapping
 from tests.dist.rank_jobs import JobResults, has_proofs, run_jobs
 
@@ -77,6 +78,7 @@ def train_with_skipped_step(
     skipped, changed = run.corrupted_step(value, layout.rank)
     last, end = run.step(), full_weights(run.engine, mesh)
     run.close()
+    results = [*good, skipped, last]
 
     reference = Training(config, mesh, steps)
     for _ in range(good_steps):
@@ -87,12 +89,12 @@ def train_with_skipped_step(
     differences = differing_names(end, full_weights(reference.engine, mesh))
     reference.close()
     return {
-        "skipped": [result.skipped for result in (*good, skipped, last)],
-        "spikes": [result.is_spike for result in (*good, skipped, last)],
-        "compared": [result.compared for result in (*good, skipped, last)],
-        "losses": [float(result.loss) for result in (*good, skipped, last)],
+        "skipped": [result.skipped for result in results],
+        "spikes": [result.is_spike for result in results],
+        "compared": [result.compared for result in results],
+        "losses": [float(result.loss) for result in results],
         "norm": skipped.grad_norm,
-        "loss scales": [result.loss_scale for result in (*good, skipped, last)],
+        "loss scales": [result.loss_scale for result in results],
         "has moments": has_moments,
         "changed by the skipped step": changed,
         "trained": differing_names(before, end),

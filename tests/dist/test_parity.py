@@ -10,7 +10,6 @@ from what the step did to the weights) and every weight after each step agree wi
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.dist import parity_cases
-from tests.dist.compare import differences
+from tests.dist.compare import differences, differing_bits, norm_of
 from tests.dist.parity_cases import Case, config_of, reference_of
 from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 from tests.dist.reference import Run
@@ -84,11 +83,10 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     clip = parity_cases.OPTIMIZERS[case.optimizer].clip_grad
     if clip:
         assert all(norm is not None and norm > 2 * clip for norm in reference.norms)
+    assert outcomes.differences(case.name, reference) == []
     for rank, run in enumerate(outcomes.of(case.name)):
-        assert differences(run, reference) == [], f"rank {rank}"
         assert run.rates == reference.rates
-        norm = math.sqrt(sum(weight.square().sum() for weight in reference.weights[-1].values()))
-        assert run.notes["params norm"] == pytest.approx(norm, rel=1e-5)
+        assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
         if case.optimizer == "sgd":
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
 
@@ -121,8 +119,7 @@ def _error_of_first_step(run: Run, reference: Run) -> float:
 
 
 def test_second_copies_of_parameters_change_nothing(outcomes: JobResults) -> None:
-    for rank, run in enumerate(outcomes.of("hpz")):
-        assert differences(run, reference_of(HPZ.model, HPZ.optimizer)) == [], f"rank {rank}"
+    assert outcomes.differences("hpz", reference_of(HPZ.model, HPZ.optimizer)) == []
 
 
 @pytest.mark.parametrize("case", ZERO3, ids=lambda case: case.name)
@@ -140,10 +137,7 @@ def test_zero3_never_materializes_the_full_model(case: Case, outcomes: JobResult
 def test_cases_do_not_influence_each_other(outcomes: JobResults) -> None:
     """The first case, repeated after all others on the same ranks, is equal bit for bit."""
     for run, again in zip(outcomes.of(CASES[0].name), outcomes.of(REPEATED), strict=True):
-        assert (run.losses, run.norms) == (again.losses, again.norms)
-        for before, after in zip(run.weights, again.weights, strict=True):
-            assert before.keys() == after.keys()
-            assert all(torch.equal(before[name], after[name]) for name in before)
+        assert differing_bits(run, again) == []
 
 
 def test_comparison_detects_a_wrong_gradient() -> None:

@@ -22,11 +22,11 @@ from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
 from tests.dist import parity_cases
-from tests.dist.compare import differences, worst_difference
-from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, parity_job, resume_job
+from tests.dist.compare import differing_bits, differing_names, norm_of, worst_difference
+from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, parity_job, resume, swapping
 from tests.dist.parity_cases import Case, config_of, ds_file, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs, training
-from tests.dist.reference import Samples, Tensors, train_reference
+from tests.dist.reference import Samples, train_reference
 
 LAYOUTS = [(1, 2), (2, 1), (3, 2)]
 """ZeRO stage and tensor-parallel size; `test_layouts.py` has all pairs."""
@@ -150,7 +150,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
             jobs[name] = parity_job(offload, folder)
     if WITHOUT_LIBAIO is None:
         loaded = {"nvme": RESUMED, "cpu": replace(RESUMED, optimizer="cpu", parameters="cpu")}
-        jobs["resume"] = resume_job(RESUMED, loaded, folder)
+        jobs["resume"] = swapping(functools.partial(resume, RESUMED, loaded, folder))
     for stage, in_fp32 in ACCUMULATING:
         config = accumulating_config(stage, in_fp32)
         jobs[f"accumulating-{stage}-{in_fp32}"] = training(config, ONE_LONG_STEP, EQUAL_SAMPLES)
@@ -213,22 +213,17 @@ def test_bf16_gradients_are_accumulated_in_fp32(outcomes: JobResults) -> None:
         for run in outcomes.of(f"accumulating-{stage}-{in_fp32}"):
             accumulated = "torch.float32" if in_fp32 else "torch.bfloat16"
             assert run.notes["types"] == ["torch.bfloat16", accumulated]
-            off = distance(run.gradients[0], wanted)
+            errors = {name: run.gradients[0][name] - wanted[name] for name in wanted}
+            off = norm_of(errors) / norm_of(wanted)
             assert off < 0.01 if in_fp32 else off > 0.03
-
-
-def distance(one: Tensors, other: Tensors) -> float:
-    """Norm of the difference of all tensors, relative to the norm of `other`."""
-    off = sum((one[name] - other[name]).square().sum() for name in other)
-    return float(torch.as_tensor(off / sum(x.square().sum() for x in other.values())).sqrt())
 
 
 @pytest.mark.parametrize(("stage", "tp", "remote"), OFFLOADED)
 def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: JobResults) -> None:
     """The process it is compared with knows no offloading; the parity cases run without it equal
     the same process."""
-    for run in outcomes.of(f"offloaded-{stage}-{tp}-{remote}"):
-        assert differences(run, reference_of("learned", "adamw")) == []
+    reference = reference_of("learned", "adamw")
+    assert outcomes.differences(f"offloaded-{stage}-{tp}-{remote}", reference) == []
 
 
 @pytest.mark.parametrize(
@@ -236,8 +231,7 @@ def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: 
     [pytest.param(n, marks=pytest.mark.libaio) if n in NEEDS_LIBAIO else n for n in OFFLOADS],
 )
 def test_states_on_a_disk_change_nothing(name: str, outcomes: JobResults) -> None:
-    for run in outcomes.of(name):
-        assert differences(run, reference_of("learned", "adamw")) == []
+    assert outcomes.differences(name, reference_of("learned", "adamw")) == []
 
 
 @pytest.mark.libaio
@@ -245,9 +239,10 @@ def test_states_on_a_disk_change_nothing(name: str, outcomes: JobResults) -> Non
 def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults) -> None:
     """Bit for bit, wherever the run that loads the checkpoint keeps its states."""
     for seen in outcomes.of("resume"):
-        assert seen.results[loaded] == seen.results["continued"]
-        assert differences_of_weights([seen.weights[loaded]], [seen.weights["continued"]]) == []
-        assert differences_of_weights([seen.weights[loaded]], [seen.saved_weights]) != []
+        (results, weights), (expected, continued) = seen[loaded], seen["continued"]
+        assert results == expected
+        assert differing_names(weights, continued) == []
+        assert differing_names(weights, seen["saved"][1]) != []
 
 
 @pytest.mark.parametrize(("switch", "stage", "tp", "bf16"), TIMING)
@@ -256,14 +251,7 @@ def test_when_a_gradient_is_sent_changes_no_bit(
 ) -> None:
     name = f"{switch}-{stage}-{tp}-{bf16}"
     for on, off in zip(outcomes.of(f"{name}-True"), outcomes.of(f"{name}-False"), strict=True):
-        assert (on.losses, on.norms) == (off.losses, off.norms)
-        assert differences_of_weights(on.weights, off.weights) == []
-
-
-def differences_of_weights(one: list[Tensors], other: list[Tensors]) -> list[str]:
-    """Names of the weights that are not equal bit for bit, of all steps."""
-    steps = zip(one, other, strict=True)
-    return [name for a, b in steps for name in a if not torch.equal(a[name], b[name])]
+        assert differing_bits(on, off) == []
 
 
 @pytest.mark.parametrize("stage", COMMUNICATED)

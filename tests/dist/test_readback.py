@@ -40,6 +40,7 @@ from tests.dist.reference import Samples
 from tests.dist.synchronization import reads_of_steps
 from tests.distributed import run_ranks
 from tests.problems import codes
+from tests.unit.engine.test_adam_kernels import FusedAdam
 
 BASE, APEX, QUANTIZED = "zero1 bf16", "zero1 apex", "zero3 quantized weights"
 DEEPSPEED_UNITS = {
@@ -195,16 +196,6 @@ WAITS_OF_DEEPSPEED = {
     "complete_grad_norm_calculation_for_cpu_offload",
 }
 """Functions of DeepSpeed that read tensors in each step."""
-
-
-class FusedAdam(torch.optim.AdamW):
-    """Stands in for that of NVIDIA's apex."""
-
-    __module__ = "apex.optimizers.fused_adam"
-
-    def __init__(self, params: Any, adam_w_mode: bool = False, **options: Any) -> None:
-        super().__init__(params, **options)
-        self.adam_w_mode = int(adam_w_mode)
 
 
 @contextmanager

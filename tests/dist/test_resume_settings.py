@@ -33,8 +33,9 @@ from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh
-from tests.dist.engine_harness import batches_of, build
-from tests.dist.nonfinite_harness import WORLD, Training, corrupt_gradient, differing_names
+from tests.dist.compare import differing_names
+from tests.dist.engine_harness import Meshes, batches_of, build
+from tests.dist.nonfinite_harness import RATES, WORLD, Training, corrupt_gradient
 from tests.dist.parity_cases import Case, config_of
 from tests.dist.rank_jobs import Job, JobResults, has_proofs, run_jobs
 from tests.dist.reference import Tensors
@@ -160,16 +161,15 @@ class Layout:
     settings: tuple[str, ...] = OF_ADAM
     optimizer: str = "adamw"
     tp: int = 1
+    ulysses: int = 1
     precision: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
 
     def config(self) -> Config:
         """Two micro-batches per step, and a learning rate that every step changes."""
-        case = Case(WORLD, self.stage, self.tp, 2, "learned", self.optimizer)
-        schedule = {"train_iters": 100, "lr_warmup_iters": 50, "lr_warmup_init": 1e-3}
-        config = config_of(
-            case, precision=self.precision, deepspeed=self.deepspeed, schedule=schedule
-        )
+        case = Case(WORLD, self.stage, self.tp, 2, "learned", self.optimizer, sp=self.ulysses)
+        changes = {"precision": self.precision, "deepspeed": self.deepspeed, "schedule": RATES}
+        config = config_of(case, **changes)
         return config.with_values({"sgd_momentum": 0.9})
 
 
@@ -204,11 +204,12 @@ LAYOUTS = {
     "zero3 fp16 lion offload": Layout(
         3, OF_LION, "lion", precision=DYNAMIC, deepspeed={**OFFLOAD, "remote_device": "cpu"}
     ),
+    "zero2 ulysses": Layout(2, ulysses=2),
 }
 IN_MAKE_TEST = (
     *("zero0", "zero1", "zero1 sgd", "zero2 tp2", "zero3", "zero1 bf16", "zero2 fp16"),
     *("zero2 fp16 static", "zero2 offload", "zero3 bf16 offload", "zero2 tp2 muon offload"),
-    "zero3 fp16 lion offload",
+    *("zero3 fp16 lion offload", "zero2 ulysses"),
 )
 CASES = [n if n in IN_MAKE_TEST else pytest.param(n, marks=pytest.mark.proof) for n in LAYOUTS]
 OPTIMIZERS_CHANGED = {
@@ -268,7 +269,7 @@ def misplaced(training: Training) -> list[str]:
     wrong = []
     for partition, master in zip(training.engine.partitions(), master_weights(engine), strict=True):
         assert master.numel() == partition.size
-        flat = master if stage == 3 else torch.cat(list(all_gather(master, training.mesh.dp)))
+        flat = master if stage == 3 else torch.cat(list(all_gather(master, training.mesh.dp_sp)))
         for name, _, offset in partition.parameters:
             weights = parameters[name].data if stage < 3 else parameters[name].ds_tensor
             place = flat[offset : offset + weights.numel()].to(weights.dtype)
@@ -291,12 +292,11 @@ def changed(config: Config, names: list[str]) -> Config:
     return config.with_values({name: SETTINGS[name][0] for name in names})
 
 
-def resume_layout(
-    name: str, folder: Path, without: str | None, meshes: dict[int, Mesh]
-) -> dict[str, Any]:
+def resume_layout(name: str, folder: Path, without: str | None, meshes: Meshes) -> dict[str, Any]:
     """Compares a resume with an uninterrupted run, on one layout."""
     layout, folder = LAYOUTS[name], folder / name
-    config, mesh = layout.config(), meshes[layout.tp]
+    config = layout.config()
+    mesh = meshes.of(config.parallel)
     first = Training(config, mesh, TOTAL_STEPS)
     for _ in range(STEPS):
         assert not first.step().skipped

@@ -10,12 +10,18 @@ import dataclasses
 from typing import Any
 
 import pytest
-from torch._inductor import config as inductor
 
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case, reference_of, train_alone
-from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
+from tests.dist.rank_jobs import (
+    Job,
+    JobResults,
+    case_training,
+    run_by_world,
+    selected,
+    use_torch_random_numbers,
+)
 
 CASES = [Case(2, 2, 2, 1, "learned", "adamw"), Case(4, 1, 4, 1, "rope", "sgd")]
 LEARNED = Case(2, 1, 2, 4, "learned", "adamw")
@@ -39,11 +45,6 @@ def check_shapes(engine: Any) -> None:
 
     for layer in engine.module.layers.values():
         layer.register_forward_hook(check)
-
-
-def use_torch_random_numbers(engine: Any) -> None:
-    """Compiled dropout draws the numbers of eager dropout."""
-    inductor.fallback_random = True
 
 
 def job(case: Case, *, shard: bool = True, probe: Any = check_shapes, **changes: Any) -> Job:
@@ -78,8 +79,7 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
-    for rank, run in enumerate(outcomes.of(case.name)):
-        assert differences(run, reference_of(case.model, case.optimizer)) == [], f"rank {rank}"
+    assert outcomes.differences(case.name, reference_of(case.model, case.optimizer)) == []
 
 
 @pytest.mark.parametrize("name", HIDDEN_DROPOUT_CASES)
@@ -87,8 +87,8 @@ def test_dropout_masks_are_those_of_one_process(name: str, outcomes: JobResults)
     reference = train_alone(
         dataclasses.replace(LEARNED, changes={"model": {"hidden_dropout": 0.2}})
     )
+    assert outcomes.differences(name, reference) == []
     for run in outcomes.of(name):
-        assert differences(run, reference) == []
         assert (run.notes["compiled"] > 0) == (name == "compiled")
         assert run.notes["graph breaks"] == 0
 
@@ -102,6 +102,4 @@ def test_attention_dropout_is_that_without_sequence_parallelism(
 
 
 def test_packed_documents_equal_one_process(outcomes: JobResults) -> None:
-    reference = train_alone(PACKED)
-    for run in outcomes.of("documents"):
-        assert differences(run, reference) == []
+    assert outcomes.differences("documents", train_alone(PACKED)) == []

@@ -6,10 +6,8 @@ key-value heads than ranks, four ranks, and loss masks of which the ranks have u
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.dist import parity_cases
-from tests.dist.compare import differences
-from tests.dist.engine_harness import Meshes, batches_of, build, full_weights, train
+from tests.dist.compare import differences, differing_bits
+from tests.dist.engine_harness import Meshes, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, train_alone
 from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 from tests.dist.reference import Run, train_reference
@@ -44,7 +42,6 @@ LAYOUTS = {
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 SEEDED = {"model": DROPOUT, "runtime": {"seed": parity_cases.SEED}}
 DROPPING = Case(2, 1, 1, 1, "learned", "sgd", SEEDED, sp=2)
-RESUMED = Case(2, 2, 1, 4, "rope", "adamw", SEEDED, sp=2)
 
 
 @contextmanager
@@ -82,31 +79,9 @@ def train_recording_masks(meshes: Meshes) -> tuple[Run, list[Tensor]]:
     return run, masks
 
 
-def resume_exactly(meshes: Meshes) -> tuple[list[Any], list[Any]]:
-    """Losses, norms and final weights of steps after a save, and of the same steps resumed."""
-    config = config_of(RESUMED)
-    mesh = meshes.of(config.parallel)
-    folder = [tempfile.mkdtemp() if mesh.rank == 0 else None]
-    torch.distributed.broadcast_object_list(folder)
-    path, plans, results = Path(str(folder[0])), plans_of(RESUMED), []
-    engine = build(config, mesh)
-    batches = batches_of(config, mesh, SAMPLES)
-    engine.train_step(batches, plans[0])
-    engine.snapshot(copy=False).write(Path(path) / "saved")
-    resumed = build(config, mesh)
-    resumed.load(path, "saved")
-    later = batches_of(config, mesh, SAMPLES, parity_cases.SAMPLES_PER_STEP)
-    for each, source in ((engine, batches), (resumed, later)):
-        seen: list[Any] = [each.train_step(source, plan) for plan in plans[1:]]
-        seen = [(float(one.loss), float(one.grad_norm)) for one in seen]
-        results.append([*seen, full_weights(each, mesh)])
-    return results[0], results[1]
-
-
 OTHER_JOBS = {
     "test_dropout_equals_one_process_with_the_same_masks": ("recorded",),
     "test_recomputation_drops_what_was_dropped": ("dropout", "dropout full"),
-    "test_resumed_run_continues_bit_for_bit": ("resumed",),
 }
 """The jobs of tests that are not of one layout."""
 
@@ -118,7 +93,6 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
         "recorded": train_recording_masks,
         "dropout": case_training(DROPPING),
         "dropout full": case_training(DROPPING, **FULL),
-        "resumed": resume_exactly,
     }
     needed: dict[int, dict[str, Job]] = {}
     for test, params in selected(request):
@@ -132,9 +106,7 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     "name", [pytest.param(n, marks=[pytest.mark.smoke] if n == "zero1" else []) for n in LAYOUTS]
 )
 def test_shared_sequences_train_like_one_process(name: str, outcomes: JobResults) -> None:
-    reference = train_alone(LAYOUTS[name])
-    for rank, run in enumerate(outcomes.of(name)):
-        assert differences(run, reference) == [], f"rank {rank}"
+    assert outcomes.differences(name, train_alone(LAYOUTS[name])) == []
 
 
 def test_dropout_equals_one_process_with_the_same_masks(outcomes: JobResults) -> None:
@@ -155,11 +127,4 @@ def test_dropout_equals_one_process_with_the_same_masks(outcomes: JobResults) ->
 def test_recomputation_drops_what_was_dropped(outcomes: JobResults) -> None:
     pairs = zip(outcomes.of("dropout"), outcomes.of("dropout full"), strict=True)
     for stored, recomputed in pairs:
-        assert recomputed.losses == stored.losses
-        assert recomputed.norms == stored.norms
-
-
-def test_resumed_run_continues_bit_for_bit(outcomes: JobResults) -> None:
-    for (*continued, weights), (*resumed, loaded) in outcomes.of("resumed"):
-        assert resumed == continued
-        assert all(torch.equal(weights[name], loaded[name]) for name in weights)
+        assert differing_bits(recomputed, stored) == []
