@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from tests.faults import faulty_disk
 from tests.fork_server import (
@@ -350,6 +351,19 @@ def has_trained(save: Path, iterations: int = 2) -> Callable[[], bool]:
     """A condition: metrics.jsonl, which is being written, has so many complete lines."""
     file = save / "metrics.jsonl"
     return lambda: file.exists() and file.read_text().count("\n") >= iterations
+
+
+def assert_equal_runs(run: Path, whole: Path) -> None:
+    """Both runs of SCHEDULE have the same log and, of the same iterations, the same checkpoints."""
+    assert steps(run) == steps(whole)
+    assert evaluations(run) == evaluations(whole)
+    for path in list_checkpoints(run):
+        assert check_names(path) is None
+        if (whole / path.name).exists():
+            found = checkpoint_differences(whole / path.name, path)
+            assert not found, found[:10]
+    assert (run / "latest").read_text() == "global_step6"
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
 def checkpoint_differences(first: Path, second: Path) -> list[str]:

@@ -22,8 +22,8 @@ from tests.e2e.runs import (
     Launcher,
     Run,
     Settings,
+    assert_equal_runs,
     checkpoint_differences,
-    evaluations,
     steps,
 )
 from tests.unit.checkpoint.fakes import flip_a_bit
@@ -41,17 +41,6 @@ COMPLETE_BEFORE = {
 """Stage of the crash -> iteration of the newest complete checkpoint after it."""
 IN_BACKGROUND = ("between-engine-files", "before-manifest", "between-pointers")
 """Stages of asynchronous saves at which runs are killed."""
-
-
-def assert_equal_runs(run: Path, uninterrupted: Path) -> None:
-    assert steps(run) == steps(uninterrupted)
-    assert evaluations(run) == evaluations(uninterrupted)
-    for tag in ("global_step4", "global_step6"):
-        found = checkpoint_differences(uninterrupted / tag, run / tag)
-        assert not found, found[:10]
-    assert (run / "latest").read_text() == "global_step6"
-    assert (run / "latest_checkpointed_iteration.txt").read_text() == "6"
-    assert not (run / LOCK).exists()
 
 
 @pytest.mark.parametrize(
@@ -87,6 +76,7 @@ def test_a_crash_during_a_save_loses_at_most_that_save(
     assert "waiting up to" not in output
     assert ("written in the background" in crashed.output) == async_save
     assert_equal_runs(run, uninterrupted)
+    assert not (run / LOCK).exists()
     assert [path.name for path in run.glob(".*")] == []
 
 

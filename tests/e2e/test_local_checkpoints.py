@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Settings, checkpoint_differences, steps
+from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Settings, assert_equal_runs
 from tests.problems import printed_codes
 from tests.unit.checkpoint.fakes import flip_a_bit
 
@@ -59,12 +59,6 @@ def resumed(crashed: Path, folder: Path) -> Path:
     return folder
 
 
-def assert_equal(folder: Path, uninterrupted: Path) -> None:
-    run = folder / "run"
-    assert steps(run) == steps(uninterrupted)
-    assert not checkpoint_differences(uninterrupted / "global_step6", run / "global_step6")
-
-
 @pytest.mark.parametrize("lost", [None, 0, pytest.param(1, marks=pytest.mark.smoke)])
 def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
     lost: int | None,
@@ -87,7 +81,7 @@ def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
         assert len(restored) == 1
         assert f"node {lost} (" in restored[0].partition("received from")[0]
         assert f"node {1 - lost} (" in restored[0].partition("received from")[2]
-    assert_equal(folder, uninterrupted)
+    assert_equal_runs(folder / "run", uninterrupted)
 
 
 def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
@@ -108,11 +102,11 @@ def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
     assert codes.count("local-checkpoint-incomplete") == 1
     assert codes.count("local-checkpoint-restored") == 1
     assert " at iteration 4\n" in output
-    assert_equal(folder, uninterrupted)
+    assert_equal_runs(folder / "run", uninterrupted)
 
     folder = resumed(crashed, tmp_path / "lost")
     for rank in range(RANKS):
         shutil.rmtree(folder / f"node-{rank}")
     output = launcher.start(settings, ranks=RANKS, folder=folder).succeed()
     assert "loading checkpoint from run at iteration 2\n" in output
-    assert_equal(folder, uninterrupted)
+    assert_equal_runs(folder / "run", uninterrupted)

@@ -15,7 +15,7 @@ import pytest
 from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint import manager as manager_module
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.metadata import check_names, list_checkpoints, read_manifest
+from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.engine.deepspeed import checkpoint_io
@@ -97,15 +97,6 @@ def test_a_checkpoint_has_the_state_of_its_iteration(
     assert found.run.state == state_at(4)
     assert found.run.partitions[0].parameters[0].offset == 0
     assert load(checkpoints)[1].content == "of iteration 4"
-
-
-def test_files_equal_those_of_a_synchronous_save(
-    checkpoints: CheckpointManager, folder: Path
-) -> None:
-    save(checkpoints, 4)
-    expected = read_manifest(folder / "global_step4")
-    save(checkpoints, 4, in_background=True)
-    assert read_manifest(folder / "global_step4") == expected
 
 
 def test_a_second_save_waits_for_the_first(

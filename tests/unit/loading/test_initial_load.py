@@ -73,20 +73,17 @@ def test_contradictions_name_both_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "code"),
-    [(50, []), (49, ["foreign-vocabulary-differs"]), (64, ["foreign-vocabulary-differs"])],
+    ("arguments", "fitting", "others"),
+    [({}, (50,), (49, 64)), ({"tokenizer_type": "GPT2BPETokenizer"}, (64, 20), (65,))],
+    ids=["known size", "number of rows"],
 )
 def test_the_tokenizer_must_be_that_of_the_checkpoint(
-    size: int, code: list[str], tmp_path: Path
+    arguments: dict[str, str], fitting: tuple[int, ...], others: tuple[int, ...], tmp_path: Path
 ) -> None:
-    config, plan, _ = make_plan(run_of(write(tmp_path / "a")))
-    assert codes(conflicts(plan.imported, config, size)) == code
-
-
-def test_an_unknown_size_of_the_vocabulary_is_at_most_the_number_of_rows(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", arguments={"tokenizer_type": "GPT2BPETokenizer"})
-    config, plan, _ = make_plan(run_of(folder))
-    for size, expected in (64, []), (20, []), (65, ["foreign-vocabulary-differs"]):
+    """An unknown size of the vocabulary is at most the number of rows."""
+    config, plan, _ = make_plan(run_of(write(tmp_path / "a", arguments=arguments)))
+    for size in (*fitting, *others):
+        expected = ["foreign-vocabulary-differs"] if size in others else []
         assert codes(conflicts(plan.imported, config, size)) == expected
 
 
