@@ -18,27 +18,13 @@ NORMS = (1.072, 0.955, 0.869)
 
 def run_of(folder: Path, case: str) -> Settings:
     data = folder / "data"
-    return {
-        "load": folder / case,
-        "tokenizer_type": "GPT2BPETokenizer",
-        "vocab_file": data / "vocab.json",
-        "merge_file": data / "merges.txt",
-        "data_path": data / "tiny_text_document",
-        "split": "90,5,5",
-        "micro_batch_size": 2,
-        "global_batch_size": 4,
-        "train_iters": 6,
-        "lr": 0.01,
-        "lr_decay_style": "constant",
-        "weight_decay": 0.01,
-        "adam_beta2": 0.999,
-        "clip_grad": 1.0,
-        "hidden_dropout": 0,
-        "attention_dropout": 0,
-        "log_interval": 1,
-        "eval_iters": 0,
-        "num_workers": 0,
-    }
+    files = {"vocab_file": data / "vocab.json", "merge_file": data / "merges.txt"}
+    files |= {"load": folder / case, "data_path": data / "tiny_text_document"}
+    steps_of = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 6, "eval_iters": 0}
+    adam = {"lr": 0.01, "lr_decay_style": "constant", "weight_decay": 0.01, "adam_beta2": 0.999}
+    others = {"tokenizer_type": "GPT2BPETokenizer", "split": "90,5,5", "clip_grad": 1.0}
+    others |= {"hidden_dropout": 0, "attention_dropout": 0, "log_interval": 1, "num_workers": 0}
+    return {**files, **steps_of, **adam, **others}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron_ds.conversion.safetensors_files import (
     open_safetensors,
     write_sharded,
 )
-from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
+from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.conversion.weights_folder import (
     check_checksums,
     open_weights_folder,
@@ -169,9 +170,7 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
     broken = TensorReader.full((32,), torch.float32, fail)
     tensors = {**source.tensors, "final_norm.weight": broken}
     with pytest.raises(OSError, match="full"):
-        write_weights_folder(
-            SourceCheckpoint(source.path, "", source.settings, tensors), tmp_path / "weights"
-        )
+        write_weights_folder(dataclasses.replace(source, tensors=tensors), tmp_path / "weights")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,10 +185,10 @@ def test_names_and_shapes_are_checked_before_anything_is_read(name: str) -> None
     source = random_source(CONFIG)
     other = {**source.tensors, name: TensorReader.of(torch.zeros(7, 32))}
     with raises_problem("weights-shape-mismatch", contains=name):
-        SourceCheckpoint(source.path, "", source.settings, other).checked()
+        dataclasses.replace(source, tensors=other).checked()
     del other[name]
     with raises_problem("weights-names-mismatch", contains=name):
-        SourceCheckpoint(source.path, "", source.settings, other).checked()
+        dataclasses.replace(source, tensors=other).checked()
 
 
 def test_padding_of_the_vocabulary_is_removed() -> None:
@@ -200,6 +199,4 @@ def test_padding_of_the_vocabulary_is_removed() -> None:
         else tensor
         for name, tensor in source.tensors.items()
     }
-    assert_same_tensors(
-        SourceCheckpoint(source.path, "", source.settings, padded).checked(), source
-    )
+    assert_same_tensors(dataclasses.replace(source, tensors=padded).checked(), source)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
+from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
 from tests.problems import raises_problem
 from tests.unit.conversion.models import (
@@ -96,11 +97,14 @@ def test_transformers_gpt2_computes_the_same_of_an_export(tmp_path: Path) -> Non
     "changes",
     [{"position_embedding_type": "alibi"}, {"activation": "geglu"}, {"embed_layernorm": True}],
 )
-def test_parts_that_megatron_lacks_are_named(changes: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [write_megatron, write_torch_dist])
+def test_parts_that_megatron_lacks_are_named(
+    write: Any, changes: dict[str, Any], tmp_path: Path
+) -> None:
     (value,) = changes.values()
     shown = "norm of the embedding" if value is True else str(value)
     with raises_problem("megatron-export-unsupported", contains=shown):
-        write_megatron(random_source(model(**changes)), tmp_path / "out")
+        write(random_source(model(**changes)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -246,11 +246,6 @@ def test_an_error_leaves_nothing(error: BaseException | None, tmp_path: Path) ->
     assert not list(tmp_path.iterdir())
 
 
-def test_parts_that_megatron_lacks_are_named(tmp_path: Path) -> None:
-    with raises_problem("megatron-export-unsupported", contains="alibi"):
-        write_torch_dist(random_source(model(position_embedding_type="alibi")), tmp_path / "out")
-
-
 def test_weights_alone_have_no_states(tmp_path: Path) -> None:
     write_torch_dist(random_source(model()), tmp_path / "out")
     with raises_problem("conversion-without-states", contains="no optimizer states"):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,18 +51,15 @@ def test_the_jsonl_file_is_given_or_in_the_save_folder(
     assert jsonl_path(config_with(metrics_jsonl=named), save) == expected
 
 
-def only_logger(config: Config, logged: list[str]) -> Logger:
-    (found,) = open_loggers(
-        config, TrainState(), save=None, world_size=1, dp_size=1, write=logged.append
-    )
-    return found
+def opened(config: Config, save: Path | None = None, write: Any = print) -> list[Logger]:
+    return open_loggers(config, TrainState(), save=save, world_size=1, dp_size=1, write=write)
 
 
 def kinds(config: Config, save: Path | None = None) -> list[str]:
-    opened = open_loggers(config, TrainState(), save=save, world_size=1, dp_size=1, write=print)
-    for logger in opened:
+    found = opened(config, save)
+    for logger in found:
         logger.close()
-    return [type(logger).__name__ for logger in opened]
+    return [type(logger).__name__ for logger in found]
 
 
 @pytest.mark.parametrize("bytes_left", [0, 2000])
@@ -71,15 +69,12 @@ def test_a_full_disk_of_tensorboard_is_one_warning(
     logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path))
 
-    def open_board() -> Logger:
-        return only_logger(config, logged)
-
-    board = open_board() if bytes_left else Logger()
+    board = opened(config, write=logged.append)[0] if bytes_left else Logger()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_left, limits[1]))
-        board = board if bytes_left else open_board()
+        board = board if bytes_left else opened(config, write=logged.append)[0]
         for number in range(1, 50):
             board.log_steps([step(number)])
         board.close()
@@ -111,7 +106,7 @@ def test_a_tensorboard_folder_belongs_to_one_run(
 def test_a_deleted_tensorboard_folder_does_not_stop_the_run(tmp_path: Path) -> None:
     logged: list[str] = []
     config = config_with(tensorboard_dir=str(tmp_path / "board"))
-    board = only_logger(config, logged)
+    (board,) = opened(config, write=logged.append)
     board.log_steps([step(1)])
     assert logged == []
     shutil.rmtree(tmp_path / "board")
