@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.problems import Problem, user_error
@@ -43,6 +44,13 @@ UNSUPPORTED = {
 """Arguments that, if set, need a part that our model lacks."""
 HARMLESS = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
 """Values of these that need none."""
+NEOX_POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "none": "none", "alibi": "alibi"}
+NEOX_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+NEOX_OPTIONAL = (
+    *("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout"),
+    "bias_gelu_fusion",
+)
+"""Settings of gpt-neox with the names of arguments."""
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
@@ -84,6 +92,63 @@ def model_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     of_the_run = ("attention_dropout", "hidden_dropout", "init_method_std")
     settings |= {name: args.get(name) for name in of_the_run}
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def is_neox(state: Mapping[str, Any]) -> bool:
+    """Whether gpt-neox saved a checkpoint: its arguments are a plain dict."""
+    return isinstance(state.get("args"), dict) and "checkpoint_version" not in state
+
+
+def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The arguments of Megatron with the meaning of the settings of a run of gpt-neox.
+
+    A checkpoint of gpt-neox has few arguments in its files, and the settings beside them.
+
+    Returns:
+        Nothing without the settings of the run: the saved arguments do not determine the model.
+
+    Raises:
+        UserError: If the settings cannot be read, or our model lacks a part.
+    """
+    import yaml
+
+    settings: dict[str, Any] = {}
+    for text in state.get("configs", ()):
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise user_error(
+                "tensor-file-unreadable", path=path / "configs", error=error
+            ) from error
+        settings |= {str(key).replace("-", "_"): value for key, value in (values or {}).items()}
+    if not settings:
+        return {}
+    values = {**state["args"], **settings}
+    kind, norm = values.get("pos_emb", "learned"), values.get("norm", "layernorm")
+    activation = values.get("activation", "gelu")
+    lacking = {
+        f"positions {kind}": kind not in NEOX_POSITIONS,
+        f"norm {norm}": norm not in NORMS,
+        f"activation {activation}": activation != "gelu",
+        "attention and MLP in parallel (gpt_j_residual)": bool(values.get("gpt_j_residual")),
+    }
+    for part, is_lacking in lacking.items():
+        if is_lacking:
+            raise user_error("megatron-part-unsupported", path=path, part=part)
+    return {
+        **{name: values[name] for name in NEOX_REQUIRED},
+        **{name: values.get(name) for name in NEOX_OPTIONAL},
+        "num_key_value_heads": values.get("num_kv_heads"),
+        "ffn_hidden_size": values.get("intermediate_size"),
+        "position_embedding_type": NEOX_POSITIONS[kind],
+        "rotary_percent": values.get("rotary_pct"),
+        "rotary_base": values.get("rotary_emb_base"),
+        "normalization": NORMS[norm],
+        "layernorm_epsilon": values.get(
+            "rms_norm_epsilon" if norm == "rmsnorm" else "layernorm_epsilon"
+        ),
+        "untie_embeddings_and_output_weights": values.get("no_weight_tying"),
+    }
 
 
 def tokenizer_settings(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,19 +258,15 @@ def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
     kind = args.get("position_embedding_type")
+    learned = "learned_absolute" if args.get("add_position_embedding", True) else "none"
     if isinstance(kind, StandIn):
         value = kind.arguments[-1] if kind.arguments else None
         names = {"rotary": "rope", "absolute": "learned_absolute", "alibi": "alibi"}
         kind = POSITION_TYPES.get(value) if isinstance(value, int) else names.get(str(value))
     elif kind is None:
-        if args.get("use_rotary_position_embeddings"):
-            kind = "rope"
-        elif args.get("add_position_embedding", True):
-            kind = "learned_absolute"
-        else:
-            kind = "none"
-    elif kind == "learned_absolute" and not args.get("add_position_embedding", True):
-        kind = "none"
+        kind = "rope" if args.get("use_rotary_position_embeddings") else learned
+    elif kind == "learned_absolute":
+        kind = learned
     if kind == "learned_absolute":
         return {
             "position_embedding_type": kind,

@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.megatron import arguments as megatron_args
-from megatron_ds.conversion.megatron import neox_arguments as neox_args
 from megatron_ds.conversion.megatron.detect import (
     DEEPSPEED,
     LEGACY,
@@ -81,9 +80,9 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
     weights = READERS[found.kind](found.path)
     state = weights.state
     args = megatron_args.arguments_of(state.get("args"))
-    is_neox = neox_args.is_neox(state)
+    is_neox = megatron_args.is_neox(state)
     if is_neox:
-        args = neox_args.arguments(state, found.path)
+        args = megatron_args.neox_arguments(state, found.path)
     for part in megatron_args.unsupported_parts(args):
         raise user_error("megatron-part-unsupported", path=found.path, part=part)
     settings = megatron_args.model_settings(args)
