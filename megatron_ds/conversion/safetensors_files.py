@@ -157,11 +157,7 @@ def _write_file(path: Path, tensors: TensorReaders, on_tensor: OnTensor) -> File
             size += written
             rest = rest[written:]
 
-    with (
-        name_in_errors(path),
-        open(path, "wb", buffering=0) as file,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with name_in_errors(path), open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
         write(len(text).to_bytes(8, "little") + text)
         for (name, tensor), data in zip(ordered, _read_ahead(pool, ordered), strict=True):
             write(data)

@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_ds.checkpoint.compatibility import (
-    CHANGEABLE_FIELDS,
-    Parts,
-    part_conflicts,
-)
+from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, Parts, part_conflicts
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.fields import field_problems, option_fields
@@ -297,10 +293,7 @@ def _fitted(
             raise user_error("weights-type-unsupported", name=name, dtype=tensor.dtype)
         if tensor.shape != shape:
             raise user_error(
-                "weights-shape-mismatch",
-                name=name,
-                shape=list(tensor.shape),
-                expected=list(shape),
+                "weights-shape-mismatch", name=name, shape=list(tensor.shape), expected=list(shape)
             )
         fitted[name] = tensor
     return fitted

@@ -101,11 +101,7 @@ def write_weights_folder(
         for name, content in ({} if tokenizer is None else read_files(tokenizer)).items():
             records[f"{TOKENIZER}/{name}"] = _write(temporary / TOKENIZER / name, content)
         parts = fused_parts(settings.model, settings.moe)
-        values = {
-            "format_version": FORMAT_VERSION,
-            **dataclasses.asdict(settings),
-            "parts": parts,
-        }
+        values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(settings), "parts": parts}
         text = json.dumps(values, indent=1) + "\n"
         records[SETTINGS] = _write(temporary / SETTINGS, text.encode())
         _write(temporary / MANIFEST, manifest_text(records).encode())

@@ -92,10 +92,7 @@ class JsonLines(Logger):
         An incomplete last line is left out; after any other damage the original is kept.
         """
         damaged = 0
-        with (
-            path.open(encoding="utf-8", errors="replace") as lines,
-            atomic_write(path) as file,
-        ):
+        with path.open(encoding="utf-8", errors="replace") as lines, atomic_write(path) as file:
             for number, line in enumerate(lines, start=1):
                 try:
                     record = json.loads(line)

@@ -38,11 +38,7 @@ class RunInputs:
 
 
 def check(
-    config: Config,
-    plan: LoadPlan,
-    world_size: int,
-    is_sound: bool,
-    warn: Callable[[Problem], None],
+    config: Config, plan: LoadPlan, world_size: int, is_sound: bool, warn: Callable[[Problem], None]
 ) -> tuple[list[Problem], RunInputs | None]:
     """Checks what the settings need of machine and files.
 

@@ -239,11 +239,7 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
 
 
 def _build_data(
-    config: Config,
-    inputs: RunInputs,
-    extensions: Extensions,
-    mesh: Mesh,
-    start: _Start,
+    config: Config, inputs: RunInputs, extensions: Extensions, mesh: Mesh, start: _Start
 ) -> Datasets:
     """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
     print_detail(config, " > building train, validation, and test datasets for GPT ...")

@@ -294,8 +294,7 @@ LLAMA = _like_llama(
     ignored(pretraining_tp=1),
 )
 MISTRAL = dataclasses.replace(
-    _like_llama("MistralForCausalLM", KV_HEADS, LENGTH, always(**WITHOUT_BIAS)),
-    default_window=4096,
+    _like_llama("MistralForCausalLM", KV_HEADS, LENGTH, always(**WITHOUT_BIAS)), default_window=4096
 )
 QWEN2 = _like_llama(
     "Qwen2ForCausalLM",

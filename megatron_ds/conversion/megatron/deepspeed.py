@@ -140,10 +140,7 @@ def _flat_tensors(loaded: Mapping[str, Any], group: int) -> dict[str, Tensor]:
 
 
 def _read_weight(
-    name: str,
-    shape: tuple[int, ...],
-    flats: Sequence[Tensor],
-    places: Sequence[Mapping[str, Any]],
+    name: str, shape: tuple[int, ...], flats: Sequence[Tensor], places: Sequence[Mapping[str, Any]]
 ) -> Tensor:
     parts = []
     for flat, mapping in zip(flats, places, strict=True):

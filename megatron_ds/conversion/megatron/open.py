@@ -33,11 +33,7 @@ from megatron_ds.conversion.megatron.names import (
     joined_shape,
 )
 from megatron_ds.conversion.megatron.optimizer import has_coupled_decay
-from megatron_ds.conversion.megatron.rank_files import (
-    Shards,
-    read_deepspeed,
-    read_legacy,
-)
+from megatron_ds.conversion.megatron.rank_files import Shards, read_deepspeed, read_legacy
 from megatron_ds.conversion.megatron.torch_dist import read_torch_dist
 from megatron_ds.conversion.megatron.universal import read_universal
 from megatron_ds.conversion.safe_unpickle import malformed_values
@@ -147,10 +143,7 @@ def _settings_of(
 
 
 def _canonical(
-    path: Path,
-    found: Shards,
-    orders: RowOrders,
-    settings: Mapping[str, Any],
+    path: Path, found: Shards, orders: RowOrders, settings: Mapping[str, Any]
 ) -> dict[str, TensorReader]:
     """Our names and rows, without a tied embedding's second copy."""
     tied = not settings.get("untie_embeddings_and_output_weights", False)

@@ -26,11 +26,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron.deepspeed import read_states, zero3_parameters, zero3_states
 from megatron_ds.conversion.megatron.distributed_optimizer import assign_buffers, buckets_of
 from megatron_ds.conversion.megatron.names import LAYER, PREFIX, is_copy, is_ignored
-from megatron_ds.conversion.megatron.optimizer import (
-    OptimizerStates,
-    assign_states,
-    steps_of,
-)
+from megatron_ds.conversion.megatron.optimizer import OptimizerStates, assign_states, steps_of
 from megatron_ds.conversion.safe_unpickle import read_foreign
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 
