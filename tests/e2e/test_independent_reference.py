@@ -18,12 +18,7 @@ import pytest
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, evaluations, steps
 from tests.independent import recorded_dropout
 from tests.independent.model import Weights, initial_weights, write_weights
-from tests.independent.token_order import (
-    Tokens,
-    read_documents,
-    samples_in_order,
-    write_documents,
-)
+from tests.independent.token_order import Tokens, read_documents, samples_in_order, write_documents
 from tests.independent.training import Step, train
 
 LOSS_ERROR, NORM_ERROR = 3e-6, 1e-5

@@ -85,11 +85,7 @@ def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
 
 
 def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
-    crashed: Path,
-    uninterrupted: Path,
-    launcher: Launcher,
-    base: Settings,
-    tmp_path: Path,
+    crashed: Path, uninterrupted: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """Iteration 5 has lost a file on both nodes, iteration 4 a byte on one; then all is lost."""
     folder = resumed(crashed, tmp_path / "again")

@@ -16,13 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import (
-    REPOSITORY,
-    Launcher,
-    Settings,
-    checkpoint_differences,
-    steps,
-)
+from tests.e2e.runs import REPOSITORY, Launcher, Settings, checkpoint_differences, steps
 
 # Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
 # after 20 samples. The kill is in iteration 6, at the second micro-step of two ranks or the third

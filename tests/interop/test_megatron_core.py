@@ -290,12 +290,7 @@ OF_MEGATRON_CORE = {
 @pytest.mark.parametrize("sentences", [False, True])
 @pytest.mark.parametrize("rounding", ["megatron-deepspeed", "megatron-core"])
 def test_a_run_reads_the_samples_that_theirs_would_of_the_same_documents(
-    megatron: SimpleNamespace,
-    tmp_path: Path,
-    size: int,
-    split: str,
-    rounding: str,
-    sentences: bool,
+    megatron: SimpleNamespace, tmp_path: Path, size: int, split: str, rounding: str, sentences: bool
 ) -> None:
     """Training, validation and test of one file, over several epochs."""
     rng = np.random.RandomState(3)

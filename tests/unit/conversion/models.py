@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
-from megatron_ds.conversion.source import (
-    ModelSettings,
-    SavedRun,
-    SourceCheckpoint,
-    expected_shapes,
-)
+from megatron_ds.conversion.source import ModelSettings, SavedRun, SourceCheckpoint, expected_shapes
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh

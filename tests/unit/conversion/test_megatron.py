@@ -24,11 +24,7 @@ from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from tests.problems import printed_codes, raises_problem
-from tests.unit.conversion.megatron_writer import (
-    MODULES_OF_MEGATRON,
-    Layout,
-    write_checkpoint,
-)
+from tests.unit.conversion.megatron_writer import MODULES_OF_MEGATRON, Layout, write_checkpoint
 from tests.unit.conversion.models import LLAMA, assert_same_tensors, logits, model, random_source
 
 STORED = ("mlm0190_gpt", "mlm08_mcore_rope_tp2", "mlm10_tp1", "mlm25_tp1", "ms_pipe_tp2")

@@ -15,12 +15,7 @@ from safetensors.torch import load_file
 from megatron_ds.checkpoint.metadata import MANIFEST, manifest_text, read_manifest
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.native import is_native
-from megatron_ds.conversion.safetensors_files import (
-    INDEX,
-    SINGLE,
-    open_safetensors,
-    write_sharded,
-)
+from megatron_ds.conversion.safetensors_files import INDEX, SINGLE, open_safetensors, write_sharded
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.conversion.weights_folder import (
     check_checksums,

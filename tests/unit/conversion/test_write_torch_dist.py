@@ -185,9 +185,7 @@ def test_padding_that_was_trained_is_kept(tmp_path: Path) -> None:
     """As in a run of Megatron that was continued here; without training there is none."""
     config, padded = model(), model(vocab_size=64)
     source = dataclasses.replace(
-        random_source(config),
-        tensors=random_source(padded).tensors,
-        **random_training(padded),
+        random_source(config), tensors=random_source(padded).tensors, **random_training(padded)
     )
     write_torch_dist(source.checked().to(torch.float32), tmp_path / "out", WriteOptions(tp_size=2))
     state = read_by_torch(tmp_path / "out" / "iter_0000007")
