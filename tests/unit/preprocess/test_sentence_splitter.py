@@ -39,8 +39,6 @@ from tests.preprocess_runs import (
 from tests.problems import raises_problem
 from tests.token_files import reference_bytes
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-
 MARKED = [
     "It rains.| It pours.| The old man snores.",
     "Dr. Smith met Mrs. J. R. Jones, Ph.D. and left.| They spoke.",

@@ -17,7 +17,6 @@ from megatron_ds.tokenizer import Tokenizer, build_tokenizer, gpt2
 from megatron_ds.tokenizer.base import count_ids
 from tests.problems import fields, raises_problem
 
-REPOSITORY = Path(__file__).resolve().parents[3]
 END = "<|endoftext|>"
 
 
