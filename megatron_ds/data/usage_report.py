@@ -64,8 +64,7 @@ def summary(usage: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
     is_limited = False
     for label, group in itertools.groupby(usage, lambda file: file.label):
         files = sorted(group, key=lambda file: -file.samples)
-        if len(files) > MAX_LISTED:
-            is_limited = True
+        is_limited = is_limited or len(files) > MAX_LISTED
         yield from map(str, files[:MAX_LISTED])
         rest = [file for file in files[MAX_LISTED:] if file.weight]
         unread = len(files[MAX_LISTED:]) - len(rest)

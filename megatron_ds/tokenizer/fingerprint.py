@@ -61,12 +61,9 @@ class TokenizerFingerprint:
             ValueError: For any other content.
         """
         try:
-            values = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"no tokenizer fingerprint ({type(error).__name__}: {error})"
-            ) from None
-        return TokenizerFingerprint.from_dict(values)
+            return TokenizerFingerprint.from_dict(json.loads(content))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _no_fingerprint(error) from None
 
     @staticmethod
     def from_dict(values: Any) -> TokenizerFingerprint:
@@ -80,9 +77,7 @@ class TokenizerFingerprint:
             numbers = values["vocab_size"], values["eod"]
             content = values.get("content", "")  # added later
         except (TypeError, KeyError) as error:
-            raise ValueError(
-                f"no tokenizer fingerprint ({type(error).__name__}: {error})"
-            ) from None
+            raise _no_fingerprint(error) from None
         is_valid = (
             isinstance(kind, str)
             and isinstance(content, str)
@@ -94,6 +89,10 @@ class TokenizerFingerprint:
         if not is_valid:
             raise ValueError("no tokenizer fingerprint (a value has the wrong type)")
         return TokenizerFingerprint(kind, files, *numbers, settings, content)
+
+
+def _no_fingerprint(error: Exception) -> ValueError:
+    return ValueError(f"no tokenizer fingerprint ({type(error).__name__}: {error})")
 
 
 def hash_content(tokenizer_json: str, added: Mapping[str, int] | None = None) -> str:
