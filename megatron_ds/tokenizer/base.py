@@ -9,7 +9,7 @@ import importlib
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from megatron_ds.config.checks import json_remedy
 from megatron_ds.config.problems import user_error
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
+from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 LARGEST_ID = (1 << 31) - 1
 """Ids are stored as int32 at most."""
@@ -60,6 +60,17 @@ class Tokenizer(ABC):
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         ids = itertools.chain.from_iterable(encoded)
         return FlatIds(np.fromiter(ids, np.int32, int(lengths.sum())), lengths)
+
+    def _fingerprint_of(
+        self,
+        kind: str,
+        files: Iterable[str | Path],
+        settings: Mapping[str, str | int] | None = None,
+        content: str = "",
+    ) -> TokenizerFingerprint:
+        """The fingerprint by these files, once the other attributes are set."""
+        ids = self.vocab_size, self.eod
+        return TokenizerFingerprint(kind, hash_files(files), *ids, settings or {}, content)
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:

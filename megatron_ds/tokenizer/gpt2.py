@@ -18,7 +18,7 @@ from megatron_ds.tokenizer.base import (
     read_json,
     read_lines,
 )
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_content, hash_files
+from megatron_ds.tokenizer.fingerprint import hash_content
 
 END_OF_TEXT = "<|endoftext|>"
 MAX_UNMERGED_TOKENS = 1000
@@ -52,10 +52,8 @@ class GPT2BPETokenizer(JsonTokenizer):
         self.eod = vocab[END_OF_TEXT]
         self.vocab_size = len(vocab)
         content = hash_content(self.tokenizer_json(), {END_OF_TEXT: self.eod})
-        files = hash_files([vocab_file, merge_file])
-        self.fingerprint = TokenizerFingerprint(
-            "GPT2BPETokenizer", files, self.vocab_size, self.eod, content=content
-        )
+        files = (vocab_file, merge_file)
+        self.fingerprint = self._fingerprint_of("GPT2BPETokenizer", files, content=content)
 
     def added_tokens(self) -> Sequence[str]:
         return (END_OF_TEXT,)  # not added here, and another library must not treat it as added

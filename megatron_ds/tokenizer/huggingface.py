@@ -18,7 +18,7 @@ from megatron_ds.tokenizer.base import (
     library_errors,
     read_json,
 )
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_content, hash_files
+from megatron_ds.tokenizer.fingerprint import hash_content
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
 REQUIRED_FILES = ("vocab_file", "merges_file")
@@ -116,10 +116,8 @@ class FileTokenizer(JsonTokenizer):
             vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = count_ids(vocab, "tokenizer_model", file)
         self.eod = vocab[_end_token(file, vocab)]
-        hashes, content = hash_files([file]), hash_content(self.tokenizer_json())
-        self.fingerprint = TokenizerFingerprint(
-            "HFTokenizer", hashes, self.vocab_size, self.eod, content=content
-        )
+        content = hash_content(self.tokenizer_json())
+        self.fingerprint = self._fingerprint_of("HFTokenizer", [file], content=content)
 
     def added_tokens(self) -> Sequence[str]:
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
@@ -158,12 +156,10 @@ class PretrainedTokenizer(Tokenizer):
             raise user_error("end-token-not-configured", folder=folder)
         self.eod = int(self._tokenizer.eos_token_id)
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
-        hashes = hash_files(file for file in files if file.is_file())
+        existing = filter(Path.is_file, files)
         backend = None if trust_remote_code else getattr(self._tokenizer, "backend_tokenizer", None)
         content = "" if backend is None else hash_content(backend.to_str())
-        self.fingerprint = TokenizerFingerprint(
-            "HFTokenizer", hashes, self.vocab_size, self.eod, content=content
-        )
+        self.fingerprint = self._fingerprint_of("HFTokenizer", existing, content=content)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:  # transformers rejects an empty batch

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.base import LARGEST_ID, Tokenizer
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 MAX_DIGITS = 1000
 """Leading zeros included; Python refuses to parse numbers of several thousand digits."""
@@ -27,7 +26,7 @@ class NullTokenizer(Tokenizer):
             raise user_error("vocab-size-out-of-range", vocab_size=vocab_size, largest=LARGEST_ID)
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1
-        self.fingerprint = TokenizerFingerprint("NullTokenizer", {}, self.vocab_size, self.eod)
+        self.fingerprint = self._fingerprint_of("NullTokenizer", ())
 
     def encode(self, text: str) -> list[int]:
         words = text.split()

@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_ds.config.problems import option, user_error
 from megatron_ds.tokenizer.base import Tokenizer, import_library, library_errors
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 
@@ -33,9 +32,7 @@ class SentencePieceTokenizer(Tokenizer):
         if kind == "Llama2Tokenizer":
             self._prefix = [_control_id(self._model, "bos_id", model_file)]
         self.vocab_size = int(self._model.get_piece_size())
-        self.fingerprint = TokenizerFingerprint(
-            kind, hash_files([model_file]), self.vocab_size, self.eod
-        )
+        self.fingerprint = self._fingerprint_of(kind, [model_file])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[*self._prefix, *ids] for ids in _encode(self._model, texts)]
@@ -74,13 +71,8 @@ class SentencePieceWithSpecialTokens(Tokenizer):
         self._pattern = re.compile(f"({'|'.join(map(re.escape, self._special))})")
         self.eod = self._special["<EOD>"]
         self.vocab_size = len(ids)
-        self.fingerprint = TokenizerFingerprint(
-            "SentencePieceTokenizer",
-            hash_files([model_file]),
-            self.vocab_size,
-            self.eod,
-            {"--vocab-extra-ids": extra_ids} if extra_ids else {},
-        )
+        settings = {"--vocab-extra-ids": extra_ids} if extra_ids else {}
+        self.fingerprint = self._fingerprint_of("SentencePieceTokenizer", [model_file], settings)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         split = [self._pattern.split(text) for text in texts]

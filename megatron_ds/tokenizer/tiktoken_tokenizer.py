@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from megatron_ds.config.problems import option, user_error
 from megatron_ds.config.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.tokenizer.base import Tokenizer, import_library, library_errors, read_bytes
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 DEFAULT_VOCAB_SIZE = 1 << 17
 """As in Megatron-LM; smaller if the file has fewer tokens."""
@@ -80,9 +79,7 @@ class TikTokenizer(Tokenizer):
         }
         if special is not None:
             settings["--tiktoken-special-tokens"] = " ".join(special)
-        self.fingerprint = TokenizerFingerprint(
-            "TikTokenizer", hash_files([path]), self.vocab_size, self.eod, settings
-        )
+        self.fingerprint = self._fingerprint_of("TikTokenizer", [path], settings)
         with library_errors("tiktoken-file-unusable", path=path):
             self._model = tiktoken.Encoding(
                 "megatron_ds",

@@ -17,7 +17,6 @@ from tokenizers import models, pre_tokenizers
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer.base import Tokenizer, library_errors, read_lines
-from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint, hash_files
 
 MAX_WORD_CHARS = 200
 """A longer word is [UNK]."""
@@ -53,13 +52,9 @@ class WordPieceTokenizer(Tokenizer):
             vocab.setdefault(token, len(vocab))
         self.eod = vocab["[EOS]"]
         self.vocab_size = len(vocab)
-        self.fingerprint = TokenizerFingerprint(
-            "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase",
-            hash_files([vocab_file]),
-            self.vocab_size,
-            self.eod,
-            {"--vocab-extra-ids": extra_ids} if extra_ids else {},
-        )
+        kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        settings = {"--vocab-extra-ids": extra_ids} if extra_ids else {}
+        self.fingerprint = self._fingerprint_of(kind, [vocab_file], settings)
         self._splitter = Splitter(lower_case)
         with library_errors("wordpiece-vocabulary-invalid", vocab_file=vocab_file):
             model = models.WordPiece(
