@@ -17,7 +17,6 @@ from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import PROBLEMS_SHOWN, Problem, raise_if_any, user_error
 from megatron_ds.preprocess.document_readers import DocumentReader
-from megatron_ds.preprocess.formats import RawDocument
 from megatron_ds.preprocess.inputs import STDIN, InputSpec
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, fields_of, texts_of
 
@@ -88,14 +87,12 @@ class Decontaminate:
         self._options = options
         self._grams: set[str] = set()
         self._heads: set[tuple[str, str]] = set()
-        sizes: set[int] = set()
         rejected: list[RejectedDocument] = []
         for text in _texts(options, rejected):
             words = [match.group().casefold() for match in WORD.finditer(text)]
             size = min(options.ngram_size, len(words))
             if size < options.min_ngram_size:
                 continue
-            sizes.add(size)
             for at in range(len(words) - size + 1):
                 self._grams.add(" ".join(words[at : at + size]))
                 self._heads.add((words[at], words[at + 1]))
@@ -106,7 +103,7 @@ class Decontaminate:
         if not self._grams:
             minimum = options.min_ngram_size
             raise user_error("no-task-texts", settings=options, minimum=minimum)
-        self._sizes = sorted(sizes, reverse=True)
+        self._sizes = sorted({gram.count(" ") + 1 for gram in self._grams}, reverse=True)
         digest = sha256("\n".join(sorted(self._grams)).encode()).hexdigest()[:12]
         content = f"{len(self._grams)} runs of words ({digest})"  # whatever the files' names
         self.settings = {**vars(options), "eval_task_files": content}
@@ -162,20 +159,15 @@ def _texts(options: TaskOptions, rejected: list[RejectedDocument]) -> Iterator[s
     all_texts = not options.eval_task_keys
     wanted = TextFields(options.eval_task_keys, 1 << 31)
     for item in DocumentReader(inputs, options.eval_task_keys, all_columns=all_texts):
-        texts = _all_texts(item) if all_texts else texts_of(item, wanted)
-        if isinstance(texts, RejectedDocument):
-            rejected.append(texts)
+        found = fields_of(item) if all_texts else texts_of(item, wanted)
+        if isinstance(found, RejectedDocument):
+            rejected.append(found)
         else:
-            yield from texts
-
-
-def _all_texts(item: RawDocument) -> list[str] | RejectedDocument:
-    """Every text in a document, at any depth."""
-    value = fields_of(item)
-    return value if isinstance(value, RejectedDocument) else list(_strings(value))
+            yield from _strings(found)
 
 
 def _strings(value: object) -> Iterator[str]:
+    """Every text in a value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
