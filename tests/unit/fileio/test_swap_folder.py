@@ -22,18 +22,13 @@ os._exit(0)
 """
 
 
-def test_each_holder_has_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_each_holder_has_a_folder_of_its_own_which_is_removed(tmp_path: Path) -> None:
     first, second = SwapFolder(tmp_path), SwapFolder(tmp_path)
     assert first.path != second.path
+    (first.path / "states").mkdir()
     first.remove()
+    assert list(tmp_path.iterdir()) == [second.path]
     assert SwapFolder(tmp_path).path == first.path
-
-
-def test_folder_is_removed_with_its_contents(tmp_path: Path) -> None:
-    folder = SwapFolder(tmp_path)
-    (folder.path / "states").mkdir()
-    folder.remove()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_of_a_dead_process_are_removed(tmp_path: Path) -> None:

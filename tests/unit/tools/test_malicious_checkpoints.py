@@ -23,6 +23,7 @@ from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.megatron_writer import Layout
 from tests.unit.conversion.megatron_writer import write_checkpoint as write_megatron
 from tests.unit.conversion.models import SMALL, random_source
+from tests.unit.tools.conftest import Run
 from tools import convert_checkpoint, inspect_checkpoint
 
 PICKLES = (".pt", ".bin", ".distcp", ".metadata")
@@ -114,10 +115,7 @@ def test_the_trap_works(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [{"partitions": []}, {"shards": {}}, {"experts": ["x"]}])
 def test_a_record_that_does_not_fit_the_files_is_an_error(
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    changes: dict[str, Any],
+    checkpoints: dict[str, Path], tmp_path: Path, run_tool: Run, changes: dict[str, Any]
 ) -> None:
     """With a manifest that matches it."""
     folder = shutil.copytree(checkpoints["native"], tmp_path / "save")
@@ -126,32 +124,28 @@ def test_a_record_that_does_not_fit_the_files_is_an_error(
     (path / RUN).write_bytes(content)
     files = {**read_manifest(path), RUN: FileRecord.of(content)}
     (path / MANIFEST).write_text(manifest_text(files))
-    statuses = {inspect_checkpoint.main([str(folder), *more]) for more in ([], [str(folder)])}
-    assert "Traceback" not in capsys.readouterr().err
-    assert statuses == ({0} if "experts" in changes else {1})
+    for other in ((), (folder,)):
+        status = 0 if "experts" in changes else 1
+        assert "Traceback" not in run_tool(inspect_checkpoint, folder, *other, status=status).err
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_malformed_value_is_an_error(
-    tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_malformed_value_is_an_error(tool: str, tmp_path: Path, run_tool: Run) -> None:
     config = ModelConfig(**SMALL)
     folder = write_megatron(tmp_path, config, random_source(config), Layout())
     (path,) = folder.rglob("model_optim_rng.pt")
     torch.save({**torch.load(path, weights_only=False), "iteration": "x"}, path)
     module, arguments = TOOLS[tool]
-    status = module.main([str(each) for each in arguments(folder, tmp_path / "new")])
-    assert status == 1
-    assert "foreign-file-unreadable" in capsys.readouterr().err
+    printed = run_tool(module, *arguments(folder, tmp_path / "new"), status=1)
+    assert "foreign-file-unreadable" in printed.err
 
 
 def test_names_do_not_control_the_terminal(
-    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: dict[str, Path], tmp_path: Path, run_tool: Run
 ) -> None:
     folder = shutil.copytree(checkpoints["hf"], tmp_path / "theirs")
     (folder / "\x1b[2Jname").write_text("")
-    assert inspect_checkpoint.main([str(folder)]) == 0
-    shown = capsys.readouterr().out
+    shown = run_tool(inspect_checkpoint, folder).out
     assert "\x1b" not in shown
     assert os.sep not in "\\x1b[2Jname"
     assert "\\x1b[2Jname" in shown
