@@ -20,6 +20,8 @@ from tests.unit.conversion.hf_models import TOKENS, VOCAB, logits_of, random_mod
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
 from tools import generate_samples_gpt as tool
 
+NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1)
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> transformers.PreTrainedModel:
@@ -43,13 +45,13 @@ def test_models_of_transformers_are_loaded(
     if native:
         write_weights_folder(open_source(folder), tmp_path / "ours")
         folder, name = tmp_path / "ours", "native"
-    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1)
-    options = options_of(f"{name}:{folder}" if prefix else folder, *null)
+    options = options_of(f"{name}:{folder}" if prefix else folder, *NULL)
 
     source, config, tokenizer = open_checkpoint(options)
     own = load_model(source, Mesh.single(), torch.device("cpu"))
 
     assert source.format == name
+    assert not own.training
     assert (config.vocab_size, tokenizer.vocab_size, tokenizer.eod) == (VOCAB, VOCAB, VOCAB - 1)
     expected = logits_of(model)
     found = own(TOKENS)[..., :VOCAB].detach()
@@ -75,21 +77,15 @@ def test_the_tokenizer_may_have_fewer_ids_than_the_model_but_not_more(
     assert found.encode("hello") == tokenizer("hello")["input_ids"]
 
 
-def test_a_model_without_a_tokenizer_needs_one(
+def test_a_missing_tokenizer_and_other_flags_than_the_models_are_rejected(
     tmp_path: Path, model: transformers.PreTrainedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        open_checkpoint(options_of(tmp_path / "theirs"))
-    assert "--vocab-file" in capsys.readouterr().err
-
-
-def test_other_flags_than_the_models_are_rejected(
-    tmp_path: Path, model: transformers.PreTrainedModel, capsys: pytest.CaptureFixture[str]
-) -> None:
-    null = ("--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB - 1)
-    with pytest.raises(SystemExit):
-        open_checkpoint(options_of(tmp_path / "theirs", *null, "--num-layers", 3))
-    assert "flag-differs-from-checkpoint" in capsys.readouterr().err
+    for flags, shown in (((), "--vocab-file"), ((*NULL, "--num-layers", 3), "--num-layers")):
+        with pytest.raises(SystemExit):
+            open_checkpoint(options_of(tmp_path / "theirs", *flags))
+        error = capsys.readouterr().err
+        assert shown in error
+        assert ("[flag-differs-from-checkpoint]" in error) == bool(flags)
 
 
 def test_padding_of_a_checkpoint_of_megatron_is_left_out(megatron_checkpoints: Path) -> None:
