@@ -15,6 +15,7 @@ MUON = when(optimizer="muon")
 LION = when(optimizer="lion")
 
 _fraction = functools.partial(option_field, minimum=0, below=1)
+_of_muon = functools.partial(option_field, only_with=MUON)
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,20 @@ class OptimizerConfig:
     lion_beta1: float = _fraction(0.9, "weight of Lion's momentum in its step", only_with=LION)
     lion_beta2: float = _fraction(0.99, "decay rate of Lion's momentum", only_with=LION)
     muon_momentum: float = _fraction(0.95, "decay rate of Muon's momentum", only_with=MUON)
-    muon_nesterov: bool = option_field(
-        True, "without Nesterov momentum in Muon", flag="muon-no-nesterov", only_with=MUON
+    muon_nesterov: bool = _of_muon(
+        True, "without Nesterov momentum in Muon", flag="muon-no-nesterov"
     )
-    muon_num_ns_steps: int = option_field(
-        5, "Newton-Schulz iterations of Muon", minimum=1, maximum=20, only_with=MUON
-    )
-    muon_scale_mode: str = option_field(
+    muon_num_ns_steps: int = _of_muon(5, "Newton-Schulz iterations of Muon", minimum=1, maximum=20)
+    muon_scale_mode: str = _of_muon(
         "spectral",
         "factor of Muon's update of a matrix of r rows and c columns: spectral sqrt(max(r, c)), "
         "unit_rms_norm sqrt(r / c), shape_scaling sqrt(max(1, r / c))",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        only_with=MUON,
     )
-    muon_extra_scale_factor: float = option_field(
+    muon_extra_scale_factor: float = _of_muon(
         0.2,
         "further factor of Muon's update; 0.2 with spectral makes its steps as large as AdamW's",
         above=0,
-        only_with=MUON,
     )
     sgd_momentum: float = _fraction(0.9, "momentum of SGD", only_with=when(optimizer="sgd"))
     decoupled_lr: float | None = option_field(

@@ -18,16 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ds.config import RuntimeConfig
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.launch import cpp_ops, environment
+from megatron_ds.launch import cpp_ops, environment, liveness
 from megatron_ds.launch.device import device_index
 from megatron_ds.launch.environment import rank, world_size
-from megatron_ds.launch.liveness import (
-    HostLocation,
-    ProcessHandle,
-    RankExit,
-    initial_environment,
-    parent_of,
-)
+from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
 from megatron_ds.launch.output import warn_on_rank
 
 if TYPE_CHECKING:
@@ -172,10 +166,10 @@ def is_default_of_torchrun() -> bool:
         return False
     pid: int | None = os.getppid()
     while pid:
-        names = initial_environment(pid)
+        names = liveness.initial_environment(pid)
         if IN_TORCHRUN not in names:  # torchrun itself, or unreadable
             return bool(names) and THREADS not in names
-        pid = parent_of(pid)  # a wrapper of the program
+        pid = liveness.parent_of(pid)  # a wrapper of the program
     return False
 
 

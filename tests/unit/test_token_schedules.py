@@ -223,17 +223,24 @@ def test_learning_rate_follows_tokens_if_a_length_is_in_tokens() -> None:
         assert found == pytest.approx(table)
 
 
-def test_learning_rate_follows_samples_if_no_length_is_in_tokens() -> None:
-    config = config_with(train_samples=1000, train_tokens=10**6, lr_warmup_samples=100)
-    assert schedules.lr_unit(config) == "samples"
-    assert rate(config, 50, 10**9) == pytest.approx(0.5)
+WARMUP = {"train_samples": 1000, "train_tokens": 10**6, "lr_warmup_samples": 100}
 
 
-def test_learning_rate_follows_tokens_if_only_the_run_is_in_tokens() -> None:
-    config = config_with(train_tokens=1000, lr_warmup_fraction=0.1)
-    assert schedules.warmup_length(config, 1) == 100
-    assert schedules.decay_length(config, 1) == 1000
-    assert rate(config, 0, 550) == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("schedule", "unit", "samples", "tokens"),
+    [
+        (WARMUP, "samples", 50, 10**9),
+        # The run is in tokens only.
+        ({"train_tokens": 1000, "lr_warmup_fraction": 0.1}, "tokens", 0, 50),
+        ({"train_tokens": 1000, "lr_warmup_fraction": 0.1}, "tokens", 0, 550),
+    ],
+)
+def test_learning_rate_follows_the_unit_of_its_lengths(
+    schedule: dict[str, Any], unit: str, samples: int, tokens: int
+) -> None:
+    config = config_with(**schedule)
+    assert schedules.lr_unit(config) == unit
+    assert rate(config, samples, tokens) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

@@ -148,16 +148,12 @@ def test_the_last_of_a_repeated_flag_applies_with_a_warning() -> None:
 
 
 def test_flags_without_effect_are_warnings_by_reason() -> None:
-    line = scan_of("--use-flash-attn --DDP-impl local --profile-ranks 0 1 --profile")
-    assert codes(line.warnings) == ["ignored-flag"] * 3
+    line = scan_of(
+        "--use-flash-attn --DDP-impl local --profile-ranks 0 1 --profile --recompute-method block"
+    )
+    assert codes(line.warnings) == ["ignored-flag"] * 4
     assert "--profile-ranks, --profile" in line.warnings[2]
-    assert line.problems == []
-
-
-def test_another_recompute_method_is_ignored_with_a_reason() -> None:
-    line = scan_of("--recompute-method block --recompute-granularity full")
-    assert codes(line.warnings) == ["ignored-flag"]
-    assert (line.values, line.problems) == ({"recompute_granularity": "full"}, [])
+    assert (line.values, line.problems) == ({}, [])
 
 
 @pytest.mark.parametrize("argument", ["\u2013\u2013num-workers", "\u2014lr", " "])
