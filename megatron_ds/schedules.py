@@ -16,7 +16,7 @@ Megatron-DeepSpeed's for tokens; DeepSpeed's curriculum_scheduler (fixed_linear)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -377,7 +377,7 @@ def _scheduled_rate(
         assert given is not None
         annealing = in_lr_units(config, given, dp_size)
         annealed = max(0, applied - (decay - annealing))
-        factor = _wsd_factor(config.schedule.lr_wsd_decay_style, annealed / annealing)
+        factor = WSD_FACTORS[config.schedule.lr_wsd_decay_style](annealed / annealing)
     else:
         progress = (applied - warmup) / (decay - warmup)
         factor = 1.0 - progress if style == "linear" else _half_cosine(progress)
@@ -419,12 +419,10 @@ def _half_cosine(progress: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _wsd_factor(style: str, progress: float) -> float:
-    """WSD's annealing, from 1 to 0 as `progress` goes from 0 to 1."""
-    if style == "linear":
-        return 1.0 - progress
-    if style == "cosine":
-        return _half_cosine(progress)
-    if style == "exponential":
-        return 2.0 * math.pow(0.5, progress) - 1.0
-    return 1.0 - math.sqrt(progress)
+WSD_FACTORS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": _half_cosine,
+    "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""WSD's annealing by style, from 1 to 0 as the progress goes from 0 to 1."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ds.config import sequence_parallel
 from megatron_ds.config.checkpoint import CheckpointConfig
+from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.data import DataConfig
 from megatron_ds.config.deepspeed import DeepSpeedConfig
 from megatron_ds.config.deepspeed_file import DeepSpeedFile
@@ -26,7 +26,7 @@ from megatron_ds.config.moe import MoEConfig
 from megatron_ds.config.optimizer import OptimizerConfig
 from megatron_ds.config.parallel import ParallelConfig
 from megatron_ds.config.precision import PrecisionConfig
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, option, with_value
 from megatron_ds.config.recompute import RecomputeConfig
 from megatron_ds.config.runtime import RuntimeConfig
 from megatron_ds.config.schedule import ScheduleConfig
@@ -51,6 +51,8 @@ __all__ = [
     "TokenizerConfig",
     "flag_of",
 ]
+
+SIZE, TP_SIZE = "ds_sequence_parallel_size", "tensor_model_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Config:
         is_contiguous = in_effect(self.recompute).contiguous_checkpointing
         if parallel.pipeline_model_parallel_size > 1 and is_contiguous:
             of_groups.append(Problem("contiguous-checkpointing-with-pipeline", settings=parallel))
-        return [*of_groups, *sequence_parallel.problems(self)]
+        return [*of_groups, *_sequence_problems(self)]
 
     def warnings(self) -> Iterator[Problem]:
         """Warn of flags, and of values of the DeepSpeed file, that have no effect."""
@@ -237,3 +239,73 @@ def flag_of(name: str) -> str:
     """
     item, spec = _OPTIONS[name]
     return f"--{spec.flag_name(name, item.default)}"
+
+
+def _sequence_problems(config: Config) -> Iterator[Problem]:
+    """What prevents sequence parallelism, Megatron's or DeepSpeed-Ulysses.
+
+    Both split the sequence evenly over their ranks, together over the product of both sizes. Inside
+    attention, Ulysses also splits the heads of a tensor-parallel rank.
+    """
+    yield from _sequence_length_problems(config)
+    size = config.parallel.ds_sequence_parallel_size
+    if size <= 1:
+        return
+    if config.runtime.compile:
+        yield Problem("sequence-parallelism-with-compile", SIZE, "compile")
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    sizes = (tp_size, model.num_attention_heads, model.kv_heads)
+    if min(sizes) > 0 and not any(heads % tp_size for heads in sizes[1:]):
+        yield from _head_problems(config, size)
+
+
+def _sequence_length_problems(config: Config) -> Iterator[Problem]:
+    """Check that every sequence length of the run can be split over the ranks."""
+    parallel, schedule = in_effect(config.parallel), config.schedule
+    parts, flags, fields = 1, [], []
+    if parallel.ds_sequence_parallel_size > 1:
+        parts *= parallel.ds_sequence_parallel_size
+        flags.append(with_value(parallel, SIZE))
+        fields.append(SIZE)
+    if parallel.sequence_parallel:
+        parts *= parallel.tensor_model_parallel_size
+        flags.append(f"{with_value(parallel, TP_SIZE)} with {option('sequence_parallel')}")
+        fields += ["sequence_parallel", TP_SIZE]
+    lengths: dict[str, tuple[object, int]] = {"seq_length": (config.model, config.model.seq_length)}
+    if schedule.curriculum_seqlen is not None:
+        start, end, _ = schedule.curriculum_seqlen
+        lengths["curriculum_seqlen"] = (schedule, end)
+        if start < end:  # the lengths before END are multiples of it
+            lengths["curriculum_seqlen_step"] = (schedule, schedule.curriculum_seqlen_step)
+    for name, (options, length) in lengths.items():
+        if length > 0 and parts > 1 and length % parts:
+            yield Problem(
+                "sequence-not-divisible",
+                name,
+                *fields,
+                setting=with_value(options, name),
+                length=length,
+                size=" x ".join(flags),
+                parts=parts,
+                nearest=nearest_multiples(length, parts),
+            )
+
+
+def _head_problems(config: Config, size: int) -> Iterator[Problem]:
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    heads, kv_heads = model.num_attention_heads // tp_size, model.kv_heads // tp_size
+    if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
+        return
+    valid = [
+        number for number in divisors(heads) if kv_heads % number == 0 or number % kv_heads == 0
+    ]
+    yield Problem(
+        "heads-not-divisible-by-sequence-parallel-size",
+        "num_attention_heads",
+        "num_query_groups",
+        SIZE,
+        size=with_value(config.parallel, SIZE),
+        heads=heads,
+        kv_heads=kv_heads,
+        valid=list_numbers(valid),
+    )
