@@ -181,7 +181,7 @@ class CheckpointManager:
         place = self._config.checkpoint.local_checkpoint_dir
         save = self._collect(engine, state, history, copy=False, place=place)
         try:
-            self._local.save(state.iteration, save.snapshot.write, save.small_files)
+            self._local.save(state.iteration, save.snapshot.write, save.description)
         except OSError as error:
             self._warn(Problem("local-save-failed", iteration=state.iteration, error=error))
             return

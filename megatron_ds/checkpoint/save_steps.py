@@ -176,27 +176,24 @@ class SaveSteps:
         Returns:
             Problems that did not fail the save.
         """
-        self._describe({name: record for part in written for name, record in part.items()})
+        local_files.wait_for_files(self.temporary, _joined(written))
+        (self.temporary / POINTER_PENDING).touch()
+        local_files.write_files(self.temporary, self.description(written))
         self._require_folder()
         local_files.publish(self.temporary, self.target)
         return self._update_pointers()
 
-    def small_files(self) -> dict[str, bytes]:
-        """Contents of run.json and of the tokenizer's files by name."""
+    def description(self, written: Sequence[Mapping[str, FileRecord]]) -> dict[str, bytes]:
+        """Contents of the files besides those of the ranks, by name; the manifest is the last.
+
+        Args:
+            written: What each rank wrote.
+        """
         assert self.run is not None
-        tokenizer = {f"{TOKENIZER}/{name}": text for name, text in self.tokenizer_files.items()}
-        return {**tokenizer, RUN: local_files.json_content(self.run.to_dict())}
-
-    def _describe(self, files: dict[str, FileRecord]) -> None:
-        """Writes what a checkpoint has besides the files of the ranks, the manifest last."""
-        files |= local_files.write_files(self.temporary, self.small_files())
-        self._wait_for(files)
-        (self.temporary / POINTER_PENDING).touch()
-        local_files.write_files(self.temporary, {MANIFEST: manifest_text(files).encode()})
-
-    def _wait_for(self, files: Mapping[str, FileRecord]) -> None:
-        """Waits until the files of all ranks are visible here."""
-        local_files.wait_for_files(self.temporary, files)
+        texts = {f"{TOKENIZER}/{name}": text for name, text in self.tokenizer_files.items()}
+        texts[RUN] = local_files.json_content(self.run.to_dict())
+        records = {name: FileRecord.of(text) for name, text in texts.items()}
+        return {**texts, MANIFEST: manifest_text(_joined(written) | records).encode()}
 
     def _update_pointers(self) -> list[Problem]:
         """Updates pointers and removes old checkpoints; errors here do not fail the save."""
@@ -208,6 +205,10 @@ class SaveSteps:
         except OSError as error:
             return [Problem("save-pointers-failed", target=self.target, error=error)]
         return []
+
+
+def _joined(written: Sequence[Mapping[str, FileRecord]]) -> dict[str, FileRecord]:
+    return {name: record for part in written for name, record in part.items()}
 
 
 class SaveInProgress:

@@ -31,7 +31,6 @@ from megatron_ds.checkpoint.metadata import (
     find_record_damage,
     iteration_of,
     list_checkpoints,
-    manifest_text,
     read_manifest,
     read_run,
 )
@@ -96,14 +95,15 @@ class LocalCheckpoints:
         self,
         iteration: int,
         write: Callable[[Path], Mapping[str, FileRecord]],
-        describe: Callable[[], Mapping[str, bytes]],
+        describe: Callable[[Sequence[Files]], Mapping[str, bytes]],
     ) -> None:
         """Writes a checkpoint on every node, copies it to the neighbors, and removes old ones.
 
         Args:
             iteration: Its iteration.
             write: Writes the files of this rank into a folder; returns their records.
-            describe: Returns the other files by name; called on the first rank.
+            describe: Returns the other files by name, the manifest last; called on the first rank
+                with what each rank wrote.
 
         Raises:
             OSError: On every rank, if a disk fails. The local checkpoints before it are intact.
@@ -114,10 +114,8 @@ class LocalCheckpoints:
             self._on_first_ranks(lambda: _create(temporary))
             written = self._ranks.run_on_all(lambda: write(temporary))
             exchange(self._copies(written), temporary, self._ranks)
-            others = self._ranks.run_on_rank0(lambda: dict(describe()))
-            files = {name: record for part in written for name, record in part.items()}
-            files |= {name: FileRecord.of(content) for name, content in others.items()}
-            self._on_first_ranks(lambda: _complete(temporary, files, others))
+            texts = self._ranks.run_on_rank0(lambda: describe(written))
+            self._on_first_ranks(lambda: local_files.write_files(temporary, texts))
             # Renamed on all nodes once it is complete on all.
             self._on_first_ranks(lambda: local_files.publish(temporary, target))
         except OSError:
@@ -330,11 +328,6 @@ def _digest(path: Path) -> str:
 def _create(temporary: Path) -> None:
     local_files.remove_temporary(temporary.parent)
     temporary.mkdir(parents=True)
-
-
-def _complete(temporary: Path, files: Files, others: Mapping[str, bytes]) -> None:
-    """Adds what describes a checkpoint, the manifest last."""
-    local_files.write_files(temporary, {**others, MANIFEST: manifest_text(files).encode()})
 
 
 def _describe(path: Path) -> _Described:

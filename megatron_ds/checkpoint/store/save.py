@@ -87,9 +87,6 @@ class StoreSaveSteps(SaveSteps):
         yield RankWork(self._require_folder, on_all=False)
         yield RankWork(self._clean_up_node, on_all=True)
 
-    def _wait_for(self, files: Mapping[str, FileRecord]) -> None:
-        """The files of other nodes are not visible here; their uploads were compared."""
-
     def _prepare_node(self) -> list[Problem]:
         """Creates the temporary folder of a node; warns if its disk may become full."""
         nodes = self.destination.nodes
@@ -123,19 +120,13 @@ class StoreSaveSteps(SaveSteps):
 
     def _complete_store(self, written: Sequence[Mapping[str, FileRecord]]) -> _Completed:
         """Completes the checkpoint in the store, and removes old ones."""
-        files = {name: record for part in written for name, record in part.items()}
-        of_ranks = {*files}
-        self._describe(files)
-        names = [name for name in files if name not in of_ranks]
-        texts = {name: (self.temporary / name).read_bytes() for name in (*names, MANIFEST)}
+        texts = self.description(written)
         for path in self.folder.iterdir():
             if is_run_file(path):
                 self.store.upload(path, path.name)
         self._require_folder()
-        for name in names:
-            self.store.write(f"{self.target.name}/{name}", texts[name])
-        self.store.write(f"{self.target.name}/{POINTER_PENDING}", b"\n")
-        self.store.write(f"{self.target.name}/{MANIFEST}", texts[MANIFEST])
+        for name, text in {POINTER_PENDING: b"\n", **texts}.items():
+            self.store.write(f"{self.target.name}/{name}", text)
         warnings = []
         removed: list[str] = []
         try:
@@ -166,7 +157,6 @@ class StoreSaveSteps(SaveSteps):
         if not self.destination.nodes.is_first:
             return
         local_files.write_files(self.temporary, completed.texts)
-        (self.temporary / POINTER_PENDING).unlink(missing_ok=True)
         local_files.publish(self.temporary, self.target)
         local_files.write_pointers(self.target)
         for path in list_checkpoints(self.folder):
