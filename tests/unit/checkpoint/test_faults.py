@@ -28,7 +28,7 @@ from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.universal.folders import POINTER
 from megatron_ds.config.problems import UserError
 from megatron_ds.conversion.megatron import detect as megatron_folders
-from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot, write_tensors
+from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.problems import printed_codes, raises_problem
@@ -306,25 +306,6 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
     # folder; two pointers after it.
     assert failed >= 14
     assert warned >= 6
-
-
-def test_an_error_of_the_engine_is_reported_and_leaves_no_files(
-    checkpoints: CheckpointManager, folder: Path, logged: list[str]
-) -> None:
-    class Full(DeepSpeedSnapshot):
-        def write(self, folder: Path) -> NoReturn:
-            super().write(folder)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "x.pt"))
-
-    engine = FakeEngine()
-    engine.snapshot = lambda *, copy: Full({"a.pt": 1})
-
-    save(checkpoints, 4)
-    with pytest.raises(SaveError) as error:
-        checkpoints.save(engine, state_at(8))
-    place = folder / ".incomplete-global_step8" / "x.pt"
-    assert str(place) in str(error.value)
-    assert names_in(folder) == {"global_step4", *local_files.POINTERS}
 
 
 def test_keep_last_keeps_that_many_checkpoints(manager: Managers, folder: Path) -> None:

@@ -100,19 +100,13 @@ def test_vocabulary_tables_are_truncated_or_padded_with_zeros(rows: int) -> None
     assert torch.equal(model.embedding.word.weight, table)
 
 
-def test_only_vocabulary_tables_are_padded() -> None:
-    weights = weights_of_model()
-    weights["fc.weight"] = weights["fc.weight"][:2]
-
-    with raises_problem("weights-shape-mismatch", contains="fc.weight"):
-        load_full_weights(Model(), weights.items(), rank=0, size=2)
-
-
-def test_a_wrong_width_is_rejected() -> None:
-    weights = weights_of_model()
-    weights["embedding.word.weight"] = torch.zeros(12, 4)
-
-    with raises_problem("weights-shape-mismatch", contains="embedding.word.weight is [12, 4]"):
+@pytest.mark.parametrize(
+    ("name", "shape"), [("fc.weight", (2, 4)), ("embedding.word.weight", (12, 4))]
+)
+def test_other_shapes_are_rejected(name: str, shape: tuple[int, ...]) -> None:
+    """Only vocabulary tables are padded, and only in rows."""
+    weights = {**weights_of_model(), name: torch.zeros(shape)}
+    with raises_problem("weights-shape-mismatch", contains=f"{name} is {[*shape]}"):
         load_full_weights(Model(), weights.items(), rank=0, size=2)
 
 

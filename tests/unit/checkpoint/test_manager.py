@@ -217,13 +217,6 @@ def test_a_folder_without_a_checkpoint_starts_a_new_run(
     assert logged[0].endswith("[no-checkpoint-to-load]")
 
 
-def conflicts(manager: CheckpointManager) -> list[tuple[str, tuple[str, ...]]]:
-    """Codes and fields of the problems that selecting a checkpoint raises."""
-    with pytest.raises(UserError) as raised:
-        manager.select()
-    return [(problem.code, problem.fields) for problem in raised.value.problems]
-
-
 def test_resume_rejects_another_model_or_optimizer_with_every_difference(
     checkpoints: CheckpointManager, config: Config, manager: Managers
 ) -> None:
@@ -234,7 +227,9 @@ def test_resume_rejects_another_model_or_optimizer_with_every_difference(
         precision=PrecisionConfig(bf16=True),
         optimizer=OptimizerConfig(optimizer="lion"),
     )
-    assert conflicts(other) == [
+    with pytest.raises(UserError) as raised:
+        other.select()
+    assert [(problem.code, problem.fields) for problem in raised.value.problems] == [
         ("resume-model-changed", ("num_layers",)),
         ("resume-optimizer-changed", ("optimizer",)),
     ]
