@@ -1,4 +1,4 @@
-"""Sends files from rank to rank through the process group of agreements, in chunks.
+"""Sends files from rank to rank through the process group of `CollectiveIO`, in chunks.
 
 All ranks go through the same list in its order and take part in their own transfers, so that no two
 wait for each other. A rank whose disk fails continues to send or receive until the end.
@@ -6,18 +6,17 @@ wait for each other. A rank whose disk fails continues to send or receive until 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ds.checkpoint.collective_io import CollectiveIO
-from megatron_ds.fileio.atomic import FileRecord, name_in_errors
+from megatron_ds.fileio.atomic import FileRecord, fsync_file, name_in_errors
 
 CHUNK = 2**24
 """Bytes of a message."""
@@ -50,20 +49,24 @@ def exchange(transfers: Sequence[Transfer], folder: Path, ranks: CollectiveIO) -
     errors: list[OSError] = []
     buffer = torch.empty(CHUNK, dtype=torch.uint8)
     for transfer in transfers:
-        if ranks.rank == transfer.source:
-            work: _Endpoint = _Sender(folder / transfer.name)
-        elif ranks.rank == transfer.target:
-            work = _Receiver(folder / transfer.name, transfer.record)
-        else:
+        if ranks.rank not in (transfer.source, transfer.target):
             continue
+        sends = ranks.rank == transfer.source
+        own = _Endpoint(folder / transfer.name, transfer.record)
         with ExitStack() as files:
-            work.attempt(lambda: work.open(files))  # noqa: B023
+            own.attempt(own.open, "rb" if sends else "wb", files)
             for start in range(0, transfer.record.size, CHUNK):
                 chunk = buffer[: min(CHUNK, transfer.record.size - start)]
-                work.move(chunk, transfer, ranks.group)
-            work.attempt(work.finish)
-        if work.error is not None:
-            errors.append(work.error)
+                if sends:
+                    own.attempt(own.read, chunk)
+                    dist.send(chunk, transfer.target, group=ranks.group)
+                else:
+                    dist.recv(chunk, transfer.source, group=ranks.group)
+                    own.attempt(own.write, chunk)
+            if not sends:
+                own.attempt(own.finish)
+        if own.error is not None:
+            errors.append(own.error)
 
     def report() -> None:
         if errors:
@@ -73,66 +76,33 @@ def exchange(transfers: Sequence[Transfer], folder: Path, ranks: CollectiveIO) -
 
 
 class _Endpoint:
-    """One side of a transfer, which records its first error."""
+    """A rank's file of a transfer. After its first error it is left alone."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.file: BinaryIO | None = None
+    def __init__(self, path: Path, record: FileRecord) -> None:
+        self._path, self._record = path, record
+        self._file: Any = None
         self.error: OSError | None = None
 
-    def attempt(self, work: Any) -> None:
+    def attempt(self, work: Callable[..., object], *arguments: Any) -> None:
         if self.error is None:
             try:
-                with name_in_errors(self.path):
-                    work()
+                with name_in_errors(self._path):
+                    work(*arguments)
             except OSError as error:
                 self.error = error
 
-    def open(self, files: ExitStack) -> None:
-        raise NotImplementedError
+    def open(self, mode: str, files: ExitStack) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = files.enter_context(self._path.open(mode))
 
-    def move(self, chunk: torch.Tensor, transfer: Transfer, group: Any) -> None:
-        raise NotImplementedError
+    def read(self, chunk: torch.Tensor) -> None:
+        if self._file.readinto(chunk.numpy()) != len(chunk):
+            raise OSError(f"{self._path} is shorter than {self._record.size} bytes")
 
-    def finish(self) -> None:
-        """Called after the last chunk."""
-
-
-class _Sender(_Endpoint):
-    def open(self, files: ExitStack) -> None:
-        self.file = files.enter_context(self.path.open("rb"))
-
-    def move(self, chunk: torch.Tensor, transfer: Transfer, group: Any) -> None:
-        def read() -> None:
-            assert self.file is not None
-            if self.file.readinto(chunk.numpy()) != len(chunk):  # type: ignore[attr-defined]
-                raise OSError(f"{self.path} is shorter than {transfer.record.size} bytes")
-
-        self.attempt(read)
-        dist.send(chunk, transfer.target, group=group)
-
-
-class _Receiver(_Endpoint):
-    def __init__(self, path: Path, record: FileRecord) -> None:
-        super().__init__(path)
-        self._record = record
-
-    def open(self, files: ExitStack) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = files.enter_context(self.path.open("wb"))
-
-    def move(self, chunk: torch.Tensor, transfer: Transfer, group: Any) -> None:
-        dist.recv(chunk, transfer.source, group=group)
-
-        def write() -> None:
-            assert self.file is not None
-            self.file.write(chunk.numpy().data)
-
-        self.attempt(write)
+    def write(self, chunk: torch.Tensor) -> None:
+        self._file.write(chunk.numpy().data)
 
     def finish(self) -> None:
-        assert self.file is not None
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        if not self._record.matches(self.path):
-            raise OSError(f"{self.path} arrived with another checksum than the sender's")
+        fsync_file(self._file)
+        if not self._record.matches(self._path):
+            raise OSError(f"{self._path} arrived with another checksum than the sender's")
