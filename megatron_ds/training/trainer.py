@@ -172,15 +172,14 @@ class Trainer:
         ):
             self.engine.train_step(batches, plan)
 
-    def _is_due(self, interval: int | None) -> bool:
-        return interval is not None and self.state.iteration % interval == 0
-
     def _is_last(self, stop: StopDecision | None) -> bool:
         return stop is not None or self.state.iteration == self.total_iterations
 
     def _is_evaluation_due(self, stop: StopDecision | None) -> bool:
-        urgent = stop is not None and stop.urgent
-        return not urgent and self._is_due(self.config.logging.eval_interval)
+        interval = self.config.logging.eval_interval
+        if interval is None or (stop is not None and stop.urgent):
+            return False
+        return self.state.iteration % interval == 0
 
     def _graph_count(self) -> int:
         """Graphs that torch.compile has compiled."""

@@ -240,7 +240,7 @@ class Launcher:
             inherit_device: Run on the device of the tests, which is the accelerator in those marked
                 `gpu`, and not on the CPU.
         """
-        variables = self._environment(environment or {})
+        variables = {**clean_environment(), MARK[0]: MARK[1], **(environment or {})}
         if inherit_device:
             del variables["DS_ACCELERATOR"]
             variables |= {k: v for k, v in os.environ.items() if k == "DS_ACCELERATOR"}
@@ -289,9 +289,6 @@ class Launcher:
         path = self._folder / f"{uuid.uuid4().hex}.log"
         path.touch()
         return path
-
-    def _environment(self, extra: Mapping[str, str]) -> dict[str, str]:
-        return {**clean_environment(), MARK[0]: MARK[1], **extra}
 
     def _marked(self) -> dict[int, str]:
         """Running processes of the tests except fork servers: pid -> command line.
