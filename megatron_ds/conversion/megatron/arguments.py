@@ -44,8 +44,8 @@ UNSUPPORTED = {
 """Arguments that, if set, need a part that our model lacks."""
 HARMLESS = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
 """Values of these that need none."""
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 NEOX_POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "none": "none", "alibi": "alibi"}
-NEOX_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 NEOX_OPTIONAL = (
     *("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout"),
     "bias_gelu_fusion",
@@ -70,9 +70,7 @@ def model_settings(args: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     heads = args["num_attention_heads"]
     settings = {
-        "num_layers": args["num_layers"],
-        "hidden_size": args["hidden_size"],
-        "num_attention_heads": heads,
+        **{name: args[name] for name in REQUIRED},
         "num_query_groups": _query_groups(args, heads),
         "kv_channels": args.get("kv_channels") or args["hidden_size"] // heads,
         "seq_length": args.get("seq_length") or args.get("encoder_seq_length"),
@@ -89,8 +87,8 @@ def model_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     }
     if not settings["add_bias_linear"]:
         settings["add_qkv_bias"] = bool(args.get("add_qkv_bias", False))
-    of_the_run = ("attention_dropout", "hidden_dropout", "init_method_std")
-    settings |= {name: args.get(name) for name in of_the_run}
+    for name in ("attention_dropout", "hidden_dropout", "init_method_std"):
+        settings[name] = args.get(name)
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -136,7 +134,7 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if is_lacking:
             raise user_error("megatron-part-unsupported", path=path, part=part)
     return {
-        **{name: values[name] for name in NEOX_REQUIRED},
+        **{name: values[name] for name in REQUIRED},
         **{name: values.get(name) for name in NEOX_OPTIONAL},
         "num_key_value_heads": values.get("num_kv_heads"),
         "ffn_hidden_size": values.get("intermediate_size"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ def read_universal(folder: Path) -> MegatronContents:
     state = {key: value for key, value in saved.items() if key not in ("module", "optimizer")}
     if (path := folder / ZERO / OPTIMIZER_STATE).is_file():
         state["optimizer"] = read_state_dict(path)
-    layout = _Layout.of(folder, state)
+    layout = _Layout(folder, state)
     names = sorted(path.parent.name for path in (folder / ZERO).glob(f"*/{FP32}.pt"))
     inner: dict[int, set[str]] = defaultdict(set)
     for found_name in filter(None, map(NUMBERED.fullmatch, names)):
@@ -76,42 +75,28 @@ def read_universal(folder: Path) -> MegatronContents:
     return MegatronContents(state, weights, {} if unread else kinds, steps, unread)
 
 
-@dataclass(frozen=True)
 class _Layout:
     """How the weights were sharded before they were joined."""
 
-    folder: Path
-    tp_size: int | None
-    """None if it is unknown."""
-    qkv: QkvOrder
-    is_gated: bool
-    positions: int | None
-    """Rows of a table of learned positions."""
-    flat_shapes: Mapping[str, tuple[int, ...]]
-    """Of the weights that DeepSpeed's converter leaves flat, as from ZeRO 3."""
-    mapped: tuple[str, ...]
-    """Patterns of the weights that an affine map has joined."""
-
-    @classmethod
-    def of(cls, folder: Path, state: Mapping[str, Any]) -> _Layout:
+    def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
         args = megatron_args.arguments_of(state.get("args"))
         settings = megatron_args.model_settings(args)
-        info = state.get("universal_checkpoint_info") or {}
+        self.folder = folder
+        self.tp_size: int | None = args.get("tensor_model_parallel_size")
+        self.qkv = megatron_args.qkv_order(args, state.get("checkpoint_version"))
+        self.is_gated = settings.get("activation") in megatron_args.GATED
+        self.positions: int | None = settings.get("max_position_embeddings")
         groups = state.get("param_shapes") or []
-        return cls(
-            folder,
-            args.get("tensor_model_parallel_size"),
-            megatron_args.qkv_order(args, state.get("checkpoint_version")),
-            settings.get("activation") in megatron_args.GATED,
-            settings.get("max_position_embeddings"),
-            {
-                name: tuple(shape)
-                for group in (groups if isinstance(groups, list) else [groups])
-                if isinstance(group, Mapping)
-                for name, shape in group.items()
-            },
-            tuple((info.get("affine_map") or {}).get("params", ())),
-        )
+        self.flat_shapes = {
+            name: tuple(shape)
+            for group in (groups if isinstance(groups, list) else [groups])
+            if isinstance(group, Mapping)
+            for name, shape in group.items()
+        }
+        """Of the weights that DeepSpeed's converter leaves flat, as from ZeRO 3."""
+        info = state.get("universal_checkpoint_info") or {}
+        self.mapped = tuple((info.get("affine_map") or {}).get("params", ()))
+        """Patterns of the weights that an affine map has joined."""
 
     def shards(self, name: str, saved_name: str, path: Path) -> list[TensorReader]:
         """A weight, or its rows of each tensor-parallel rank where their order depends on it."""
