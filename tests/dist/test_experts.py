@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.full_weights import lazy_full_weights
@@ -53,6 +52,7 @@ from tests.dist.parity_cases import (
 from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Tensors
+from tests.independent.model import DEFAULTS, Experts
 
 LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 FOUR = {"num_experts": (4,), **LOSSES}
@@ -73,11 +73,7 @@ def layout(
 
 
 class LoopOverExperts(Replay):
-    """Computes the reference's mixtures by a loop over all experts, of which each sees all tokens.
-
-    Its layers weigh what an expert has not been sent by zero. Nothing is sorted, exchanged or
-    split.
-    """
+    """Computes the reference's mixtures by a loop over all experts, which exchanges nothing."""
 
     def __init__(self) -> None:
         pass
@@ -91,21 +87,11 @@ class LoopOverExperts(Replay):
 
 
 def mix_in_a_loop(layer: MoE, x_SBH: torch.Tensor) -> torch.Tensor:
-    moe, experts = layer.moe, dict(layer.experts.named_parameters())
-    logits = x_SBH @ layer.router.weight.T
-    values, chosen = logits.topk(moe.moe_router_topk)
-    factors = values.softmax(-1)
-    y = torch.zeros_like(x_SBH)
-    for expert in range(moe.experts):
-        w = {name: each[expert] for name, each in experts.items()}
-        inner = x_SBH @ w["fc_in.weight"].T + w["fc_in.bias"]
-        out = functional.gelu(inner, approximate="tanh") @ w["fc_out.weight"].T + w["fc_out.bias"]
-        y = y + (factors * (chosen == expert)).sum(-1, keepdim=True) * out
-    load = torch.stack([(chosen == expert).float().mean() for expert in range(moe.experts)])
-    balance = moe.experts * (load * logits.softmax(-1).mean((0, 1))).sum()
-    z = logits.exp().sum(-1).log().square().mean()
-    loss = moe.moe_aux_loss_coeff * balance + moe.moe_z_loss_coeff * z
-    return layer.log.add_gradient(y, loss)
+    options = {**DEFAULTS, "activation": "gelu", "add_bias_linear": True, **vars(layer.moe)}
+    weights = {f"mlp.{name}": parameter for name, parameter in layer.named_parameters()}
+    mix = Experts(SimpleNamespace(**options | {"num_experts": layer.moe.experts}), weights)
+    y = mix(x_SBH.double().transpose(0, 1), "mlp").transpose(0, 1)
+    return layer.log.add_gradient(y.float(), mix.auxiliary.float())
 
 
 TEN_STEPS = (16,) * 10
