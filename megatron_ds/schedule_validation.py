@@ -7,22 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import exclusive_problem, in_effect
 from megatron_ds.config.problems import Problem, option, with_value
 from megatron_ds.config.schedule import SCHEDULE_LENGTHS
-from megatron_ds.schedules import (
-    ScheduleLength,
-    batch_size_at,
-    batch_size_steps,
-    decay_as_given,
-    given_length,
-    in_lr_units,
-    lr_unit,
-    run_totals,
-    seq_length_at,
-    total_iterations,
-)
+from megatron_ds.schedules import ScheduleLength, in_lr_units
 
 
 def problems(config: Config, dp_size: int) -> Iterator[Problem]:
@@ -52,8 +42,8 @@ def problems(config: Config, dp_size: int) -> Iterator[Problem]:
                 "contiguous_checkpointing",
                 reason="the buffer is allocated for one sequence length",
             )
-    if _is_countable(config, dp_size) and total_iterations(config, dp_size) == 0:
-        first = batch_size_at(config, 0, 0, dp_size)
+    if _is_countable(config, dp_size) and schedules.total_iterations(config, dp_size) == 0:
+        first = schedules.batch_size_at(config, 0, 0, dp_size)
         yield Problem("run-shorter-than-one-batch", settings=schedule, first=first)
 
 
@@ -61,7 +51,7 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
     """Warn of effects of a valid schedule that the user may not expect."""
     if not _is_countable(config, dp_size):
         return
-    schedule, run = config.schedule, run_totals(config, dp_size)
+    schedule, run = config.schedule, schedules.run_totals(config, dp_size)
     reaches_tokens = schedule.train_tokens is not None and run.tokens >= schedule.train_tokens
     samples = schedule.train_samples
     if samples is not None and run.samples < samples and not reaches_tokens:
@@ -82,14 +72,14 @@ def warnings(config: Config, dp_size: int) -> Iterator[Problem]:
             ended_by=with_value(schedule, ended_by),
             tokens=run.tokens,
         )
-    for tokens, size in batch_size_steps(config):
+    for tokens, size in schedules.batch_size_steps(config):
         if tokens >= run.tokens:
             yield Problem("batch-size-not-reached", tokens=run.tokens, size=size, start=tokens)
     if schedule.curriculum_seqlen is not None:
         _, end, steps = schedule.curriculum_seqlen
         longest, iterations = config.model.seq_length, run.iterations
         if steps > iterations:
-            last = seq_length_at(config, iterations - 1)
+            last = schedules.seq_length_at(config, iterations - 1)
             yield Problem(
                 "curriculum-not-completed", settings=schedule, iterations=iterations, last=last
             )
@@ -145,16 +135,18 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
 
     They are compared in the unit in which all are given, otherwise in that of the learning rate.
     """
-    schedule, decay = config.schedule, decay_as_given(config)
-    warmup = given_length(config, "lr_warmup")
-    annealing = given_length(config, "lr_wsd_decay") if schedule.lr_decay_style == "WSD" else None
+    schedule, decay = config.schedule, schedules.decay_as_given(config)
+    warmup = schedules.given_length(config, "lr_warmup")
+    annealing = (
+        schedules.given_length(config, "lr_wsd_decay") if schedule.lr_decay_style == "WSD" else None
+    )
     fraction = schedule.lr_warmup_fraction
     if decay is None or decay.value <= 0 or not 0.0 <= (fraction or 0.0) <= 1.0:
         return
     given = [length for length in (decay, warmup, annealing) if length is not None]
     unit = decay.unit
     if any(length.unit != unit for length in given):
-        unit = lr_unit(config)
+        unit = schedules.lr_unit(config)
         if unit == "tokens" and schedule.curriculum_seqlen is not None:
             for length in [length for length in given if length.unit != unit]:
                 instead = option(f"{length.stem.replace('train', 'lr_decay')}_tokens")

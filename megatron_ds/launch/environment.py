@@ -14,12 +14,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ds.launch.rank_variables import (
-    AGENT_VARIABLES,
-    LOCAL_RANK_VARIABLES,
-    count_unused_tasks,
-    find_ranks,
-)
+from megatron_ds.launch import rank_variables
 
 GIVEN_LOCAL_RANK = "MEGATRON_DS_LOCAL_RANK"
 """The local rank of the launcher, whose variable `use_device` changes."""
@@ -45,7 +40,7 @@ def local_rank() -> int:
 
     Also known before `adopt_ranks`, so that one process per host reports its error.
     """
-    variables = (GIVEN_LOCAL_RANK, *LOCAL_RANK_VARIABLES)
+    variables = (GIVEN_LOCAL_RANK, *rank_variables.LOCAL_RANK_VARIABLES)
     known = (os.environ[name] for name in variables if name in os.environ)
     return int(next(known, "0"))
 
@@ -65,7 +60,7 @@ def adopt_ranks() -> None:
         UserError: If the environment says that there are other processes, but not what torch and
             DeepSpeed need to know.
     """
-    os.environ.update(find_ranks(os.environ))
+    os.environ.update(rank_variables.find_ranks(os.environ))
 
 
 def expand_variables(path: str) -> str:
@@ -83,7 +78,7 @@ def use_device(index: int) -> None:
 
 def unused_tasks() -> int:
     """Tasks of a Slurm job that this process leaves idle, since srun did not start it; or 0."""
-    return count_unused_tasks(os.environ)
+    return rank_variables.count_unused_tasks(os.environ)
 
 
 def has_shared_devices() -> bool:
@@ -91,7 +86,7 @@ def has_shared_devices() -> bool:
 
     A scheduler may let each of its tasks see a device of its own.
     """
-    return any(name in os.environ for name in AGENT_VARIABLES)
+    return any(name in os.environ for name in rank_variables.AGENT_VARIABLES)
 
 
 def prepare_environment() -> Path:

@@ -41,14 +41,9 @@ from enum import Enum
 from typing import NoReturn, TypeVar
 
 from megatron_ds.config.problems import Problem, catalogue
-from megatron_ds.launch import environment, output
+from megatron_ds.launch import environment, error_report, output
 from megatron_ds.launch.distributed import ExitBoard
-from megatron_ds.launch.error_report import (
-    ErrorReport,
-    is_collective_error,
-    make_report,
-    rendezvous_report,
-)
+from megatron_ds.launch.error_report import ErrorReport
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.liveness import ProcessHandle, RankExit, find_dead_peer, find_launchers
 
@@ -228,12 +223,12 @@ class ProcessLifecycle:
             self._exit_after_peer(failed_peer)
         if isinstance(error, _StartupInterrupted):
             self._exit_as_cause(_startup_report(error.reason))
-        self._exit_as_cause(make_report(error))
+        self._exit_as_cause(error_report.make_report(error))
 
     def _end_rendezvous(self, timeout: timedelta) -> None:
         if self._exit_lock.acquire(blocking=False):
             error = f"nothing there answered as a run of this program within {timeout}"
-            self._exit_as_cause(rendezvous_report(error))
+            self._exit_as_cause(error_report.rendezvous_report(error))
 
     def _exit_as_cause(self, report: ErrorReport) -> NoReturn:
         """Ends a rank that failed by itself."""
@@ -265,7 +260,7 @@ class ProcessLifecycle:
 
     def _find_failed_peer(self, error: BaseException) -> RankExit | None:
         """The rank whose exit made a collective of this one fail; None if the error is our own."""
-        if not is_collective_error(error):
+        if not error_report.is_collective_error(error):
             return None
         _wait_until(lambda: self._check_peers() is not None, BLAME_TIMEOUT_S)
         return self._peer_exit or (STORE_LOST if self._store_lost else None)

@@ -22,12 +22,7 @@ from dataclasses import dataclass, field
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
-from megatron_ds.model.flops import (
-    expert_parameters_per_rank,
-    matrix_parameters,
-    parameter_sizes,
-    parameters_per_rank,
-)
+from megatron_ds.model import flops
 from megatron_ds.model.mlp import num_tiles
 from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
@@ -124,7 +119,8 @@ class _Sizes:
         self.config, self.model, self.inputs = config, config.model, inputs
         self.ep_size = config.expert_parallel_size
         layout = config.model, inputs.tp_size, config.moe, self.ep_size
-        self.full, experts = parameters_per_rank(*layout), expert_parameters_per_rank(*layout)
+        self.full = flops.parameters_per_rank(*layout)
+        experts = flops.expert_parameters_per_rank(*layout)
         stages = layers_per_stage(config.model, config.parallel, config.moe)
         self.is_staged = len(stages) > 1
         if self.is_staged:
@@ -142,9 +138,9 @@ class _Sizes:
         self.partition = self._partition(self.full, experts)
         own = max(sum(stages[stage] for stage in own) for own in config.parallel.stages_of_ranks)
         matrices = dataclasses.replace(config.model, num_layers=own, add_bias_linear=False)
-        self.matrices = matrix_parameters(matrices, *layout[1:])
+        self.matrices = flops.matrix_parameters(matrices, *layout[1:])
         elements = sum(size * count for size, count in self.matrices.items())
-        experts = expert_parameters_per_rank(matrices, *layout[1:])
+        experts = flops.expert_parameters_per_rank(matrices, *layout[1:])
         self.matrix_share = self._partition(elements, experts)
         owned = self.full if inputs.zero_stage == 0 else self.partition
         self.moments = round(inputs.moment_bytes * inputs.moments * owned)
@@ -267,12 +263,12 @@ class _Sizes:
             return 0
         names = ("max_reuse_distance", "max_live_parameters", "param_persistence_threshold")
         reuse, live, threshold = (int(self.inputs.zero[f"stage3_{name}"]) for name in names)
-        sizes = parameter_sizes(self.model, self.inputs.tp_size, self.config.moe, self.ep_size)
+        tp_size = self.inputs.tp_size
+        sizes = flops.parameter_sizes(self.model, tp_size, self.config.moe, self.ep_size)
         largest = max(sizes)
         kept = sum(n * count for n, count in sizes.items() if n <= threshold)
         if not self.model.untie_embeddings_and_output_weights:
-            rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
-            kept += rows * self.model.hidden_size
+            kept += self.model.padded_vocab(tp_size) // tp_size * self.model.hidden_size
         is_recomputed = self.config.recompute.recompute_granularity == "full"
         ahead = reuse // (3 if is_recomputed else 2)
         if int(self.inputs.zero["stage3_prefetch_bucket_size"]) > 0:

@@ -100,15 +100,15 @@ def summary(cases: Sequence[Case]) -> Record:
     """
     if not cases:
         raise ValueError("no test ran")
-    record: Record = {**counts(cases), "failures": {}, "tests": {}}
-    record["failures"] = {f"{each.test} {each.name}": each.error for each in cases if each.error}
-    marked = [each for each in cases if each.properties.keys() & set(MARKERS)]
-    for test in sorted({each.test for each in marked}):
-        record["tests"][test] = counts([each for each in marked if each.test == test])
-    unknown = record["tests"].keys() - marked_tests().keys()
-    if unknown:
+    by_test: dict[str, list[Case]] = {}
+    for each in cases:
+        if each.properties.keys() & set(MARKERS):
+            by_test.setdefault(each.test, []).append(each)
+    if unknown := by_test.keys() - marked_tests().keys():
         raise ValueError(f"tests/proofs/marked.py does not find the markers of {sorted(unknown)}")
-    return record
+    failures = {f"{each.test} {each.name}": each.error for each in cases if each.error}
+    tests = {test: counts(by_test[test]) for test in sorted(by_test)}
+    return {**counts(cases), "failures": failures, "tests": tests}
 
 
 def counts(cases: Sequence[Case]) -> Counts:

@@ -30,15 +30,19 @@ PAGES = sorted(
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = DOCS / "development" / "architecture.md"
 MIGRATION = DOCS / "migration.md"
-LAUNCHER_FLAGS = set(
+OTHERS_FLAGS = set(
     re.findall(
         r"\S+",
         "num-gpus hostfile no-ssh launcher launcher-args ntasks-per-node node-rank nnodes "
         "nproc-per-node master-addr master-port bind-to nodes gpus-per-node gpus-per-task "
-        "cpus-per-task time kill-on-bad-exit pid pty signal shm-size ipc",
+        "cpus-per-task time kill-on-bad-exit pid pty signal shm-size ipc json-key vocab override-",
     )
 )
+"""Flags of launchers and of other frameworks that the pages name."""
 TROUBLESHOOTING = DOCS / "troubleshooting.md"
+PAGES_WITH_FLAGS = (
+    *("tutorial", "choose_a_layout", "finetuning", "troubleshooting", "launching", "migration"),
+)
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
 """Scripts of other frameworks that the pages mention."""
 
@@ -151,18 +155,12 @@ def test_command_line_of_the_forks_parses() -> None:
     assert set(codes(problems)) == {"file-not-found"}
 
 
-def test_flags_named_in_the_migration_page_exist() -> None:
-    others = {"--num_gpus", "--json-key", "--vocab", "--world-size", "--override-"}
-    for name in re.findall(r"--[a-z][\w-]*", MIGRATION.read_text(encoding="utf-8")):
-        assert name in others or dashed(name) in training_flags().by_name, name
-
-
 def test_flags_named_in_the_pages_are_those_of_a_program_or_a_launcher() -> None:
     tables = (training_flags(), *tool_tables().values())
-    known = {"help", "help-all"}.union(*(table.by_name for table in tables), LAUNCHER_FLAGS)
+    known = {"help", "help-all"}.union(*(table.by_name for table in tables), OTHERS_FLAGS)
     assert [
         (name, flag)
-        for name in ("tutorial", "choose_a_layout", "finetuning", "troubleshooting", "launching")
+        for name in PAGES_WITH_FLAGS
         for flag in re.findall(
             r"(?<![\w-])--[a-z][\w-]*", (DOCS / f"{name}.md").read_text(encoding="utf-8")
         )

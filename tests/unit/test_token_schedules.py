@@ -109,16 +109,18 @@ def test_batch_size_schedule_is_parsed_with_suffixes(
     assert problems(config) == []
 
 
+LONG = config_with(
+    2048,
+    train_tokens=10**15,
+    step_batch_size_schedule=("0:768 250B:1536",),
+    curriculum_seqlen=(64, 2048, 10**6),
+)
+
+
 def test_long_schedule_is_computed_by_segments() -> None:
-    config = config_with(
-        2048,
-        train_tokens=10**15,
-        step_batch_size_schedule=("0:768 250B:1536",),
-        curriculum_seqlen=(64, 2048, 10**6),
-    )
-    segments = list(schedules.constant_segments(config, 1))
+    segments = list(schedules.constant_segments(LONG, 1))
     assert len(segments) <= (2048 - 64) // 8 + 3
-    total = schedules.total_iterations(config, 1)
+    total = schedules.total_iterations(LONG, 1)
     last = sum(steps * size * length for steps, size, length in segments)
     assert 10**15 <= last < 10**15 + 1536 * 2048
     assert total == sum(segment.steps for segment in segments)
@@ -316,14 +318,8 @@ def test_state_without_a_key_is_rejected(key: str) -> None:
 
 
 def test_schedules_are_described() -> None:
-    config = config_with(
-        2048,
-        train_tokens=10**12,
-        step_batch_size_schedule=("0:768 250B:1536",),
-        curriculum_seqlen=(64, 2048, 1000),
-    )
-    assert schedules.describe_schedules(config) == [
+    assert schedules.describe_schedules(LONG) == [
         ("batch sizes", "768 from 0 tokens, 1536 from 249,999,998,976 tokens"),
-        ("sequence length", "64 -> 2048 over 1,000 iterations, in multiples of 8"),
+        ("sequence length", "64 -> 2048 over 1,000,000 iterations, in multiples of 8"),
     ]
     assert schedules.describe_schedules(config_with(train_iters=5)) == []
