@@ -32,6 +32,11 @@ from megatron_ds.parallel.mesh import Mesh
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Our names of number formats, and torch's."""
+OFFLOAD_SWITCHES = {
+    "optimizer_offload": ("swap_optimizer", "cpu_offload", "offload_optimizer"),
+    "param_offload": ("params_in_nvme_and_cpu", "offload_param"),
+}
+"""Attributes of DeepSpeed's optimizers: for offloading to a disk, and to host memory."""
 SUPER_OFFLOAD_OPTIMIZER = "SuperOffloadOptimizer_Stage3"
 """DeepSpeed's class of optimizer for `super_offload`."""
 
@@ -204,16 +209,10 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
     yield "clip_grad", engine.gradient_clipping() if stage == 0 else optimizer.clip_grad
     for name, dtype in _actual_dtypes(engine, stage):
         yield name, str(dtype).removeprefix("torch.")
-    if getattr(optimizer, "swap_optimizer", False):
-        yield "optimizer_offload", "nvme"
-    else:
-        switches = ("cpu_offload", "offload_optimizer")
-        is_offloaded = any(getattr(optimizer, name, False) for name in switches)
-        yield "optimizer_offload", "cpu" if is_offloaded else "none"
-    if getattr(optimizer, "params_in_nvme_and_cpu", False):
-        yield "param_offload", "nvme"
-    else:
-        yield "param_offload", "cpu" if getattr(optimizer, "offload_param", False) else "none"
+    for setting, (to_disk, *to_host) in OFFLOAD_SWITCHES.items():
+        is_on_host = any(getattr(optimizer, name, False) for name in to_host)
+        is_on_disk = getattr(optimizer, to_disk, False)
+        yield setting, "nvme" if is_on_disk else "cpu" if is_on_host else "none"
     yield "loss_scale", _actual_loss_scale(engine)
     yield "hpz_size", getattr(optimizer, "zero_hpz_partition_size", 1)
     yield "passed_keys", _actual_passed_keys(engine)

@@ -302,7 +302,7 @@ class ZeroEngine:
             norm: Gradient norm.
             extras: Further metrics.
         """
-        skipped = self._engine.skipped_steps > before[0]
+        skipped, rate = self._engine.skipped_steps > before[0], plan.decoupled_lr
         if guard.compared is not None:
             norm = guard.compared[1]  # DeepSpeed reports that of a skipped step as infinite
         return StepResult(
@@ -313,7 +313,7 @@ class ZeroEngine:
             loss_scale_exhausted=skipped and before[1] and not guard.is_spike,
             is_spike=guard.is_spike,
             compared=guard.compared,
-            extras={**extras, **decoupled_rate(plan)},
+            extras={**extras, **({} if rate is None else {"decoupled_learning_rate": rate})},
         )
 
     def _weighted(
@@ -346,10 +346,7 @@ class ZeroEngine:
 
     def _forward(self, batch: DeviceBatch) -> TokenLoss:
         loss: TokenLoss = self._engine(
-            batch.tokens_BS,
-            batch.labels_BS,
-            batch.loss_mask_BS,
-            max_documents=batch.max_documents,
+            batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, max_documents=batch.max_documents
         )
         return loss
 
@@ -392,12 +389,6 @@ class ZeroEngine:
         if self._mesh.model.size > 1:
             dist.all_reduce(squares, group=self._mesh.model.handle)
         return squares
-
-
-def decoupled_rate(plan: StepPlan) -> dict[str, float]:
-    """The metric of a decoupled learning rate, if there is one."""
-    rate = plan.decoupled_lr
-    return {} if rate is None else {"decoupled_learning_rate": rate}
 
 
 def sum_of_squares(chunks: list[Tensor], device: torch.device) -> Tensor:

@@ -35,11 +35,7 @@ EOD = 0
 
 
 def select_document_kernel(
-    config: ModelConfig,
-    micro_batch: int,
-    shards: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: ModelConfig, micro_batch: int, shards: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[DocumentKernel | None, Problem | None]:
     """Select the first kernel that trains this run's attention correctly on this device.
 

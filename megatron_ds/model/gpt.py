@@ -13,7 +13,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron_ds.model.attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.elementwise import Elementwise
@@ -80,9 +80,8 @@ class GPTModel(nn.Module):
         self.router_log = RouterLog(logged_shapes(moe))
         self._rng = rng
         self._sp = mesh.sp
-        granularity = (
-            checkpointing.config.recompute_granularity if checkpointing is not None else None
-        )
+        recompute = RecomputeConfig() if checkpointing is None else checkpointing.config
+        granularity = recompute.recompute_granularity
         self.checkpointing = checkpointing if granularity == "full" else None
         all_specs = layer_specs(
             config,
@@ -92,7 +91,7 @@ class GPTModel(nn.Module):
             rng=rng,
             init=Initializer(seed),
             checkpoint_core=checkpointing if granularity == "selective" else None,
-            tiled_mlp=checkpointing is not None and checkpointing.config.tiled_mlp,
+            tiled_mlp=recompute.tiled_mlp,
             parts=parts,
         )
         specs = [spec for stage in stages for spec in all_specs[stage]]

@@ -254,13 +254,7 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        num_experts: int,
-        mesh: Mesh,
-        *,
-        init: Initializer,
-        name: str,
+        self, config: ModelConfig, num_experts: int, mesh: Mesh, *, init: Initializer, name: str
     ) -> None:
         super().__init__()
         self.group = group = mesh.tp

@@ -17,11 +17,7 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import SDPA, AttentionCore, UlyssesAttention
-from megatron_ds.model.packed_attention import (
-    PackedBatchInfo,
-    PerDocumentSDPA,
-    document_lengths,
-)
+from megatron_ds.model.packed_attention import PackedBatchInfo, PerDocumentSDPA, document_lengths
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.ulysses import local_slice
 

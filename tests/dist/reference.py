@@ -320,10 +320,7 @@ def _optimizer(
     if options.optimizer == "muon":
         return Muon(groups, matrices, options)
     return torch.optim.AdamW(
-        groups,
-        lr=options.lr,
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_eps,
+        groups, lr=options.lr, betas=(options.adam_beta1, options.adam_beta2), eps=options.adam_eps
     )
 
 

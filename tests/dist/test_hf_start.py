@@ -33,12 +33,7 @@ from megatron_ds.loading.plan import LoadPlan, make_plan
 from megatron_ds.train_state import StepPlan, TrainState
 from tests.dist.engine_harness import full_weights, prepare
 from tests.distributed import run_ranks
-from tests.unit.conversion.hf_models import (
-    TOKENS,
-    VOCAB,
-    load_strictly,
-    random_model,
-)
+from tests.unit.conversion.hf_models import TOKENS, VOCAB, load_strictly, random_model
 
 WORLD = 4
 BATCHES = (TOKENS[:1], TOKENS[1:])

@@ -12,11 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_ds.parallel import fused_linear_cross_entropy
-from megatron_ds.parallel.collectives import (
-    all_gather,
-    gather_from_group,
-    reduce_from_group_,
-)
+from megatron_ds.parallel.collectives import all_gather, gather_from_group, reduce_from_group_
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear

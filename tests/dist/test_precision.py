@@ -106,11 +106,7 @@ def accumulating_config(stage: int, in_fp32: bool) -> Config:
     return config_of(
         Case(2, stage, 1, 1, "learned", "sgd"),
         precision={"bf16": True, "accumulate_allreduce_grads_in_fp32": in_fp32},
-        schedule={
-            "micro_batch_size": 1,
-            "global_batch_size": 2 * MICRO_BATCHES,
-            "train_iters": 1,
-        },
+        schedule={"micro_batch_size": 1, "global_batch_size": 2 * MICRO_BATCHES, "train_iters": 1},
     )
 
 

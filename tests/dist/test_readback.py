@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds import schedules
-from megatron_ds.config import (
-    Config,
-)
+from megatron_ds.config import Config
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine import build as engine_build
 from megatron_ds.engine import readback
@@ -98,14 +96,8 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
     "zero_stage": ("zero2", lambda e: changed(e.optimizer, "partition_gradients", False)),
     "dp_size": (BASE, lambda e: changed(e, "dp_world_size", 1)),
     "hpz_size": ("zero3", lambda e: changed(e.optimizer, "zero_hpz_partition_size", 2)),
-    "accumulation_steps": (
-        BASE,
-        lambda e: changed(e._config, "gradient_accumulation_steps", 3),
-    ),
-    "optimizer": (
-        "zero1 offload",
-        lambda e: changed(e.basic_optimizer, "adam_w_mode", False),
-    ),
+    "accumulation_steps": (BASE, lambda e: changed(e._config, "gradient_accumulation_steps", 3)),
+    "optimizer": ("zero1 offload", lambda e: changed(e.basic_optimizer, "adam_w_mode", False)),
     "betas": (
         BASE,
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[-1], betas=(0.9, 0.99)),
@@ -118,10 +110,7 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
         "zero0 sgd",
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[0], momentum=0.9),
     ),
-    "orthogonalized": (
-        "zero1 bf16 muon",
-        lambda e: changed(e.basic_optimizer, "_matrices", {}),
-    ),
+    "orthogonalized": ("zero1 bf16 muon", lambda e: changed(e.basic_optimizer, "_matrices", {})),
     "weight_decay": (
         BASE,
         lambda e: mock.patch.dict(e.basic_optimizer.param_groups[-1], weight_decay=0.1),
@@ -149,14 +138,8 @@ FALSIFIED: dict[str, tuple[str, Change]] = {
         "zero3 bf16 offload",
         lambda e: changed(e.optimizer, "offload_optimizer", False),
     ),
-    "param_offload": (
-        "zero3 bf16 offload",
-        lambda e: changed(e.optimizer, "offload_param", False),
-    ),
-    "loss_scale": (
-        "zero2 fp16",
-        lambda e: changed(e.optimizer.loss_scaler, "scale_window", 500),
-    ),
+    "param_offload": ("zero3 bf16 offload", lambda e: changed(e.optimizer, "offload_param", False)),
+    "loss_scale": ("zero2 fp16", lambda e: changed(e.optimizer.loss_scaler, "scale_window", 500)),
     "passed_keys": (
         QUANTIZED,
         lambda e: changed(

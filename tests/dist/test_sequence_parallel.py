@@ -93,9 +93,7 @@ def test_dropout_masks_are_those_of_one_process(name: str, outcomes: JobResults)
         assert run.notes["graph breaks"] == 0
 
 
-def test_attention_dropout_is_that_without_sequence_parallelism(
-    outcomes: JobResults,
-) -> None:
+def test_attention_dropout_is_that_without_sequence_parallelism(outcomes: JobResults) -> None:
     pairs = zip(outcomes.of("dropout"), outcomes.of("replicated"), strict=True)
     for run, replicated in pairs:
         assert differences(run, replicated) == []

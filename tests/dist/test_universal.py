@@ -174,9 +174,7 @@ def test_deepspeed_and_this_program_load_each_others_checkpoints(
     assert checkpoints[1] == [[], []]
 
 
-def test_deepspeed_loads_them_on_another_layout(
-    checkpoints: tuple[Path, list[list[str]]],
-) -> None:
+def test_deepspeed_loads_them_on_another_layout(checkpoints: tuple[Path, list[list[str]]]) -> None:
     assert run_ranks(load_on_one, 1, checkpoints[0]) == [[]]
 
 

@@ -29,12 +29,7 @@ from megatron_ds.engine.deepspeed.expert_files import ExpertFiles
 from megatron_ds.engine.deepspeed.patches import replace_checkpoint_engine
 from megatron_ds.engine.deepspeed.tensor_files import OPTIMIZER_KEYS, read_tensors
 from megatron_ds.engine.states.host_staging import HostStaging
-from megatron_ds.fileio.atomic import (
-    FileRecord,
-    name_in_errors,
-    new_checksum,
-    start_writeback,
-)
+from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
 
 CHUNK = 2**24
 """Bytes that are written at once; a cancelled write ends after as many."""
@@ -122,10 +117,7 @@ class DeepSpeedSnapshot:
     """
 
     def __init__(
-        self,
-        states: Mapping[str, Any],
-        scripts: Sequence[Path] = (),
-        copied_bytes: int = 0,
+        self, states: Mapping[str, Any], scripts: Sequence[Path] = (), copied_bytes: int = 0
     ) -> None:
         self.states, self._scripts = states, scripts
         self.copied_bytes = copied_bytes

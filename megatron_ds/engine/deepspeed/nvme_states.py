@@ -102,10 +102,7 @@ def _with_mapped_files(optimizer: Any, saved: Json) -> Json:
                 masters[index] = values
             else:
                 states[index][name] = values
-    return saved | {
-        "fp32_flat_groups": masters,
-        "optimizer_state_dict": inner | {"state": states},
-    }
+    return saved | {"fp32_flat_groups": masters, "optimizer_state_dict": inner | {"state": states}}
 
 
 def _load(optimizer: Any, saved: Json) -> None:

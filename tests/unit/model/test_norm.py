@@ -48,12 +48,3 @@ def test_apex_replaces_operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> No
     assert plain.state_dict().keys() == fused.state_dict().keys()
     x = torch.randn(3, 16)
     assert torch.equal(fused(x), plain(x))
-
-
-@pytest.mark.parametrize("found", [object(), int, None])
-def test_another_package_of_the_name_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, found: object
-) -> None:
-    monkeypatch.setattr(norm, "_torch_has_rms_norm", lambda: False)
-    install_apex(monkeypatch, found)
-    assert select_norm_kernel("RMSNorm") is NormKernel.TORCH
