@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
+from unittest import mock
 
 import cpuinfo
 import deepspeed
@@ -125,11 +126,8 @@ def watch_construction() -> Iterator[Construction]:
         construction.largest_module = max(sizes.values())
         construction.total += param.numel()
 
-    nn.Module.register_parameter = count_and_register  # type: ignore[method-assign, assignment]
-    try:
+    with mock.patch.object(nn.Module, "register_parameter", count_and_register):
         yield construction
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -143,11 +141,8 @@ def count_attention_calls() -> Iterator[list[int]]:
         output: torch.Tensor = attend(*inputs, **options)
         return output
 
-    functional.scaled_dot_product_attention = count_and_attend
-    try:
+    with mock.patch.object(functional, "scaled_dot_product_attention", count_and_attend):
         yield calls
-    finally:
-        functional.scaled_dot_product_attention = attend
 
 
 def train(

@@ -25,17 +25,8 @@ CORRUPTED_PARAMETER = "fc_in.weight"
 """Parameter of the first layer whose gradient is corrupted; sharded over tensor-parallel ranks."""
 
 
-def case_of(stage: int, tp: int) -> Case:
-    """Two micro-batches per step."""
-    return Case(WORLD, stage, tp, 2, "learned", "adamw")
-
-
 RATES = {"train_iters": 100, "lr_warmup_iters": 50, "lr_warmup_init": 1e-3}
 """A learning rate that every applied step changes."""
-
-
-def config_for(stage: int, tp: int, **precision: Any) -> Config:
-    return config_of(case_of(stage, tp), precision=precision, schedule=RATES)
 
 
 class Layout(NamedTuple):

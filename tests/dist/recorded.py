@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -98,12 +99,8 @@ class Recorder:
                 torch.set_rng_state(state)
             return original(x, probability)
 
-        if self._records_masks:
-            functional.dropout = drop
-        try:
+        with mock.patch.object(functional, "dropout", drop if self._records_masks else original):
             yield
-        finally:
-            functional.dropout = original
 
 
 def _is_recomputing() -> bool:
@@ -183,13 +180,10 @@ class Replay:
                 module._attend = attend  # type: ignore[method-assign]
             elif isinstance(module, (Block, Embedding)):
                 module.register_forward_pre_hook(partial(self._start, name, passes))
-        original = functional.dropout
-        if any(rank.activations for rank in self._ranks):
-            functional.dropout = self._drop
-        try:
+        has_masks = any(rank.activations for rank in self._ranks)
+        drop = self._drop if has_masks else functional.dropout
+        with mock.patch.object(functional, "dropout", drop):
             yield
-        finally:
-            functional.dropout = original
 
     def problems(self, gap: float) -> list[str]:
         """What is wrong with the decisions themselves.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_ds.parallel.mesh import Mesh
-from tests.dist.nonfinite_harness import WORLD, Training, case_of, config_for
-from tests.dist.parity_cases import reference_of
+from tests.dist.nonfinite_harness import RATES, WORLD, Training
+from tests.dist.parity_cases import Case, config_of, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs
 
 FP16 = {"fp16": True, "allow_fp16_on_cpu": True}
@@ -24,6 +24,11 @@ LAYOUTS = [(1, 2), (2, 1), (3, 2)]
 """ZeRO stage and tensor-parallel size; `test_layouts.py` has all pairs."""
 
 
+def case_of(stage: int, tp: int) -> Case:
+    """Two micro-batches per step."""
+    return Case(WORLD, stage, tp, 2, "learned", "adamw")
+
+
 def hysteresis_of(stage: int) -> int:
     return 1 + stage % 2
 
@@ -31,7 +36,8 @@ def hysteresis_of(stage: int) -> int:
 def train_with_overflows(stage: int, tp: int, meshes: dict[int, Mesh]) -> dict[str, Any]:
     """A run with a dynamic scale and corrupted gradients on one rank."""
     scale = {"initial_loss_scale": FIRST_SCALE, "loss_scale_window": WINDOW}
-    config = config_for(stage, tp, **FP16, **scale, hysteresis=hysteresis_of(stage))
+    precision = {**FP16, **scale, "hysteresis": hysteresis_of(stage)}
+    config = config_of(case_of(stage, tp), precision=precision, schedule=RATES)
     run = Training(config, meshes[tp], STEPS)
     results, changed, applied = [], [], []
     for step in range(1, STEPS + 1):

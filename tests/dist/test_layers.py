@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from unittest import mock
 
 import pytest
 import torch
@@ -170,14 +171,9 @@ def check_cross_entropy_in_chunks(group: Group) -> None:
         check_cross_entropy(group)
 
 
-@contextmanager
-def chunks_of(tokens: int, group: Group) -> Iterator[None]:
-    original = fused_linear_cross_entropy.CHUNK_BYTES
-    fused_linear_cross_entropy.CHUNK_BYTES = 4 * tokens * PADDED // group.size
-    try:
-        yield
-    finally:
-        fused_linear_cross_entropy.CHUNK_BYTES = original
+def chunks_of(tokens: int, group: Group) -> AbstractContextManager[int]:
+    size = 4 * tokens * PADDED // group.size
+    return mock.patch.object(fused_linear_cross_entropy, "CHUNK_BYTES", size)
 
 
 def check_random_streams(group: Group) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -316,29 +316,24 @@ def skip_step_if(optimizer: Any, exceeds: Callable[[Any], bool]) -> Iterator[Non
         optimizer: Optimizer of a DeepSpeed engine at stage 1, 2 or 3.
         exceeds: Called once, on all ranks, with the unscaled norm if it is finite.
     """
-    modules = (stage_1_and_2, stage3, bf16_optimizer)
-    originals = [module.is_invalid_grad_norm for module in modules]
+    original = bf16_optimizer.is_invalid_grad_norm  # the same function in all modules
     update_scale = getattr(optimizer, "_update_scale", None)
     decisions: list[bool] = []
 
     def is_invalid(norm: Any) -> bool:
-        if originals[0](norm):
+        if original(norm):
             return True
         if not decisions:
             decisions.append(exceeds(norm / getattr(optimizer, "loss_scale", 1.0)))
         return decisions[0]
 
-    for module in modules:
-        module.is_invalid_grad_norm = is_invalid
-    if update_scale is not None:
-        optimizer._update_scale = lambda overflow: update_scale(overflow and not any(decisions))
-    try:
-        yield
-    finally:
-        for module, original in zip(modules, originals, strict=True):
-            module.is_invalid_grad_norm = original
+    with ExitStack() as stack:
+        for module in (stage_1_and_2, stage3, bf16_optimizer):
+            stack.enter_context(_replaced(module, "is_invalid_grad_norm", is_invalid))
         if update_scale is not None:
-            del optimizer._update_scale
+            stack.callback(delattr, optimizer, "_update_scale")
+            optimizer._update_scale = lambda overflow: update_scale(overflow and not any(decisions))
+        yield
 
 
 # Cost and noise: work of DeepSpeed that has no effect here.
