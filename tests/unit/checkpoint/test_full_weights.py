@@ -98,6 +98,7 @@ def test_vocabulary_tables_are_truncated_or_padded_with_zeros(rows: int) -> None
 
     table = torch.cat([weights["embedding.word.weight"], torch.zeros(4, 3)])[6:12]
     assert torch.equal(model.embedding.word.weight, table)
+    assert torch.equal(model.fc.weight, weights["fc.weight"][2:])
 
 
 @pytest.mark.parametrize(
