@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,13 +128,9 @@ def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
         name = key.removeprefix(prefix)
         halves = HALVES.fullmatch(name)
         for layer_name, layer in _layer_names(halves[1] if halves else name, entry):
-            shape, dtype = tuple(entry.size), entry.properties.dtype
-            if layer is None:
-                read = partial(_read_part, folder, metadata, key, (0,) * len(shape), shape)
-            else:
-                shape = shape[1:]
-                read = partial(_read_layer, folder, metadata, key, layer, shape)
-            found[layer_name].append(TensorReader.full(shape, dtype, read))
+            weight = WeightEntry(key, layer, entry)
+            read = partial(weight.read, partial(_read_part, folder, metadata))
+            found[layer_name].append(TensorReader.full(weight.shape, entry.properties.dtype, read))
     # w, the gate, comes before v in this order
     return {name: [_stacked(parts)] for name, parts in found.items()}
 
@@ -148,15 +144,8 @@ def _layer_names(name: str, entry: TensorStorageMetadata) -> list[tuple[str, int
     return [(f"{before}{layer}.{after}", layer) for layer in range(entry.size[0])]
 
 
-def _read_layer(
-    folder: Path, metadata: Metadata, key: str, layer: int, shape: tuple[int, ...]
-) -> Tensor:
-    offsets = (layer, *(0 for _ in shape))
-    return _read_part(folder, metadata, key, offsets, (1, *shape)).squeeze(0)
-
-
 def _read_part(
-    folder: Path, metadata: Metadata, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    folder: Path, metadata: Metadata, key: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> Tensor:
     """Reads a part of a tensor from the chunks that it overlaps."""
     entry = metadata.state_dict_metadata[key]

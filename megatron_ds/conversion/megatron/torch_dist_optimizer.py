@@ -30,7 +30,7 @@ from megatron_ds.conversion.megatron.distributed_optimizer import (
 )
 from megatron_ds.conversion.megatron.names import LAYER, canonical_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
-from megatron_ds.engine.states.state_reader import MASTER, TensorReader
+from megatron_ds.engine.states.state_reader import MASTER, TensorReader, join
 
 GROUPS_ENTRY = "optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"
 BUCKET = re.compile(
@@ -79,16 +79,16 @@ class WeightEntry:
                 return _Parts(axis, sorted(spans)[rank::tp])
         return _Parts(0, [(0, self.shape[0])])
 
-    def read(self, read_part: ReadPart, own: _Parts) -> Tensor:
-        """Reads what a rank has, as one tensor."""
-        read = []
+    def read(self, read_part: ReadPart, own: _Parts | None = None) -> Tensor:
+        """Reads the weight, or what a rank has of it, as one tensor."""
+        own, read = own or _Parts(0, [(0, self.shape[0])]), []
         for start, size in own.spans:
             offsets, sizes = [0] * len(self.shape), list(self.shape)
             offsets[own.axis], sizes[own.axis] = start, size
             layer = [] if self.layer is None else [self.layer]
             part = read_part(self.key, [*layer, *offsets], [*(1 for _ in layer), *sizes])
             read.append(part.view(sizes))
-        return torch.cat(read, own.axis)
+        return join(read, own.axis)
 
 
 @dataclass(frozen=True)
