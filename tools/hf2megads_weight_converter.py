@@ -22,7 +22,7 @@ from typing import ClassVar
 from megatron_ds import cli
 from megatron_ds.config import Config
 from megatron_ds.config.fields import no_effect_problem, option_field, option_group, when
-from megatron_ds.config.problems import Problem, problems_about
+from megatron_ds.config.problems import Problem, renaming_fields
 from tools.converter import ConversionOptions, convert_checkpoint
 
 TO_HF = when(to_hf_ckpt=True)
@@ -87,7 +87,7 @@ class Options:
 def work(options: Options) -> None:
     target = "hf" if options.converter.to_hf_ckpt else "native"
     load, save = str(options.source), options.converter.save
-    with problems_about(load="load" if options.converter.to_hf_ckpt else "hf_ckpt_dir"):
+    with renaming_fields(load="load" if options.converter.to_hf_ckpt else "hf_ckpt_dir"):
         convert_checkpoint(ConversionOptions(load=load, save=save, target_format=target))
 
 

@@ -33,7 +33,7 @@ from megatron_ds.training.loss_curves import Curves, chart, read_curves
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from megatron_ds.conversion.inspect.compare import Comparison, TensorDifference
-    from megatron_ds.conversion.inspect.open import OpenedCheckpoint
+    from megatron_ds.conversion.inspect.open import CheckpointSummary
     from megatron_ds.conversion.inspect.verify import Verification
     from megatron_ds.engine.states.state_reader import TensorReader
 
@@ -130,7 +130,7 @@ class Inspection:
                 print(_printable(f"{each.path}: {problem.render()}"), file=sys.stderr)
             self._print(_verified_line(each))
 
-    def _describe(self, opened: OpenedCheckpoint) -> None:
+    def _describe(self, opened: CheckpointSummary) -> None:
         curves = _curves_of(opened)
         self.found["checkpoint"] = _as_json(opened, curves)
         self._print(*_summary(opened))
@@ -144,7 +144,7 @@ class Inspection:
             self._print("", *_curve_lines(curves))
 
     def _compared(
-        self, result: Comparison, opened: OpenedCheckpoint, other: OpenedCheckpoint
+        self, result: Comparison, opened: CheckpointSummary, other: CheckpointSummary
     ) -> None:
         self.found["comparison"] = {
             **dataclasses.asdict(result),
@@ -190,7 +190,7 @@ def _verified_line(result: Verification) -> str:
     return f"{result.path}: {counted(result.num_files, 'file')}, {_size(result.num_bytes)}, {how}"
 
 
-def _curves_of(opened: OpenedCheckpoint) -> Curves | None:
+def _curves_of(opened: CheckpointSummary) -> Curves | None:
     """The loss curve up to the checkpoint; None without one."""
     if opened.metrics is None or not opened.metrics.is_file():
         return None
@@ -201,7 +201,7 @@ def _curves_of(opened: OpenedCheckpoint) -> Curves | None:
         return None
 
 
-def _as_json(opened: OpenedCheckpoint, curves: Curves | None) -> dict[str, Any]:
+def _as_json(opened: CheckpointSummary, curves: Curves | None) -> dict[str, Any]:
     return {
         "path": str(opened.path),
         "format": opened.format,
@@ -228,7 +228,7 @@ def _as_json(opened: OpenedCheckpoint, curves: Curves | None) -> dict[str, Any]:
     }
 
 
-def _summary(opened: OpenedCheckpoint) -> Iterator[str]:
+def _summary(opened: CheckpointSummary) -> Iterator[str]:
     """What the checkpoint is, in a few lines."""
     iteration = opened.progress.get("iteration")
     at = "weights alone" if iteration is None else f"iteration {iteration:,}"
@@ -242,7 +242,7 @@ def _summary(opened: OpenedCheckpoint) -> Iterator[str]:
         yield f"  {name.replace('_', ' ')} {value}"
 
 
-def _groups(opened: OpenedCheckpoint) -> Iterator[str]:
+def _groups(opened: CheckpointSummary) -> Iterator[str]:
     """Progress, position in the data, layout and settings."""
     yield from _paragraph("progress", _values(opened.progress))
     if opened.data:
@@ -267,7 +267,7 @@ def _paragraph(title: str, parts: Sequence[str]) -> Iterator[str]:
         yield from textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
-def _tensor_lines(opened: OpenedCheckpoint, *, every: bool) -> Iterator[str]:
+def _tensor_lines(opened: CheckpointSummary, *, every: bool) -> Iterator[str]:
     """A table of the weights; those of all layers with one shape, type and sharding are one row."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for name, tensor in opened.tensors[next(iter(opened.tensors))].items():

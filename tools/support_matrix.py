@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import passed_keys, support_matrix
+from megatron_ds.config import support_matrix
 from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import catalogue, default_flag, plural
+from megatron_ds.engine.ds_config import passthrough
 from tests.dist.proofs import EVERYTHING, PROOFS, Proof
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -183,7 +184,8 @@ def _rules() -> str:
     for rule in support_matrix.RULES:
         values = ", with ".join(_alternatives(rule.values))
         instead = listed(
-            f"`{support_matrix.AXES[axis].words(value)}`" for axis, value in rule.instead.items()
+            f"`{support_matrix.AXES[axis].flags_text(value)}`"
+            for axis, value in rule.alternative.items()
         )
         text = readable(catalogue()[rule.code]["text"])
         reason = text.removeprefix("{combination}: ").partition("; use {closest}")[0]
@@ -193,7 +195,7 @@ def _rules() -> str:
 
 def _passed() -> str:
     rows = []
-    for one in passed_keys.PASSED:
+    for one in passthrough.PASSED:
         values = "; ".join(_alternatives(one.values))
         result = "an approximation" if one.is_approximation else "one process, as DeepSpeed states"
         rows.append((f"`{one.key}`", one.effect, values, result))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, problems_about
+from megatron_ds.config.problems import Problem, renaming_fields
 from tools.converter import ConversionOptions, convert_checkpoint
 
 
@@ -56,7 +56,7 @@ class Options:
             yield Problem("load-folder-missing", "checkpoint_dir", load=self.source)
 
 
-@problems_about(load="checkpoint_dir", save="output_dir")
+@renaming_fields(load="checkpoint_dir", save="output_dir")
 def work(options: Options) -> None:
     load, save = str(options.source), options.output_dir
     fp32 = ConversionOptions(load=load, save=save, target_format="native", dtype="fp32")

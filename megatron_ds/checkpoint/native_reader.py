@@ -111,7 +111,7 @@ class SavedStates:
         file = self._open(self._first_file)
         return {name: value for name, value in file.items() if name not in ("module", "optimizer")}
 
-    def moments(self, name: str) -> tuple[str, ...]:
+    def state_names(self, name: str) -> tuple[str, ...]:
         if not self._has_optimizer:
             return ()
         state = self._state(self._saved[name], 0, 0)

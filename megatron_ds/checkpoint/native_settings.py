@@ -18,7 +18,7 @@ from megatron_ds.tokenizer.stored_files import with_copies
 Settings = TypeVar("Settings", ModelConfig, MoEConfig, TokenizerConfig)
 
 
-def find_checkpoint(
+def select_native(
     folder: Path, warn: Callable[[str], None], *, checksums: bool = True
 ) -> Checkpoint:
     """Selects the last undamaged checkpoint of a --save folder, or the folder's own.

@@ -190,7 +190,7 @@ def raise_if_any(problems: Iterable[Problem]) -> None:
 
 
 @contextmanager
-def problems_about(**fields: str) -> Iterator[None]:
+def renaming_fields(**fields: str) -> Iterator[None]:
     """Lets the errors of the block be about other fields; see `Problem.about`."""
     try:
         yield

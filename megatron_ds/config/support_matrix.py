@@ -55,7 +55,7 @@ class Axis:
     default: str
     named: Mapping[str, str] = field(default_factory=dict)
 
-    def words(self, value: str, current: str | None = None) -> str:
+    def flags_text(self, value: str, current: str | None = None) -> str:
         """The flags of a value for messages: `--zero-stage 0`, `no --bf16 or --fp16`.
 
         Args:
@@ -78,13 +78,13 @@ class Rule:
     Attributes:
         code: Problem of messages.toml; its text has the reason. "" in `WITHOUT_EFFECT`.
         values: By axis the values that do not work together with those of the other axes.
-        instead: By axis the value of the closest layout that works.
+        alternative: By axis the value of the closest layout that works.
         upstream: Where the cause is reported: `DeepSpeed#7833`.
     """
 
     code: str
     values: Values
-    instead: Layout
+    alternative: Layout
     upstream: str = ""
 
     def forbids(self, layout: Layout) -> bool:
@@ -230,63 +230,65 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "pipeline-with-nvme",
         {"pp": (MANY,), "offload": ON_DISK},
-        instead={"offload": "optimizer", "zero": "1"},
+        alternative={"offload": "optimizer", "zero": "1"},
     ),
-    Rule("pipeline-with-zero-stage", {"pp": (MANY,), "zero": ("2", "3")}, instead={"zero": "1"}),
+    Rule(
+        "pipeline-with-zero-stage", {"pp": (MANY,), "zero": ("2", "3")}, alternative={"zero": "1"}
+    ),
     Rule(
         "sequence-parallel-with-partitioned-activations",
         {"tp": (MANY,), "sequence": ("on",), "recompute": ("partitioned",)},
-        instead={"recompute": "full"},
+        alternative={"recompute": "full"},
     ),
     Rule(
         "sequence-parallelism-without-zero",
         {"sp": (MANY,), "zero": ("0",)},
-        instead={"zero": "1"},
+        alternative={"zero": "1"},
         upstream="DeepSpeed#7833",
     ),
     Rule(
         "expert-parallel-with-zero3",
         {"experts": ("distributed",), "zero": ("3",)},
-        instead={"zero": "2", "offload": "none"},
+        alternative={"zero": "2", "offload": "none"},
         upstream="DeepSpeed#4808",
     ),
     Rule(
         "zero0-with-half-precision",
         {"zero": ("0",), "precision": ("bf16", "fp16")},
-        instead={"zero": "1"},
+        alternative={"zero": "1"},
     ),
     Rule(
         "zero0-with-offload",
         {"zero": ("0",), "offload": OPTIMIZER_OFFLOADED},
-        instead={"zero": "1"},
+        alternative={"zero": "1"},
     ),
     Rule(
         "sgd-with-offload",
         {"optimizer": ("sgd",), "offload": OPTIMIZER_OFFLOADED},
-        instead={"optimizer": "adam"},
+        alternative={"optimizer": "adam"},
     ),
     Rule(
         "nvme-with-other-optimizer",
         {"optimizer": OTHER_OPTIMIZERS, "offload": ON_DISK},
-        instead={"optimizer": "adam"},
+        alternative={"optimizer": "adam"},
     ),
     Rule(
         "nvme-optimizer-below-zero3",
         {"zero": ("0", "1", "2"), "offload": ON_DISK},
-        instead={"zero": "3"},
+        alternative={"zero": "3"},
     ),
     Rule(
         "hpz-with-offload",
         {"zero": ("3",), "hpz": (MANY,), "offload": ("parameters", *OPTIMIZER_OFFLOADED)},
-        instead={"offload": "none"},
+        alternative={"offload": "none"},
     ),
     Rule(
         "bf16-masters-at-stage-1",
         {**BF16_MASTERS, "zero": ("1",), "offload": ("none", "parameters")},
-        instead={"zero": "2"},
+        alternative={"zero": "2"},
     ),
     *(
-        Rule("bf16-masters-untested", values, instead={"masters": "fp32"})
+        Rule("bf16-masters-untested", values, alternative={"masters": "fp32"})
         for values in (
             {**BF16_MASTERS, "experts": ("replicated", "distributed")},
             {**BF16_MASTERS, "optimizer": OTHER_OPTIMIZERS},
@@ -297,11 +299,15 @@ RULES: tuple[Rule, ...] = (
 )
 
 WITHOUT_EFFECT: tuple[Rule, ...] = (
-    Rule("", {"pp": ("1",), "schedule": ("dualpipev",)}, instead={"pp": MANY}),
-    Rule("", {"tp": ("1",), "sequence": ("on",)}, instead={"tp": MANY}),
-    Rule("", {"zero": ("0", "1", "2"), "offload": ("parameters", "both")}, instead={"zero": "3"}),
-    Rule("", {"zero": ("0", "1", "2"), "hpz": (MANY,)}, instead={"zero": "3"}),
-    Rule("", {"precision": ("fp32", "fp16"), "masters": ("bf16",)}, instead={"precision": "bf16"}),
+    Rule("", {"pp": ("1",), "schedule": ("dualpipev",)}, alternative={"pp": MANY}),
+    Rule("", {"tp": ("1",), "sequence": ("on",)}, alternative={"tp": MANY}),
+    Rule(
+        "", {"zero": ("0", "1", "2"), "offload": ("parameters", "both")}, alternative={"zero": "3"}
+    ),
+    Rule("", {"zero": ("0", "1", "2"), "hpz": (MANY,)}, alternative={"zero": "3"}),
+    Rule(
+        "", {"precision": ("fp32", "fp16"), "masters": ("bf16",)}, alternative={"precision": "bf16"}
+    ),
 )
 """Combinations in which a flag has no effect, with a warning: no configuration reads as them."""
 
@@ -317,7 +323,7 @@ def broken_rules(layout: Layout) -> list[Rule]:
 
 
 def closest(layout: Layout, kept: Collection[str] = ()) -> Layout:
-    """The closest layout that works, by the rules' `instead` where they suffice.
+    """The closest layout that works, by the rules' `alternative` where they suffice.
 
     One without experts is another model: it is taken only if no other is left.
 
@@ -334,7 +340,9 @@ def closest(layout: Layout, kept: Collection[str] = ()) -> Layout:
         seen.append(found)
         rule = broken[0]
         others = [{axis: value} for axis in rule.values for value in AXES[axis].values]
-        changes = [change for change in (rule.instead, *others) if not change.keys() & set(kept)]
+        changes = [
+            change for change in (rule.alternative, *others) if not change.keys() & set(kept)
+        ]
         candidates = [{**found, **change} for change in changes]
         for each in candidates:
             later = dense if each["experts"] == "none" != layout["experts"] else queue
@@ -351,12 +359,12 @@ def problems(config: Config) -> Iterator[Problem]:
         return
     wanted = closest(layout)
     changed = listed(
-        AXES[axis].words(wanted[axis], layout[axis])
+        AXES[axis].flags_text(wanted[axis], layout[axis])
         for axis in AXES
         if wanted[axis] != layout[axis]
     )
     for rule in broken:
-        combination = listed(AXES[axis].words(layout[axis]) for axis in rule.values)
+        combination = listed(AXES[axis].flags_text(layout[axis]) for axis in rule.values)
         problem = Problem(rule.code, combination=combination, closest=changed)
         yield problem.extended(f" ({rule.upstream})") if rule.upstream else problem
 

@@ -24,10 +24,10 @@ from megatron_ds.checkpoint.metadata import (
     run_folder,
 )
 from megatron_ds.checkpoint.native_settings import (
-    find_checkpoint,
     find_universal,
     model_config,
     moe_config,
+    select_native,
     tokenizer_config,
 )
 from megatron_ds.checkpoint.output_folder import OnTensor
@@ -72,7 +72,7 @@ def open_native(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheck
     Raises:
         UserError: If there is none.
     """
-    return source_of(find_checkpoint(path, options.warn, checksums=options.checksums), options)
+    return source_of(select_native(path, options.warn, checksums=options.checksums), options)
 
 
 def open_universal(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
@@ -162,7 +162,7 @@ def _with_states(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceChec
     run, path = checkpoint.run, checkpoint.path
     optimizer, is_8_bit = run.layout.optimizer, run.layout.optimizer == EIGHT_BIT
     states = open_states(checkpoint, has_optimizer=run.has_optimizer and not is_8_bit)
-    kinds = dict.fromkeys(kind for name in states.shapes for kind in states.moments(name))
+    kinds = dict.fromkeys(kind for name in states.shapes for kind in states.state_names(name))
     steps = [states.steps(name) for name in states.shapes]
     numbers = sorted({each for each in steps if each is not None})
     scalars: dict[str, Any] = {"steps": numbers} if len(numbers) > 1 else {}
@@ -240,7 +240,7 @@ def _tensors_of(states: StateReader, path: Path, kind: str) -> TensorReaders:
         with _readable(path):
             return tensor.load(rows, columns)
 
-    names = [name for name in states.shapes if kind == MASTER or kind in states.moments(name)]
+    names = [name for name in states.shapes if kind == MASTER or kind in states.state_names(name)]
     tensors = {name: states.tensor(name, kind) for name in names}
     return {
         name: dataclasses.replace(each, load=partial(read, each)) for name, each in tensors.items()

@@ -81,7 +81,7 @@ class EngineSettings:
     hpz_size: int = 1
     """Ranks that share a second copy of the parameters (hpZ); 1 without one."""
     passed_keys: tuple[str, ...] = ()
-    """Keys of `config.passed_keys.PASSED` that are in effect."""
+    """Keys of `engine.ds_config.passthrough.PASSED` that are in effect."""
 
 
 class LossSum(NamedTuple):

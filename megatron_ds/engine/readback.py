@@ -15,9 +15,10 @@ import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor
 
-from megatron_ds.config import Config, PrecisionConfig, passed_keys
+from megatron_ds.config import Config, PrecisionConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import user_error
+from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config.generate import adam_kernel, zero_stage
 from megatron_ds.engine.optimizers.param_groups import Multipliers
 from megatron_ds.engine.protocol import (
@@ -156,7 +157,7 @@ def _expected_settings(
         param_offload=offload.param_offload,
         loss_scale=_expected_loss_scale(precision, scaler),
         hpz_size=ds_config["zero_optimization"].get("zero_hpz_partition_size", 1),
-        passed_keys=tuple(passed.key for passed in passed_keys.find(config)),
+        passed_keys=tuple(passed.key for passed in passthrough.find(config)),
     )
 
 
@@ -252,7 +253,7 @@ def _actual_loss_scale(engine: Any) -> LossScaleSettings | None:
 
 
 def _actual_passed_keys(engine: Any) -> tuple[str, ...]:
-    """The keys of `passed_keys.PASSED` that the parts of an engine which read them have taken."""
+    """The keys of `passthrough.PASSED` that the parts of an engine which read them have taken."""
     optimizer = engine.optimizer
     gatherer = getattr(getattr(optimizer, "parameter_offload", None), "param_coordinator", None)
     is_on = {
@@ -261,7 +262,7 @@ def _actual_passed_keys(engine: Any) -> tuple[str, ...]:
         "super_offload": type(optimizer).__name__ == SUPER_OFFLOAD_OPTIMIZER,
         "deepcompile": engine.is_deepcompile_active(),
     }
-    return tuple(one.key for one in passed_keys.PASSED if is_on[one.key.rpartition(".")[2]])
+    return tuple(one.key for one in passthrough.PASSED if is_on[one.key.rpartition(".")[2]])
 
 
 def _read_stage(engine: Any) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.weights_locations import NATIVE, has_weights
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.loading.options_from_checkpoint import (
@@ -36,7 +36,7 @@ TABLE = "embedding.word.weight"
 
 def find_importable(folder: Path, options: CheckpointConfig) -> Path | None:
     """The checkpoint of another program in a folder, or weights alone, unless a run of ours is."""
-    checkpoint = find_checkpoint(folder, options.step, universal=options.universal_checkpoint)
+    checkpoint = detect_megatron(folder, options.step, universal=options.universal_checkpoint)
     if checkpoint is None:
         return folder if has_weights(folder) else None
     return checkpoint.path
@@ -212,7 +212,7 @@ class InitialLoad:
             "skipped_steps": self.state.skipped_iterations,
         }
 
-    def moments(self, name: str) -> tuple[str, ...]:
+    def state_names(self, name: str) -> tuple[str, ...]:
         from megatron_ds.engine.states.state_reader import MASTER
 
         return tuple(kind for kind in self.optimizer if kind != MASTER)

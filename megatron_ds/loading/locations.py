@@ -30,7 +30,7 @@ from megatron_ds.checkpoint.store.mirror import (
 from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.checkpoint import hub_model, is_remote, is_url, split_location
-from megatron_ds.config.problems import Problem, UserError, problems_about, user_error
+from megatron_ds.config.problems import Problem, UserError, renaming_fields, user_error
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.tokenizer.base import library_errors
 from megatron_ds.tokenizer.huggingface import HUB_FILES
@@ -96,7 +96,7 @@ def _download_model(field: str, model: str, staging_dir: str | None) -> Path:
 
     folder = staging_folder(f"hf://{model}", staging_dir)
     with (
-        problems_about(load=field),
+        renaming_fields(load=field),
         library_errors("model-download-failed", name=model),
         locked(folder / STAGING_LOCK, WaitPolicy()),
     ):

@@ -27,7 +27,7 @@ from megatron_ds.checkpoint.selection import (
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.checkpoint import FORMATS, TAG, missing_folder, split_location
 from megatron_ds.config.problems import Problem, UserError, collect
-from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.weights_locations import HF, is_hf
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.loading.initial_load import find_importable, open_importable
@@ -155,7 +155,7 @@ def _look_into(location: Location | None, options: CheckpointConfig) -> _Content
         return _Contents(None, error.problems, importable, False, has_checkpoint=True)
     is_interrupted = any(folder.glob(f"{REPLACED}*"))
     is_own = listing.paths or listing.universal or listing.stale or is_interrupted
-    has_checkpoint = bool(is_own or importable or find_checkpoint(folder))
+    has_checkpoint = bool(is_own or importable or detect_megatron(folder))
     return _Contents(listing, (), importable, is_interrupted, has_checkpoint)
 
 

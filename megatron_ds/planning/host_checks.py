@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.config import Config, passed_keys
+from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config import device_support, generate
+from megatron_ds.engine.ds_config import generate, passthrough
 from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.launch import cpp_ops, device, environment
 from megatron_ds.launch.device import DeviceCapacity, proc_bytes
@@ -121,8 +121,8 @@ def _passed_key_problems(
     config: Config, kind: str, warn: Callable[[Problem], None]
 ) -> Iterator[Problem]:
     """Keys that are passed on only where DeepSpeed supports them."""
-    for passed in passed_keys.find(config):
-        if (reason := device_support.find_obstacle(passed.key)) is not None:
+    for passed in passthrough.find(config):
+        if (reason := passthrough.unsupported_reason(passed.key)) is not None:
             yield Problem("passed-key-unsupported", key=passed.key, device=kind, reason=reason)
         elif passed.is_approximation:
             warn(Problem("passed-key-approximates", key=passed.key, effect=passed.effect))

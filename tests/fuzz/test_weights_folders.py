@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
-from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
@@ -103,7 +103,7 @@ def test_changed_states_of_megatron_are_rejected_or_read(
     original = file.read_bytes()
     state = torch.load(file, weights_only=False)
     state["args"] = vars(state["args"])
-    found: Any = find_checkpoint(megatron)
+    found: Any = detect_megatron(megatron)
 
     def read() -> None:
         model = open_megatron(found.path)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import problems_about
+from megatron_ds.config.problems import renaming_fields
 from tools.converter import ConversionOptions, FolderOptions, convert_checkpoint
 
 
@@ -32,7 +32,7 @@ class Options(FolderOptions):
     for_release: bool = option_field(False, "accepted for compatibility; every output is a release")
 
 
-@problems_about(
+@renaming_fields(
     load="input_folder",
     save="output_folder",
     target_tensor_parallel_size="target_tp",

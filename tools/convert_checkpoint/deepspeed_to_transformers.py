@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from megatron_ds import cli
 from megatron_ds.config.fields import no_effect_problem, option_field
-from megatron_ds.config.problems import Problem, problems_about
+from megatron_ds.config.problems import Problem, renaming_fields
 from tools.converter import ConversionOptions, FolderOptions, convert_checkpoint
 
 WITHOUT_EFFECT = {"target_tp": 1, "target_pp": 1, "for_release": False}
@@ -40,7 +40,7 @@ class Options(FolderOptions):
             yield no_effect_problem(*changed, reason="on a Hugging Face model")
 
 
-@problems_about(load="input_folder", save="output_folder")
+@renaming_fields(load="input_folder", save="output_folder")
 def work(options: Options) -> None:
     convert_checkpoint(
         ConversionOptions(load=options.input_folder, save=options.output_folder, target_format="hf")

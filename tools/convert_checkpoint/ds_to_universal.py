@@ -23,7 +23,7 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, problems_about
+from megatron_ds.config.problems import Problem, renaming_fields
 from tools.converter import FolderOptions
 
 IGNORED = {
@@ -64,7 +64,7 @@ class Options(FolderOptions):
                 yield Problem("universal-option-ignored", flag=f"--{name}", reason=reason)
 
 
-@problems_about(load="input_folder", save="output_folder")
+@renaming_fields(load="input_folder", save="output_folder")
 def work(options: Options) -> None:
     # torch takes seconds to import.
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning

@@ -52,7 +52,7 @@ class UniversalStates:
     def loss_scaler(self) -> Any:
         return self._common.get("loss_scaler") if self._has_optimizer else None
 
-    def moments(self, name: str) -> tuple[str, ...]:
+    def state_names(self, name: str) -> tuple[str, ...]:
         if not self._has_optimizer:
             return ()
         stems = sorted(path.stem for path in (self._path / ZERO / name).glob("*.pt"))

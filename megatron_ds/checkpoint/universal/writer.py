@@ -128,7 +128,7 @@ def open_verified(path: Path) -> Checkpoint:
 def total_bytes(states: StateReader) -> int:
     """Bytes of all tensors, padding of the vocabulary included."""
     return sum(
-        4 * math.prod(shape) * (1 + len(states.moments(name)))
+        4 * math.prod(shape) * (1 + len(states.state_names(name)))
         for name, shape in states.shapes.items()
     )
 
@@ -151,7 +151,7 @@ def write_states(
             shape = (content.rows, *shape[1:])
         declared = _declared(name, shape, content)
         (folder / ZERO / name).mkdir()
-        for kind in (MASTER, *states.moments(name)):
+        for kind in (MASTER, *states.state_names(name)):
             file = f"{ZERO}/{name}/{FP32 if kind == MASTER else kind}.pt"
             full = read_full(states, name, kind, shape)
             records[file] = write_tensors({PARAM: full, **declared}, folder / file)

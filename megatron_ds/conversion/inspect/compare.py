@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_ds.conversion.inspect.open import WEIGHT, OpenedCheckpoint
+from megatron_ds.conversion.inspect.open import WEIGHT, CheckpointSummary
 from megatron_ds.engine.states.state_reader import TensorReader
 
 BLOCK = 2**20
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare(
-    first: OpenedCheckpoint, second: OpenedCheckpoint, on_tensor: OnTensor = lambda size: None
+    first: CheckpointSummary, second: CheckpointSummary, on_tensor: OnTensor = lambda size: None
 ) -> Comparison:
     """Compares weights, and the states of the optimizer if both checkpoints have some.
 

@@ -41,7 +41,7 @@ class SourcePosition:
 
 
 @dataclass(frozen=True)
-class OpenedCheckpoint:
+class CheckpointSummary:
     """A checkpoint whose tensors are read on demand."""
 
     path: Path
@@ -74,7 +74,7 @@ class OpenedCheckpoint:
 
 def open_checkpoint(
     path: Path, name: str = AUTO, warn: Warn = lambda text: None
-) -> OpenedCheckpoint:
+) -> CheckpointSummary:
     """Opens the checkpoint in a folder, or the one that its pointers name.
 
     Names and sizes of files are checked, but no checksums.
@@ -93,7 +93,7 @@ def open_checkpoint(
         warn(f"WARNING: {note.render()}")
     # Universal checkpoints and ZeRO 3 store master weights here.
     weights = source.weights().to(source.precision)
-    opened = OpenedCheckpoint(
+    opened = CheckpointSummary(
         path=source.path,
         format=source.format,
         tensors={WEIGHT: weights.tensors, **_states_of(source, weights)},
@@ -129,8 +129,8 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_run(
-    opened: OpenedCheckpoint, checkpoint: Checkpoint, weights: SourceCheckpoint
-) -> OpenedCheckpoint:
+    opened: CheckpointSummary, checkpoint: Checkpoint, weights: SourceCheckpoint
+) -> CheckpointSummary:
     """What the record of a run of this program adds."""
     run = checkpoint.run
     return dataclasses.replace(

@@ -32,13 +32,13 @@ def has_kind(*kinds: str) -> Callable[[Path], bool]:
     """Gives a function that tells whether a folder has a checkpoint of some kinds."""
 
     def matches(path: Path) -> bool:
-        found = find_checkpoint(path)
+        found = detect_megatron(path)
         return found is not None and found.kind in kinds
 
     return matches
 
 
-def find_checkpoint(
+def detect_megatron(
     folder: Path, step: int | None = None, *, universal: bool = False
 ) -> MegatronCheckpoint | None:
     """The checkpoint that the pointers of a folder name, or the folder's own.

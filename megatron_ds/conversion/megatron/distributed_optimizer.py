@@ -41,7 +41,7 @@ class Flat(Protocol):
 
 Bucket = Mapping[str, Flat]
 """Flat tensors by PARAM and the moments."""
-Places = dict[str, tuple[int, int]]
+BufferOffsets = dict[str, tuple[int, int]]
 """Number of the bucket and first element of each weight, by name."""
 
 
@@ -90,7 +90,7 @@ def assign_buffers(
         if any({PARAM, *MOMENTS} - bucket.keys() for bucket in buckets):
             return OptimizerStates(unread="its optimizer states are not those of Adam")
         readers = {name: partial(weights.__getitem__, name) for name in weights}
-        places = find_places(readers, buckets)
+        places = locate_by_value(readers, buckets)
         if lost := [name for name in weights if name not in places]:
             return OptimizerStates(unread=f"{MISPLACED} ({lost[0]})")
         for name, weight in weights.items():
@@ -102,7 +102,9 @@ def assign_buffers(
     return found
 
 
-def find_places(weights: Mapping[str, Callable[[], Tensor]], buckets: Sequence[Bucket]) -> Places:
+def locate_by_value(
+    weights: Mapping[str, Callable[[], Tensor]], buckets: Sequence[Bucket]
+) -> BufferOffsets:
     """Where a buffer has the master weights of a model chunk.
 
     Args:
@@ -114,7 +116,7 @@ def find_places(weights: Mapping[str, Callable[[], Tensor]], buckets: Sequence[B
     """
     read = functools.lru_cache(maxsize=1)(lambda name: weights[name]())
     left = [*weights][::-1]
-    found: Places = {}
+    found: BufferOffsets = {}
     for number, bucket in enumerate(buckets):
         flat = bucket[PARAM]
         base = end = 0

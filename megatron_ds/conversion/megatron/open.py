@@ -23,7 +23,7 @@ from megatron_ds.conversion.megatron.detect import (
     TRACKER,
     UNIVERSAL,
     MegatronCheckpoint,
-    find_checkpoint,
+    detect_megatron,
 )
 from megatron_ds.conversion.megatron.names import (
     QkvOrder,
@@ -65,7 +65,7 @@ def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceChe
     Raises:
         UserError: If files are missing or damaged, or our model lacks a part.
     """
-    found = find_checkpoint(path)
+    found = detect_megatron(path)
     if found is None:
         raise user_error("megatron-files-missing", folder=path, names=TRACKER)
     with malformed_values(found.path):

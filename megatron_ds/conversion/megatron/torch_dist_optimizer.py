@@ -26,7 +26,7 @@ from megatron_ds.conversion.megatron.distributed_optimizer import (
     PARAM,
     UNKNOWN_FORM,
     Bucket,
-    find_places,
+    locate_by_value,
 )
 from megatron_ds.conversion.megatron.names import LAYER, canonical_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
@@ -139,7 +139,7 @@ def read_buckets(
         parts = {name: weights[name].parts_of(rank, tp) for name in names}
         readers = {name: partial(weights[name].read, read_part, parts[name]) for name in names}
         # The last stage has a tied embedding, too, in a bucket of its own, which is not needed.
-        places = find_places(readers, own)
+        places = locate_by_value(readers, own)
         if lost := [name for name in names if name not in places]:
             return {}, f"{MISPLACED} ({lost[0]})"
         for name, (number, start) in places.items():

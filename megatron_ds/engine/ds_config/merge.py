@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import Config, passed_keys, support_matrix
+from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.deepspeed_file import DeepSpeedFile
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
+from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config import schedules as ds_schedules
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.file import read_file
@@ -73,7 +74,7 @@ def merge_file(
         *_checkpoint_number_problems(config, file),
         *_optimizer_problems(config, file),
         *_zero_problems(config, file),
-        *passed_keys.problems(config),
+        *passthrough.problems(config),
         *_layout_problems(config, world_size),
     ]
 
@@ -238,9 +239,9 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     is_torch = adam_kernel(config, file.values) in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)
     if file.get("optimizer.params.fused") and not is_torch:
         ineffective["optimizer.params.fused"] = "an option of torch_adam"
-    if not file.get(passed_keys.SUPER_OFFLOAD) and file.get(passed_keys.CORES) is not None:
-        ineffective[passed_keys.CORES] = "an option of super_offload"
-    if not file.get(passed_keys.DEEPCOMPILE):
+    if not file.get(passthrough.SUPER_OFFLOAD) and file.get(passthrough.CORES) is not None:
+        ineffective[passthrough.CORES] = "an option of super_offload"
+    if not file.get(passthrough.DEEPCOMPILE):
         options = [
             f"compile.{key}" for key, value in file.values.get("compile", {}).items() if value
         ]
@@ -291,7 +292,7 @@ def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
         layout = support_matrix.layout_of(config)
         for axis in ("offload", "pp", "sp", "experts"):
             if layout[axis] != support_matrix.AXES[axis].default:
-                words = support_matrix.AXES[axis].words(layout[axis])
+                words = support_matrix.AXES[axis].flags_text(layout[axis])
                 yield Problem("8-bit-adam-layout", "use_bnb_optimizer", layout=words)
     dp_size = config.parallel.data_parallel_size(world_size)
     if dp_size and dp_size % max(1, in_effect(deepspeed).zero_hpz_partition_size):

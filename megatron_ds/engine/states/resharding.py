@@ -135,7 +135,7 @@ class Resharding:
         return {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
 
     def _kinds(self, flat: _Flat) -> tuple[str, ...]:
-        return self._source.moments(flat.names[0])
+        return self._source.state_names(flat.names[0])
 
     def _fill(self, flat: Tensor, kind: str, parts: Sequence[_Part]) -> None:
         values = flat.detach().view(-1)

@@ -117,7 +117,7 @@ class StateReader(Protocol):
     def loss_scaler(self) -> Any:
         """DeepSpeed's loss scaler; None if there was none."""
 
-    def moments(self, name: str) -> tuple[str, ...]:
+    def state_names(self, name: str) -> tuple[str, ...]:
         """Kinds of the optimizer's states of a parameter, MASTER and the steps excluded."""
 
     def steps(self, name: str) -> int | None:

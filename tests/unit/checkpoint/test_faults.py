@@ -23,11 +23,11 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text
-from megatron_ds.checkpoint.native_settings import find_checkpoint
+from megatron_ds.checkpoint.native_settings import select_native
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.universal.folders import POINTER
 from megatron_ds.config.problems import UserError
-from megatron_ds.conversion.megatron import detect as megatron_folders
+from megatron_ds.conversion.megatron import detect
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.launch.exit_codes import ExitCode
@@ -73,7 +73,7 @@ def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
         assert (state, engine.content) == (state_at(4), "of iteration 4")
         warnings = logged[:1]
         if "optim" not in name:
-            assert find_checkpoint(folder, warnings.append).iteration == 4
+            assert select_native(folder, warnings.append).iteration == 4
             assert len(warnings) == 2
         for warning in warnings:
             assert "[checkpoint-skipped]" in warning
@@ -81,7 +81,7 @@ def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
             assert Path(name).name in warning
     path.write_bytes(original)
     assert load(checkpoints)[0] == state_at(8)
-    assert find_checkpoint(folder, logged.append).iteration == 8
+    assert select_native(folder, logged.append).iteration == 8
 
 
 def test_generation_is_given_no_advice_for_a_training(
@@ -90,13 +90,13 @@ def test_generation_is_given_no_advice_for_a_training(
     save(checkpoints, 4, 8)
     (folder / "latest").write_text("global_step5")
     logged.clear()
-    assert find_checkpoint(folder, logged.append).iteration == 8
+    assert select_native(folder, logged.append).iteration == 8
     assert re.findall(r"--[a-z-]+", "".join(logged)) == ["--load"]
     for damage in (lambda path: (path / "run.json").write_text("{"), shutil.rmtree):
         for path in folder.glob("global_step*"):
             damage(path)
         with pytest.raises(UserError) as of_tool:
-            find_checkpoint(folder, logged.append)
+            select_native(folder, logged.append)
         with pytest.raises(UserError) as of_training:
             load(checkpoints)
         (ours,), (trainings,) = of_tool.value.problems, of_training.value.problems
@@ -127,7 +127,7 @@ def test_generation_names_the_folder_that_a_renamed_checkpoint_needs(
     save(checkpoints, 4)
     (folder / "global_step4").rename(folder / "renamed")
     with raises_problem("all-checkpoints-damaged", "load", contains="not named global_step4"):
-        find_checkpoint(folder / "renamed", print)
+        select_native(folder / "renamed", print)
 
 
 def test_every_damaged_file_of_a_checkpoint_is_named(
@@ -333,7 +333,7 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
     save(keeping, 2)
     found = reading.select()
     save(keeping, 4)
-    of_tool = find_checkpoint(folder, print)
+    of_tool = select_native(folder, print)
     assert of_tool.iteration == 4
     script = (
         "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_SH); "
@@ -377,7 +377,7 @@ def test_pointers_that_are_no_files_are_ignored(manager: Managers, folder: Path)
     for name in (*local_files.POINTERS, POINTER):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-    assert megatron_folders.find_checkpoint(folder) is None
+    assert detect.detect_megatron(folder) is None
     assert load(manager())[0] == state_at(2)
     save(manager(), 4)
     assert (folder / "latest").read_text() == "global_step4"
@@ -392,7 +392,7 @@ def test_a_folder_without_locks_is_read_and_cleaned_up(
     monkeypatch.setattr(fcntl, "flock", fail)
     keeping = manager(keep_last=1)
     save(keeping, 2)
-    found = find_checkpoint(folder, print)
+    found = select_native(folder, print)
     assert load(keeping)[0] == state_at(2)
     save(keeping, 4)
     assert found.iteration == 2

@@ -11,7 +11,7 @@ import pytest
 from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import POINTER_PENDING
-from megatron_ds.checkpoint.native_settings import find_checkpoint
+from megatron_ds.checkpoint.native_settings import select_native
 from tests.unit.checkpoint.fakes import (
     Crash,
     FakeEngine,
@@ -61,7 +61,7 @@ def test_a_plain_load_continues_the_branch_of_a_ckpt_step(
 ) -> None:
     resume("branch", *iterations, ckpt_step=2)
     assert loaded(manager()) == f"branch {iterations[-1]}"
-    assert find_checkpoint(diverged, print).iteration == iterations[-1]
+    assert select_native(diverged, print).iteration == iterations[-1]
     resume("branch", 8)
     assert loaded(manager()) == "branch 8"
 

@@ -279,7 +279,7 @@ def test_a_new_run_starts_from_weights_alone(
     engine = FakeEngine()
     assert tuned.load(engine, found) == TrainState()
     assert engine.loaded is None
-    assert engine.resharded.moments("weight") == ()
+    assert engine.resharded.state_names("weight") == ()
     assert engine.resharded.steps("weight") is engine.resharded.loss_scaler is None
 
 
@@ -345,7 +345,7 @@ def test_a_run_continues_without_the_states_of_its_optimizer(
     state, engine = load(manager(**others))
     assert state == state_at(2)
     assert engine.loaded is None
-    assert engine.resharded.moments("weight") == ()
+    assert engine.resharded.state_names("weight") == ()
     with raises_problem("resume-data-order-changed"):
         manager(**others, runtime=RuntimeConfig(seed=1)).select()
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import Checkpoint, read_manifest
-from megatron_ds.checkpoint.native_settings import find_checkpoint, tokenizer_config
+from megatron_ds.checkpoint.native_settings import select_native, tokenizer_config
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.conversion.source import ModelSettings, SourceCheckpoint
 from megatron_ds.inference import load_checkpoint
@@ -43,7 +43,7 @@ def with_tokenizer(manager: Managers, tokenizer: TokenizerConfig) -> WithTokeniz
 
 
 def found_in(folder: Path) -> Checkpoint:
-    return find_checkpoint(folder, print)
+    return select_native(folder, print)
 
 
 def test_generation_needs_no_file_outside_the_checkpoint(

@@ -22,7 +22,7 @@ from megatron_ds.checkpoint import run_lock
 from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import list_checkpoints, manifest_text, read_manifest
-from megatron_ds.checkpoint.native_settings import find_checkpoint
+from megatron_ds.checkpoint.native_settings import select_native
 from megatron_ds.checkpoint.run_lock import LOCK, acquire_lock
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.store import lock as store_lock
@@ -305,7 +305,7 @@ def test_a_damaged_checkpoint_is_skipped(
     code = "checkpoint-skipped" if damage != "no manifest" else "checkpoint-pointer-ignored"
     assert [line for line in logged if f"[{code}]" in line]
     location = staged_location(URL, str(tmp_path / "tool"), logged.append)
-    assert find_checkpoint(Path(location), logged.append).iteration == 4
+    assert select_native(Path(location), logged.append).iteration == 4
 
 
 @pytest.mark.parametrize("seen", [1, 2], ids=["at once", "after its manifest"])
@@ -324,7 +324,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_left_out(
     with monkeypatch.context() as patch:
         patch.setattr(Flaky, "before", staticmethod(remove))
         location = staged_location(URL, staging, print)
-    assert find_checkpoint(Path(location), print).iteration == 8
+    assert select_native(Path(location), print).iteration == 8
 
 
 def test_tools_load_a_run_one_checkpoint_or_any_folder(run: Runs, tmp_path: Path) -> None:
@@ -332,9 +332,9 @@ def test_tools_load_a_run_one_checkpoint_or_any_folder(run: Runs, tmp_path: Path
         save(manager, 4, 8)
     warnings: list[str] = []
     staging = str(tmp_path / "tool")
-    assert find_checkpoint(Path(staged_location(URL, staging, print)), print).iteration == 8
+    assert select_native(Path(staged_location(URL, staging, print)), print).iteration == 8
     one = staged_location(f"{URL}/global_step4", staging, warnings.append)
-    assert find_checkpoint(Path(one), warnings.append).iteration == 4
+    assert select_native(Path(one), warnings.append).iteration == 4
     ObjectStore("flaky://bucket/model").write("below/config.json", b"{}")
     other = staged_location("hf:flaky://bucket/model", staging, warnings.append)
     assert other.startswith("hf:")

@@ -33,7 +33,7 @@ class Given:
     counters: Mapping[str, int] = {"global_steps": STEPS, "global_samples": 12, "skipped_steps": 0}
     loss_scaler = None
 
-    def moments(self, name: str) -> tuple[str, ...]:
+    def state_names(self, name: str) -> tuple[str, ...]:
         return ("exp_avg",)
 
     def steps(self, name: str) -> int | None:
@@ -79,7 +79,7 @@ def test_states_are_those_that_were_written(tmp_path: Path) -> None:
     assert states.shapes == {"embedding.word.weight": (7, 3), "weight": (6, 5)}
     assert states.counters == Given.counters
     assert states.loss_scaler is None
-    for kind in (MASTER, *states.moments("weight")):
+    for kind in (MASTER, *states.state_names("weight")):
         expected = full("weight", kind)
         tensor = states.tensor("weight", kind)
         assert torch.equal(tensor.read(), expected)
@@ -92,7 +92,7 @@ def test_states_are_those_that_were_written(tmp_path: Path) -> None:
     assert not table[2:].any()  # padding
     assert states.steps("weight") == STEPS
     alone = UniversalStates(tmp_path / "universal", has_optimizer=False)
-    assert (alone.moments("weight"), alone.steps("weight")) == ((), None)
+    assert (alone.state_names("weight"), alone.steps("weight")) == ((), None)
 
 
 def test_sharding_is_declared_beside_the_tensors(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_forbidden_layouts_are_rejected_and_the_closest_ones_are_not() -> None:
     for rule, part in ((each, part) for each in RULES for part in forbidden(each)):
         config, problems = configure(part)
         wanted = support_matrix.closest(support_matrix.layout_of(config))
-        is_kept = not rule.forbids(DEFAULTS | dict(part) | dict(rule.instead))
+        is_kept = not rule.forbids(DEFAULTS | dict(part) | dict(rule.alternative))
         if rule.code not in codes(problems) or not is_kept or configure(wanted)[1]:
             wrong.append((rule.code, part, problems, wanted))
     assert wrong == []
@@ -131,7 +131,7 @@ def test_rules_name_values_of_axes() -> None:
     for rule in RULES:
         for axis, values in rule.values.items():
             assert set(values) <= set(AXES[axis].values), rule.code
-        for axis, value in rule.instead.items():
+        for axis, value in rule.alternative.items():
             assert value in AXES[axis].values, rule.code
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from megatron_ds.conversion.megatron.detect import find_checkpoint
+from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.registry import open_source, recognize
@@ -77,11 +77,11 @@ def test_the_model_has_the_logits_of_the_program_that_saved_it(
 
 def test_iteration_and_pointer(megatron_checkpoints: Path) -> None:
     stored = megatron_checkpoints
-    steps = [find_checkpoint(stored / "mlm10_tp1", step) for step in (3, 4)]
+    steps = [detect_megatron(stored / "mlm10_tp1", step) for step in (3, 4)]
     assert [step and step.path.name for step in steps] == ["iter_0000003", None]
     assert open_megatron(steps[0].path).run.iteration == 3
-    assert find_checkpoint(stored / "mlm10_tp1" / "iter_0000003") == steps[0]
-    assert find_checkpoint(stored) is None
+    assert detect_megatron(stored / "mlm10_tp1" / "iter_0000003") == steps[0]
+    assert detect_megatron(stored) is None
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_decay_in_the_gradient_is_mentioned(files: str, tmp_path: Path) -> Non
     layout = Layout(files=files, half=files not in ("legacy", "torch_dist"))
     moments = dict.fromkeys((*MOMENTS, "fp32_param") if layout.half else MOMENTS, source)
     folder = write_checkpoint(tmp_path, config, source, layout, moments)
-    found = find_checkpoint(folder)
+    found = detect_megatron(folder)
     names = {"legacy": "mp_rank_00/model_optim_rng.pt", "torch_dist": "common.pt"}
     names["universal"] = "zero/optimizer_state.pt"
     name = names.get(files, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -307,7 +307,7 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
     for path in filter(Path.is_file, case.rglob("*")):  # without the permissions of the original
         (folder / path.relative_to(case)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / path.relative_to(case))
-    direct = find_checkpoint(folder)
+    direct = detect_megatron(folder)
     options: dict[str, Any] = {"num_extract_workers": 1, "num_merge_workers": 1, "strict": True}
     options |= {"keep_temp_folder": False, "inject_missing_state": False}
     output = f"{direct.path}_universal"
@@ -315,8 +315,8 @@ def test_deepspeeds_converter_and_this_program_read_the_same(
         ds_to_universal.main(
             argparse.Namespace(input_folder=str(direct.path), output_folder=output, **options)
         )
-    assert find_checkpoint(folder) == direct
-    found = find_checkpoint(folder, universal=True)
+    assert detect_megatron(folder) == direct
+    found = detect_megatron(folder, universal=True)
     assert found.path == Path(output)
     own, expected = open_megatron(found.path), open_megatron(direct.path)
     assert own.run == expected.run
@@ -440,7 +440,7 @@ def test_an_unknown_version_is_rejected(tmp_path: Path) -> None:
 )
 def test_missing_files_are_named(files: str, missing: str, tmp_path: Path) -> None:
     folder, _ = write(tmp_path, Layout(files=files, tp=2, pp=2))
-    found = find_checkpoint(folder)
+    found = detect_megatron(folder)
     path = found.path / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     code = "dcp-metadata-missing" if files == "torch_dist" else "megatron-files-missing"
@@ -465,7 +465,7 @@ def test_another_backend_is_rejected(tmp_path: Path) -> None:
 
 def test_without_arguments_the_settings_are_given(tmp_path: Path) -> None:
     folder, written = write(tmp_path, Layout(version=0, names="old", arguments=None))
-    found = find_checkpoint(folder)
+    found = detect_megatron(folder)
     with raises_problem("megatron-without-arguments", contains=str(found.path)):
         open_megatron(found.path)
     options = ReadOptions(model={"num_attention_heads": 4, "hidden_size": 32})
@@ -495,7 +495,7 @@ def test_wrong_rotations_of_a_version_are_mentioned(tmp_path: Path) -> None:
     arguments = {"sequence_parallel": False}
     layout = Layout(files="deepspeed", thirds=True, arguments=arguments)
     folder, _ = write(tmp_path, layout, **LLAMA)
-    found = find_checkpoint(folder)
+    found = detect_megatron(folder)
     assert [note.code for note in open_megatron(found.path).notes] == [
         "megatron-deepspeed-wrong-rope"
     ]
@@ -506,9 +506,9 @@ def test_a_checkpoint_of_this_program_is_not_taken_for_one_of_megatron(tmp_path:
     folder.mkdir()
     (folder / "mp_rank_00_model_states.pt").touch()
     (tmp_path / "latest").write_text("global_step3")
-    assert find_checkpoint(tmp_path) is not None
+    assert detect_megatron(tmp_path) is not None
     (folder / "run.json").touch()
-    assert find_checkpoint(tmp_path) is None
+    assert detect_megatron(tmp_path) is None
 
 
 @pytest.mark.parametrize(

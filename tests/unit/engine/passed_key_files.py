@@ -1,4 +1,4 @@
-"""A file and flags that turn each key of `config.passed_keys` on. Has no tests."""
+"""A file and flags that turn each key of `engine.ds_config.passthrough` on. Has no tests."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class States:
         }
         self.reads: list[int] = []
 
-    def moments(self, name: str) -> tuple[str, ...]:
+    def state_names(self, name: str) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq") if self._steps is not None else ()
 
     def steps(self, name: str) -> int | None:

@@ -218,5 +218,5 @@ def test_states_are_read_by_rows_and_columns(tmp_path: Path) -> None:
     assert table.shape == (10, 32)
     assert not table[4:].any()
     assert reads == [name]
-    assert states.moments(name) == ADAM
+    assert states.state_names(name) == ADAM
     assert states.steps(name) == 6

@@ -123,7 +123,7 @@ def test_the_run_starts_at_iteration_0_with_the_weights(folder: Path) -> None:
     table = start.tensor("embedding.word.weight", "master").read(range(40))
     assert torch.equal(table[:30], expected["embedding.word.weight"].read()[:30])
     assert not table[30:].any()  # padding
-    assert start.moments(name) == ()
+    assert start.state_names(name) == ()
     complete = InitialLoad.of(loaded.imported, config.with_vocab(VOCAB))
     assert complete.notes == ()
 

@@ -14,7 +14,7 @@ import pytest
 from deepspeed import git_version_info
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.engine.ds_config import device_support
+from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.launch import device
 from megatron_ds.launch.device import DeviceCapacity
 from megatron_ds.model.flops import parameters_per_rank
@@ -189,7 +189,7 @@ def test_keys_are_passed_on_only_where_deepspeed_supports_them(
         path.write_text(json.dumps(values))
         config = merged(f"{flags} --deepspeed_config {path}").config.with_vocab(VOCAB)
         for reason in ("no such device", None):
-            monkeypatch.setattr(device_support, "find_obstacle", lambda _, reason=reason: reason)
+            monkeypatch.setattr(passthrough, "unsupported_reason", lambda _, reason=reason: reason)
             warnings: list[Problem] = []
             found = host_checks.problems(config, DP_SIZE, HOST, warnings.append)
             assert codes(found) == (["passed-key-unsupported"] if reason else [])

@@ -13,23 +13,29 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.compile import util
 from deepspeed.runtime.superoffload import superoffload_stage3
 
-from megatron_ds.config import passed_keys, support_matrix
+from megatron_ds.config import support_matrix
 from megatron_ds.config.deepspeed_file import get
-from megatron_ds.config.passed_keys import CORES, DEEPCOMPILE, PASSED, SUPER_OFFLOAD
-from megatron_ds.engine.ds_config.device_support import find_obstacle
+from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config.generate import build_ds_config
+from megatron_ds.engine.ds_config.passthrough import (
+    CORES,
+    DEEPCOMPILE,
+    PASSED,
+    SUPER_OFFLOAD,
+    unsupported_reason,
+)
 from tests.problems import codes
 from tests.unit.engine.ds_files import Merge
 from tests.unit.engine.passed_key_files import KEYS
 
 
 @pytest.mark.parametrize("one", PASSED, ids=lambda one: one.key)
-def test_key_reaches_deepspeed(one: passed_keys.PassedKey, merge: Merge) -> None:
+def test_key_reaches_deepspeed(one: passthrough.PassedKey, merge: Merge) -> None:
     config, problems, warnings = merge(*KEYS[one.key])
     generated = build_ds_config(config, 2, "xpu")
 
     assert (problems, warnings) == ([], [])
-    assert passed_keys.find(config) == [one]
+    assert passthrough.find(config) == [one]
     assert get(generated, one.key) is True
     if one.key == SUPER_OFFLOAD:
         assert get(generated, CORES) == 0.5
@@ -39,7 +45,7 @@ def test_key_reaches_deepspeed(one: passed_keys.PassedKey, merge: Merge) -> None
 
 @pytest.mark.parametrize("one", PASSED, ids=lambda one: one.key)
 def test_key_is_passed_on_with_the_values_of_its_row_only(
-    one: passed_keys.PassedKey, merge: Merge
+    one: passthrough.PassedKey, merge: Merge
 ) -> None:
     values, flags = KEYS[one.key]
     layout = support_matrix.layout_of(merge(values, flags).config)
@@ -83,14 +89,14 @@ def test_settings_that_a_key_ignores_are_rejected(merge: Merge) -> None:
 )
 def test_keys_without_effect_are_a_warning(file: dict[str, Any], merge: Merge) -> None:
     config, problems, warnings = merge(file)
-    assert (problems, passed_keys.find(config)) == ([], [])
+    assert (problems, passthrough.find(config)) == ([], [])
     assert codes(warnings) in (["ds-keys-ineffective"], ["ds-key-dropped"])
 
 
 @pytest.mark.parametrize("key", KEYS)
 def test_cpu_supports_no_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(CPU_Accelerator(), monkeypatch)
-    assert find_obstacle(key)
+    assert unsupported_reason(key)
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -106,7 +112,7 @@ def test_accelerator_supports_a_key_if_deepspeed_says_so(
         fake = SimpleNamespace(**names, create_op_builder=lambda _, found=builder: found)
         use(fake, monkeypatch)
         is_supported = builder is there and (is_any or names is supporting)
-        assert (find_obstacle(key) is None) == is_supported
+        assert (unsupported_reason(key) is None) == is_supported
 
 
 def use(accelerator: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,13 @@
 """Keys of DeepSpeed's file that are passed on where DeepSpeed supports them, without a test.
 
-Everything else of a layout is in `support`. Whether DeepSpeed supports a key on the device is
-asked by `engine.device_support`.
+Everything else of a layout is in `config.support_matrix`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.checks import listed
@@ -17,6 +17,13 @@ from megatron_ds.config.support_matrix import Layout, Values
 SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
 CORES = "zero_optimization.offload_optimizer.cpuadam_cores_perc"
 DEEPCOMPILE = "compile.deepcompile"
+OPERATIONS = {
+    "zero_optimization.zero_quantized_weights": "QuantizerBuilder",
+    "zero_optimization.zero_quantized_gradients": "QuantizerBuilder",
+    SUPER_OFFLOAD: "CPUAdamBuilder",
+    DEEPCOMPILE: "DeepCompileBuilder",
+}
+"""DeepSpeed's builder of the operation that each key needs."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ def problems(config: Config) -> Iterator[Problem]:
     for one in passed:
         if excluded := one.excluded(layout):
             words = listed(
-                support_matrix.AXES[axis].words(value) for axis, value in excluded.items()
+                support_matrix.AXES[axis].flags_text(value) for axis, value in excluded.items()
             )
             yield file.at(one.key, Problem("passed-key-with-layout", key=one.key, layout=words))
     keys = {one.key for one in passed}
@@ -124,3 +131,33 @@ def problems(config: Config) -> Iterator[Problem]:
             yield file.at(SUPER_OFFLOAD, Problem("super-offload-with-weight-decay-schedule"))
         if file.get(CORES) == 0:
             yield file.invalid(CORES, "must be more than 0")
+
+
+def unsupported_reason(key: str) -> str | None:
+    """Why DeepSpeed does not support a key of the table on this device; None if it does."""
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder(OPERATIONS[key])
+    if builder is None or not _is_implemented(builder):
+        return f"DeepSpeed has no {OPERATIONS[key].removesuffix('Builder')} operation for it"
+    if not builder.is_compatible(verbose=False):
+        return f"DeepSpeed cannot build its operation {builder.NAME}"
+    if key == DEEPCOMPILE:
+        from deepspeed.compile.util import is_deepcompile_supported
+
+        return (
+            None if is_deepcompile_supported() else "DeepSpeed does not support DeepCompile on it"
+        )
+    if key == SUPER_OFFLOAD:
+        from deepspeed.runtime.superoffload import superoffload_stage3
+
+        try:
+            superoffload_stage3._validate_superoffload_accelerator()
+        except AssertionError as error:
+            return str(error)
+    return None
+
+
+def _is_implemented(builder: Any) -> bool:
+    """Whether an accelerator has an operation, and no placeholder for it."""
+    return all(base.__name__ != "NotImplementedBuilder" for base in type(builder).__mro__)
