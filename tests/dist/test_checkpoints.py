@@ -56,8 +56,12 @@ class Seen:
     """Codes and texts of the problems of folders that the ranks do not share."""
 
 
+Saved = tuple[Path, list[Seen]]
+"""Folder of the checkpoints, and what each rank observed."""
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Seen]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
     return folder, run_ranks(_save_and_load, 2, str(folder))
 
@@ -166,7 +170,7 @@ def _record_reads() -> list[str]:
     return opened
 
 
-def test_the_manifest_lists_what_every_rank_wrote(saved: tuple[Path, list[Seen]]) -> None:
+def test_the_manifest_lists_what_every_rank_wrote(saved: Saved) -> None:
     """Although the first rank's listings lack a file of the other rank, at the save and after."""
     folder, ranks = saved
     path = folder / "global_step3"
@@ -181,14 +185,12 @@ def test_the_manifest_lists_what_every_rank_wrote(saved: tuple[Path, list[Seen]]
     assert [seen.loaded for seen in ranks] == [TrainState(iteration=3)] * 2
 
 
-def test_no_file_of_a_save_is_read_back(saved: tuple[Path, list[Seen]]) -> None:
+def test_no_file_of_a_save_is_read_back(saved: Saved) -> None:
     for seen in saved[1]:
         assert not [name for name in seen.read_during_save if name.endswith((".pt", ".json"))]
 
 
-def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(
-    saved: tuple[Path, list[Seen]],
-) -> None:
+def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(saved: Saved) -> None:
     """The manifest is read by the first rank; run.json, which has the state, by all."""
     _, (first, second) = saved
     own = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -199,7 +201,7 @@ def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(
     assert second.read_to_select == ["run.json", OF_RANK_1]
 
 
-def test_folders_that_ranks_do_not_share_are_rejected(saved: tuple[Path, list[Seen]]) -> None:
+def test_folders_that_ranks_do_not_share_are_rejected(saved: Saved) -> None:
     """And one that shows a new file late is not."""
     folder, ranks = saved
     for flag, name, text in zip(
@@ -214,9 +216,7 @@ def test_folders_that_ranks_do_not_share_are_rejected(saved: tuple[Path, list[Se
     assert not list(folder.glob(".shared-*"))
 
 
-def test_a_disk_slower_than_the_timeout_of_collectives_does_not_end_the_run(
-    saved: tuple[Path, list[Seen]],
-) -> None:
+def test_a_disk_slower_than_the_timeout_of_collectives_does_not_end_the_run(saved: Saved) -> None:
     """The second rank's tensors and the first rank's manifest take longer than the timeout."""
     _, ranks = saved
     assert all(seen.seconds > 2 * SLOW_S > GROUP_TIMEOUT_S for seen in ranks)

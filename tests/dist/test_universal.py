@@ -64,6 +64,8 @@ HALVES = {
 }
 """Runs in bf16."""
 KINDS = ("master", "exp_avg", "exp_avg_sq")
+Checkpoints = tuple[Path, list[list[str]]]
+"""Folder of the checkpoints, and what each rank found wrong."""
 
 
 def save_and_convert(rank: int, folder: Path) -> list[str]:
@@ -163,25 +165,21 @@ def load_on_one(rank: int, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     folder = tmp_path_factory.mktemp("universal")
     return folder, run_ranks(save_and_convert, 2, folder)
 
 
-def test_deepspeed_and_this_program_load_each_others_checkpoints(
-    checkpoints: tuple[Path, list[list[str]]],
-) -> None:
+def test_deepspeed_and_this_program_load_each_others_checkpoints(checkpoints: Checkpoints) -> None:
     assert checkpoints[1] == [[], []]
 
 
-def test_deepspeed_loads_them_on_another_layout(checkpoints: tuple[Path, list[list[str]]]) -> None:
+def test_deepspeed_loads_them_on_another_layout(checkpoints: Checkpoints) -> None:
     assert run_ranks(load_on_one, 1, checkpoints[0]) == [[]]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_both_converters_write_the_same_tensors(
-    name: str, checkpoints: tuple[Path, list[list[str]]]
-) -> None:
+def test_both_converters_write_the_same_tensors(name: str, checkpoints: Checkpoints) -> None:
     folder = checkpoints[0]
     (own,), (theirs,) = (
         [path for path in (folder / each).iterdir() if is_universal(path)]
@@ -205,10 +203,7 @@ def test_both_converters_write_the_same_tensors(
 
 @pytest.mark.parametrize("name", HALVES)
 def test_the_script_beside_a_checkpoint_writes_the_master_weights(
-    name: str,
-    checkpoints: tuple[Path, list[list[str]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoints[0] / f"bf16 {name}"
     monkeypatch.setattr(sys, "argv", ["zero_to_fp32.py", str(folder), str(tmp_path / "own")])
@@ -235,7 +230,7 @@ def test_the_script_beside_a_checkpoint_explains_what_it_needs(
 
 
 def test_the_tool_converts(
-    checkpoints: tuple[Path, list[list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (path,) = list_checkpoints(checkpoints[0] / "zero3")
     copy = shutil.copytree(path, tmp_path / path.name)
