@@ -44,11 +44,7 @@ from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.micro_batches import MicroBatchIterator
-from megatron_ds.data.sample_index import (
-    SampleIndexes,
-    build_indexes,
-    total_samples,
-)
+from megatron_ds.data.sample_index import SampleIndexes, build_indexes, total_samples
 
 SEQUENCE = 1024
 MEAN_TOKENS = 1024

@@ -53,11 +53,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.save_steps import SaveInProgress, SaveSteps
-from megatron_ds.checkpoint.selection import (
-    CheckpointListing,
-    list_folder,
-    select_checkpoint,
-)
+from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
 from megatron_ds.checkpoint.store import save as store_save
 from megatron_ds.checkpoint.store.claim import RunStores
 from megatron_ds.checkpoint.store.fetch import IsNeeded
@@ -280,9 +276,7 @@ class CheckpointManager:
         kind: Callable[..., SaveSteps] = SaveSteps
         if self._stores.save is not None:
             kind = functools.partial(
-                StoreSaveSteps,
-                destination=self._stores.save,
-                world_size=self._mesh.world_size,
+                StoreSaveSteps, destination=self._stores.save, world_size=self._mesh.world_size
             )
         return kind(
             folder=save.folder,

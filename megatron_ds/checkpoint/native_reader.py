@@ -147,12 +147,7 @@ class SavedStates:
         return join(parts) if parts else torch.zeros(0, *shape[1:])
 
     def _read_columns(
-        self,
-        saved: _Saved,
-        kind: str,
-        ep_rank: int,
-        rows: range,
-        columns: Columns | None,
+        self, saved: _Saved, kind: str, ep_rank: int, rows: range, columns: Columns | None
     ) -> Tensor:
         """Rows of one expert-parallel rank, of which columns are kept."""
         spec, tp_size = self._specs.get(saved.place.name), self._tp_size

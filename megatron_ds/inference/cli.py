@@ -124,9 +124,7 @@ def model_conflicts(
             )
 
 
-def open_checkpoint(
-    options: GenerationOptions,
-) -> tuple[SourceCheckpoint, ModelConfig, Tokenizer]:
+def open_checkpoint(options: GenerationOptions) -> tuple[SourceCheckpoint, ModelConfig, Tokenizer]:
     """Selects the checkpoint, and reads its model's configuration and its tokenizer.
 
     Raises:

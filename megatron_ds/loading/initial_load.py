@@ -18,11 +18,7 @@ from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.weights_locations import NATIVE, has_weights
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
-from megatron_ds.loading.options_from_checkpoint import (
-    TOKENIZER_FIELDS,
-    Warn,
-    replace_given,
-)
+from megatron_ds.loading.options_from_checkpoint import TOKENIZER_FIELDS, Warn, replace_given
 from megatron_ds.train_state import TrainState
 
 if TYPE_CHECKING:

@@ -19,11 +19,7 @@ from megatron_ds.checkpoint.metadata import (
     check_names,
     find_record_damage,
 )
-from megatron_ds.checkpoint.selection import (
-    CheckpointListing,
-    list_folder,
-    select_checkpoint,
-)
+from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.checkpoint import FORMATS, TAG, missing_folder, split_location
 from megatron_ds.config.problems import Problem, UserError, collect

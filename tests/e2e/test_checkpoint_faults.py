@@ -91,8 +91,7 @@ PROOFS = {name for name in CASES if "ZeRO 3" in name} | {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.proof] * (name in PROOFS)) for name in CASES],
+    "name", [pytest.param(name, marks=[pytest.mark.proof] * (name in PROOFS)) for name in CASES]
 )
 def test_a_full_or_failing_disk_costs_one_checkpoint(
     name: str,

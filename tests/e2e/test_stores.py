@@ -57,11 +57,7 @@ def downloaded(url: str, folder: Path) -> Path:
 
 @pytest.mark.smoke
 def test_a_killed_run_resumes_from_the_store_on_new_nodes(
-    launcher: Launcher,
-    settings: Settings,
-    url: str,
-    uninterrupted: Path,
-    tmp_path: Path,
+    launcher: Launcher, settings: Settings, url: str, uninterrupted: Path, tmp_path: Path
 ) -> None:
     crashed = launcher.start(settings, ranks=RANKS, fault="iteration:6:kill-all").wait()
     assert set(crashed.codes) == {-9}

@@ -79,11 +79,7 @@ class LocalCheckpoints:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        ranks: CollectiveIO,
-        nodes: Nodes,
-        warn: Callable[[Problem], None],
+        self, folder: Path, ranks: CollectiveIO, nodes: Nodes, warn: Callable[[Problem], None]
     ) -> None:
         self._folder = folder
         self._ranks = ranks

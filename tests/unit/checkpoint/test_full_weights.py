@@ -12,12 +12,7 @@ from torch import nn
 
 from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights, load_full_weights
 from megatron_ds.checkpoint.lineage import Lineage
-from megatron_ds.checkpoint.metadata import (
-    Checkpoint,
-    DataOrder,
-    ParallelLayout,
-    RunRecord,
-)
+from megatron_ds.checkpoint.metadata import Checkpoint, DataOrder, ParallelLayout, RunRecord
 from megatron_ds.config import Config, ScheduleConfig
 from megatron_ds.parallel.sharding import ShardSpec, mark_sharded
 from megatron_ds.train_state import TrainState

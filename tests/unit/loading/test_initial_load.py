@@ -13,11 +13,7 @@ from torch import Tensor
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.states.state_reader import TensorReader
-from megatron_ds.loading.initial_load import (
-    InitialLoad,
-    conflicts,
-    find_importable,
-)
+from megatron_ds.loading.initial_load import InitialLoad, conflicts, find_importable
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
 from tests.problems import codes, fields

@@ -15,12 +15,7 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megatron_ds.checkpoint.location import Location
-from megatron_ds.checkpoint.metadata import (
-    MANIFEST,
-    Checkpoint,
-    manifest_text,
-    read_manifest,
-)
+from megatron_ds.checkpoint.metadata import MANIFEST, Checkpoint, manifest_text, read_manifest
 from megatron_ds.checkpoint.store.mirror import STAGING_LOCK
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, TokenizerConfig
 from megatron_ds.config.checkpoint import FORMATS
@@ -30,12 +25,7 @@ from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.loading import plan
-from megatron_ds.loading.initial_load import (
-    InitialLoad,
-    check_import,
-    conflicts,
-    find_importable,
-)
+from megatron_ds.loading.initial_load import InitialLoad, check_import, conflicts, find_importable
 from megatron_ds.loading.locations import locate_weights, staged_location
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
