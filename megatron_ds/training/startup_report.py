@@ -54,8 +54,6 @@ def print_arguments(config: Config, context: distributed.ProcessContext, mesh: M
         output.print_on_rank("------------------------ arguments ------------------------")
         for group in config.to_dict().values():
             for name, value in group.items():
-                if name.endswith("_url"):  # not flags: where a staged folder comes from
-                    continue
                 output.print_on_rank(f"  {name} {'.' * (DOTS - len(name))} {value}")
         output.print_on_rank("-------------------- end of arguments ---------------------")
     padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab_size

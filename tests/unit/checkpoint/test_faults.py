@@ -228,16 +228,21 @@ def test_a_pickle_that_would_run_code_is_rejected(
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.fixture(params=[False, True], ids=["in the foreground", "in the background"])
-def in_background(request: pytest.FixtureRequest) -> bool:
-    return request.param
+SAVES = pytest.mark.parametrize(
+    ("again", "in_background"),
+    [
+        pytest.param(False, False, id="a new iteration in the foreground"),
+        pytest.param(True, True, id="the same iteration in the background"),
+        pytest.param(False, True, marks=pytest.mark.proof, id="a new iteration in the background"),
+        pytest.param(
+            True, False, marks=pytest.mark.proof, id="the same iteration in the foreground"
+        ),
+    ],
+)
+"""Of an iteration that has a checkpoint, or has none."""
 
 
-@pytest.fixture(params=[False, True], ids=["a new iteration", "the same iteration"])
-def again(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
-
+@SAVES
 def test_crash_at_any_rename_leaves_a_complete_checkpoint(
     again: bool,
     in_background: bool,
@@ -260,6 +265,7 @@ def test_crash_at_any_rename_leaves_a_complete_checkpoint(
         assert engine.content == f"of iteration {state.iteration}"
 
 
+@SAVES
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_a_disk_error_at_any_step_loses_no_checkpoint(
     again: bool,

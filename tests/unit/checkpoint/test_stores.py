@@ -186,8 +186,15 @@ def test_a_download_leaves_a_file_that_is_being_read(run: Runs, tmp_path: Path) 
     assert {path.name for path in staged.iterdir() if path.name.startswith(".")} == set()
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["a new iteration", "the same iteration"])
-@pytest.mark.parametrize("kind", ["error", "crash"])
+@pytest.mark.parametrize(
+    ("kind", "again"),
+    [
+        ("crash", True),
+        ("error", False),
+        pytest.param("crash", False, marks=pytest.mark.proof),
+        pytest.param("error", True, marks=pytest.mark.proof),
+    ],
+)
 def test_a_store_that_fails_at_any_operation_loses_no_older_checkpoint(
     kind: str, again: bool, run: Runs, tmp_path: Path, logged: list[str]
 ) -> None:
