@@ -34,10 +34,14 @@ class Crash(Exception):
 
 
 class FakeSnapshot(DeepSpeedSnapshot):
-    """Has a file in a folder below."""
+    """Has a file in a folder below. Without a copy it has the content of the time of the write."""
+
+    shared: FakeEngine | None = None
 
     def write(self, folder: Path) -> dict[str, FileRecord]:
         (folder / "below").mkdir()
+        if self.shared is not None:
+            self.states = {**self.states, "model_states.pt": {"content": self.shared.content}}
         return super().write(folder)
 
 
@@ -66,7 +70,9 @@ class FakeEngine:
     def snapshot(self, *, copy: bool) -> DeepSpeedSnapshot:
         states: dict[str, Any] = {"model_states.pt": {"content": self.content}}
         states["below/optim_states.pt"] = torch.zeros(3)
-        return FakeSnapshot(states)
+        snapshot = FakeSnapshot(states)
+        snapshot.shared = None if copy else self
+        return snapshot
 
     def load(self, folder: Path, tag: str) -> None:
         self.loaded = folder, tag

@@ -79,12 +79,15 @@ def test_path_is_added_only_to_errors_without_one() -> None:
     assert raised.value.filename == "this"
 
 
+@pytest.mark.parametrize("reads_ahead", [True, False])
 @pytest.mark.parametrize("block", [2**22, 2**18, 2**16, 1000])
 def test_a_record_matches_its_file_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, reads_ahead: bool
 ) -> None:
     """Also a record of older versions, with SHA-256, of files smaller and larger than a block."""
     monkeypatch.setattr(atomic, "READ_BYTES", block)
+    if not reads_ahead:
+        monkeypatch.delattr(os, "preadv")
     content = bytes(range(256)) * 3072
     path = tmp_path / "file"
     path.write_bytes(content)
