@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_ds.cli.flags import Flag, training_flags
-from tools.make_docs import tool_tables
+from tests.pages.flags import tool_tables
 
 GOLDEN = Path(__file__).parent / "golden" / "flags.txt"
 

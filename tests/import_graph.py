@@ -12,7 +12,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "megatron_ds"
-PAGE = REPOSITORY / "docs" / "development" / "architecture.md"
+OUTPUT = REPOSITORY / "docs" / "development" / "architecture.md"
 BEGIN, END = "<!-- begin: generated import diagram -->\n", "<!-- end -->\n"
 
 
@@ -80,7 +80,7 @@ def diagram() -> str:
 
 def page() -> str:
     """docs/development/architecture.md with the current diagram."""
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    head, _, rest = OUTPUT.read_text(encoding="utf-8").partition(BEGIN)
     return f"{head}{BEGIN}{diagram()}{END}{rest.partition(END)[2]}"
 
 

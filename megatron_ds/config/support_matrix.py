@@ -2,7 +2,7 @@
 
 A *layout* is one value for each axis of `AXES`. The validator rejects a layout that a rule of
 `RULES` forbids; docs/reference/support_matrix.md is generated from the same tables by `python
-tools/make_docs.py`; the tests draw their layouts from them. So nothing is accepted that the
+-m tests.pages`; the tests draw their layouts from them. So nothing is accepted that the
 page does not list, and no layout is rejected in one place and run in another. Flags that are not an
 axis, such as --compile, have rules of their own, which the page names.
 

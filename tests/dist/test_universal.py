@@ -45,12 +45,12 @@ from tests.dist.test_resharding import (
     without_padding,
 )
 from tests.distributed import run_ranks
+from tests.pages import flags as flags_page
 from tests.problems import printed_codes
 from tests.unit.conversion.models import assert_same_tensors
 from tools import convert_checkpoint as convert_tool
-from tools import make_docs
 
-TOOL = make_docs.load(make_docs.REPOSITORY / "tools/convert_checkpoint/ds_to_universal.py")
+TOOL = flags_page.load(flags_page.REPOSITORY / "tools/convert_checkpoint/ds_to_universal.py")
 
 LAYOUTS = {
     "zero1": Layout(1, changes={"model": DENSE}),

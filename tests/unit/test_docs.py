@@ -16,9 +16,9 @@ import pytest
 
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.cli.flags import dashed, training_flags
+from tests.pages.flags import tool_tables
 from tests.problems import codes
 from tests.proofs.marked import marked_tests
-from tools.make_docs import tool_tables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 from megatron_ds.config.support_matrix import AXES
+from tests.pages import support_matrix
 from tests.reports import read_cases
 from tests.versions import run
-from tools import support_matrix
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.dist.test_layouts" name="test_layout_equals_one_process[a]"/>

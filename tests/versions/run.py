@@ -159,7 +159,7 @@ def main() -> None:
     patterns = arguments.only or ["*"]
     tests = [test for test in TESTS if any(fnmatch.fnmatch(test, pattern) for pattern in patterns)]
     update(arguments.versions, tests)
-    print(f"wrote {OUTPUT}; python tools/make_docs.py writes docs/reference/support_matrix.md")
+    print(f"wrote {OUTPUT}; python -m tests.pages writes docs/reference/support_matrix.md")
 
 
 if __name__ == "__main__":

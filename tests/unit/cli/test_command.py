@@ -14,8 +14,8 @@ from megatron_ds.cli.flags import dashed
 from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, UserError, option
 from tests.golden_flags import GOLDEN, flag_lists
+from tests.pages.flags import tool_tables
 from tests.problems import printed_codes
-from tools.make_docs import tool_tables
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from megatron_ds.cli.command import table_of
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config
+from tests.pages.flags import tool_tables
 from tests.problems import codes
 from tools import generate_samples_gpt, preprocess_data, run_text_generation_server
-from tools.make_docs import tool_tables
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 GOLDEN = REPOSITORY / "tests" / "golden" / "peer_flags.txt"

@@ -25,11 +25,12 @@ from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG
+from tests.pages import flags as flags_page
 from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.hf_models import load_strictly, random_model
 from tests.unit.conversion.models import SMALL, assert_same_tensors, random_source
 from tests.unit.tools.conftest import Run
-from tools import convert_checkpoint, make_docs
+from tools import convert_checkpoint
 from tools.converter import MODEL_TYPES
 
 TOOL = convert_checkpoint
@@ -186,7 +187,7 @@ def test_an_output_may_be_an_empty_mount_point(
 def script(name: str) -> ModuleType:
     """A tool by its path."""
     path = Path(convert_checkpoint.__file__).parent / name
-    return make_docs.load(path)
+    return flags_page.load(path)
 
 
 def test_the_scripts_of_other_projects_convert(tmp_path: Path, run_tool: Run) -> None:

@@ -16,12 +16,12 @@ from megatron_ds.config.problems import catalogue, default_flag, plural
 from megatron_ds.engine.ds_config import passthrough
 from tests.dist.proofs import EVERYTHING, PROOFS, Proof
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "docs" / "reference" / "support_matrix.md"
 HEAD = """\
 # Support matrix
 
-Written by `python tools/make_docs.py` from `megatron_ds/config/support_matrix.py`, the table by
+Written by `python -m tests.pages` from `megatron_ds/config/support_matrix.py`, the table by
 which `pretrain_gpt.py` accepts or rejects a layout before anything is allocated.
 
 A layout is one value for each axis. Each table below has the pairs of one axis with all later ones:

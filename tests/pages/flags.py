@@ -1,28 +1,25 @@
-"""Write the generated pages: flags.md and support_matrix.md of docs/reference, from the declared
-flags and the rules of layouts, and the import diagram of docs/development/architecture.md."""
+"""The page docs/reference/flags.md, from the declared flags."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from megatron_ds import cli
 from megatron_ds.cli import flags as declared
 from megatron_ds.cli.command import table_of
 from megatron_ds.cli.flags import Flag, FlagTable, training_flags
 from megatron_ds.cli.help import default_of, explanation, other_names
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 OUTPUT = REPOSITORY / "docs" / "reference" / "flags.md"
 
 HEAD = """\
 # Flags
 
-Written by `python tools/make_docs.py` from the code; `--help-all` of a program shows its part.
+Written by `python -m tests.pages` from the code; `--help-all` of a program shows its part.
 
 The flags of `pretrain_gpt.py`, group by group; those of Megatron-LM (core 0.8) and of the two
 Megatron-DeepSpeed forks, bigscience's and microsoft's, that are not options here: what they request
@@ -57,14 +54,8 @@ All other flags have the same defaults as in Megatron-LM and its forks.
 """
 
 
-@dataclass(frozen=True)
-class Options:
-    """Writes flags.md and support_matrix.md of docs/reference, and the import diagram."""
-
-
 def tool_tables() -> dict[str, FlagTable]:
     """The flags of all tools that have any, by the path of the tool."""
-    sys.path.insert(0, str(REPOSITORY))  # a script's path has only its own folder
     tables = {}
     for path in sorted((REPOSITORY / "tools").rglob("*.py")):
         name = path.relative_to(REPOSITORY)
@@ -171,22 +162,3 @@ def _values(values: Mapping[str, Mapping[str, str]]) -> str:
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [" | ".join(line) for line in (head, tuple("---" for _ in head), *rows)]
     return "".join(f"| {line} |\n".replace("*", "\\*").replace("<", "\\<") for line in lines)
-
-
-def work(options: Options) -> None:
-    flags = page()
-    from tests import import_graph  # `page` has added the repository to the path
-    from tools import support_matrix
-
-    pages = {
-        OUTPUT: flags,
-        support_matrix.OUTPUT: support_matrix.page(),
-        import_graph.PAGE: import_graph.page(),
-    }
-    for path, text in pages.items():
-        path.write_text(text, encoding="utf-8")
-        print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run(Options, work, sys.argv[1:]))

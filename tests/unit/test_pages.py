@@ -1,0 +1,26 @@
+"""The generated pages document what the code declares."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import pytest
+
+from megatron_ds.cli.flags import training_flags
+from megatron_ds.cli.help import other_names
+from tests import import_graph
+from tests.pages import flags, support_matrix
+
+
+@pytest.mark.parametrize("module", [flags, support_matrix, import_graph])
+def test_pages_are_current(module: ModuleType) -> None:
+    """Regenerate with `python -m tests.pages`."""
+    assert module.OUTPUT.read_text(encoding="utf-8") == module.page()
+
+
+def test_flags_page_lists_every_flag() -> None:
+    page = flags.page()
+
+    for flag in training_flags().by_name.values():
+        for name in (flag.names[0], *other_names(flag)):
+            assert f"`--{name}`" in page or f"`--{name} " in page, name
