@@ -13,7 +13,7 @@ setup(
     package_data={
         "megatron_ds.cli": ["*.toml"],
         "megatron_ds.config": ["*.toml"],
-        "megatron_ds.engine.ds_config": ["*.json"],
+        "megatron_ds.engine.ds_config": ["*.json", "*.toml"],
         "megatron_ds.inference": ["*.html"],
     },
     install_requires=[

@@ -9,9 +9,10 @@ axis, such as --compile, have rules of their own, which the page names.
 To add a feature:
 
 1. Add its axis, or its value of an axis, with the flags that request it.
-2. Add a `Rule` for each combination that does not work or has no test, with the layout to use
-   instead, and its message to messages.toml, as `{combination}: REASON; use {closest}`. A rule may
-   name one axis (the value never works) or several, and is checked before anything is allocated.
+2. Add a rule to layout_rules.toml for each combination that does not work or has no test, with the
+   layout to use instead, and its message to messages.toml, as `{combination}: REASON; use
+   {closest}`. A rule may name one axis (the value never works) or several, and is checked before
+   anything is allocated.
 3. The pairs that no rule forbids are then run by `tests/dist/test_layouts.py`. What the value needs
    there (small sizes, a rate) is in `TEST_FLAGS` of `tests/dist/layouts.py`, an axis that
    multiplies the ranks of a replica in `SIZES`.
@@ -24,8 +25,10 @@ and that the validator rejects what a rule forbids.
 from __future__ import annotations
 
 import itertools
+import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron_ds.config import Config, flag_of
 from megatron_ds.config.checks import listed
@@ -76,15 +79,15 @@ class Rule:
     """A combination of values that does not work.
 
     Attributes:
-        code: Problem of messages.toml; its text has the reason. "" in `WITHOUT_EFFECT`.
         values: By axis the values that do not work together with those of the other axes.
         alternative: By axis the value of the closest layout that works.
+        code: Problem of messages.toml; its text has the reason. "" in `WITHOUT_EFFECT`.
         upstream: Where the cause is reported: `DeepSpeed#7833`.
     """
 
-    code: str
     values: Values
     alternative: Layout
+    code: str = ""
     upstream: str = ""
 
     def forbids(self, layout: Layout) -> bool:
@@ -222,93 +225,9 @@ AXES: Mapping[str, Axis] = {
 }
 
 ON_DISK = ("nvme optimizer", "nvme")
-OPTIMIZER_OFFLOADED = ("optimizer", "both", *ON_DISK)
-OTHER_OPTIMIZERS = tuple(name for name in AXES["optimizer"].values if name != "adam")
-BF16_MASTERS: Values = {"precision": ("bf16",), "masters": ("bf16",)}
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        "pipeline-with-nvme",
-        {"pp": (MANY,), "offload": ON_DISK},
-        alternative={"offload": "optimizer", "zero": "1"},
-    ),
-    Rule(
-        "pipeline-with-zero-stage", {"pp": (MANY,), "zero": ("2", "3")}, alternative={"zero": "1"}
-    ),
-    Rule(
-        "sequence-parallel-with-partitioned-activations",
-        {"tp": (MANY,), "sequence": ("on",), "recompute": ("partitioned",)},
-        alternative={"recompute": "full"},
-    ),
-    Rule(
-        "sequence-parallelism-without-zero",
-        {"sp": (MANY,), "zero": ("0",)},
-        alternative={"zero": "1"},
-        upstream="DeepSpeed#7833",
-    ),
-    Rule(
-        "expert-parallel-with-zero3",
-        {"experts": ("distributed",), "zero": ("3",)},
-        alternative={"zero": "2", "offload": "none"},
-        upstream="DeepSpeed#4808",
-    ),
-    Rule(
-        "zero0-with-half-precision",
-        {"zero": ("0",), "precision": ("bf16", "fp16")},
-        alternative={"zero": "1"},
-    ),
-    Rule(
-        "zero0-with-offload",
-        {"zero": ("0",), "offload": OPTIMIZER_OFFLOADED},
-        alternative={"zero": "1"},
-    ),
-    Rule(
-        "sgd-with-offload",
-        {"optimizer": ("sgd",), "offload": OPTIMIZER_OFFLOADED},
-        alternative={"optimizer": "adam"},
-    ),
-    Rule(
-        "nvme-with-other-optimizer",
-        {"optimizer": OTHER_OPTIMIZERS, "offload": ON_DISK},
-        alternative={"optimizer": "adam"},
-    ),
-    Rule(
-        "nvme-optimizer-below-zero3",
-        {"zero": ("0", "1", "2"), "offload": ON_DISK},
-        alternative={"zero": "3"},
-    ),
-    Rule(
-        "hpz-with-offload",
-        {"zero": ("3",), "hpz": (MANY,), "offload": ("parameters", *OPTIMIZER_OFFLOADED)},
-        alternative={"offload": "none"},
-    ),
-    Rule(
-        "bf16-masters-at-stage-1",
-        {**BF16_MASTERS, "zero": ("1",), "offload": ("none", "parameters")},
-        alternative={"zero": "2"},
-    ),
-    *(
-        Rule("bf16-masters-untested", values, alternative={"masters": "fp32"})
-        for values in (
-            {**BF16_MASTERS, "experts": ("replicated", "distributed")},
-            {**BF16_MASTERS, "optimizer": OTHER_OPTIMIZERS},
-            {**BF16_MASTERS, "offload": ON_DISK},
-            {"zero": ("3",), **BF16_MASTERS, "hpz": (MANY,)},
-        )
-    ),
-)
-
-WITHOUT_EFFECT: tuple[Rule, ...] = (
-    Rule("", {"pp": ("1",), "schedule": ("dualpipev",)}, alternative={"pp": MANY}),
-    Rule("", {"tp": ("1",), "sequence": ("on",)}, alternative={"tp": MANY}),
-    Rule(
-        "", {"zero": ("0", "1", "2"), "offload": ("parameters", "both")}, alternative={"zero": "3"}
-    ),
-    Rule("", {"zero": ("0", "1", "2"), "hpz": (MANY,)}, alternative={"zero": "3"}),
-    Rule(
-        "", {"precision": ("fp32", "fp16"), "masters": ("bf16",)}, alternative={"precision": "bf16"}
-    ),
-)
+_TABLES = tomllib.loads(Path(__file__).with_name("layout_rules.toml").read_text(encoding="utf-8"))
+RULES = tuple(Rule(**entry) for entry in _TABLES["rule"])
+WITHOUT_EFFECT = tuple(Rule(**entry) for entry in _TABLES["without_effect"])
 """Combinations in which a flag has no effect, with a warning: no configuration reads as them."""
 
 

@@ -122,7 +122,7 @@ def _passed_key_problems(
 ) -> Iterator[Problem]:
     """Keys that are passed on only where DeepSpeed supports them."""
     for passed in passthrough.find(config):
-        if (reason := passthrough.unsupported_reason(passed.key)) is not None:
+        if (reason := passthrough.unsupported_reason(passed)) is not None:
             yield Problem("passed-key-unsupported", key=passed.key, device=kind, reason=reason)
         elif passed.is_approximation:
             warn(Problem("passed-key-approximates", key=passed.key, effect=passed.effect))

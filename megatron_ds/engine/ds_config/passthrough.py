@@ -13,17 +13,12 @@ from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.support_matrix import Layout, Values
+from megatron_ds.engine.ds_config.keys import TABLES
 
 SUPER_OFFLOAD = "zero_optimization.offload_optimizer.super_offload"
 CORES = "zero_optimization.offload_optimizer.cpuadam_cores_perc"
 DEEPCOMPILE = "compile.deepcompile"
-OPERATIONS = {
-    "zero_optimization.zero_quantized_weights": "QuantizerBuilder",
-    "zero_optimization.zero_quantized_gradients": "QuantizerBuilder",
-    SUPER_OFFLOAD: "CPUAdamBuilder",
-    DEEPCOMPILE: "DeepCompileBuilder",
-}
-"""DeepSpeed's builder of the operation that each key needs."""
+QUANTIZER = "QuantizerBuilder"
 
 
 @dataclass(frozen=True)
@@ -32,12 +27,14 @@ class PassedKey:
 
     Attributes:
         key: Dotted name.
+        builder: DeepSpeed's builder of the operation that it needs.
         effect: What it does, for the documentation and the warning of a run.
         is_approximation: Whether a run with it differs from one process by more than rounding.
         values: By axis the values with which it is passed on; of other axes only the default.
     """
 
     key: str
+    builder: str
     effect: str
     is_approximation: bool
     values: Values
@@ -51,48 +48,8 @@ class PassedKey:
         }
 
 
-QUANTIZED: Values = {
-    "zero": ("3",),
-    "hpz": ("1", support_matrix.MANY),
-    "precision": ("fp32", "bf16", "fp16"),
-    "recompute": ("none", "selective", "full"),
-    "documents": ("off", "on"),
-    "curriculum": ("off", "on"),
-}
-"""DeepSpeed quantizes in groups of ranks of its own, which know no other parallelism."""
-PASSED: tuple[PassedKey, ...] = (
-    PassedKey(
-        "zero_optimization.zero_quantized_weights",
-        "ZeRO-3 gathers weights that are rounded to 8 bits",
-        True,
-        QUANTIZED,
-    ),
-    PassedKey(
-        "zero_optimization.zero_quantized_gradients",
-        "ZeRO-3 sends gradients that are rounded to 4 bits between several machines",
-        True,
-        QUANTIZED,
-    ),
-    PassedKey(
-        SUPER_OFFLOAD,
-        "a process of its own steps the offloaded optimizer, without clipping already during the "
-        "backward pass; its moments are in no checkpoint",
-        False,
-        {
-            "zero": ("3",),
-            "offload": ("optimizer",),
-            "precision": ("bf16",),
-            "recompute": ("none", "selective", "full"),
-            "documents": ("off", "on"),
-        },
-    ),
-    PassedKey(
-        DEEPCOMPILE,
-        "torch.compile compiles the complete model, with passes that place ZeRO's communication",
-        False,
-        {"zero": ("1", "2", "3"), "precision": ("fp32", "bf16")},
-    ),
-)
+PASSED = tuple(PassedKey(**entry) for entry in TABLES["passed_on"])
+"""In the order of the documentation."""
 
 
 def find(config: Config) -> list[PassedKey]:
@@ -105,7 +62,7 @@ def find(config: Config) -> list[PassedKey]:
     return [
         passed
         for passed in PASSED
-        if file.get(passed.key) and (is_quantizing or passed.values is not QUANTIZED)
+        if file.get(passed.key) and (is_quantizing or passed.builder != QUANTIZER)
     ]
 
 
@@ -133,22 +90,22 @@ def problems(config: Config) -> Iterator[Problem]:
             yield file.invalid(CORES, "must be more than 0")
 
 
-def unsupported_reason(key: str) -> str | None:
-    """Why DeepSpeed does not support a key of the table on this device; None if it does."""
+def unsupported_reason(passed: PassedKey) -> str | None:
+    """Why DeepSpeed does not support a key on this device; None if it does."""
     from deepspeed.accelerator import get_accelerator
 
-    builder = get_accelerator().create_op_builder(OPERATIONS[key])
+    builder = get_accelerator().create_op_builder(passed.builder)
     if builder is None or not _is_implemented(builder):
-        return f"DeepSpeed has no {OPERATIONS[key].removesuffix('Builder')} operation for it"
+        return f"DeepSpeed has no {passed.builder.removesuffix('Builder')} operation for it"
     if not builder.is_compatible(verbose=False):
         return f"DeepSpeed cannot build its operation {builder.NAME}"
-    if key == DEEPCOMPILE:
+    if passed.key == DEEPCOMPILE:
         from deepspeed.compile.util import is_deepcompile_supported
 
         return (
             None if is_deepcompile_supported() else "DeepSpeed does not support DeepCompile on it"
         )
-    if key == SUPER_OFFLOAD:
+    if passed.key == SUPER_OFFLOAD:
         from deepspeed.runtime.superoffload import superoffload_stage3
 
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron_ds.config.problems import Problem, UserError, catalogue, counted, option, raise_if_any
+from megatron_ds.config.support_matrix import RULES
 from tests.import_graph import REPOSITORY, tree
 from tests.problems import raises_problem
 
@@ -25,8 +26,6 @@ CREATORS: dict[str, set[str]] = {
     "_save_error": {"iteration", "folder"},
 }
 """Functions that create a problem, with the values that they add."""
-RULE_VALUES = frozenset({"combination", "closest"})
-"""Values that a `Rule` of megatron_ds/config/support_matrix.py adds to its problem itself."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +44,19 @@ def uses() -> Iterator[Use]:
     for folder in ("megatron_ds", "tools"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
-            if not any(f"{name}(" in source for name in (*CREATORS, "Rule")):
+            if not any(f"{name}(" in source for name in CREATORS):
                 continue
             for node in ast.walk(tree(path)):
                 if not isinstance(node, ast.Call):
                     continue
                 function = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                is_rule = function == "Rule"
-                if not is_rule and function not in CREATORS:
-                    continue
-                if isinstance(node.args[0], ast.Constant):
+                if function in CREATORS and isinstance(node.args[0], ast.Constant):
                     keywords = {str(keyword.arg) for keyword in node.keywords}
-                    names = RULE_VALUES if is_rule else keywords | CREATORS[function]
+                    names = frozenset(keywords | CREATORS[function])
                     location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
-                    code, has_fields = str(node.args[0].value), len(node.args) > 1 and not is_rule
-                    if code:
-                        yield Use(code, frozenset(names), has_fields, location)
+                    yield Use(str(node.args[0].value), names, len(node.args) > 1, location)
+    for rule in RULES:
+        yield Use(rule.code, frozenset({"combination", "closest"}), False, "layout_rules.toml")
 
 
 def placeholders(text: str) -> frozenset[str]:

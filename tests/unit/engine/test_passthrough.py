@@ -22,6 +22,7 @@ from megatron_ds.engine.ds_config.passthrough import (
     DEEPCOMPILE,
     PASSED,
     SUPER_OFFLOAD,
+    PassedKey,
     unsupported_reason,
 )
 from tests.problems import codes
@@ -30,7 +31,7 @@ from tests.unit.engine.passed_key_files import KEYS
 
 
 @pytest.mark.parametrize("one", PASSED, ids=lambda one: one.key)
-def test_key_reaches_deepspeed(one: passthrough.PassedKey, merge: Merge) -> None:
+def test_key_reaches_deepspeed(one: PassedKey, merge: Merge) -> None:
     config, problems, warnings = merge(*KEYS[one.key])
     generated = build_ds_config(config, 2, "xpu")
 
@@ -44,9 +45,7 @@ def test_key_reaches_deepspeed(one: passthrough.PassedKey, merge: Merge) -> None
 
 
 @pytest.mark.parametrize("one", PASSED, ids=lambda one: one.key)
-def test_key_is_passed_on_with_the_values_of_its_row_only(
-    one: passthrough.PassedKey, merge: Merge
-) -> None:
+def test_key_is_passed_on_with_the_values_of_its_row_only(one: PassedKey, merge: Merge) -> None:
     values, flags = KEYS[one.key]
     layout = support_matrix.layout_of(merge(values, flags).config)
     for name, axis in support_matrix.AXES.items():
@@ -93,26 +92,26 @@ def test_keys_without_effect_are_a_warning(file: dict[str, Any], merge: Merge) -
     assert codes(warnings) in (["ds-keys-ineffective"], ["ds-key-dropped"])
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_cpu_supports_no_key(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("one", PASSED, ids=lambda one: one.key)
+def test_cpu_supports_no_key(one: PassedKey, monkeypatch: pytest.MonkeyPatch) -> None:
     use(CPU_Accelerator(), monkeypatch)
-    assert unsupported_reason(key)
+    assert unsupported_reason(one)
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("one", PASSED, ids=lambda one: one.key)
 def test_accelerator_supports_a_key_if_deepspeed_says_so(
-    key: str, monkeypatch: pytest.MonkeyPatch
+    one: PassedKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supporting = {"device_name": lambda: "cuda"}
     other = {"device_name": lambda: "xpu"}
     there, broken = Mock(), Mock(NAME="op")
     there.is_compatible.return_value, broken.is_compatible.return_value = True, False
-    is_any = "quantized" in key  # what DeepSpeed asks the operation for, and not the device
+    is_any = "quantized" in one.key  # what DeepSpeed asks the operation for, and not the device
     for names, builder in itertools.product((supporting, other), (there, broken, None)):
         fake = SimpleNamespace(**names, create_op_builder=lambda _, found=builder: found)
         use(fake, monkeypatch)
         is_supported = builder is there and (is_any or names is supporting)
-        assert (unsupported_reason(key) is None) == is_supported
+        assert (unsupported_reason(one) is None) == is_supported
 
 
 def use(accelerator: object, monkeypatch: pytest.MonkeyPatch) -> None:
