@@ -198,9 +198,9 @@ def texts_in(corpus: Path) -> Iterator[str]:
     inputs = InputSpec((str(corpus),))
     wanted = TextFields(("text",), inputs.max_document_bytes)
     for item in DocumentReader(inputs, wanted.keys):
-        found = texts_of(item, wanted)
-        if not isinstance(found, RejectedDocument) and found[0].strip():
-            yield found[0]
+        texts = texts_of(item, wanted)
+        if not isinstance(texts, RejectedDocument) and texts[0].strip():
+            yield texts[0]
 
 
 def read_unigram_loss(path: Path) -> float:

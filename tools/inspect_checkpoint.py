@@ -271,10 +271,10 @@ def _tensor_lines(opened: CheckpointSummary, *, every: bool) -> Iterator[str]:
     """A table of the weights; those of all layers with one shape, type and sharding are one row."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for name, tensor in opened.tensors[next(iter(opened.tensors))].items():
-        found = None if every else LAYER.search(name)
-        shown = name if found is None else LAYER.sub("layers.*.", name, count=1)
+        match = None if every else LAYER.search(name)
+        shown = name if match is None else LAYER.sub("layers.*.", name, count=1)
         key = (shown, str(list(tensor.shape)), _dtype(tensor), opened.shards.get(name, ""))
-        rows.setdefault(key, []).extend([] if found is None else [int(found[1])])
+        rows.setdefault(key, []).extend([] if match is None else [int(match[1])])
     cells = [
         (key[0].replace("layers.*.", f"layers.{_ranges(layers)}."), *key[1:])
         for key, layers in rows.items()

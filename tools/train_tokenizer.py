@@ -95,16 +95,16 @@ class TextIterator:
     def __iter__(self) -> Iterator[str]:
         start = reported = time.perf_counter()
         for item in DocumentReader(self._inputs, self._wanted.keys):
-            found = texts_of(item, self._wanted)
-            if isinstance(found, RejectedDocument):
+            texts = texts_of(item, self._wanted)
+            if isinstance(texts, RejectedDocument):
                 if self._strict:
-                    raise user_error("document-without-text", found=str(found))
+                    raise user_error("document-without-text", found=str(texts))
                 self._rejected += 1
-                self._first_rejected = self._first_rejected or found
+                self._first_rejected = self._first_rejected or texts
                 continue
-            yield from found
+            yield from texts
             self._documents += 1
-            self._bytes += sum(len(text.encode()) for text in found)
+            self._bytes += sum(len(text.encode()) for text in texts)
             now = time.perf_counter()
             if now - reported > REPORT_SECONDS:
                 reported = now

@@ -159,11 +159,11 @@ def _texts(options: TaskOptions, rejected: list[RejectedDocument]) -> Iterator[s
     all_texts = not options.eval_task_keys
     wanted = TextFields(options.eval_task_keys, 1 << 31)
     for item in DocumentReader(inputs, options.eval_task_keys, all_columns=all_texts):
-        found = fields_of(item) if all_texts else texts_of(item, wanted)
-        if isinstance(found, RejectedDocument):
-            rejected.append(found)
+        texts = fields_of(item) if all_texts else texts_of(item, wanted)
+        if isinstance(texts, RejectedDocument):
+            rejected.append(texts)
         else:
-            yield from _strings(found)
+            yield from _strings(texts)
 
 
 def _strings(value: object) -> Iterator[str]:

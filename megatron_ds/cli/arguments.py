@@ -55,19 +55,19 @@ def build_config(
     for warning in line.warnings:
         warn(warning)
     config: Config = build(Config(), line.values)
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if complete is not None:
-        config, found = complete(config, world_size, warn)
-    found = [
-        *found,
+        config, problems = complete(config, world_size, warn)
+    problems = [
+        *problems,
         *config.problems(world_size),
         *schedule_validation.problems(config, config.parallel.data_parallel_size(world_size)),
     ]
     if check is not None:
-        found += check(config, world_size, not found, warn)
+        problems += check(config, world_size, not problems, warn)
     sound = [
         config.with_origin(problem)
-        for problem in found
+        for problem in problems
         if line.unreadable.isdisjoint(problem.mentioned)
     ]
     return config, [*line.problems, *sound]

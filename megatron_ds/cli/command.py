@@ -70,8 +70,8 @@ def parse(
     values = _each(result, field_problems, line.values, table)
     related = result.problems() if hasattr(result, "problems") else ()
     # Consequences of a value that could not be read are unknown: reporting them would mislead.
-    found = [each for each in (*values, *related) if line.unreadable.isdisjoint(each.mentioned)]
-    problems = list(dict.fromkeys([*line.problems, *found]))
+    invalid = [each for each in (*values, *related) if line.unreadable.isdisjoint(each.mentioned)]
+    problems = list(dict.fromkeys([*line.problems, *invalid]))
     if rank == 0:
         own = result.warnings() if hasattr(result, "warnings") and not problems else ()
         for warning in (*line.warnings, *_each(result, ineffective, line.values, table), *own):

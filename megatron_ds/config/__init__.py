@@ -91,9 +91,9 @@ class Config:
         Returns:
             Every problem; empty if the run can start.
         """
-        found = {name: list(field_problems(getattr(self, name), self.given)) for name in GROUPS}
+        by_group = {name: list(field_problems(getattr(self, name), self.given)) for name in GROUPS}
         infinite = [
-            each for problems in found.values() for each in problems if each.code == "not-finite"
+            each for problems in by_group.values() for each in problems if each.code == "not-finite"
         ]
         if infinite:
             return infinite  # comparisons with them mean nothing
@@ -116,7 +116,7 @@ class Config:
             "logging": self.logging.problems(),
         }
         of_groups = [
-            problem for name in GROUPS for problem in (*found[name], *related.get(name, ()))
+            problem for name in GROUPS for problem in (*by_group[name], *related.get(name, ()))
         ]
         if self.recompute.tiled_mlp and self.runtime.compile:
             of_groups.append(Problem("tiled-mlp-with-compile"))

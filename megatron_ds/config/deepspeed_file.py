@@ -71,10 +71,10 @@ def put(values: Json, dotted: str, value: Any) -> None:
 
 def leaves(values: Json, prefix: str = "") -> list[str]:
     """The dotted keys of all values that are not objects."""
-    found = []
+    keys = []
     for key, value in values.items():
-        found += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
-    return found
+        keys += leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+    return keys
 
 
 def _parent(values: Json, dotted: str) -> tuple[Json, str]:

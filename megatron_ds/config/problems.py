@@ -184,9 +184,9 @@ def user_error(code: str, *fields: str, **values: Any) -> UserError:
 
 def raise_if_any(problems: Iterable[Problem]) -> None:
     """Raises a `UserError` with all problems, if there are any."""
-    found = tuple(problems)
-    if found:
-        raise UserError(*found)
+    listed = tuple(problems)
+    if listed:
+        raise UserError(*listed)
 
 
 @contextmanager

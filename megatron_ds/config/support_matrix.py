@@ -252,17 +252,17 @@ def closest(layout: Layout, kept: Collection[str] = ()) -> Layout:
     queue, seen = [dict(layout)], []
     dense: list[dict[str, str]] = []
     while queue or dense:
-        found = (queue or dense).pop(0)
-        broken = [rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(found)]
+        current = (queue or dense).pop(0)
+        broken = [rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(current)]
         if not broken:
-            return found
-        seen.append(found)
+            return current
+        seen.append(current)
         rule = broken[0]
         others = [{axis: value} for axis in rule.values for value in AXES[axis].values]
         changes = [
             change for change in (rule.alternative, *others) if not change.keys() & set(kept)
         ]
-        candidates = [{**found, **change} for change in changes]
+        candidates = [{**current, **change} for change in changes]
         for each in candidates:
             later = dense if each["experts"] == "none" != layout["experts"] else queue
             if each not in seen and each not in later:
@@ -296,8 +296,8 @@ def pairs(one: str, other: str) -> Iterator[Layout]:
 
 def obstacle(part: Layout) -> Rule | None:
     """The rule because of which no layout has these values; None if one has them."""
-    found = completed(part)
-    broken = (rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(found))
+    whole = completed(part)
+    broken = (rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(whole))
     return next(broken, None)
 
 

@@ -94,10 +94,10 @@ def verify(source: SourceCheckpoint, folder: Path, name: str) -> float:
 def _logits(source: SourceCheckpoint, prompt: Tensor, dtypes: set[torch.dtype]) -> Tensor:
     """fp32 logits of the tokens of the vocabulary."""
     if source.format == "hf":
-        found = _transformers_logits(source.path, prompt, dtypes)
+        logits = _transformers_logits(source.path, prompt, dtypes)
     else:
-        found = own_logits(source, prompt)
-    return found[..., : source.settings.model.vocab_size]
+        logits = own_logits(source, prompt)
+    return logits[..., : source.settings.model.vocab_size]
 
 
 def own_logits(source: SourceCheckpoint, prompt: Tensor) -> Tensor:

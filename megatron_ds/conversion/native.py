@@ -62,8 +62,8 @@ def is_native(path: Path) -> bool:
 
 def is_own_universal(path: Path) -> bool:
     """Whether a folder is a universal checkpoint, or has some and no others."""
-    found = [] if list_checkpoints(path) else list_universal(path)
-    return bool(found) and (run_folder(found[0]) / RUN).is_file()
+    folders = [] if list_checkpoints(path) else list_universal(path)
+    return bool(folders) and (run_folder(folders[0]) / RUN).is_file()
 
 
 def open_native(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:

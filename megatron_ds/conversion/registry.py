@@ -90,12 +90,12 @@ def recognize(path: Path, name: str = AUTO) -> Format:
         UserError: If it is none of the known ones.
     """
     possible = [each for each in FORMATS if name in (AUTO, each.name)]
-    found = next((each for each in possible if each.matches(path)), None)
-    if found is None and name != AUTO:
-        found = possible[0]
-    if found is None:
+    result = next((each for each in possible if each.matches(path)), None)
+    if result is None and name != AUTO:
+        result = possible[0]
+    if result is None:
         raise user_error("weights-format-unknown", path=path, known=", ".join(NAMES))
-    return found
+    return result
 
 
 def open_source(

@@ -136,9 +136,9 @@ def read_dcp_metadata(path: Path) -> metadata.Metadata:
     """
     try:
         with open(path, "rb") as file:
-            found = _metadata_of(_MetadataUnpickler(file, path).load())
+            described = _metadata_of(_MetadataUnpickler(file, path).load())
         stored = sum(each.stat().st_size for each in path.parent.iterdir())
-        for name, entry in found.state_dict_metadata.items():
+        for name, entry in described.state_dict_metadata.items():
             size = getattr(entry, "size", ())
             if math.prod(max(1, each) for each in size) > stored:
                 raise ValueError(f"{name} of shape {list(size)} is larger than the files")
@@ -148,7 +148,7 @@ def read_dcp_metadata(path: Path) -> metadata.Metadata:
         raise user_error("dcp-metadata-missing", path=path) from error
     except Exception as error:  # a damaged pickle raises whatever its opcodes lead to
         raise user_error("tensor-file-unreadable", path=path, error=error) from error
-    return found
+    return described
 
 
 @contextmanager
@@ -200,10 +200,10 @@ def _entry_of(entry: Any) -> metadata.TensorStorageMetadata | metadata.BytesStor
 
 
 def _size(values: Any) -> torch.Size:
-    found = torch.Size(values)
-    if min(found, default=0) < 0:
-        raise ValueError(f"a size is {list(found)}")
-    return found
+    size = torch.Size(values)
+    if min(size, default=0) < 0:
+        raise ValueError(f"a size is {list(size)}")
+    return size
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -215,9 +215,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if module_name == "torch" and global_name.isidentifier():
-            found = getattr(torch, global_name, None)
-            if isinstance(found, torch.dtype | torch.layout | torch.memory_format):
-                return found
+            dtype = getattr(torch, global_name, None)
+            if isinstance(dtype, torch.dtype | torch.layout | torch.memory_format):
+                return dtype
         kind = METADATA_CLASSES.get((module_name, global_name))
         if kind is None:
             name = f"{module_name}.{global_name}"

@@ -79,8 +79,8 @@ def find_problem(op: CppOp) -> Problem | None:
 
 def problems(ops: Sequence[CppOp]) -> list[Problem]:
     """Why ops that are not built yet cannot be built."""
-    found = (find_problem(op) for op in ops if not op.is_built())
-    return [problem for problem in found if problem is not None]
+    problems = (find_problem(op) for op in ops if not op.is_built())
+    return [problem for problem in problems if problem is not None]
 
 
 def build(ops: Sequence[CppOp]) -> None:

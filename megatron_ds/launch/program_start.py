@@ -36,8 +36,8 @@ def finish() -> None:
 def find_problem() -> str:
     """Why this Python cannot run the programs; empty if it can."""
     if sys.version_info < OLDEST_PYTHON:
-        found, needed = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST_PYTHON))
-        return f"needs Python {needed} or newer; {sys.executable} is Python {found}. {_remedy()}"
+        version, needed = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST_PYTHON))
+        return f"needs Python {needed} or newer; {sys.executable} is Python {version}. {_remedy()}"
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return f"{sys.executable} lacks the packages {', '.join(missing)}. {_remedy()}"

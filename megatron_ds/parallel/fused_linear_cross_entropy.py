@@ -220,8 +220,8 @@ class _Loss:
             full = full.float().detach().requires_grad_(for_gradient)
             losses = self.function(full, labels)
             if losses.shape != labels.shape:
-                found, needed = list(losses.shape), list(labels.shape)
-                raise user_error("loss-of-other-shape", found=found, needed=needed)
+                shape, needed = list(losses.shape), list(labels.shape)
+                raise user_error("loss-of-other-shape", found=shape, needed=needed)
             if for_gradient and self.rows:
                 (gradient,) = torch.autograd.grad(losses.sum(), full)
                 logits.zero_()

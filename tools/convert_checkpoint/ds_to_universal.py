@@ -72,11 +72,11 @@ def work(options: Options) -> None:
         from megatron_ds.checkpoint.universal import writer as universal_export
 
     start = time.perf_counter()
-    found = universal_export.open_verified(Path(options.input_folder))
+    source = universal_export.open_verified(Path(options.input_folder))
     folder = Path(options.output_folder)
-    total = universal_export.total_bytes(SavedStates(found))
+    total = universal_export.total_bytes(SavedStates(source))
     with tensor_progress("converting", total) as tensors:
-        universal_export.convert_checkpoint(found, folder, lambda name, size: tensors.add(size))
+        universal_export.convert_checkpoint(source, folder, lambda name, size: tensors.add(size))
     seconds, size = max(time.perf_counter() - start, 1e-9), tensors.num_bytes / 1e6
     print(f"{tensors.count} tensors, {size:.1f} MB in {seconds:.1f} s ({size / seconds:.1f} MB/s)")
     print(f"wrote {folder}")

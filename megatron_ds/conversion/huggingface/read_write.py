@@ -228,7 +228,7 @@ def _transposed(matrix: Tensor) -> Tensor:
 def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
     """Their tensors, without the prefix, for each parameter of ours, in order."""
     model = settings.model
-    found = {}
+    parts = {}
     for name, parameter in abstract_model(model, settings.moe).named_parameters():
         module, _, kind = name.rpartition(".")
         layer, inner = None, module
@@ -245,7 +245,7 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
         grouped = family.grouped_qkv and inner == "attention.qkv"
         queries = model.num_attention_heads // model.kv_heads
         is_matrix = layer is not None and parameter.dim() == 2
-        found[name] = [
+        parts[name] = [
             _Part(
                 each,
                 range(start, start + size),
@@ -254,7 +254,7 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
             )
             for each, start, size in zip(names, starts, sections, strict=True)
         ]
-    return found
+    return parts
 
 
 def _joined(parts: Sequence[_Part], tensors: Sequence[TensorReader]) -> TensorReader:
@@ -288,7 +288,7 @@ def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
     def read_part(name: str, part: _Part) -> Tensor:
         return part.to_theirs(read(name))
 
-    found = {}
+    tensors = {}
     for name, parts in _parts(family, source.settings).items():
         for part in parts:
             shape = (len(part.rows), *ours[name].shape[1:])
@@ -296,8 +296,8 @@ def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
             lazy = TensorReader.full(
                 shape, ours[name].dtype, functools.partial(read_part, name, part)
             )
-            found[f"{'' if name == 'head.weight' else family.prefix}{part.name}"] = lazy
-    return found
+            tensors[f"{'' if name == 'head.weight' else family.prefix}{part.name}"] = lazy
+    return tensors
 
 
 def _open_tensors(path: Path) -> dict[str, TensorReader]:
@@ -313,12 +313,12 @@ def _open_tensors(path: Path) -> dict[str, TensorReader]:
             files = files_of_index(path / index)
         else:
             continue
-        found: dict[str, TensorReader] = {}
+        tensors: dict[str, TensorReader] = {}
         for file in files:
             if not file.is_file():
                 raise user_error("checkpoint-file-missing", name=file)
-            found |= open_safetensors(file) if single == SINGLE else _open_pickled(file)
-        return found
+            tensors |= open_safetensors(file) if single == SINGLE else _open_pickled(file)
+        return tensors
     raise user_error("hf-folder-without-weights", path=path)
 
 

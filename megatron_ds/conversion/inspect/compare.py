@@ -81,9 +81,9 @@ def compare(
         missing[0].extend(f"{kind} {name}" for name in ours if name not in theirs)
         missing[1].extend(f"{kind} {name}" for name in theirs if name not in ours)
         common = [name for name in ours if name in theirs]
-        found = [_difference(kind, name, ours[name], theirs[name], on_tensor) for name in common]
-        differences.extend(each for each in found if each is not None)
-        equal[kind] = found.count(None)
+        results = [_difference(kind, name, ours[name], theirs[name], on_tensor) for name in common]
+        differences.extend(each for each in results if each is not None)
+        equal[kind] = results.count(None)
     names = {*first.scalars, *second.scalars} if with_states else set()
     pairs = {name: (first.scalars.get(name), second.scalars.get(name)) for name in sorted(names)}
     return Comparison(
@@ -122,8 +122,8 @@ def _largest_differences(first: Tensor, second: Tensor) -> tuple[int, float, flo
         left, right = one.double(), other.double()
         scale = max(scale, _largest(left), _largest(right))
         different = (left != right) & ~(left.isnan() & right.isnan())
-        if found := int(different.sum()):
-            count += found
+        if number := int(different.sum()):
+            count += number
             # A difference from nan, or of infinities, is not a number.
             gaps = (left - right)[different].abs().nan_to_num(torch.inf, torch.inf)
             largest = max(largest, float(gaps.max()))

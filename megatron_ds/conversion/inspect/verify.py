@@ -143,8 +143,8 @@ def _verify_tensors(path: Path, open_source: Open) -> Verification:
 
 def files_of(folder: Path) -> dict[str, int]:
     """Bytes of each file, by path in the folder."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in found}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
 
 def _zip_damage(path: Path) -> str | None:

@@ -47,8 +47,8 @@ def read_states(
     """
     partitions: dict[int, dict[int, Path]] = defaultdict(dict)
     for path in folder.iterdir():
-        if found := OPTIMIZER_FILE.fullmatch(path.name):
-            partitions[int(found[2])][int(found[1])] = path
+        if match := OPTIMIZER_FILE.fullmatch(path.name):
+            partitions[int(match[2])][int(match[1])] = path
     if not partitions:
         return {}, None, "it has no optimizer states, or they are not partitioned by ZeRO"
     kinds: States = {kind: defaultdict(list) for kind in (*MOMENTS, MASTER)}
@@ -90,17 +90,17 @@ def zero3_states(
         The flat tensors of each rank by kind, master weights always; the number of steps; why the
         other states are not read.
     """
-    found = {MASTER: [list(each["fp32_flat_groups"]) for each in files]}
+    partitions = {MASTER: [list(each["fp32_flat_groups"]) for each in files]}
     inner = [each.get("optimizer_state_dict") or {} for each in files]
-    numbers = range(len(found[MASTER][0]))
+    numbers = range(len(partitions[MASTER][0]))
     states = [[each.get("state", {}).get(number, {}) for number in numbers] for each in inner]
     for kind in MOMENTS:
         if not all(kind in state for rank in states for state in rank):
-            return found, None, "its optimizer states are not those of Adam"
-        found[kind] = [[state[kind] for state in rank] for rank in states]
+            return partitions, None, "its optimizer states are not those of Adam"
+        partitions[kind] = [[state[kind] for state in rank] for rank in states]
     groups = inner[0].get("param_groups") or [{}]
     steps = steps_of(groups[0], states[0][0])
-    return found, steps, "" if steps is not None else "it does not contain the number of steps"
+    return partitions, steps, "" if steps is not None else "it does not contain the number of steps"
 
 
 def zero3_parameters(
@@ -135,8 +135,8 @@ def _flat_tensors(loaded: Mapping[str, Any], group: int) -> dict[str, Tensor]:
     """The flat tensors of one group of one partition, by kind."""
     base = loaded["base_optimizer_state"]
     state = base["state"].get(group, {}) if isinstance(base, Mapping) and "state" in base else {}
-    found = {kind: state[kind] for kind in MOMENTS if kind in state}
-    return {**found, MASTER: loaded["single_partition_of_fp32_groups"][group]}
+    tensors = {kind: state[kind] for kind in MOMENTS if kind in state}
+    return {**tensors, MASTER: loaded["single_partition_of_fp32_groups"][group]}
 
 
 def _read_weight(

@@ -32,8 +32,8 @@ def has_kind(*kinds: str) -> Callable[[Path], bool]:
     """Gives a function that tells whether a folder has a checkpoint of some kinds."""
 
     def matches(path: Path) -> bool:
-        found = detect_megatron(path)
-        return found is not None and found.kind in kinds
+        checkpoint = detect_megatron(path)
+        return checkpoint is not None and checkpoint.kind in kinds
 
     return matches
 

@@ -83,7 +83,7 @@ def assign_buffers(
         steps: Steps of the optimizer.
     """
     kinds = (*MOMENTS, MASTER)
-    found = OptimizerStates(steps, {kind: [{} for _ in chunks] for kind in kinds})
+    states = OptimizerStates(steps, {kind: [{} for _ in chunks] for kind in kinds})
     if steps is None or len(buffers) != len(chunks):
         return OptimizerStates(unread=UNKNOWN_FORM)
     for number, (weights, buckets) in enumerate(zip(chunks, buffers, strict=True)):
@@ -98,8 +98,8 @@ def assign_buffers(
             for kind in kinds:
                 flat = buckets[bucket][PARAM if kind == MASTER else kind]
                 part = flat[start : start + weight.numel()].view(weight.shape)
-                found.by_kind[kind][number][name] = part
-    return found
+                states.by_kind[kind][number][name] = part
+    return states
 
 
 def locate_by_value(
@@ -116,7 +116,7 @@ def locate_by_value(
     """
     read = functools.lru_cache(maxsize=1)(lambda name: weights[name]())
     left = [*weights][::-1]
-    found: BufferOffsets = {}
+    offsets: BufferOffsets = {}
     for number, bucket in enumerate(buckets):
         flat = bucket[PARAM]
         base = end = 0
@@ -137,9 +137,9 @@ def locate_by_value(
             name, start = match
             base = start if start != aligned else base
             end = start + read(name).numel()
-            found[name] = number, start
+            offsets[name] = number, start
             left.remove(name)
-    return found
+    return offsets
 
 
 def _is_at(weight: Tensor, flat: Flat, start: int) -> bool:

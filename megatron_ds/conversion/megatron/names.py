@@ -88,11 +88,11 @@ def canonical_name(name: str) -> str | None:
     layer = LAYER.match(name)
     prefix = layer[0] if layer else ""
     inner = re.sub(r"^attention\.", "self_attention.", name.removeprefix(prefix))
-    found = KIND.fullmatch(inner)
-    module = MODULES.get(found[1]) if found else None
-    if found is None or module is None:
+    match = KIND.fullmatch(inner)
+    module = MODULES.get(match[1]) if match else None
+    if match is None or module is None:
         return None
-    return f"{prefix}{module}.{'weight' if found[2] == 'scale' else found[2]}"
+    return f"{prefix}{module}.{'weight' if match[2] == 'scale' else match[2]}"
 
 
 def megatron_name(name: str, *, core: bool) -> str:

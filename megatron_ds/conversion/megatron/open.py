@@ -65,11 +65,11 @@ def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceChe
     Raises:
         UserError: If files are missing or damaged, or our model lacks a part.
     """
-    found = detect_megatron(path)
-    if found is None:
+    checkpoint = detect_megatron(path)
+    if checkpoint is None:
         raise user_error("megatron-files-missing", folder=path, names=TRACKER)
-    with malformed_values(found.path):
-        return _open(found, options.model)
+    with malformed_values(checkpoint.path):
+        return _open(checkpoint, options.model)
 
 
 def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoint:
@@ -133,13 +133,13 @@ def _settings_of(
     table = tensors.get("embedding.word.weight")
     vocab_size = megatron_args.true_vocab_size(state, args)
     rows = vocab_size or (table.shape[0] if table else 0)
-    found = ModelSettings({}, {"vocab_size": rows})
+    result = ModelSettings({}, {"vocab_size": rows})
     if settings:
         config = ModelConfig(**settings, vocab_size=rows)
-        found = ModelSettings.of(config, MoEConfig(), None, None)
-        found = dataclasses.replace(found, tokenizer=megatron_args.tokenizer_settings(args))
-        check_sizes(found, tensors, path)
-    return dataclasses.replace(found, may_have_padding=vocab_size is None)
+        result = ModelSettings.of(config, MoEConfig(), None, None)
+        result = dataclasses.replace(result, tokenizer=megatron_args.tokenizer_settings(args))
+        check_sizes(result, tensors, path)
+    return dataclasses.replace(result, may_have_padding=vocab_size is None)
 
 
 def _canonical(

@@ -53,7 +53,7 @@ def assign_states(chunks: Chunks, saved: Any) -> OptimizerStates:
     ):
         return OptimizerStates(unread="its master weights are not where they are expected")
     kinds = (*MOMENTS, MASTER) if masters is not None else MOMENTS
-    found = OptimizerStates(by_kind={kind: [{} for _ in chunks] for kind in kinds})
+    assigned = OptimizerStates(by_kind={kind: [{} for _ in chunks] for kind in kinds})
     left = [
         [
             (chunk, name)
@@ -74,15 +74,15 @@ def assign_states(chunks: Chunks, saved: Any) -> OptimizerStates:
         left.remove(names)
         for place, ((chunk, name), state) in enumerate(zip(names, own, strict=True)):
             for kind in MOMENTS:
-                found.by_kind[kind][chunk][name] = state[kind]
+                assigned.by_kind[kind][chunk][name] = state[kind]
             if masters is not None:
-                found.by_kind[MASTER][chunk][name] = masters[number][place]
-            found.steps = steps_of(group, state) or found.steps
-    if any(left) or found.steps is None:
+                assigned.by_kind[MASTER][chunk][name] = masters[number][place]
+            assigned.steps = steps_of(group, state) or assigned.steps
+    if any(left) or assigned.steps is None:
         return OptimizerStates(
             unread="the optimizer states of some weights, or the number of steps, are missing"
         )
-    return found
+    return assigned
 
 
 def steps_of(group: Mapping[str, Any], state: Mapping[str, Any]) -> int | None:

@@ -62,11 +62,11 @@ def read_legacy(folder: Path) -> MegatronContents:
     """Opens `mp_rank_*` folders below an `iter_*` or `release` folder."""
     files: dict[tuple[int, ...], Path] = {}
     for path in sorted(folder.glob("mp_rank_*")):
-        if (found := RANK_FOLDER.fullmatch(path.name)) is None:
+        if (match := RANK_FOLDER.fullmatch(path.name)) is None:
             continue
-        if int(found[3] or 0) > 0:
+        if int(match[3] or 0) > 0:
             raise user_error("megatron-part-unsupported", path=folder, part="expert parallelism")
-        files[int(found[2] or 0), int(found[1])] = path / "model_optim_rng.pt"
+        files[int(match[2] or 0), int(match[1])] = path / "model_optim_rng.pt"
     stages, ranks = _sizes(folder, files)
     kinds: dict[str, Shards] = defaultdict(lambda: defaultdict(list))
     state: dict[str, Any] = {}
@@ -100,9 +100,9 @@ def read_deepspeed(folder: Path) -> MegatronContents:
     """Opens a `global_step*` folder of a Megatron-DeepSpeed fork."""
     layers, states, zero3 = (
         {
-            tuple(map(int, found.groups())): path
+            tuple(map(int, match.groups())): path
             for path in sorted(folder.iterdir())
-            if (found := pattern.fullmatch(path.name))
+            if (match := pattern.fullmatch(path.name))
         }
         for pattern in (LAYER_FILE, STATE_FILE, ZERO3_FILE)
     )
@@ -199,9 +199,9 @@ def _zero3_files(
         stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
         shapes = read_state_dict(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
         saved = [read_state_dict(_optimizer_file(folder, stem)) for stem in stems]
-        found, steps, reason = zero3_states([each["optimizer_state_dict"] for each in saved])
+        partitions, steps, reason = zero3_states([each["optimizer_state_dict"] for each in saved])
         unread = unread or reason
-        for kind, flats in {WEIGHTS: found.get(MASTER, []), **found}.items():
+        for kind, flats in {WEIGHTS: partitions.get(MASTER, []), **partitions}.items():
             for name, tensor in zero3_parameters(shapes, flats):
                 kinds[kind][PREFIX.sub("", name)].append(tensor)
     return _contents(folder, state, kinds, tp_size, steps, unread)
@@ -270,10 +270,10 @@ def _stages_as_one(
     offset = 0
     for chunk in zip(*stages, strict=True):
         for weights in chunk:
-            layers = [int(found[1]) for name in weights if (found := LAYER.match(name))]
+            layers = [int(match[1]) for name in weights if (match := LAYER.match(name))]
             for name, tensor in weights.items():
-                if found := LAYER.match(name):
-                    name = f"layers.{int(found[1]) + offset}.{name[found.end() :]}"
+                if match := LAYER.match(name):
+                    name = f"layers.{int(match[1]) + offset}.{name[match.end() :]}"
                 yield name, tensor
             offset += max(layers, default=-1) + 1
 

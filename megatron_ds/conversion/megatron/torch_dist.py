@@ -86,7 +86,7 @@ def read_torch_dist(folder: Path) -> MegatronContents:
     inner = saved.get("optimizer", saved)
     groups = inner.get("param_groups") or [{}]
     steps = steps_of(groups[0], inner.get("state") or {})
-    optimizer = {} if unread else {kind: found for kind, found in kinds.items() if found}
+    optimizer = {} if unread else {kind: tensors for kind, tensors in kinds.items() if tensors}
     return MegatronContents(state, weights, optimizer, steps, unread)
 
 
@@ -105,9 +105,9 @@ def _read_buckets(
             return {}, PARTITIONED
         for name, layer in _layer_names(key, entry):
             weights[name] = WeightEntry(key, layer, entry)
-    found, unread = read_buckets(metadata, weights, sizes, partial(_read_part, folder, metadata))
+    kinds, unread = read_buckets(metadata, weights, sizes, partial(_read_part, folder, metadata))
     return {
-        kind: {name: [each] for name, each in tensors.items()} for kind, tensors in found.items()
+        kind: {name: [each] for name, each in tensors.items()} for kind, tensors in kinds.items()
     }, unread
 
 
@@ -123,16 +123,18 @@ def _weight_entries(metadata: Metadata, prefix: str) -> Iterator[tuple[str, Tens
 
 def _read_entries(folder: Path, metadata: Metadata, prefix: str) -> Shards:
     """The entries of one kind by the names of the weights."""
-    found: dict[str, list[TensorReader]] = defaultdict(list)
+    readers: dict[str, list[TensorReader]] = defaultdict(list)
     for key, entry in _weight_entries(metadata, prefix):
         name = key.removeprefix(prefix)
         halves = HALVES.fullmatch(name)
         for layer_name, layer in _layer_names(halves[1] if halves else name, entry):
             weight = WeightEntry(key, layer, entry)
             read = partial(weight.read, partial(_read_part, folder, metadata))
-            found[layer_name].append(TensorReader.full(weight.shape, entry.properties.dtype, read))
+            readers[layer_name].append(
+                TensorReader.full(weight.shape, entry.properties.dtype, read)
+            )
     # w, the gate, comes before v in this order
-    return {name: [_stacked(parts)] for name, parts in found.items()}
+    return {name: [_stacked(parts)] for name, parts in readers.items()}
 
 
 def _layer_names(name: str, entry: TensorStorageMetadata) -> list[tuple[str, int | None]]:

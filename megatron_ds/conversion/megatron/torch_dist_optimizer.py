@@ -144,9 +144,9 @@ def read_buckets(
             return {}, f"{MISPLACED} ({lost[0]})"
         for name, (number, start) in places.items():
             ranks[name].append((own[number], start, parts[name]))
-    found: dict[str, dict[str, TensorReader]] = {}
+    by_kind: dict[str, dict[str, TensorReader]] = {}
     for kind in (*MOMENTS, MASTER):
-        found[kind] = {
+        by_kind[kind] = {
             name: TensorReader.full(
                 weights[name].shape,
                 torch.float32,
@@ -154,7 +154,7 @@ def read_buckets(
             )
             for name in weights
         }
-    return found, ""
+    return by_kind, ""
 
 
 @dataclass(frozen=True)
@@ -175,16 +175,16 @@ class _Entry:
 
 def _buckets(metadata: Metadata, read_part: ReadPart) -> dict[tuple[int, int], list[Bucket]]:
     """The buckets of each group's model chunks that have all states of Adam."""
-    found: dict[tuple[int, int], dict[int, dict[str, _Entry]]] = defaultdict(dict)
+    entries: dict[tuple[int, int], dict[int, dict[str, _Entry]]] = defaultdict(dict)
     for key, entry in metadata.state_dict_metadata.items():
         match = BUCKET.fullmatch(key)
         if match is not None and isinstance(entry, TensorStorageMetadata):
             group, chunk, number = map(int, match.groups()[:3])
-            bucket = found[group, chunk].setdefault(number, {})
+            bucket = entries[group, chunk].setdefault(number, {})
             bucket[match[4]] = _Entry(key, entry.size.numel(), read_part)
     return {
         place: [bucket for _, bucket in sorted(own.items())]
-        for place, own in found.items()
+        for place, own in entries.items()
         if all({PARAM, *MOMENTS} <= bucket.keys() for bucket in own.values())
     }
 
@@ -193,7 +193,7 @@ def _stage_names(
     weights: Mapping[str, WeightEntry], stage: int, stages: int, layers: int
 ) -> list[str]:
     """The weights of a stage in the order in which its modules register them."""
-    found = []
+    names = []
     for name in weights:
         inner = LAYER.sub("", canonical_name(name) or name)
         place = next((n for n, each in enumerate(ORDER) if inner.startswith(each)), len(ORDER))
@@ -204,8 +204,8 @@ def _stage_names(
             number, section = 0, 0 if inner.startswith("embedding.") else 2
             own = 0 if section == 0 else stages - 1
         if own == stage:
-            found.append(((section, number, place, name.endswith("bias")), name))
-    return [name for _, name in sorted(found)]
+            names.append(((section, number, place, name.endswith("bias")), name))
+    return [name for _, name in sorted(names)]
 
 
 def _join(weight: WeightEntry, ranks: Sequence[tuple[Bucket, int, _Parts]], kind: str) -> Tensor:

@@ -58,14 +58,14 @@ def read_universal(folder: Path) -> MegatronContents:
     prefixes = layer_prefixes(inner)
     kinds: dict[str, Shards] = {}
     for stem, kind in KINDS.items():
-        found: Shards = {}
+        shards: Shards = {}
         for saved_name in names:
             path = folder / ZERO / saved_name / f"{stem}.pt"
             name = pipeline_name(prefixes, saved_name) if prefixes else saved_name
             name = PREFIX.sub("", name)
             if not is_copy(name) and path.is_file():
-                found[name] = layout.shards(name, saved_name, path)
-        kinds[kind] = found
+                shards[name] = layout.shards(name, saved_name, path)
+        kinds[kind] = shards
     weights, steps = kinds[MASTER], _steps(folder, names[0])
     unread = ""
     if any(kinds[kind].keys() != weights.keys() for kind in MOMENTS):

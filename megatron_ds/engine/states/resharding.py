@@ -169,8 +169,8 @@ class Resharding:
             return read(rows)
         if spec.dim > 0:
             return read(rows, (spec.dim, spec.ranges(tp.rank, tp.size)))
-        found = [read(each) for each in spec.full_indices(rows, tp.rank, tp.size)]
-        return join(found)
+        blocks = [read(each) for each in spec.full_indices(rows, tp.rank, tp.size)]
+        return join(blocks)
 
     def _own_flats(self) -> Iterator[_Flat]:
         """The flat tensors of this rank, without ZeRO one for each parameter."""
@@ -188,10 +188,10 @@ class Resharding:
                 parameter = parameters[place.name]
                 ranks = self._partitioned_over(parameter)
                 everything = range(math.prod(place.shape))
-                found = locate(place, partition.size, self._stage, ranks.size, everything)
+                places = locate(place, partition.size, self._stage, ranks.size, everything)
                 parts += [
                     _Part(place, parameter, position, elements)
-                    for rank, position, elements in found
+                    for rank, position, elements in places
                     if rank == ranks.rank
                 ]
             names = tuple(place.name for place in partition.parameters)

@@ -68,9 +68,9 @@ class TensorReader:
         """
         size = self.shape[0] if self.shape else 1
         rows = range(size) if rows is None else rows
-        found = self.load(range(min(rows.start, size), min(rows.stop, size)), columns)
+        values = self.load(range(min(rows.start, size), min(rows.stop, size)), columns)
         missing = max(0, rows.stop - max(rows.start, size))
-        return join([found, found.new_zeros(missing, *found.shape[1:])]) if missing else found
+        return join([values, values.new_zeros(missing, *values.shape[1:])]) if missing else values
 
     def to(self, dtype: torch.dtype | None) -> TensorReader:
         """The tensor in another type, to which it is converted when it is read. None: as it is."""
@@ -90,11 +90,11 @@ TensorReaders = Mapping[str, TensorReader]
 
 def part_of(full: Tensor, rows: range, columns: Columns | None) -> Tensor:
     """Rows of a tensor, and of these the columns, concatenated."""
-    found = full[rows.start : rows.stop] if full.dim() else full
+    part = full[rows.start : rows.stop] if full.dim() else full
     if columns is None:
-        return found
+        return part
     dim, ranges = columns
-    return join([found.narrow(dim, each.start, len(each)) for each in ranges], dim)
+    return join([part.narrow(dim, each.start, len(each)) for each in ranges], dim)
 
 
 def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
