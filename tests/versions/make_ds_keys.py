@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Write megatron_ds/engine/keys.json: the keys of DeepSpeed's configuration models.
+"""Write megatron_ds/engine/ds_config/keys.json: the keys of DeepSpeed's configuration models.
 
 Run it after installing another DeepSpeed version and review the difference: a new key is accepted
-in files unless `ds_keys.REFUSED` has it.
+in files unless keys.toml refuses it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def models() -> dict[str, Any]:
 
 
 def kind_of(field: Any) -> str:
-    """The kind of a model's field, a name of `ds_values.KINDS`."""
+    """The kind of a model's field, a name of `values.KINDS`."""
     annotation = field.annotation
     if get_origin(annotation) in (Union, types.UnionType):  # Optional
         annotation = next(kind for kind in get_args(annotation) if kind is not type(None))

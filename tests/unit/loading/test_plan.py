@@ -1,4 +1,4 @@
-"""What --load names is looked at once."""
+"""`--load` is resolved once."""
 
 from __future__ import annotations
 
