@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,11 @@ def _no_fingerprint(error: Exception) -> ValueError:
     return ValueError(f"no tokenizer fingerprint ({type(error).__name__}: {error})")
 
 
-def hash_content(tokenizer_json: str, added: Mapping[str, int] | None = None) -> str:
+def hash_content(
+    tokenizer_json: str,
+    added: Mapping[str, int] | None = None,
+    model: Mapping[str, Any] | None = None,
+) -> str:
     """Hash of what determines the ids in a tokenizer.json, whatever library wrote it.
 
     These are vocabulary, merges, special tokens, normalizer and pre-tokenizer.
@@ -103,20 +108,23 @@ def hash_content(tokenizer_json: str, added: Mapping[str, int] | None = None) ->
     Args:
         tokenizer_json: Content of the file.
         added: Ids of special tokens that it does not declare.
+        model: Parts of its model that are at hand, and may be left out of it.
     """
     parsed = json.loads(tokenizer_json)
-    normalizer, model = parsed["normalizer"], parsed["model"]
-    settings = {name: value for name, value in model.items() if value not in (None, "", False)}
-    pairs = model.get("merges", ())  # strings in older versions
+    normalizer, parts = parsed["normalizer"], parsed["model"] | (model or {})
+    settings = {name: value for name, value in parts.items() if value not in (None, "", False)}
+    pairs = parts.get("merges", ())  # strings in older versions
     settings["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in pairs]
+    if isinstance(vocab := parts.get("vocab"), dict):  # sorting by id is faster than by token
+        settings["vocab"] = sorted(vocab.items(), key=itemgetter(1))
     flags = ("single_word", "lstrip", "rstrip", *(("normalized",) if normalizer else ()))
     tokens = {
         token["content"]: [token["id"], *(name for name in flags if token[name])]
         for token in parsed["added_tokens"]
     }
     tokens |= {token: [number] for token, number in (added or {}).items()}
-    parts = [normalizer, parsed["pre_tokenizer"], settings, tokens]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    values = [normalizer, parsed["pre_tokenizer"], settings, tokens]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def hash_files(files: Iterable[str | Path]) -> dict[str, str]:

@@ -46,12 +46,15 @@ class GPT2BPETokenizer(JsonTokenizer):
         if [read_bytes(*file).lstrip()[:1] == b"{" for file in given] == [False, True]:
             raise user_error("vocabulary-and-merges-swapped", merges=merge_file)
         vocab = _read_vocab(vocab_file)
-        _check_merges(merge_file, vocab_file, vocab)
+        merges = _read_merges(merge_file, vocab_file, vocab)
         with library_errors("merges-of-another-vocabulary", vocab=vocab_file, merges=merge_file):
             self._tokenizer = byte_level_bpe(vocab_file, merge_file)
         self.eod = vocab[END_OF_TEXT]
         self.vocab_size = len(vocab)
-        content = hash_content(self.tokenizer_json(), {END_OF_TEXT: self.eod})
+        # The library takes long to write a vocabulary, and Python to read it again.
+        settings = _byte_level(models.BPE()).to_str()
+        model = {"vocab": vocab, "merges": merges}
+        content = hash_content(settings, {END_OF_TEXT: self.eod}, model)
         files = (vocab_file, merge_file)
         self.fingerprint = self._fingerprint_of("GPT2BPETokenizer", files, content=content)
 
@@ -70,7 +73,11 @@ class GPT2BPETokenizer(JsonTokenizer):
 
 def byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
     """The library's tokenizer of GPT-2's files, without added tokens."""
-    tokenizer = tokenizers.Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+    return _byte_level(models.BPE.from_file(vocab_file, merge_file))
+
+
+def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -107,22 +114,23 @@ def _read_vocab(path: str) -> dict[str, int]:
     return vocab
 
 
-def _check_merges(path: str, vocab_file: str, vocab: Mapping[str, int]) -> None:
-    """Checks the syntax of the merges and that they are complete.
+def _read_merges(path: str, vocab_file: str, vocab: Mapping[str, int]) -> list[str]:
+    """Reads the merges, and checks that they are complete.
 
     With a truncated file the library would silently encode to other tokens.
     """
-    merged = set(pre_tokenizers.ByteLevel.alphabet())
+    merges = []
     for number, line in enumerate(read_lines(path, "merge_file"), 1):
-        pair = line.split(" ")
         if not line.strip() or line.startswith("#version"):
             continue
-        if len(pair) != 2 or not all(pair):
+        if line.count(" ") != 1 or " " in (line[0], line[-1]):
             raise user_error("merge-not-a-pair", path=path, number=number, line=line[:40])
-        merged.add("".join(pair))
+        merges.append(line)
+    merged = {*pre_tokenizers.ByteLevel.alphabet(), *(line.replace(" ", "") for line in merges)}
     unmerged = [token for token in vocab if token not in merged]
     if len(unmerged) > MAX_UNMERGED_TOKENS:
         number, first = len(unmerged), " ".join(unmerged[:3])
         raise user_error(
             "merges-incomplete", path=path, number=number, vocab_file=vocab_file, unmerged=first
         )
+    return merges
