@@ -202,7 +202,7 @@ def run(options: Options) -> None:
     batches: Iterator[list[Prompt]] = iter(())
     if environment.rank() == 0:
         batches = batches_of(options, tokenizer, problems_with)
-    with loaded_model(options, source, endless=options.is_interactive) as model:
+    with loaded_model(options, source, endless=options.is_interactive) as (model, _):
         is_over = False
 
         def results() -> Iterator[Continuation]:

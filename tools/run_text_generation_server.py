@@ -103,7 +103,7 @@ def run(options: Options) -> None:
     end_with_launchers()
     source, config, tokenizer = open_checkpoint(options)
     max_length = max_sequence_length(config, options.inference_max_seq_length)
-    with loaded_model(options, source) as model:
+    with loaded_model(options, source) as (model, _):
         service = TextGenerationService(
             model,
             tokenizer,

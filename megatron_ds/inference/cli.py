@@ -25,6 +25,7 @@ from megatron_ds.launch import distributed, environment
 if TYPE_CHECKING:
     from megatron_ds.conversion.source import SourceCheckpoint
     from megatron_ds.model.gpt import GPTModel
+    from megatron_ds.parallel.mesh import Mesh
     from megatron_ds.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -64,10 +65,16 @@ class CheckpointOptions:
         """Data type of the computation; None for the one used in training."""
         return next((name for name in PRECISIONS if getattr(self, name)), None)
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self, *, is_replicated: bool = False) -> Iterator[Problem]:
+        """
+        Args:
+            is_replicated: Whether several groups of processes may have the model.
+        """
         tp_size, processes = self.tensor_model_parallel_size, environment.world_size()
         yield from missing_folder(self.load)
-        if tp_size not in (None, processes):
+        if is_replicated and processes % (tp_size or 1):
+            yield Problem("evaluation-needs-whole-models", tp_size=tp_size, processes=processes)
+        elif not is_replicated and tp_size not in (None, processes):
             yield Problem("generation-needs-all-processes", tp_size=tp_size, processes=processes)
         if sum(getattr(self, name) for name in PRECISIONS) > 1:
             flags = ", ".join(map(option, PRECISIONS))
@@ -84,6 +91,11 @@ class GenerationOptions:
     """The flags of pretrain_gpt.py that were given."""
     given: frozenset[str] = frozenset()
     checkpoint: CheckpointOptions = option_group(CheckpointOptions())
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel size: all processes together have the model."""
+        return environment.world_size()
 
     @property
     def training_fields(self) -> frozenset[str]:
@@ -145,7 +157,7 @@ def open_checkpoint(options: GenerationOptions) -> tuple[SourceCheckpoint, Model
     null_tokenizer = config.tokenizer_type == "NullTokenizer"
     problems = [
         *model_conflicts(options.given_in("model"), model, null_tokenizer),
-        *model.problems(environment.world_size()),
+        *model.problems(options.tp_size),
         *config.problems(model.vocab_size),
     ]
     if problems:
@@ -164,7 +176,7 @@ def open_checkpoint(options: GenerationOptions) -> tuple[SourceCheckpoint, Model
 @contextlib.contextmanager
 def loaded_model(
     options: GenerationOptions, source: SourceCheckpoint, *, endless: bool = False
-) -> Iterator[GPTModel]:
+) -> Iterator[tuple[GPTModel, Mesh]]:
     """Initializes the process group, and shards the model over it. Destroys it at the end.
 
     Args:
@@ -182,7 +194,7 @@ def loaded_model(
     with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints the ops that it loads
         here = distributed.init_distributed(config)
     try:
-        mesh = Mesh.build(here.world_size)
+        mesh = Mesh.build(options.tp_size)
         # A run may save meanwhile: all ranks use the checkpoint of the first one.
         path = broadcast_from_rank0(source.path)
         if path != source.path:
@@ -191,7 +203,7 @@ def loaded_model(
         precision = options.checkpoint.precision
         model = load_checkpoint.load_model(source, mesh, here.device, precision=precision)
         source.release()
-        yield model
+        yield model, mesh
     finally:
         distributed.destroy_process_group()
 

@@ -112,6 +112,7 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         *,
         last_only: bool = False,
+        hidden_only: bool = False,
         x_SBH: Tensor | None = None,
         stage: int | None = None,
         max_documents: int | None = None,
@@ -127,14 +128,15 @@ class GPTModel(nn.Module):
             loss_mask_BS: Weight of each label's loss. None: ones.
             cache: Keys and values of earlier tokens; positions continue after them.
             last_only: Compute the logits of the last position only.
+            hidden_only: Return the last layer's output, for `logits`.
             x_SBH: Output of the previous stage, instead of embedded tokens.
             stage: Which of this model's `stages` to compute. None: all of its layers.
             max_documents: At least the number of documents in the tokens, if the host knows it.
 
         Returns:
             With labels, the loss, on every rank that processes these samples. Without, logits
-            [B, S, V] in fp32, all of them on every tensor-parallel rank, -inf for padding. A stage
-            without output layer: its last layer's output [S, B, H].
+            [B, S, V] in fp32, all of them on every tensor-parallel rank, -inf for padding. With
+            `hidden_only`, or of a stage without output layer: its last layer's output [S, B, H].
 
         Raises:
             UserError: If a token id is outside the vocabulary (on the CPU), or a sequence is longer
@@ -158,9 +160,16 @@ class GPTModel(nn.Module):
         )
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
-        if not self._has_head or (stage is not None and "head" not in self._stages[stage]):
+        has_head = self._has_head and (stage is None or "head" in self._stages[stage])
+        if hidden_only or not has_head:
             return x_SBH
         return self._output(x_SBH[-1:] if last_only else x_SBH, labels_BS, loss_mask_BS, local)
+
+    def logits(self, x_SBH: Tensor) -> Tensor:
+        """The logits [B, S, V] of the last layer's output at some positions."""
+        logits = self._output(x_SBH, None, None, slice(None))
+        assert isinstance(logits, Tensor)
+        return logits
 
     def _output(
         self, x_SBH: Tensor, labels_BS: Tensor | None, loss_mask_BS: Tensor | None, local: slice

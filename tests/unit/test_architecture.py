@@ -32,6 +32,7 @@ ALLOWED = {
     "cli": "config launch schedule_validation",
     "data": "config fileio tokenizer",
     "model": "config parallel",
+    "evaluation": "cli config data inference launch model parallel preprocess tokenizer",
     "extend": "cli config data launch loading model parallel train_state training",
     "engine": "config data fileio launch model parallel train_state",
     "preprocess": "config data fileio tokenizer",

@@ -1,0 +1,133 @@
+"""Log-probabilities of given tokens. Ids in, numbers out; knows neither tokenizers nor files.
+
+Shapes: B texts, S tokens, N scored tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_ds.inference.sampling import check_finite
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+
+LOGITS_TOKENS = 1024
+"""Tokens whose logits are in memory together."""
+BLOCK_BATCHES = 64
+"""Batches for each rank of which the texts are sorted by length together."""
+
+
+class ScoredText(NamedTuple):
+    """Ids of a text, of which the last ones are scored."""
+
+    ids: Sequence[int]
+    scored: int
+    """Number of the last ids that are scored, less than all of them: the first has no context."""
+
+
+class Score(NamedTuple):
+    """What the model says of the scored ids of a text."""
+
+    logprob: float
+    """Natural logarithm of their probability."""
+    is_greedy: bool
+    """Whether each of them is the most probable one."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores texts with a model.
+
+    Attributes:
+        model: This rank's shard, in evaluation mode.
+        mesh: Data-parallel ranks share the texts.
+        batch_size: Texts of a forward pass.
+    """
+
+    model: GPTModel
+    mesh: Mesh
+    batch_size: int
+
+    def score(self, texts: Iterator[ScoredText]) -> Iterator[Score]:
+        """The scores, in the order of the texts, a block of texts at a time.
+
+        Collective: every rank passes the same texts.
+
+        Raises:
+            UserError: If the model's logits are not finite.
+        """
+        size = self.batch_size * self.mesh.dp.size * BLOCK_BATCHES
+        while block := list(itertools.islice(texts, size)):
+            yield from self._score_block(block)
+
+    def _score_block(self, texts: Sequence[ScoredText]) -> list[Score]:
+        """Texts of similar length share a batch, and each rank takes every DP-th of them."""
+        order = sorted(range(len(texts)), key=lambda index: -len(texts[index].ids))
+        own = order[self.mesh.dp.rank :: self.mesh.dp.size]
+        scores: dict[int, Score] = {}
+        for start in range(0, len(own), self.batch_size):
+            batch = own[start : start + self.batch_size]
+            results = self._score_batch([texts[index] for index in batch])
+            scores |= dict(zip(batch, results, strict=True))
+        if self.mesh.dp.size > 1:
+            parts: list[dict[int, Score]] = [{} for _ in range(self.mesh.dp.size)]
+            dist.all_gather_object(parts, scores, group=self.mesh.dp.handle)
+            scores = {index: score for part in parts for index, score in part.items()}
+        return [scores[index] for index in range(len(texts))]
+
+    @torch.no_grad()
+    def _score_batch(self, texts: Sequence[ScoredText]) -> list[Score]:
+        """Shorter texts are filled up at their end, which no earlier position sees."""
+        device = next(self.model.parameters()).device
+        longest = max(len(text.ids) for text in texts) - 1
+        tokens_BS = torch.zeros(len(texts), longest, dtype=torch.long)
+        positions, targets = [], []
+        for row, (ids, scored) in enumerate(texts):
+            end = len(ids) - 1
+            tokens_BS[row, :end] = torch.tensor(ids[:-1])
+            positions.append(torch.arange(end - scored, end) * len(texts) + row)
+            targets.append(torch.tensor(ids[len(ids) - scored :]))
+        x_SBH = self.model(tokens_BS.to(device), hidden_only=True)
+        positions_N, targets_N = (torch.cat(each).to(device) for each in (positions, targets))
+        x_NH = x_SBH.flatten(0, 1)[positions_N]
+        parts = [
+            self._score_tokens(*part)
+            for part in zip(x_NH.split(LOGITS_TOKENS), targets_N.split(LOGITS_TOKENS), strict=True)
+        ]
+        logprobs_N, is_greedy_N = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
+        check_finite(logprobs_N.tolist())
+        sizes = [text.scored for text in texts]
+        rows = zip(logprobs_N.double().split(sizes), is_greedy_N.split(sizes), strict=True)
+        return [Score(float(logprobs.sum()), bool(greedy.all())) for logprobs, greedy in rows]
+
+    def _score_tokens(self, x_NH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of each token, and whether it is the most probable one."""
+        logits_NV = self.model.logits(x_NH[:, None])[0]
+        chosen_N = logits_NV.gather(-1, targets_N[:, None])[:, 0]
+        return chosen_N - logits_NV.logsumexp(dim=-1), logits_NV.argmax(dim=-1) == targets_N
+
+
+def windows(ids: Sequence[int], length: int, stride: int) -> Iterator[ScoredText]:
+    """Cuts a long text into windows in which each id but the first is scored once.
+
+    Windows begin every `stride` tokens. The first one scores all of its tokens, each later one the
+    next `stride` ones, after `length - stride` others. As with `--overlapping-eval` in Megatron-LM.
+
+    Args:
+        ids: The text.
+        length: Largest number of tokens that the model reads at a time.
+        stride: From 1 to `length`, where windows do not overlap.
+    """
+    done = 0
+    while done < len(ids) - 1:
+        begin = done + stride - length if done else 0
+        end = min(begin + length, len(ids) - 1)
+        yield ScoredText(ids[begin : end + 1], end - done)
+        done = end

@@ -1,0 +1,73 @@
+"""The texts of an evaluation: documents of files in any input format, or of token files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.evaluation.tasks import Text
+from megatron_ds.preprocess.document_readers import DocumentReader
+from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
+from megatron_ds.tokenizer import Tokenizer
+
+
+def is_token_file(path: str) -> bool:
+    """Whether a path is the prefix of a pair .bin and .idx."""
+    return Path(f"{path}.idx").is_file() and Path(f"{path}.bin").is_file()
+
+
+def problems(paths: Sequence[str]) -> Iterator[Problem]:
+    """Problems with paths that are found without reading."""
+    files = tuple(path for path in paths if not is_token_file(path))
+    if files:
+        yield from (_about_flag(each) for each in InputSpec(files).problems())
+
+
+def read_texts(
+    paths: Sequence[str], keys: Sequence[str], tokenizer: Tokenizer, format: str = "auto"
+) -> Iterator[Text]:
+    """The texts, in order.
+
+    Args:
+        paths: Files, URLs, folders, or prefixes of token files.
+        keys: Of the texts of a document.
+        tokenizer: Of token files.
+        format: See `InputSpec`.
+
+    Raises:
+        UserError: If a document has no text.
+    """
+    for path in paths:
+        if is_token_file(path):
+            yield from _token_texts(path, tokenizer)
+            continue
+        try:
+            yield from _documents(InputSpec((path,), format), keys)
+        except UserError as error:
+            raise UserError(*map(_about_flag, error.problems)) from error
+
+
+def _documents(inputs: InputSpec, keys: Sequence[str]) -> Iterator[Text]:
+    fields = TextFields(tuple(keys), inputs.max_document_bytes)
+    for item in DocumentReader(inputs, fields.keys):
+        texts = texts_of(item, fields)
+        if isinstance(texts, RejectedDocument):
+            raise user_error("document-without-text", found=str(texts))
+        yield from (Text(text) for text in texts if text.strip())
+
+
+def _about_flag(problem: Problem) -> Problem:
+    return problem.about(paths="valid_data")
+
+
+def _token_texts(prefix: str, tokenizer: Tokenizer) -> Iterator[Text]:
+    dataset = IndexedDataset(prefix)
+    for number in range(len(dataset)):
+        ids = dataset.get(number).tolist()
+        if ids[-1:] == [tokenizer.eod]:
+            ids.pop()
+        if ids:
+            yield Text(tokenizer.decode(ids), ids)

@@ -1,0 +1,165 @@
+"""tools/evaluate.py gives what transformers computes with the same weights, on any ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from tests.e2e.runs import REPOSITORY, Launcher
+
+TOOL = REPOSITORY / "tools" / "evaluate.py"
+GOLDEN = REPOSITORY / "tests" / "golden" / "tokenizers"
+LENGTH, STRIDE = 16, 5
+SETTINGS = {
+    "tokenizer_type": "GPT2BPETokenizer",
+    "vocab_file": GOLDEN / "vocab.json",
+    "merge_file": GOLDEN / "merges.txt",
+    "overlapping_eval": STRIDE,
+    "micro_batch_size": 3,
+}
+VOCAB = json.loads((GOLDEN / "vocab.json").read_text(encoding="utf-8"))
+EOD = VOCAB["<|endoftext|>"]
+TEXTS = [
+    json.loads(line)["text"]
+    for line in (GOLDEN / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+]
+WIKITEXT = ' \n = Title ( here ) = \n \n He said " no " , 1 @,@ 000 times ; it \'s 5 @.@ 2 . \n'
+PLAIN = '\n= Title (here) =\n\nHe said "no", 1,000 times; it\'s 5.2.\n'
+CLOZE = ["the quick brown fox jumps and", "line one and line two and paragraphs\n"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=len(VOCAB), n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
+        # Usually the most probable token.
+        model.transformer.ln_f.bias += 2 * model.transformer.wte.weight[VOCAB["\u0120and"]]
+    return model
+
+
+@pytest.fixture(scope="module")
+def weights(model: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("weights")
+    model.save_pretrained(folder)
+    return f"hf:{folder}"
+
+
+TOKENIZER = tokenizers.ByteLevelBPETokenizer(str(GOLDEN / "vocab.json"), str(GOLDEN / "merges.txt"))
+
+
+def encode(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text).ids)
+
+
+def logprobs(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].double()
+    return logits.log_softmax(dim=-1)
+
+
+def rolling_nats(model: Any, ids: Sequence[int]) -> float:
+    """As Megatron's tasks: windows begin every STRIDE tokens, and score what is new in each."""
+    nats, scored = 0.0, 0
+    for begin in range(0, len(ids), STRIDE):
+        window = ids[begin : begin + LENGTH + 1]
+        for index in range(1, len(window)):
+            if begin + index > scored:
+                nats -= float(logprobs(model, window[:-1])[index - 1, window[index]])
+                scored = begin + index
+    assert scored == len(ids) - 1
+    return nats
+
+
+def evaluate(
+    launcher: Launcher, folder: Path, settings: dict[str, object], ranks: int = 1
+) -> dict[str, Any]:
+    output = folder / "result.json"
+    launcher.start({**SETTINGS, **settings, "output": output}, ranks=ranks, script=TOOL).succeed()
+    result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return result
+
+
+@pytest.mark.parametrize(("ranks", "tp_size"), [(1, None), (2, 1), (2, 2)])
+def test_perplexity_is_that_of_transformers(
+    model: Any, weights: str, launcher: Launcher, tmp_path: Path, ranks: int, tp_size: int | None
+) -> None:
+    settings = {"load": weights, "valid_data": GOLDEN / "corpus.jsonl"}
+    if tp_size is not None:
+        settings["tensor_model_parallel_size"] = tp_size
+    result = evaluate(launcher, tmp_path, settings, ranks)
+
+    texts = [text for text in TEXTS if text.strip()]
+    tokens, size = sum(len(encode(text)) for text in texts), sum(len(t.encode()) for t in texts)
+    nats = sum(rolling_nats(model, [EOD, *encode(text)]) for text in texts)
+    assert (result["documents"], result["tokens"], result["bytes"]) == (len(texts), tokens, size)
+    assert result["loss"] == pytest.approx(nats / tokens, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)
+    assert result["bits_per_byte"] == pytest.approx(nats / size / math.log(2), rel=1e-5)
+    words = sum(len(text.split()) for text in texts)
+    assert math.log(result["word_perplexity"]) == pytest.approx(nats / words, rel=1e-5)
+
+
+def test_token_files_are_those_of_their_texts(
+    weights: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    """The corpus was preprocessed to the golden files."""
+    settings = {"load": weights, "valid_data": GOLDEN / "GPT2BPETokenizer"}
+    result = evaluate(launcher, tmp_path, settings)
+    expected = evaluate(launcher, tmp_path, {**settings, "valid_data": GOLDEN / "corpus.jsonl"})
+    assert result == expected
+
+
+def test_wikitext_is_evaluated_as_in_megatron(
+    model: Any, weights: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    file = tmp_path / "wiki.test.tokens"
+    file.write_text(WIKITEXT, encoding="utf-8")
+    settings = {"load": weights, "valid_data": file, "task": "WIKITEXT103"}
+    result = evaluate(launcher, tmp_path, settings)
+
+    ids = encode(PLAIN)
+    nats, words = rolling_nats(model, ids), len(re.findall(r"[^ ]+", WIKITEXT.strip()))
+    assert (result["tokens"], result["words"]) == (len(ids) - 1, words)
+    assert result["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert math.log(result["word_perplexity"]) == pytest.approx(nats / (words - 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_lambada_counts_predicted_ends(
+    model: Any, weights: str, launcher: Launcher, tmp_path: Path, is_strict: bool
+) -> None:
+    file = tmp_path / "lambada.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in CLOZE), encoding="utf-8")
+    settings: dict[str, object] = {"load": weights, "valid_data": file, "task": "LAMBADA"}
+    if is_strict:
+        settings["strict_lambada"] = True
+    result = evaluate(launcher, tmp_path, settings)
+
+    correct, nats, tokens = 0, 0.0, 0
+    for text in CLOZE:
+        start, _, last = text.rstrip().rpartition(" ")
+        target = encode(f" {last}") if is_strict else encode(text.rstrip())[-1:]
+        ids = [*(encode(start) if is_strict else encode(text.rstrip())[:-1]), *target]
+        ids = ids[-(LENGTH + 1) :]
+        said = logprobs(model, ids[:-1])[-len(target) :]
+        correct += said.argmax(dim=-1).tolist() == target
+        nats -= float(said.gather(-1, torch.tensor(target)[:, None]).sum())
+        tokens += len(target)
+    assert (result["documents"], result["tokens"]) == (len(CLOZE), tokens)
+    assert result["accuracy"] == correct / len(CLOZE) == 0.5
+    assert result["loss"] == pytest.approx(nats / tokens, rel=1e-5)

@@ -1,0 +1,24 @@
+#!/usr/bin/env python
+"""Evaluate a trained GPT: perplexity of texts, WikiText-103 and LAMBADA.
+
+Runs with python, or as several processes (torchrun, deepspeed), which share the texts, or the model
+with --tensor-model-parallel-size.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+from megatron_ds.evaluation.command import Options, main
+
+__all__ = ["Options"]
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
