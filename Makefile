@@ -19,7 +19,7 @@ TESTED = $(VENV)/.dev-installed $(VENV)/.ops-built $(S3)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest
 # Files run in two workers, each with its own fork server; fixtures of a file are built once.
 PARALLEL := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
-CODE := megatron_ds tools tests benchmarks examples pretrain_gpt.py setup.py
+CODE := megatron_ds tools tasks tests benchmarks examples pretrain_gpt.py setup.py
 
 # The tests start hundreds of processes; without bytecode caches each would compile its modules.
 unexport PYTHONDONTWRITEBYTECODE

@@ -16,7 +16,8 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-from megatron_ds.evaluation.command import Options, main
+from megatron_ds.evaluation.command import main
+from megatron_ds.evaluation.options import Options
 
 __all__ = ["Options"]
 

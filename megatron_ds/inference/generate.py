@@ -41,6 +41,8 @@ class GenerationConfig:
     max_length: int | None = None
     """Tokens of a text, prompt included."""
     rules: StopRules | None = None
+    is_complete: Callable[[Sequence[int]], bool] | None = None
+    """Whether these new tokens of a text are all that is wanted. Does not depend on the rank."""
     use_cache: bool = True
     """Keep keys and values; otherwise every new token recomputes all tokens."""
 
@@ -70,7 +72,9 @@ class _Row:
         if self.new_tokens == 0:
             return False
         previous, new = self.ids[-2:]
-        return new == config.eod or (config.rules is not None and config.rules.ends(previous, new))
+        if new == config.eod or (config.rules is not None and config.rules.ends(previous, new)):
+            return True
+        return config.is_complete is not None and config.is_complete(self.ids[self.prompt_length :])
 
 
 def generate(

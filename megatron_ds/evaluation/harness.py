@@ -1,0 +1,226 @@
+"""The model as one of lm-evaluation-harness, which brings hundreds of tasks.
+
+`tools/evaluate.py --tasks` runs it. `python -m megatron_ds.evaluation.harness` is the harness's own
+command line with the model `megatron_ds`: `run --model megatron_ds --model_args load=FOLDER`.
+Every rank runs the harness, and the ranks share the requests. Harness: Gao et al.,
+https://github.com/EleutherAI/lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lm_eval import simple_evaluate, utils
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+
+from megatron_ds import cli
+from megatron_ds.config.problems import Problem, raise_if_any
+from megatron_ds.evaluation.options import ModelOptions, Options
+from megatron_ds.evaluation.scoring import ScoredText, Scorer
+from megatron_ds.inference.cli import loaded_model, open_checkpoint
+from megatron_ds.inference.generate import GenerationConfig, generate
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.launch import environment
+
+if TYPE_CHECKING:
+    from megatron_ds.tokenizer import Tokenizer
+
+DEFAULT_NEW_TOKENS = 256
+
+
+@register_model("megatron_ds")
+class HarnessModel(TemplateLM):  # type: ignore[misc]
+    """A model for the harness.
+
+    Args:
+        load: The flag --load, if the harness creates the model.
+        scorer: A model that is loaded already.
+        tokenizer: Its tokenizer.
+        batch_size: Requests per batch, if the harness creates the model.
+        flags: Other flags of tools/evaluate.py, without hyphens.
+    """
+
+    def __init__(
+        self,
+        load: str = "",
+        *,
+        scorer: Scorer | None = None,
+        tokenizer: Tokenizer | None = None,
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        **flags: Any,
+    ) -> None:
+        super().__init__()
+        self._open = contextlib.ExitStack()
+        if scorer is None or tokenizer is None:
+            scorer, tokenizer = self._load(load, batch_size, flags)
+            atexit.register(self.close)
+        self._scorer, self._tokens = scorer, tokenizer
+        self._length = scorer.model.config.seq_length
+
+    def close(self) -> None:
+        """Destroys the process group of a model that the harness has created."""
+        self._open.close()
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokens.eod
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._tokens.fingerprint.digest
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        return self._tokens.encode(string)
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-likelihoods of whole texts, in windows that do not overlap."""
+        texts, counts = [], []
+        for (text,) in (request.args for request in requests):
+            cut = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._length,
+                context_len=1,
+            )
+            windows = [((text, ""), *utils.make_disjoint_window(window)) for window in cut]
+            texts += windows
+            counts.append(len(windows))
+        scores = iter(self._loglikelihood_tokens(texts))
+        totals = [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        texts = (
+            ScoredText([*context, *continuation][-(self._length + 1) :], len(continuation))
+            for _, context, continuation in requests
+        )
+        results = [(score.logprob, score.is_greedy) for score in self._scorer.score(texts)]
+        for (pair, _, _), result in zip(requests, results, strict=True):
+            if pair[1]:
+                self.cache_hook.add_partial("loglikelihood", pair, result)
+        return results
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continuations up to their stop sequences; requests with equal settings share batches."""
+        groups: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        texts: dict[int, str] = {}
+        for numbers in groups.values():
+            settings = requests[numbers[0]].args[1]
+            contexts = [requests[number].args[0] for number in numbers]
+            for number, text in zip(numbers, self._continue(contexts, settings), strict=True):
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                texts[number] = text
+        return [texts[number] for number in range(len(requests))]
+
+    def _continue(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
+        values = normalize_gen_kwargs(settings, DEFAULT_NEW_TOKENS)
+        stops = handle_stop_sequences(values.get("until"), eos=None)
+        new_tokens = min(int(values["max_gen_toks"]), self._length - 1)
+        sampling = SamplingParams(greedy=True)
+        if values.get("do_sample") or values.get("temperature"):
+            names = {"temperature", "top_k", "top_p"} & values.keys()
+            sampling = SamplingParams(**{name: values[name] for name in names})
+
+        def is_complete(ids: Sequence[int]) -> bool:
+            text = self._tokens.decode(ids)
+            return any(stop in text for stop in stops)
+
+        config = GenerationConfig(new_tokens, sampling, self._tokens.eod, is_complete=is_complete)
+        room = self._length - new_tokens
+        prompts = [self.tok_encode(text)[-room:] or [self.eot_token_id] for text in contexts]
+        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+        mesh, size = self._scorer.mesh, self._scorer.batch_size
+        own = order[mesh.dp.rank :: mesh.dp.size]
+        results: dict[int, str] = {}
+        for start in range(0, len(own), size):
+            batch = own[start : start + size]
+            batch_prompts = [prompts[number] for number in batch]
+            ids = generate(self._scorer.model, batch_prompts, config, first_index=start)
+            results |= {n: self._cut(more, stops) for n, more in zip(batch, ids, strict=True)}
+        if mesh.dp.size > 1:
+            parts: list[dict[int, str]] = [{} for _ in range(mesh.dp.size)]
+            dist.all_gather_object(parts, results, group=mesh.dp.handle)
+            results = {number: text for part in parts for number, text in part.items()}
+        return [results[number] for number in range(len(prompts))]
+
+    def _load(
+        self, load: str, batch_size: int | str, flags: dict[str, Any]
+    ) -> tuple[Scorer, Tokenizer]:
+        words = ["--load", load, "--micro-batch-size", str(batch_size)]
+        for name, value in flags.items():
+            words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        options = cli.parse(ModelOptions, words, rank=environment.rank())
+        source, _, tokenizer = open_checkpoint(options)
+        model, mesh = self._open.enter_context(loaded_model(options, source))
+        return Scorer(model, mesh, options.micro_batch_size), tokenizer
+
+    def _cut(self, ids: Sequence[int], stops: Sequence[str]) -> str:
+        """The text of new tokens before the first stop sequence."""
+        text = self._tokens.decode(ids[:-1] if ids[-1:] == [self.eot_token_id] else ids)
+        for stop in filter(None, stops):
+            text = text.split(stop)[0]
+        return text
+
+
+def run_tasks(options: Options, scorer: Scorer, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Runs tasks of the harness; its results on the first rank.
+
+    Raises:
+        UserError: If there is no such task.
+    """
+    names = [name for each in options.tasks for name in each.split(",") if name]
+    # Reading the thousands of tasks that the harness has takes seconds.
+    for include_defaults in (False, True):
+        manager = TaskManager(
+            include_path=list(options.include_path), include_defaults=include_defaults
+        )
+        unknown = [name for name in names if name not in manager.all_tasks]
+        if not unknown:
+            break
+    raise_if_any(Problem("harness-task-unknown", task=name) for name in unknown)
+    result = simple_evaluate(
+        model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
+        tasks=names,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        task_manager=manager,
+        log_samples=False,
+    )
+    return dict(result or {})
+
+
+def table(results: dict[str, Any]) -> str:
+    """The results as a table."""
+    return str(utils.make_table(results))
+
+
+def main() -> None:
+    from lm_eval.__main__ import cli_evaluate
+
+    environment.adopt_ranks()
+    environment.prepare_environment()
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Options of an evaluation."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron_ds.config.fields import ANY_VALUE, option_field, when
+from megatron_ds.config.problems import Problem
+from megatron_ds.evaluation import texts
+from megatron_ds.evaluation.tasks import LAMBADA, PERPLEXITY, TASKS
+from megatron_ds.inference.cli import GenerationOptions
+from megatron_ds.inference.prompts import output_problems
+
+TASK_NAMES = when(tasks=ANY_VALUE)
+
+
+@dataclass(frozen=True)
+class ModelOptions(GenerationOptions):
+    """The model, of which groups of processes have copies."""
+
+    micro_batch_size: int = option_field(
+        8, "texts or windows per batch; does not affect the results", minimum=1
+    )
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor-parallel size; groups of as many processes share the texts."""
+        return self.checkpoint.tensor_model_parallel_size or 1
+
+    def problems(self) -> Iterator[Problem]:
+        yield from self.checkpoint.problems(is_replicated=True)
+
+
+@dataclass(frozen=True)
+class Options(ModelOptions):
+    """Evaluates a trained GPT on texts: perplexity, and accuracy of predicting last words.
+
+    Perplexity is of whole documents, each after the end of another one, in overlapping windows. It
+    is printed per token, per word and, to compare models with other tokenizers, as bits per byte.
+    WIKITEXT103 and LAMBADA are the tasks of Megatron-LM's tasks/main.py; --tasks runs those of
+    lm-evaluation-harness.
+
+    Flags of pretrain_gpt.py are accepted, too: those of the tokenizer override the checkpoint's,
+    those of the model must agree with the checkpoint, the others have no effect.
+    """
+
+    PROGRAM: ClassVar[str] = "evaluate.py"
+
+    task: str = option_field(PERPLEXITY, "what is evaluated", choices=TASKS)
+    valid_data: tuple[str, ...] = option_field(
+        (),
+        "files, URLs or folders with documents (JSON lines, parquet, arrow, csv, tsv or plain text "
+        "by suffix, optionally compressed), or prefixes of token files (.bin and .idx); LAMBADA's "
+        "last words are those of the documents",
+        nargs="*",
+        metavar="PATH",
+    )
+    json_keys: tuple[str, ...] = option_field(
+        ("text",), "keys of the texts of a document", nargs="*", metavar="KEY"
+    )
+    overlapping_eval: int = option_field(
+        32,
+        "tokens by which a window is moved; all but these give context. A larger number is faster "
+        "and gives a higher perplexity; at least the sequence length: windows do not overlap",
+        minimum=1,
+    )
+    strict_lambada: bool = option_field(
+        False,
+        "predict the complete last word instead of the last token",
+        only_with=when(task=LAMBADA),
+    )
+    tasks: tuple[str, ...] = option_field(
+        (),
+        "names of tasks of lm-evaluation-harness, instead of --task; a list may be separated by "
+        "commas",
+        nargs="*",
+        metavar="NAME",
+    )
+    num_fewshot: int | None = option_field(
+        None, "examples before each question (default: the task's)", minimum=0, only_with=TASK_NAMES
+    )
+    limit: int | None = option_field(
+        None, "questions of each task (default: all)", minimum=1, only_with=TASK_NAMES
+    )
+    include_path: tuple[str, ...] = option_field(
+        (),
+        "folders with tasks of your own (YAML)",
+        nargs="*",
+        metavar="FOLDER",
+        only_with=TASK_NAMES,
+    )
+    output: str | None = option_field(None, "output file (JSON)", metavar="FILE")
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if bool(self.valid_data) == bool(self.tasks):
+            yield Problem("one-evaluation-required")
+        if self.tasks and importlib.util.find_spec("lm_eval") is None:
+            yield Problem("harness-missing")
+        yield from texts.problems(self.valid_data)
+        if self.output is not None:
+            yield from output_problems("output", self.output)
