@@ -44,6 +44,7 @@ setup(
         "8bit": ["bitsandbytes>=0.46"],
         "server": ["fastapi>=0.115", "uvicorn>=0.30"],
         "eval": ["lm_eval>=0.4.13"],
+        "wandb": ["wandb>=0.19"],
         "test": ["hypothesis>=6.100", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
         "dev": ["mypy>=1.14", "ruff>=0.12"],
     },

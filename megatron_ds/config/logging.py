@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -83,7 +84,26 @@ class LoggingConfig:
         metavar="FILE",
     )
 
+    wandb_project: str | None = option_field(
+        None, "project of Weights & Biases to log to (default: none)", metavar="NAME"
+    )
+    wandb_exp_name: str | None = option_field(
+        None,
+        "name of the run in Weights & Biases (default: a random one)",
+        metavar="NAME",
+        only_with=when(wandb_project=ANY_VALUE),
+    )
+    wandb_save_dir: str | None = option_field(
+        None,
+        "folder for the files of Weights & Biases (default: wandb in --save, if given)",
+        metavar="FOLDER",
+        only_with=when(wandb_project=ANY_VALUE),
+    )
+
     def problems(self) -> Iterator[Problem]:
+        if self.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+            yield Problem("wandb-missing")
+        yield from folder_problems("wandb_save_dir", self.wandb_save_dir)
         if self.skip_train and self.eval_iters == 0:
             yield Problem("nothing-to-evaluate")
         yield from folder_problems("tensorboard_dir", self.tensorboard_dir)

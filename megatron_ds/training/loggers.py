@@ -1,4 +1,4 @@
-"""The loggers that the flags of a run select: console, JSONL file, TensorBoard.
+"""The loggers that the flags of a run select: console, JSONL file, TensorBoard, Weights & Biases.
 
 The console's lines have the fields, order and number formats of Megatron-LM and its forks, or a
 short form for people.
@@ -128,6 +128,14 @@ def open_loggers(
         )
         name = f"{option('tensorboard_dir')} {config.logging.tensorboard_dir}"
         loggers.append(BestEffortLogger(board, name, warn=write))
+    if config.logging.wandb_project is not None:
+        from megatron_ds.training.wandb_logger import Wandb
+
+        default = Path("wandb") if save is None else save / "wandb"
+        wandb_folder = Path(config.logging.wandb_save_dir or default)
+        wandb = functools.partial(Wandb, config, state, wandb_folder)
+        name = f"{option('wandb_project')} {config.logging.wandb_project}"
+        loggers.append(BestEffortLogger(wandb, name, warn=write))
     for open_extension in more:
         open_logger = functools.partial(open_extension, config, state)
         loggers.append(BestEffortLogger(open_logger, qualified_name(open_extension), warn=write))

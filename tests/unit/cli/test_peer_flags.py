@@ -39,7 +39,7 @@ TABLES: dict[str, FlagTable] = {
     "generate_samples_gpt": table_of(generate_samples_gpt.Options),
     "run_text_generation_server": table_of(run_text_generation_server.Options),
 }
-COUNTS = {"set": 218, "no_op": 24, "ignored": 196, "refused": 56}
+COUNTS = {"set": 221, "no_op": 24, "ignored": 193, "refused": 56}
 """Flags of all programs by outcome. A flag that becomes an option, or ceases to be one, counts."""
 FLAG = re.compile(r"--[a-z][a-z0-9-]+(?!_)\b")
 SAMPLES = {"int": ["3"], "float": ["0.5"], "bool": ["True"]}
@@ -188,6 +188,7 @@ SAME_DEFAULTS = {
     "--position-embedding-type", "--recompute-num-layers", "--split", "--vocab-size",
     "--zero-stage",
     "--pp-partition-method",  # None stands for type:transformer
+    "--wandb-exp-name", "--wandb-project", "--wandb-save-dir",
 }  # fmt: skip
 """Flags whose peer's default is spelled differently, or is that of another name."""
 

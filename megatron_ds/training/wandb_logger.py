@@ -1,0 +1,80 @@
+"""Logs to Weights & Biases. Imported only if it is used.
+
+A resumed run continues the run of its folder. Steps after its checkpoint are logged a second time;
+Weights & Biases keeps the first values, which are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from megatron_ds.config import Config
+from megatron_ds.train_state import TrainState
+from megatron_ds.training.records import EvalRecord, Logger, StepRecord
+
+RUN_ID = "run_id.txt"
+
+
+class Wandb(Logger):
+    """Metrics under the names that they have in metrics.jsonl.
+
+    Args:
+        config: Configuration of the run, which becomes the settings of its run there.
+        state: State from which the run starts.
+        folder: For wandb's files and the identity of the run.
+
+    Raises:
+        OSError: If the service cannot be used. WANDB_MODE=offline uses none.
+    """
+
+    def __init__(self, config: Config, state: TrainState, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / RUN_ID
+        if state.iteration == 0 or not file.is_file():
+            file.write_text(secrets.token_hex(4), encoding="utf-8")
+        with _as_os_errors():
+            self._run = wandb.init(
+                project=config.logging.wandb_project,
+                name=config.logging.wandb_exp_name,
+                dir=folder,
+                id=file.read_text(encoding="utf-8").strip(),
+                resume="allow",
+                config=config.to_dict(),
+                settings=wandb.Settings(console="off"),
+            )
+
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            values = dataclasses.asdict(record)
+            self._log(record.iteration, values | values.pop("extras"))
+
+    def log_eval(self, record: EvalRecord) -> None:
+        suffix = f"/{record.group}" if record.group else ""
+        values = {"loss": record.loss, "ppl": record.ppl}
+        named = {f"{record.split}_{name}{suffix}": value for name, value in values.items()}
+        self._log(record.iteration, named)
+
+    def close(self) -> None:
+        with _as_os_errors():
+            self._run.finish()
+
+    def _log(self, iteration: int, values: Mapping[str, Any]) -> None:
+        known = {name: value for name, value in values.items() if value is not None}
+        with _as_os_errors():
+            self._run.log(known, step=iteration)
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Errors of wandb as OSError, with which a logger is disabled and the run continues."""
+    try:
+        yield
+    except wandb.Error as error:
+        raise OSError(str(error)) from error
