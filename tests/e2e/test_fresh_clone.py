@@ -64,7 +64,8 @@ PROGRAMS = ("python", "deepspeed", "torchrun")
 RECORDING = """\
 #!/bin/sh
 case "$1" in
-    tools/generate_samples_gpt.py | tools/run_text_generation_server.py | --* | pretrain_gpt.py)
+    tools/generate_samples_gpt.py | tools/run_text_generation_server.py | tools/evaluate.py | \\
+    --* | pretrain_gpt.py)
         printf '%s\\n' {program} "$@" end >> {log} ;;
     tools/text_generation_cli.py)
         exec {python} "$1" 127.0.0.1:{port} ;;
@@ -140,7 +141,8 @@ class Clone:
             "PYTHONPATH": str(folder),
             "MAKEFLAGS": "n",
         }
-        write_text(folder / "my.jsonl")
+        for name in ("my.jsonl", "held_out.jsonl"):
+            write_text(folder / name)
 
     def run(self, line: str) -> tuple[str, list[Run]]:
         """Runs a line in the shell, then what it recorded; returns its output and these runs."""
@@ -225,6 +227,7 @@ def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
     assert len(losses(folder / "checkpoints")) == 4
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert "Once upon a time" in output_of("generate_samples_gpt.py")
+    assert "bits per byte" in output_of("evaluate.py")
     assert "Megatron Response:\nOnce upon a time" in output_of("text_generation_cli.py")
     assert "4 processes" in output_of("pretrain_gpt_distributed.sh")
     distributed = folder / "checkpoints" / "gpt2_345m"
