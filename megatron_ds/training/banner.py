@@ -11,10 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from megatron_ds import schedules
 from megatron_ds.config import Config, MoEConfig
 from megatron_ds.config.fields import in_effect
@@ -65,6 +61,11 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
         width: Maximum number of columns, at most WIDTH.
         terminal: Print headings in bold.
     """
+    # Only the first rank prints.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
