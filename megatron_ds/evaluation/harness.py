@@ -108,8 +108,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        # Of a text that the model cannot read at a time, the end is scored.
         texts = (
-            ScoredText([*context, *continuation][-(self._length + 1) :], len(continuation))
+            ScoredText(
+                [*context, *continuation][-(self._length + 1) :],
+                min(len(continuation), self._length),
+            )
             for _, context, continuation in requests
         )
         results = [(score.logprob, score.is_greedy) for score in self._scorer.score(texts)]
@@ -166,7 +170,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def _load(
         self, load: str, batch_size: int | str, flags: dict[str, Any]
     ) -> tuple[Scorer, Tokenizer]:
-        words = ["--load", load, "--micro-batch-size", str(batch_size)]
+        words = ["--load", load]
+        if str(batch_size).isdigit():  # not "auto"
+            words += ["--micro-batch-size", str(batch_size)]
         for name, value in flags.items():
             words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
         options = cli.parse(ModelOptions, words, rank=environment.rank())

@@ -41,6 +41,10 @@ class Score(NamedTuple):
     """Whether each of them is the most probable one."""
 
 
+NOTHING = Score(0.0, is_greedy=True)
+"""Of a text without scored ids."""
+
+
 @dataclass(frozen=True)
 class Scorer:
     """Scores texts with a model.
@@ -69,7 +73,8 @@ class Scorer:
 
     def _score_block(self, texts: Sequence[ScoredText]) -> list[Score]:
         """Texts of similar length share a batch, and each rank takes every DP-th of them."""
-        order = sorted(range(len(texts)), key=lambda index: -len(texts[index].ids))
+        scored = [index for index, text in enumerate(texts) if text.scored]
+        order = sorted(scored, key=lambda index: -len(texts[index].ids))
         own = order[self.mesh.dp.rank :: self.mesh.dp.size]
         scores: dict[int, Score] = {}
         for start in range(0, len(own), self.batch_size):
@@ -80,7 +85,7 @@ class Scorer:
             parts: list[dict[int, Score]] = [{} for _ in range(self.mesh.dp.size)]
             dist.all_gather_object(parts, scores, group=self.mesh.dp.handle)
             scores = {index: score for part in parts for index, score in part.items()}
-        return [scores[index] for index in range(len(texts))]
+        return [scores.get(index, NOTHING) for index in range(len(texts))]
 
     @torch.no_grad()
     def _score_batch(self, texts: Sequence[ScoredText]) -> list[Score]:

@@ -124,6 +124,21 @@ def test_requests_are_answered_as_by_the_model_of_transformers(
             assert answers == pytest.approx(expected, abs=1e-4)
 
 
+def test_empty_and_long_texts_have_answers(ours: Any) -> None:
+    """The harness's own model ends with an error."""
+    from lm_eval.api.instance import Instance
+
+    def ask(kind: str, *arguments: object) -> list[Any]:
+        return list(getattr(ours, kind)([Instance(kind, {}, arguments, 0)]))
+
+    assert ask("loglikelihood", "the", "") == [(0.0, True)]
+    ((long, _),) = ask("loglikelihood", "the", " quick brown fox" * 9)
+    assert long < -10
+    assert ask("loglikelihood_rolling", "") == [0]
+    (text,) = ask("generate_until", "the quick" * 30, {"until": "x", "max_gen_toks": 400})
+    assert "x" not in text
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_ranks_share_the_requests(
     folder: Path, manager: Any, theirs: Any, launcher: Launcher, tmp_path: Path, tp_size: int
