@@ -16,10 +16,9 @@ if __name__ == "__main__":
 
     program_start.begin()
 
-from megatron_ds.evaluation.command import main
+from megatron_ds.evaluation.command import run
 from megatron_ds.evaluation.options import Options
-
-__all__ = ["Options"]
+from megatron_ds.inference.cli import run_program
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(Options, run, sys.argv[1:])

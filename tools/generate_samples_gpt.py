@@ -45,6 +45,7 @@ from megatron_ds.inference.cli import (
     loaded_model,
     log_rank0,
     open_checkpoint,
+    run_program,
 )
 from megatron_ds.inference.prompts import (
     Prompt,
@@ -54,7 +55,7 @@ from megatron_ds.inference.prompts import (
     replace_text_file,
 )
 from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.launch import environment, output
+from megatron_ds.launch import environment
 
 if TYPE_CHECKING:
     from megatron_ds.inference.generate import GenerationConfig
@@ -313,13 +314,5 @@ def _shown(result: Continuation, number: int, tokenizer: Tokenizer, *, as_json: 
     return f"Context: {given}\nGenerated: {text}\n\n"
 
 
-def main(argv: Sequence[str]) -> None:
-    with output.exit_without_traceback():
-        environment.adopt_ranks()
-        options = cli.parse(Options, argv, rank=environment.rank())
-        environment.prepare_environment()
-        run(options)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(Options, run, sys.argv[1:])

@@ -21,15 +21,20 @@ import dataclasses
 import importlib.util
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ds import cli
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.inference import api_schema
-from megatron_ds.inference.cli import GenerationOptions, loaded_model, log_rank0, open_checkpoint
+from megatron_ds.inference.cli import (
+    GenerationOptions,
+    loaded_model,
+    log_rank0,
+    open_checkpoint,
+    run_program,
+)
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 
@@ -178,13 +183,5 @@ class ServerRunner:
         return self.service.build_response(job, outcome)
 
 
-def main(argv: Sequence[str]) -> None:
-    with output.exit_without_traceback():
-        environment.adopt_ranks()
-        options = cli.parse(Options, argv, rank=environment.rank())
-        environment.prepare_environment()
-        run(options)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_program(Options, run, sys.argv[1:])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron_ds import cli
 from megatron_ds.evaluation import texts
 from megatron_ds.evaluation.options import Options
 from megatron_ds.evaluation.tasks import WIKITEXT, Task
 from megatron_ds.inference.cli import loaded_model, log_rank0, open_checkpoint
 from megatron_ds.inference.prompts import replace_text_file
-from megatron_ds.launch import environment, output
+from megatron_ds.launch import environment
 
 if TYPE_CHECKING:
     from megatron_ds.evaluation.scoring import ScoredText, Scorer
@@ -79,11 +78,3 @@ def _reported(requests: Iterator[ScoredText]) -> Iterator[ScoredText]:
             due += REPORT_SECONDS
             log_rank0(f"scored {number:,} windows or texts")
         yield request
-
-
-def main(argv: Sequence[str]) -> None:
-    with output.exit_without_traceback():
-        environment.adopt_ranks()
-        options = cli.parse(Options, argv, rank=environment.rank())
-        environment.prepare_environment()
-        run(options)

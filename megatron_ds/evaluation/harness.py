@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from lm_eval import simple_evaluate, utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -149,23 +148,21 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             text = self._tokens.decode(ids)
             return any(stop in text for stop in stops)
 
-        config = GenerationConfig(new_tokens, sampling, self._tokens.eod, is_complete=is_complete)
+        config = GenerationConfig(
+            new_tokens, sampling, self.eot_token_id, is_complete=is_complete if stops else None
+        )
+
+        def continuations(batch: Sequence[tuple[int, list[int]]]) -> list[str]:
+            prompts = [prompt for _, prompt in batch]
+            # No two prompts draw the same random numbers.
+            first = batch[0][0] * self._scorer.batch_size
+            texts = generate(self._scorer.model, prompts, config, first_index=first)
+            return [self._cut(ids, stops) for ids in texts]
+
         room = self._length - new_tokens
         prompts = [self.tok_encode(text)[-room:] or [self.eot_token_id] for text in contexts]
-        order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-        mesh, size = self._scorer.mesh, self._scorer.batch_size
-        own = order[mesh.dp.rank :: mesh.dp.size]
-        results: dict[int, str] = {}
-        for start in range(0, len(own), size):
-            batch = own[start : start + size]
-            batch_prompts = [prompts[number] for number in batch]
-            ids = generate(self._scorer.model, batch_prompts, config, first_index=start)
-            results |= {n: self._cut(more, stops) for n, more in zip(batch, ids, strict=True)}
-        if mesh.dp.size > 1:
-            parts: list[dict[int, str]] = [{} for _ in range(mesh.dp.size)]
-            dist.all_gather_object(parts, results, group=mesh.dp.handle)
-            results = {number: text for part in parts for number, text in part.items()}
-        return [results[number] for number in range(len(prompts))]
+        numbered = list(enumerate(prompts))
+        return self._scorer.share(numbered, continuations, lambda item: len(item[1]))
 
     def _load(
         self, load: str, batch_size: int | str, flags: dict[str, Any]

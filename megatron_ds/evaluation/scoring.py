@@ -6,9 +6,9 @@ Shapes: B texts, S tokens, N scored tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from torch import Tensor
 from megatron_ds.inference.sampling import check_finite
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 LOGITS_TOKENS = 1024
 """Tokens whose logits are in memory together."""
@@ -72,20 +75,35 @@ class Scorer:
             yield from self._score_block(block)
 
     def _score_block(self, texts: Sequence[ScoredText]) -> list[Score]:
-        """Texts of similar length share a batch, and each rank takes every DP-th of them."""
-        scored = [index for index, text in enumerate(texts) if text.scored]
-        order = sorted(scored, key=lambda index: -len(texts[index].ids))
+        scored = [text for text in texts if text.scored]
+        scores = iter(self.share(scored, self._score_batch, lambda text: len(text.ids)))
+        return [next(scores) if text.scored else NOTHING for text in texts]
+
+    def share(
+        self,
+        items: Sequence[Item],
+        work: Callable[[list[Item]], Sequence[Result]],
+        length: Callable[[Item], int],
+    ) -> list[Result]:
+        """The results of items in their order, on every rank. Collective.
+
+        Args:
+            items: The same on every rank. Those of similar length share a batch, and each
+                data-parallel rank takes every DP-th of them.
+            work: Computes a batch.
+            length: Length of an item.
+        """
+        order = sorted(range(len(items)), key=lambda index: -length(items[index]))
         own = order[self.mesh.dp.rank :: self.mesh.dp.size]
-        scores: dict[int, Score] = {}
+        results: dict[int, Result] = {}
         for start in range(0, len(own), self.batch_size):
             batch = own[start : start + self.batch_size]
-            results = self._score_batch([texts[index] for index in batch])
-            scores |= dict(zip(batch, results, strict=True))
+            results |= zip(batch, work([items[index] for index in batch]), strict=True)
         if self.mesh.dp.size > 1:
-            parts: list[dict[int, Score]] = [{} for _ in range(self.mesh.dp.size)]
-            dist.all_gather_object(parts, scores, group=self.mesh.dp.handle)
-            scores = {index: score for part in parts for index, score in part.items()}
-        return [scores.get(index, NOTHING) for index in range(len(texts))]
+            parts: list[dict[int, Result]] = [{} for _ in range(self.mesh.dp.size)]
+            dist.all_gather_object(parts, results, group=self.mesh.dp.handle)
+            results = {index: result for part in parts for index, result in part.items()}
+        return [results[index] for index in range(len(items))]
 
     @torch.no_grad()
     def _score_batch(self, texts: Sequence[ScoredText]) -> list[Score]:

@@ -78,8 +78,9 @@ def beam_search(
     with torch.no_grad():
         for _ in range(config.max_new_tokens):
             check_cancelled(should_continue)
-            logits_BV = model(torch.tensor(tokens, device=device), cache=cache, last_only=True)
-            logprobs_BV = logits_BV[:, 0].log_softmax(dim=-1)
+            tokens_BS = torch.tensor(tokens, device=device)
+            last_1BH = model(tokens_BS, cache=cache, hidden_only=True)[-1:]
+            logprobs_BV = model.logits(last_1BH)[:, 0].log_softmax(dim=-1)
             if config.rules is not None:
                 for row, previous in enumerate(tokens):
                     logprobs_BV[row, list(config.rules.forbidden(previous[-1]))] = -torch.inf

@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from megatron_ds.cli.command import fail, table_of
+from megatron_ds.cli.command import fail, parse, table_of
 from megatron_ds.config import Config, ModelConfig, flag_of
 from megatron_ds.config.checkpoint import missing_folder, split_location
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, option
-from megatron_ds.launch import distributed, environment
+from megatron_ds.launch import distributed, environment, output
 
 if TYPE_CHECKING:
     from megatron_ds.conversion.source import SourceCheckpoint
@@ -134,6 +134,21 @@ def model_conflicts(
             yield Problem(
                 "flag-differs-from-checkpoint", name, flag=option(name), value=value, saved=saved
             )
+
+
+def run_program(options: type[T], run: Callable[[T], None], argv: Sequence[str]) -> None:
+    """Runs a program that one or several processes are; the first one prints its problems.
+
+    Args:
+        options: Dataclass of its options.
+        run: The program.
+        argv: The arguments without its name.
+    """
+    with output.exit_without_traceback():
+        environment.adopt_ranks()
+        parsed = parse(options, argv, rank=environment.rank())
+        environment.prepare_environment()
+        run(parsed)
 
 
 def open_checkpoint(options: GenerationOptions) -> tuple[SourceCheckpoint, ModelConfig, Tokenizer]:

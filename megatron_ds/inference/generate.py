@@ -178,7 +178,8 @@ def _extend(
         start = 0 if cache is None else cache.length
         length = min(len(row.ids) for row in rows)
         tokens_BS = torch.tensor([row.ids[start:length] for row in rows], device=device)
-        logits_BV = model(tokens_BS, cache=cache, last_only=True)[:, 0]
+        last_1BH = model(tokens_BS, cache=cache, hidden_only=True)[-1:]
+        logits_BV = model.logits(last_1BH)[:, 0]
         # The other rows are longer: their next token is still one of the prompt.
         rows_to_sample = [index for index, row in enumerate(rows) if len(row.ids) == length]
         if config.rules is not None:

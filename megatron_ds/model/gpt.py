@@ -111,7 +111,6 @@ class GPTModel(nn.Module):
         loss_mask_BS: Tensor | None = None,
         cache: KeyValueCache | None = None,
         *,
-        last_only: bool = False,
         hidden_only: bool = False,
         x_SBH: Tensor | None = None,
         stage: int | None = None,
@@ -127,7 +126,6 @@ class GPTModel(nn.Module):
             labels_BS: Id of the token that follows each token.
             loss_mask_BS: Weight of each label's loss. None: ones.
             cache: Keys and values of earlier tokens; positions continue after them.
-            last_only: Compute the logits of the last position only.
             hidden_only: Return the last layer's output, for `logits`.
             x_SBH: Output of the previous stage, instead of embedded tokens.
             stage: Which of this model's `stages` to compute. None: all of its layers.
@@ -163,7 +161,7 @@ class GPTModel(nn.Module):
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])
         if hidden_only or not has_head:
             return x_SBH
-        return self._output(x_SBH[-1:] if last_only else x_SBH, labels_BS, loss_mask_BS, local)
+        return self._output(x_SBH, labels_BS, loss_mask_BS, local)
 
     def logits(self, x_SBH: Tensor) -> Tensor:
         """The logits [B, S, V] of the last layer's output at some positions."""

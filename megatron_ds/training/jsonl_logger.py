@@ -6,7 +6,6 @@ crashed before. docs/logging.md documents the keys. Imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -18,7 +17,7 @@ from typing import Any
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.atomic import atomic_write
-from megatron_ds.training.records import EvalRecord, Logger, StepRecord
+from megatron_ds.training.records import EvalRecord, Logger, StepRecord, metrics_of
 
 
 def to_line(values: Mapping[str, Any]) -> str:
@@ -58,9 +57,7 @@ class JsonLines(Logger):
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
         for record in records:
-            values = dataclasses.asdict(record)
-            extras = values.pop("extras")
-            self._write(to_line(values | extras))
+            self._write(to_line(metrics_of(record)))
 
     def log_eval(self, record: EvalRecord) -> None:
         group = {"group": record.group} if record.group else {}

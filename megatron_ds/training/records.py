@@ -6,9 +6,11 @@ knows neither how they are measured nor how they are written.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 SPLITS = ("validation", "test")
 
@@ -46,6 +48,13 @@ class StepRecord:
     """Tokens per sample in this step; None without --curriculum-seqlen."""
     extras: Mapping[str, float] = field(default_factory=dict)
     """Further metrics by name, as `StepResult.extras`."""
+
+
+def metrics_of(record: StepRecord) -> dict[str, Any]:
+    """All metrics of a step by name."""
+    values = dataclasses.asdict(record)
+    extras: dict[str, Any] = values.pop("extras")
+    return values | extras
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Weights & Biases keeps the first values, which are the same.
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import wandb
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import EvalRecord, Logger, StepRecord
+from megatron_ds.training.records import EvalRecord, Logger, StepRecord, metrics_of
 
 RUN_ID = "run_id.txt"
 
@@ -52,8 +51,7 @@ class Wandb(Logger):
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
         for record in records:
-            values = dataclasses.asdict(record)
-            self._log(record.iteration, values | values.pop("extras"))
+            self._log(record.iteration, metrics_of(record))
 
     def log_eval(self, record: EvalRecord) -> None:
         suffix = f"/{record.group}" if record.group else ""

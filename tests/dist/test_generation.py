@@ -37,10 +37,8 @@ def generate_all(rank: int) -> tuple[Texts, Texts]:
 def compare_logits(kind: str, pair: Mesh, alone: Mesh) -> None:
     tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        last, expected = (
-            model_of(kind, mesh, init_method_std=0.1)(tokens, last_only=True)
-            for mesh in (pair, alone)
-        )
+        models = (model_of(kind, mesh, init_method_std=0.1) for mesh in (pair, alone))
+        last, expected = (each.logits(each(tokens, hidden_only=True)[-1:]) for each in models)
     torch.testing.assert_close(last, expected, rtol=1e-5, atol=1e-5)
 
 

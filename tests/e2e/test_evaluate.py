@@ -16,7 +16,7 @@ import transformers
 
 from tests.e2e.runs import REPOSITORY, Launcher
 
-TOOL = REPOSITORY / "tools" / "evaluate.py"
+TOOL, TASKS = REPOSITORY / "tools" / "evaluate.py", REPOSITORY / "tasks" / "main.py"
 GOLDEN = REPOSITORY / "tests" / "golden" / "tokenizers"
 LENGTH, STRIDE = 16, 5
 SETTINGS = {
@@ -86,10 +86,14 @@ def rolling_nats(model: Any, ids: Sequence[int]) -> float:
 
 
 def evaluate(
-    launcher: Launcher, folder: Path, settings: dict[str, object], ranks: int = 1
+    launcher: Launcher,
+    folder: Path,
+    settings: dict[str, object],
+    ranks: int = 1,
+    script: Path = TOOL,
 ) -> dict[str, Any]:
     output = folder / "result.json"
-    launcher.start({**SETTINGS, **settings, "output": output}, ranks=ranks, script=TOOL).succeed()
+    launcher.start({**SETTINGS, **settings, "output": output}, ranks=ranks, script=script).succeed()
     result: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
     return result
 
@@ -130,7 +134,7 @@ def test_wikitext_is_evaluated_as_in_megatron(
     file = tmp_path / "wiki.test.tokens"
     file.write_text(WIKITEXT, encoding="utf-8")
     settings = {"load": weights, "valid_data": file, "task": "WIKITEXT103"}
-    result = evaluate(launcher, tmp_path, settings)
+    result = evaluate(launcher, tmp_path, settings, script=TASKS)
 
     ids = encode(PLAIN)
     nats, words = rolling_nats(model, ids), len(re.findall(r"[^ ]+", WIKITEXT.strip()))
@@ -148,7 +152,7 @@ def test_lambada_counts_predicted_ends(
     settings: dict[str, object] = {"load": weights, "valid_data": file, "task": "LAMBADA"}
     if is_strict:
         settings["strict_lambada"] = True
-    result = evaluate(launcher, tmp_path, settings)
+    result = evaluate(launcher, tmp_path, settings, script=TASKS)
 
     correct, nats, tokens = 0, 0.0, 0
     for text in CLOZE:

@@ -21,8 +21,9 @@ OUTPUT = REPOSITORY / "docs" / "reference" / "support_matrix.md"
 HEAD = """\
 # Support matrix
 
-Written by `python -m tests.pages` from `megatron_ds/config/support_matrix.py`, the table by
-which `pretrain_gpt.py` accepts or rejects a layout before anything is allocated.
+Written by `python -m tests.pages` from `support_matrix.py` and `layout_rules.toml` of
+`megatron_ds/config/`, by which `pretrain_gpt.py` accepts or rejects a layout before anything is
+allocated.
 
 A layout is one value for each axis. Each table below has the pairs of one axis with all later ones:
 a letter names the [test](#tests) that compares the pair with one process, a code names the

@@ -15,9 +15,13 @@ from megatron_ds.launch import program_start
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BEGIN = "program_start.begin()"
+TASKS = REPOSITORY / "tasks" / "main.py"
 PROGRAMS = [
     path
-    for path in (REPOSITORY / "pretrain_gpt.py", *sorted((REPOSITORY / "tools").rglob("*.py")))
+    for path in (
+        *(REPOSITORY / "pretrain_gpt.py", TASKS),
+        *sorted((REPOSITORY / "tools").rglob("*.py")),
+    )
     if BEGIN in path.read_text(encoding="utf-8")
 ]
 
@@ -27,7 +31,8 @@ def test_every_program_for_users_begins_with_the_check() -> None:
     others = {"converter.py"}
     assert names.isdisjoint(others)
     assert names | others == {path.name for path in (REPOSITORY / "tools").rglob("*.py")} | {
-        "pretrain_gpt.py"
+        "pretrain_gpt.py",
+        TASKS.name,
     }
 
 
