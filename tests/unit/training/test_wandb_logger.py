@@ -78,7 +78,7 @@ def log_records(content: bytes) -> Iterator[bytes]:
 
 def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
     log(tmp_path, range(1, 4), name="first")
-    # The files are written by another process, which is told of the end.
+    # wandb writes its files in a process of its own, which may end later than `finish`.
     deadline = time.monotonic() + 30
     while len(rows := next(iter(histories(tmp_path).values()), [])) < 3:
         assert time.monotonic() < deadline
