@@ -95,6 +95,7 @@ class CheckpointManager:
             files.
         stores: The stores that --save and --load name.
         local: The checkpoints of --local-checkpoint-dir.
+        on_saved: Called with the iteration of each checkpoint that is complete.
 
     Attributes:
         newest: The checkpoint that this run has saved or else loaded last.
@@ -111,6 +112,7 @@ class CheckpointManager:
         tokenizer: StoredTokenizer | None = None,
         stores: RunStores | None = None,
         local: LocalCheckpoints | None = None,
+        on_saved: Callable[[int], object] = lambda iteration: None,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -121,6 +123,7 @@ class CheckpointManager:
         self._tokenizer = tokenizer
         self._stores = stores or RunStores()
         self._local = local
+        self._report_saved = on_saved
         self._branch = Lineage.new()
         self._current: SaveInProgress | None = None
         self._last_start = time.monotonic()
@@ -210,6 +213,7 @@ class CheckpointManager:
         """Logs the end of a save, for which training has waited so many seconds."""
         save = done.save
         self.newest = save.target
+        self._report_saved(save.iteration)
         self._log(
             f"  successfully saved checkpoint at iteration {save.iteration:7d} to "
             f"{save.shown_folder}"

@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +26,7 @@ from megatron_ds.launch.exit_codes import ExitCode
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 SILENT_WAIT_S = 5.0
 """How long a process waits for another one before it says so."""
+_recorder: ContextVar[Callable[[str], object]] = ContextVar("recorder", default=str)
 
 
 @contextmanager
@@ -75,6 +77,17 @@ def print_on_rank(text: str, *, rank_to_print: int = 0) -> None:
     """
     if rank() == rank_to_print % world_size():
         _print(text, sys.stdout)
+        _recorder.get()(text)
+
+
+@contextmanager
+def recording(record: Callable[[str], object]) -> Iterator[None]:
+    """Calls a function with what `print_on_rank` prints inside, on the rank that prints it."""
+    token = _recorder.set(record)
+    try:
+        yield
+    finally:
+        _recorder.reset(token)
 
 
 def warn_on_rank(problem: Problem) -> None:

@@ -49,7 +49,7 @@ class JsonLines(Logger):
         self._warn = warn
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file() and iteration == 0:
-            os.replace(path, _free_name(path))
+            os.replace(path, free_name(path))
         elif path.is_file():
             self._truncate_after(path, iteration)
         self._file = path.open("ab", buffering=0)
@@ -104,12 +104,12 @@ class JsonLines(Logger):
                     if "lm_loss" not in record:
                         self._evaluations.add(whole)
             if damaged:
-                kept = shutil.copyfile(path, _free_name(path))
+                kept = shutil.copyfile(path, free_name(path))
                 warning = Problem("metrics-jsonl-damaged", path=path, number=damaged, kept=kept)
                 self._warn(f"WARNING: {warning.render()}")
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
     """The first of PATH.1, PATH.2, ... that does not exist."""
     numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
     return next(new for new in numbered if not new.exists())

@@ -43,6 +43,7 @@ from megatron_ds.planning.memory_estimate import planned_memory
 from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import rank_settings
+from megatron_ds.training.events import EventLog
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.extensions import Extensions
 from megatron_ds.training.loggers import (
@@ -93,8 +94,9 @@ def pretrain(
     life.on_group_joined(*distributed.watched_peers(context))
     rank_settings.require_equal(config, inputs)
     startup.mark("process group")
-    ranks, folders = CollectiveIO(), inputs.plan.folders
+    ranks, folders, events = CollectiveIO(), inputs.plan.folders, EventLog(output.print_on_rank)
     with (
+        output.recording(events.warning),
         claimed_folders(folders, ranks, output.print_on_rank) as lock,
         claimed_stores(folders, ranks, output.print_on_rank) as stores,
         owned_tensorboard_folder(config.logging, ranks),
@@ -111,17 +113,28 @@ def pretrain(
             tokenizer=tokenizer,
             stores=stores,
             local=local,
+            on_saved=functools.partial(events.record, "checkpoint"),
         )
-        trainer = build_trainer(config, inputs, extensions, context, life, startup, checkpoints)
+        trainer = build_trainer(
+            config, inputs, extensions, context, life, startup, events, checkpoints
+        )
         life.on_training_started(saves=folders.save is not None)
-        try:
-            code = trainer.run()
-        except BaseException:
-            trainer.checkpoints.abandon()  # before the folder is free
-            raise
+        code = _run(trainer, events)
         dist.barrier()  # the folder is free once no rank writes to it
     life.on_finished()
     distributed.destroy_process_group()
+    return code
+
+
+def _run(trainer: Trainer, events: EventLog) -> ExitCode:
+    """Trains, and records how the run ends."""
+    try:
+        code = trainer.run()
+    except BaseException as error:
+        trainer.checkpoints.abandon()  # before the folder is free
+        events.record("end", iteration=trainer.state.iteration, error=output.error_message(error))
+        raise
+    events.record("end", iteration=trainer.state.iteration, status=int(code))
     return code
 
 
@@ -161,6 +174,7 @@ def build_trainer(
     context: distributed.ProcessContext,
     life: ProcessLifecycle,
     startup: StartupTimer,
+    events: EventLog,
     open_checkpoints: Callable[..., CheckpointManager],
 ) -> Trainer:
     """Builds all parts of a run and restores its checkpoint, if there is one.
@@ -179,8 +193,8 @@ def build_trainer(
     data = _build_data(config, inputs, extensions, mesh, start)
     startup.mark("data")
     peak = device.PeakMemory()
-    parts, is_new = CustomParts(extensions.loss, extensions.layer), start.is_new
-    engine = build_engine(config, mesh, context.device, eod, init_weights=is_new, parts=parts)
+    parts = CustomParts(extensions.loss, extensions.layer)
+    engine = build_engine(config, mesh, context.device, eod, init_weights=start.is_new, parts=parts)
     peak.restart()  # without the trials of compiled functions, which the estimate leaves out
     startup.mark("model and engine")
     print_parameter_count(config, mesh, engine)
@@ -192,14 +206,13 @@ def build_trainer(
     print_banner(config, context, mesh, engine, state, estimate)
     if start.is_new and plan.folders.load is not None:
         output.warn_on_rank(Problem("no-checkpoint-to-load", folder=plan.folders.load))
+    last = _last_iteration(config, mesh, state)
     if save is not None and context.rank == 0:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         write_run_files(save, engine, data)
         checkpoints.start_branch(start.checkpoint)
-    total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
-    last = state.iteration if config.logging.skip_train else total_iterations
-    hosts = distributed.create_host_group(timeout)
-    exits = ExitConditions(config.logging, last, life.stop_request, hosts, life.started_at)
+        events.start(save, config, state.iteration, last, context.world_size)
+    exits = _exit_conditions(config, last, life, timeout)
     return Trainer(
         config=config,
         mesh=mesh,
@@ -211,9 +224,23 @@ def build_trainer(
         state=state,
         total_iterations=last,
         eod=eod if config.data.eod_mask_loss else None,
-        report=FirstStepsReport(startup, engine, estimate, peak, state.iteration + 1, config),
+        report=FirstStepsReport(startup, engine, estimate, peak, state.iteration, config, events),
         callbacks=tuple(extensions.callbacks),
     )
+
+
+def _last_iteration(config: Config, mesh: Mesh, state: TrainState) -> int:
+    if config.logging.skip_train:
+        return state.iteration
+    return schedules.total_iterations(config, mesh.dp.size, state)
+
+
+def _exit_conditions(
+    config: Config, last: int, life: ProcessLifecycle, timeout: timedelta
+) -> ExitConditions:
+    """The conditions that end a run before its last iteration. Collective."""
+    hosts = distributed.create_host_group(timeout)
+    return ExitConditions(config.logging, last, life.stop_request, hosts, life.started_at)
 
 
 def _find_start(

@@ -32,6 +32,7 @@ from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import MIB, WIDTH, BannerData, banner
+from megatron_ds.training.events import EventLog
 from megatron_ds.training.loggers import is_short
 
 DOTS = 48
@@ -159,21 +160,24 @@ class FirstStepsReport:
     engine: Engine
     estimate: MemoryEstimate
     peak: device.PeakMemory
-    first_iteration: int
+    start_iteration: int
     config: Config
+    events: EventLog
 
     def after_step(self, iteration: int) -> None:
-        if iteration == self.first_iteration:
+        self.events.step(iteration)
+        if iteration == self.start_iteration + 1:
             self.startup.mark("first iteration")
             output.print_on_rank(self.startup.summary_line(is_short(self.config)))
         log_interval = self.config.logging.log_interval
-        is_first_interval = iteration - self.first_iteration < log_interval
+        is_first_interval = iteration - self.start_iteration <= log_interval
         if iteration % log_interval == 0 and is_first_interval:
             self.print_memory(iteration)
 
     def print_memory(self, iteration: int) -> None:
         """Megatron's memory line, extended by the estimate and the states."""
         peak, expected = self.peak.bytes(), self.estimate.peak
+        self.events.record("memory", iteration=iteration, peak=peak)
         if self.peak.on_host:  # host and device share one memory
             expected += sum(self.estimate.host.values())
         sizes: Counter[str] = Counter()
