@@ -29,7 +29,8 @@ from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, counted
-from megatron_ds.training.loss_curves import Curves, chart, read_curves
+from megatron_ds.reports.history import History, Points, read_history
+from megatron_ds.reports.text_plot import chart
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from megatron_ds.conversion.inspect.compare import Comparison, TensorDifference
@@ -190,18 +191,18 @@ def _verified_line(result: Verification) -> str:
     return f"{result.path}: {counted(result.num_files, 'file')}, {_size(result.num_bytes)}, {how}"
 
 
-def _curves_of(opened: CheckpointSummary) -> Curves | None:
+def _curves_of(opened: CheckpointSummary) -> History | None:
     """The loss curve up to the checkpoint; None without one."""
     if opened.metrics is None or not opened.metrics.is_file():
         return None
     try:
-        return read_curves(opened.metrics, opened.progress["iteration"])
+        return read_history(opened.metrics, opened.progress["iteration"])
     except UserError as error:
         _warn(f"WARNING: {error.problems[0].render()}")
         return None
 
 
-def _as_json(opened: CheckpointSummary, curves: Curves | None) -> dict[str, Any]:
+def _as_json(opened: CheckpointSummary, curves: History | None) -> dict[str, Any]:
     return {
         "path": str(opened.path),
         "format": opened.format,
@@ -224,7 +225,7 @@ def _as_json(opened: CheckpointSummary, curves: Curves | None) -> dict[str, Any]
             for kind, tensors in opened.tensors.items()
             for name, tensor in tensors.items()
         ],
-        "curves": None if curves is None else dataclasses.asdict(curves),
+        "curves": None if curves is None else _points(curves),
     }
 
 
@@ -297,10 +298,16 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
-def _curve_lines(curves: Curves) -> list[str]:
-    iteration, loss = curves.train[-1]
+def _points(curves: History) -> dict[str, Points]:
+    evaluated = {split: curves.losses(split) for split in ("validation", "test")}
+    return {"train": curves.points(), **evaluated}
+
+
+def _curve_lines(curves: History) -> list[str]:
+    found = _points(curves)
+    iteration, loss = found.pop("train")[-1]
     last = [f"training {loss:.4f} at iteration {iteration:,}"]
-    for name, points in (("validation", curves.validation), ("test", curves.test)):
+    for name, points in found.items():
         last += [f"{name} {points[-1][1]:.4f} at {points[-1][0]:,}"] if points else []
     return [f"loss: {', '.join(last)}", *chart(curves, None, "").splitlines()]
 

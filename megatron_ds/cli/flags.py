@@ -63,7 +63,7 @@ class Flag(OptionSpec):
     def usage(self) -> str:
         """The flag and its values: `--lr X`, `--data-path PATH ...`."""
         if self.positional:
-            return self.metavar
+            return f"{self.metavar} ..." if self.nargs == "*" else self.metavar
         return self.label + (
             f" {self.metavar} ..." if self.nargs == "*" else f" {self.metavar}" * self.count
         )

@@ -156,6 +156,11 @@ class _Scanner:
     def _read_positionals(self) -> None:
         """Arguments that belong to no flag are the values without a flag, in order."""
         positionals, extra = self._table.positionals, self._extra
+        if positionals and positionals[-1].nargs == "*":
+            names = [argument for argument, _, _ in extra[len(positionals) - 1 :]]
+            extra = extra[: len(positionals) - 1]
+            if names:
+                self._read_flag(positionals[-1], positionals[-1].metavar, names)
         for flag, (argument, _, _) in zip(positionals, extra, strict=False):
             self._read_flag(flag, flag.metavar, [argument])
         numbers = {0: "no value", 1: "one value"}

@@ -42,6 +42,7 @@ ALLOWED = {
     "inference": "checkpoint cli config conversion fileio launch loading model parallel tokenizer",
     "loading": "checkpoint config conversion engine fileio schedules tokenizer train_state",
     "planning": "config engine launch model parallel",
+    "reports": "checkpoint config training",
     "training": "checkpoint config data engine fileio launch loading model parallel planning "
     "schedule_validation schedules tokenizer train_state",
 }
@@ -65,7 +66,8 @@ NEVER_IN = {
         training/extensions.py training/records.py data/blend_schedule.py data/blend_spec.py
         data/build_datasets.py data/index_cache.py data/indexed_dataset.py data/loader_process.py
         data/merge.py data/sample_index.py data/token_file_stats.py data/tokenizer_metadata.py
-        data/validation.py preprocess/""",
+        data/validation.py preprocess/
+        reports/ training/events.py""",
     "torch.distributed deepspeed megatron_ds.parallel": "data/ preprocess/ tokenizer/ cleaning/ "
     "fileio/",
 }

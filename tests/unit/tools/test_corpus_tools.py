@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.training.loss_curves import read_curves, read_run, smooth
+from megatron_ds.reports.charts import smooth
+from megatron_ds.reports.history import names_of, read_history, read_run
 from tests.problems import printed_codes, raises_problem
 from tests.token_files import write_pair
 from tests.unit.tools.conftest import Run
@@ -89,11 +90,11 @@ def test_a_curve_begins_with_that_of_the_run_that_is_continued(tmp_path: Path) -
     resumed.parent.mkdir()
     resumed.write_text(json.dumps({"config": {"checkpoint": {"load": str(third)}}}))
     curves = read_run(third)
-    assert [iteration for iteration, _ in curves.train] == list(range(1, 10))
-    assert curves.validation == [(9, 4.5)]
-    assert [curves.x(axis, 9) for axis in ("iteration", "tokens", "time")] == [9, 90, 18.0]
-    assert read_run(run_folder(tmp_path / "d", range(3, 5), "no-such-folder")).train[0][0] == 3
-    assert read_run(run_folder(tmp_path / "e", range(1, 5), str(first))).seconds[4] == 8.0
+    assert [iteration for iteration, _ in curves.points()] == list(range(1, 10))
+    assert curves.losses("validation") == [(9, 4.5)]
+    assert [curves.axis(name)[-1] for name in ("iteration", "tokens", "time")] == [9, 90, 18.0]
+    assert read_run(run_folder(tmp_path / "d", range(3, 5), "no-such-folder")).points()[0][0] == 3
+    assert read_run(run_folder(tmp_path / "e", range(1, 5), str(first))).axis("time")[3] == 8.0
 
 
 def test_smoothing_is_an_average_of_the_past() -> None:
@@ -110,27 +111,27 @@ def test_runs_are_plotted_together(axis: str, tmp_path: Path, run: Run) -> None:
     assert printed.out.splitlines()[0] == "a"
     # matplotlib names the texts of its glyphs in comments.
     written = picture.read_text()
-    for text in ("a: training", "b: training", "b: test", "a, b", "baseline: 6.50"):
+    for text in ("a", "b", "validation", "test", "a, b", "baseline: 6.50"):
         assert f"<!-- {text} -->" in written
-    unique = plot_loss.names_of([str(runs[1]), str(runs[2] / "metrics.jsonl")])
+    unique = names_of([str(runs[1]), str(runs[2] / "metrics.jsonl")])
     assert unique == [str(runs[1]), str(runs[2] / "metrics.jsonl")]
 
 
 def test_steps_without_finite_loss_are_not_plotted(tmp_path: Path) -> None:
-    curves = read_curves(metrics(tmp_path / "metrics.jsonl"))
+    curves = read_history(metrics(tmp_path / "metrics.jsonl"))
 
-    assert len(curves.train) == 39
-    assert curves.validation == [(40, 4.5)]
-    assert curves.test == [(40, 4.6)]
+    assert len(curves.points()) == 39
+    assert curves.losses("validation") == [(40, 4.5)]
+    assert curves.losses("test") == [(40, 4.6)]
 
 
 @pytest.mark.parametrize("line", [b"{", b"[]", b'{"lm_loss": 1}', b'{"lm_loss": "x"}', b"\xff"])
 def test_lines_that_are_no_metrics_are_rejected(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"iteration": 1, "lm_loss": 2.5}\n' + line)
+    path.write_bytes(b'{"iteration": 1, "lm_loss": 2.5}\n' + line + b"\n")
 
     with raises_problem("metrics-line-invalid", contains="line 2"):
-        read_curves(path)
+        read_history(path)
 
 
 def test_unknown_picture_format_is_rejected(tmp_path: Path, run: Run) -> None:
@@ -147,4 +148,4 @@ def test_metrics_without_steps_are_rejected(tmp_path: Path) -> None:
     path.write_text("")
 
     with raises_problem("metrics-without-steps"):
-        read_curves(path)
+        read_history(path)

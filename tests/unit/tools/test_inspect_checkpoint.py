@@ -307,7 +307,7 @@ def test_wrong_paths_are_rejected(tmp_path: Path, saved: Path, run: Run) -> None
 
 def test_a_damaged_curve_is_a_warning(saved: Path, tmp_path: Path, run: Run) -> None:
     folder = shutil.copytree(saved / "one", tmp_path / "save")
-    (folder / "metrics.jsonl").write_text("{")
+    (folder / "metrics.jsonl").write_text("{\n")
     printed = run(folder)
     assert printed_codes(printed.err) == ["metrics-line-invalid"]
     assert "loss:" not in printed.out

@@ -1,0 +1,161 @@
+"""Draws charts with matplotlib: files, and SVG for a page whose colors follow its theme."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.transforms import offset_copy
+
+from megatron_ds.reports.charts import Chart, Line
+
+COLORS = ("#0b62b8", "#c2410c", "#0a7a55", "#9b3d9b", "#7a5c00", "#00707a")
+"""Of the runs, in a light theme; `DARK` has those of a dark one."""
+DARK = ("#6cb6ff", "#ff9a62", "#4cd4a0", "#e29ae2", "#e0b93c", "#5fd3dd")
+TEXT, GRID = "#1b1f24", "#d0d7de"
+DASHES = ("-", "--", "-.", ":")
+"""Of the runs in order, for readers and printers that do not distinguish the colors."""
+MARKS = {"restart": "resumed", "checkpoint": "checkpoint", "warning": "warning"}
+PAGE_SIZE, FILE_SIZE = (5.0, 3.2), (9.0, 5.5)
+"""Inches. On a phone, the letters of a chart of the first size are readable."""
+STYLE = {
+    "text.color": TEXT,
+    "axes.labelcolor": TEXT,
+    "axes.edgecolor": TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "grid.color": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+MAX_MARKS = 60
+FROM_ZERO = ("global_batch_size", "loss_scale", "memory", "scaling", "skipped")
+"""Charts whose vertical axis begins with 0."""
+
+
+def figure(chart: Chart, *, for_page: bool = False) -> Figure:
+    """The figure of a chart; that for a page is smaller, without title and legend."""
+    with rc_context(STYLE):
+        drawn = Figure(figsize=PAGE_SIZE if for_page else FILE_SIZE, layout="constrained")
+        axes = drawn.subplots()
+        scale, x_label = _time_scale(chart)
+        for line in chart.lines:
+            _draw_line(drawn, axes, line, scale, len(_colors(chart)) > 1)
+        _draw_marks(axes, chart, scale)
+        for name, value in chart.baselines.items():
+            axes.axhline(value, color="grey", linestyle="--", label=name)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(chart.y_label)
+        _format(axes, chart)
+        if for_page:
+            return drawn
+        axes.set_title(chart.title)
+        if labels := axes.get_legend_handles_labels()[1]:
+            columns = max(1, min(4, 90 // (max(map(len, labels)) + 6)))
+            drawn.legend(loc="outside lower center", ncols=columns, frameon=False)
+    return drawn
+
+
+def _time_scale(chart: Chart) -> tuple[float, str]:
+    """Seconds of a unit of the horizontal axis, and the label with the unit."""
+    if chart.unit != "s":
+        return 1.0, chart.x_label
+    longest = max(line.x[-1] for line in chart.lines)
+    scale, unit = (3600.0, "hours") if longest > 2 * 3600 else (60.0, "minutes")
+    return scale, f"{chart.x_label} ({unit})"
+
+
+def _colors(chart: Chart) -> set[int]:
+    return {line.color for line in chart.lines}
+
+
+def _draw_line(drawn: Figure, axes: Any, line: Line, scale: float, several: bool) -> None:
+    color, dashes = COLORS[line.color % len(COLORS)], DASHES[line.color % len(DASHES)]
+    x = line.x / scale
+    if line.kind == "faint":
+        axes.plot(x, line.y, color=color, alpha=0.3, linewidth=0.8)
+    elif line.kind == "ideal":
+        axes.plot(x, line.y, color="grey", linestyle="--", label=line.label)
+    elif line.kind == "line":
+        marker = "o" if len(x) == 1 else ""
+        axes.plot(x, line.y, dashes, color=color, marker=marker, label=line.label)
+    else:
+        # A test follows the last validation, and its point would cover it.
+        offset = offset_copy(axes.transData, drawn, x=9, units="points")
+        transform = axes.transData if line.kind == "dots" else offset
+        marker, size = ("o", 7) if line.kind == "dots" else ("*", 13)
+        color = color if several else COLORS[1]
+        (marks,) = axes.plot(x, line.y, marker, transform=transform, label=line.label)
+        marks.set(color=color, markersize=size, markeredgecolor="white", zorder=3, clip_on=False)
+
+
+def _draw_marks(axes: Any, chart: Chart, scale: float) -> None:
+    """Lines where runs were resumed, triangles at checkpoints, crosses at warnings."""
+    named = set[str]()
+    for mark in chart.marks:
+        x = mark.x[:: 1 + len(mark.x) // MAX_MARKS] / scale
+        color = COLORS[mark.color % len(COLORS)]
+        label = None if mark.kind in named else MARKS[mark.kind]
+        named.add(mark.kind)
+        transform = axes.get_xaxis_transform()
+        if mark.kind == "restart":
+            for number, place in enumerate(x):
+                style = {"color": color, "linestyle": ":", "linewidth": 1.2}
+                axes.axvline(place, label=None if number else label, **style)
+            continue
+        height, marker = (0.03, "^") if mark.kind == "checkpoint" else (0.97, "x")
+        style = {"color": color, "markersize": 6, "linestyle": "", "clip_on": False}
+        axes.plot(x, [height] * len(x), marker, transform=transform, label=label, **style)
+
+
+def _format(axes: Any, chart: Chart) -> None:
+    """Numbers with prefixes of units, whole iterations, and a grid."""
+    axes.grid(alpha=0.6)
+    axes.margins(x=0.03)
+    largest_x = max((abs(line.x).max() for line in chart.lines if len(line.x)), default=0)
+    largest_y = max((abs(line.y).max() for line in chart.lines if len(line.y)), default=0)
+    if chart.unit != "s":
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=largest_x > 4))
+        if largest_x >= 1e4:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if largest_y >= 1e4:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    elif 0 < largest_y < 1e-2:
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    if chart.name in FROM_ZERO:
+        axes.set_ylim(0, max(1.1 * largest_y, 1))
+
+
+def svg(chart: Chart) -> str:
+    """A chart as an SVG element with text, whose colors are CSS variables."""
+    file = io.BytesIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.name, "font.size": 11}):
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        drawn = figure(chart, for_page=True)
+        drawn.savefig(file, format="svg", transparent=True, metadata=metadata)
+    text = file.getvalue().decode()
+    text = text[text.index("<svg ") :].rstrip()
+    # Every chart of a page would have the same names of groups, which nothing refers to.
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    text = re.sub(r"<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)
+    text = re.sub(r"\n\s*", " ", re.sub(r"<!--.*?-->", "", text))
+    text = re.sub(r"\d+\.\d{6}\b", lambda number: f"{float(number[0]):.2f}", text)
+    text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
+    for name, color in (("text", TEXT), ("grid", GRID), *_named_colors()):
+        text = text.replace(color, f"var(--{name})")
+    return text
+
+
+def _named_colors() -> Iterable[tuple[str, str]]:
+    return ((f"run{number}", color) for number, color in enumerate(COLORS))
+
+
+def save(chart: Chart, path: Path) -> None:
+    """Writes the figure of a chart; the suffix of the file is the format."""
+    figure(chart).savefig(path, dpi=120)

@@ -1,0 +1,345 @@
+"""Reads what runs have recorded: steps, evaluations, events and settings.
+
+Owns the reader of `metrics.jsonl` and `events.jsonl`. Draws nothing. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ds.checkpoint.metadata import RUN, iteration_of, list_checkpoints
+from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.training.events import EVENTS
+
+METRICS = "metrics.jsonl"
+"""File of a --save folder."""
+Points = list[tuple[int, float]]
+Values = npt.NDArray[np.float64]
+AXES = ("iteration", "samples", "tokens", "flops", "time")
+"""What a run can be plotted against; time is that of its training steps in seconds."""
+RANK_AXES = (
+    *("tensor_model_parallel_size", "data_parallel_size", "ds_sequence_parallel_size"),
+    "pipeline_model_parallel_size",
+)
+"""Fields of a checkpoint's layout whose product is the number of ranks."""
+NAN = float("nan")
+
+
+class Evaluation(NamedTuple):
+    """A validation or test, with its loss in nats per token."""
+
+    iteration: int
+    split: str
+    group: str
+    loss: float
+
+
+class RecordFile:
+    """Reads a file of JSON lines that may still grow, from where the last call has ended.
+
+    Args:
+        path: The file, which need not exist yet.
+        add: Called with each object. Its KeyError, TypeError or ValueError means that it is no
+            record.
+        reset: Called if the file was replaced, before it is read from its beginning.
+        skip_damaged: Leave out lines that are no records instead of an error.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        add: Callable[[dict[str, Any]], object],
+        reset: Callable[[], object],
+        *,
+        skip_damaged: bool = False,
+    ) -> None:
+        self.path, self._add, self._reset = path, add, reset
+        self._skip_damaged = skip_damaged
+        self._inode, self._offset, self._line = -1, 0, 0
+
+    def read(self) -> int:
+        """Reads what is new, except a line that is still being written; returns its bytes.
+
+        Raises:
+            UserError: If a line is no record; the next call begins with it.
+            OSError: If the file cannot be read.
+        """
+        with self.path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._inode != -1 or found.st_size < self._offset:
+                self._offset = self._line = 0
+                self._reset()
+            self._inode, before = found.st_ino, self._offset
+            file.seek(before)
+            for line in file:
+                try:
+                    if line.strip():
+                        self._add(json.loads(line))
+                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                    if not line.endswith(b"\n"):
+                        break
+                    if not self._skip_damaged:
+                        where = {"path": self.path, "line": self._line + 1}
+                        raise user_error("metrics-line-invalid", **where) from None
+                self._offset, self._line = self._offset + len(line), self._line + 1
+        return self._offset - before
+
+
+@dataclass
+class History:
+    """What a run has recorded so far.
+
+    Attributes:
+        columns: Numbers of the training steps by key, all of one length; unknown ones are nan.
+        evaluations: In their order.
+        events: The objects of `events.jsonl`, in their order.
+        checkpoints: Iterations of the checkpoints that were complete, or are in the folder.
+        settings: Arguments of the run by option, those of its last start.
+        layout_ranks: Ranks that have written the newest checkpoint; 0: unknown.
+    """
+
+    columns: dict[str, array[float]] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[int] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    layout_ranks: int = 0
+
+    def __len__(self) -> int:
+        return len(self.columns.get("iteration", ()))
+
+    def __getitem__(self, key: str) -> Values:
+        """A column as a copy; all nan if no step has the key."""
+        found = self.columns.get(key)
+        return np.full(len(self), NAN) if found is None else np.array(found)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Adds an object of `metrics.jsonl`.
+
+        Raises:
+            KeyError, TypeError, ValueError: If it is no record.
+        """
+        iteration = int(record["iteration"])
+        for split in ("validation", "test"):
+            if (loss := record.get(f"{split}_loss")) is not None:
+                group = str(record.get("group", ""))
+                self.evaluations.append(Evaluation(iteration, split, group, float(loss)))
+        if "lm_loss" not in record:
+            return
+        numbers = {key: NAN if value is None else float(value) for key, value in record.items()}
+        length = len(self)
+        for key in numbers.keys() - self.columns.keys():
+            self.columns[key] = array("d", [NAN]) * length
+        for key, column in self.columns.items():
+            column.append(numbers.get(key, NAN))
+
+    def clear_steps(self) -> None:
+        """Removes steps and evaluations."""
+        self.columns.clear()
+        self.evaluations.clear()
+
+    def continued_by(self, other: History) -> History:
+        """The history with that of a run that continues this one."""
+        columns = {}
+        for key in self.columns | other.columns:
+            columns[key] = array("d", np.concatenate([self[key], other[key]]))
+        return History(
+            columns,
+            self.evaluations + other.evaluations,
+            self.events + other.events,
+            sorted({*self.checkpoints, *other.checkpoints}),
+            other.settings,
+            other.layout_ranks,
+        )
+
+    def points(self, key: str = "lm_loss") -> Points:
+        """(iteration, value) of the steps whose value is known."""
+        pairs = zip(self["iteration"].tolist(), self[key].tolist(), strict=True)
+        return [(int(iteration), value) for iteration, value in pairs if value == value]
+
+    def losses(self, split: str, group: str | None = None) -> Points:
+        """(iteration, loss) of the evaluations of a group, or of all."""
+        return [
+            (each.iteration, each.loss)
+            for each in self.evaluations
+            if each.split == split and group in (None, each.group)
+        ]
+
+    def groups(self, split: str) -> list[str]:
+        """Names of the evaluated datasets, "" for one without a name."""
+        return list(dict.fromkeys(each.group for each in self.evaluations if each.split == split))
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The events of a kind."""
+        return [each for each in self.events if each.get("event") == event]
+
+    @property
+    def ranks(self) -> Values:
+        """Number of ranks of each step; nan if unknown."""
+        found = np.full(len(self), float(self.layout_ranks or NAN))
+        for start in self.of("start"):
+            found[self["iteration"] > start["iteration"]] = start.get("ranks") or NAN
+        return found
+
+    @property
+    def total_iterations(self) -> int | None:
+        """Iterations of the run; None if unknown."""
+        starts = self.of("start")
+        total = starts[-1].get("total_iterations") if starts else self.settings.get("--train-iters")
+        return None if total is None else int(total)
+
+    def axis(self, name: str) -> Values:
+        """Positions of the steps on an axis of AXES; nan where they are unknown."""
+        if name in ("iteration", "samples", "tokens"):
+            return self[name if name == "iteration" else f"consumed_{name}"]
+        each = self["seconds"]
+        if name == "flops":
+            each = each * self["tflops"] * self.ranks * 1e12
+        return np.where(np.isnan(each), NAN, np.nancumsum(each))
+
+    def place(self, name: str, iterations: Sequence[float]) -> Values:
+        """Positions of iterations, between steps of the run, on an axis."""
+        known = ~np.isnan(self.axis(name))
+        if not known.any():
+            return np.full(len(iterations), NAN)
+        return np.interp(iterations, self["iteration"][known], self.axis(name)[known])
+
+
+def flat_settings(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The arguments of a run by option: `--hidden-size`."""
+    return {
+        "--" + name.replace("_", "-"): value
+        for group in config.values()
+        for name, value in group.items()
+    }
+
+
+class RunReader:
+    """Reads the history of one run as its files grow.
+
+    Args:
+        path: Its `metrics.jsonl`, or the folder with it.
+        until: Last iteration to read. None: all.
+    """
+
+    def __init__(self, path: Path, until: int | None = None) -> None:
+        self.folder, file = (path, path / METRICS) if path.is_dir() else (path.parent, path)
+        self.history = history = History()
+        self._until = float("inf") if until is None else until
+        self._metrics = RecordFile(file, self._add_record, history.clear_steps)
+        events = self.folder / EVENTS
+        self._events = RecordFile(events, self._add_event, history.events.clear, skip_damaged=True)
+
+    @property
+    def metrics(self) -> Path:
+        """The file of the metrics."""
+        return self._metrics.path
+
+    def read(self) -> int:
+        """Adds what is new to `history`; returns the number of its bytes.
+
+        Raises:
+            UserError: If a line of the metrics is no record.
+            OSError: If a file cannot be read.
+        """
+        size = 0
+        with suppress(FileNotFoundError):  # runs of older versions have none
+            size += self._events.read()
+        try:
+            return size + self._metrics.read()
+        finally:
+            self._read_folder()
+
+    def _read_folder(self) -> None:
+        """Checkpoints, and settings and ranks where no event has them."""
+        history, paths = self.history, list_checkpoints(self.folder)
+        saved = {int(each["iteration"]) for each in history.of("checkpoint")}
+        saved |= {iteration_of(path) for path in paths}
+        history.checkpoints = sorted(each for each in saved if each <= self._until)
+        for start in history.of("start"):
+            history.settings = flat_settings(start["config"])
+        for path in paths[:1] if not history.settings else ():
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                run = json.loads((path / RUN).read_bytes())
+                history.settings = flat_settings(run["config"])
+                history.layout_ranks = math.prod(run["layout"].get(axis, 1) for axis in RANK_AXES)
+
+    def _add_record(self, record: dict[str, Any]) -> None:
+        if int(record["iteration"]) <= self._until:
+            self.history.add(record)
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        if int(event["iteration"]) <= self._until and event["event"]:
+            self.history.events.append(event)
+
+
+def read_run(path: Path, until: int | None = None) -> History:
+    """The history of a run, after that of the run that it continues, as far as it is found.
+
+    Args:
+        path: Its metrics.jsonl, or the folder with it.
+        until: Last iteration to read. None: all.
+
+    Raises:
+        UserError: As `read_history`.
+    """
+    history = read_history(path, until)
+    first = int(history["iteration"][0])
+    folder = path if path.is_dir() else path.parent
+    continued = _continued_run(folder, history) if first > 1 else None
+    return history if continued is None else read_run(continued, first - 1).continued_by(history)
+
+
+def _continued_run(folder: Path, history: History) -> Path | None:
+    """The metrics of the run in another folder that one in a --save folder has loaded."""
+    loads = [flat_settings(each["config"]).get("--load") for each in history.of("start")]
+    for path in list_checkpoints(folder):
+        loads.append(json.loads((path / RUN).read_bytes())["config"]["checkpoint"]["load"])
+    for load in filter(None, loads):
+        for place in (Path(load), Path(load).parent):
+            if (place / METRICS).is_file() and not os.path.samefile(place, folder):
+                return place / METRICS
+    return None
+
+
+def read_history(path: Path, until: int | None = None) -> History:
+    """The history of a run alone.
+
+    Args:
+        path: Its metrics.jsonl, or the folder with it.
+        until: Last iteration to read. None: all.
+
+    Raises:
+        UserError: If no training step has a finite loss, or a line is no record.
+        OSError: If a file cannot be read.
+    """
+    reader = RunReader(path, until)
+    reader.read()
+    if not reader.history.points():
+        raise user_error("metrics-without-steps", path=reader.metrics)
+    return reader.history
+
+
+def run_problems(field: str, runs: Sequence[str]) -> Iterator[Problem]:
+    """The values of an option that are no files or folders."""
+    for run in runs:
+        if not Path(run).exists():
+            yield Problem("run-missing", field, path=run)
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """A name per run: its folder's, or its path if two folders have the same name."""
+    folders = [Path(path).parent if Path(path).name == METRICS else Path(path) for path in paths]
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else list(paths)

@@ -1,0 +1,155 @@
+"""The report of runs as one HTML page, which needs no other file and no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+from megatron_ds.reports.charts import Chart, Runs
+from megatron_ds.reports.figures import COLORS, DARK, MARKS, svg
+from megatron_ds.reports.tables import (
+    Table,
+    events_table,
+    figures_table,
+    scaling_table,
+    settings_table,
+)
+
+STYLES = ("solid", "dashed", "dashed", "dotted")
+SYMBOLS = {"dots": "●", "stars": "★", "restart": "┊", "checkpoint": "▲", "warning": "✕"}
+STYLE = """
+:root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --grid: #d0d7de; --box: #f6f8fa;
+  LIGHT }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #0d1117; --text: #e6edf3; --grid: #3d444d; --box: #161b22; DARK }
+}
+body { margin: 0 auto; max-width: 76rem; padding: 1rem; background: var(--back);
+  color: var(--text); font: 1rem/1.5 system-ui, sans-serif; }
+h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
+h2 { margin-top: 2rem; }
+svg { display: block; width: 100%; height: auto; font-family: system-ui, sans-serif; }
+figure { margin: 0; padding: .5rem; border: 1px solid var(--grid); border-radius: .5rem; }
+figcaption { font-weight: 600; padding: 0 .5rem; }
+.charts { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .5rem; border-bottom: 1px solid var(--grid); text-align: left;
+  vertical-align: top; }
+thead th { background: var(--box); font-size: .9rem; }
+tbody th { white-space: nowrap; }
+td { min-width: 3rem; }
+td:not(.number) { min-width: 7rem; }
+td.number { text-align: right; white-space: nowrap; }
+.key { display: inline-block; width: .9em; height: .9em; margin-right: .4em; border-radius: 50%; }
+fieldset { border: 0; padding: 0; margin: 0; }
+.tabs label { display: inline-block; margin: 0 1rem .5rem 0; padding: .3rem 0; }
+.tabs figure { max-width: 44rem; }
+@supports selector(:has(a)) { .tabs figure { display: none; } TABS { display: block; } }
+ul { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0; padding: .25rem .5rem;
+  list-style: none; font-size: .9rem; }
+li span { display: inline-block; min-width: 1.6em; margin-right: .3em; text-align: center; }
+li span.line { border-top: 3px solid; vertical-align: middle; }
+"""
+
+
+def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) -> str:
+    """The page.
+
+    Args:
+        runs: Their histories.
+        charts: The charts to show.
+        peak_tflops: Peak of a device in 10^12 operations per second, for the MFU.
+    """
+    losses = [chart for chart in charts if chart.name.startswith("loss-")]
+    others = [chart for chart in charts if not chart.name.startswith("loss-")]
+    title = f"Training report: {', '.join(runs)}"
+    tables = [table for table in (scaling_table(runs),) if table is not None]
+    if len(runs) > 1:
+        tables.append(settings_table(runs, only_different=True))
+    tables.append(events_table(runs))
+    body = [
+        "<h1>Training report</h1>",
+        *_table(figures_table(runs, peak_tflops), keys=list(runs)),
+        "<h2>Loss</h2>",
+        *_tabs(losses),
+        "<h2>Training</h2>",
+        '<div class="charts">',
+        *(_figure(chart) for chart in others),
+        "</div>",
+        *(line for table in tables for line in _table(table)),
+        *_all_settings(settings_table(runs, only_different=False)),
+    ]
+    head = (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{_style(losses)}</style>\n</head>\n<body>\n"
+    )
+    return head + "\n".join(body) + "\n</body>\n</html>\n"
+
+
+def _style(losses: Sequence[Chart]) -> str:
+    shown = (f".tabs:has(#{chart.name}:checked) .{chart.name}" for chart in losses)
+    style = STYLE.replace("TABS", ", ".join(shown))
+    for theme, colors in (("LIGHT", COLORS), ("DARK", DARK)):
+        variables = (f"--run{number}: {color};" for number, color in enumerate(colors))
+        style = style.replace(theme, " ".join(variables))
+    return style
+
+
+def _figure(chart: Chart, name: str = "") -> str:
+    text = escape(chart.description(), quote=True)
+    drawing = svg(chart).replace("<svg ", f'<svg role="img" aria-label="{text}" ', 1)
+    title = f"<figcaption>{escape(chart.title)}</figcaption>"
+    return f'<figure class="{name}">{title}{drawing}{_legend(chart)}</figure>'
+
+
+def _legend(chart: Chart) -> str:
+    """The lines of a chart with their colors, then its symbols, each once."""
+    entries: dict[str, str] = {}
+    for line in sorted(chart.lines, key=lambda line: line.kind in SYMBOLS):
+        if line.label and line.kind in ("line", "ideal"):
+            number, style = line.color % len(COLORS), STYLES[line.color % len(STYLES)]
+            color, dashes = f"var(--run{number})", style
+            if line.kind == "ideal":
+                color, dashes = "grey", "dashed"
+            style = f"border-top-style: {dashes}; border-top-color: {color}"
+            entries[line.label] = f'<span class="line" style="{style}"></span>'
+        elif line.label:
+            entries[line.label] = f"<span>{SYMBOLS[line.kind]}</span>"
+    entries |= {MARKS[mark.kind]: f"<span>{SYMBOLS[mark.kind]}</span>" for mark in chart.marks}
+    items = (f"<li>{symbol}{escape(label)}</li>" for label, symbol in entries.items())
+    return f"<ul>{''.join(items)}</ul>" if entries else ""
+
+
+def _tabs(charts: Sequence[Chart]) -> Iterator[str]:
+    """One of the charts, chosen by its horizontal axis without a script."""
+    yield '<fieldset class="tabs"><legend>Against</legend>'
+    for number, chart in enumerate(charts):
+        checked = "" if number else " checked"
+        button = f'<input type="radio" name="axis" id="{chart.name}"{checked}>'
+        yield f"<label>{button} {escape(chart.x_label)}</label>"
+    yield from (_figure(chart, chart.name) for chart in charts)
+    yield "</fieldset>"
+
+
+def _table(table: Table, keys: Sequence[str] = ()) -> Iterator[str]:
+    """A table with its heading; `keys` are rows whose name follows the color of their run."""
+    yield f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table><thead><tr>'
+    yield from (f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
+    yield "</tr></thead><tbody>"
+    for number, row in enumerate(table.rows):
+        color = f'<span class="key" style="background: var(--run{number % len(COLORS)})"></span>'
+        cells = "".join(map(_cell, row[1:]))
+        name = f"{color if row[0] in keys else ''}{escape(row[0])}"
+        yield f'<tr><th scope="row">{name}</th>{cells}</tr>'
+    yield "</tbody></table></div>" if table.rows else "</tbody></table></div><p>None.</p>"
+
+
+def _cell(text: str) -> str:
+    kind = ' class="number"' if text[:1].isdigit() and len(text) < 20 else ""
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def _all_settings(table: Table) -> Iterable[str]:
+    return ("<details><summary>All settings</summary>", *_table(table), "</details>")

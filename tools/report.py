@@ -1,0 +1,78 @@
+"""Write a page with the charts and figures of runs.
+
+Reads the files that a run writes next to its checkpoints; the command line of
+`megatron_ds.reports`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem
+from megatron_ds.reports.history import names_of, read_run, run_problems
+
+
+@dataclass(frozen=True)
+class Options:
+    """Writes one HTML page with the charts and figures of runs, which opens offline."""
+
+    runs: tuple[str, ...] = option_field(
+        (),
+        "--save folder or metrics.jsonl of each run; a run that continues another one begins with "
+        "its curve",
+        nargs="*",
+        metavar="RUN",
+        positional=True,
+        required=True,
+    )
+    output: str = option_field("report.html", "file to write", metavar="FILE")
+    png: str | None = option_field(None, "folder that also gets each chart as PNG", metavar="DIR")
+    peak_tflops: float | None = option_field(
+        None,
+        "peak of a device in 10^12 operations per second, for the model FLOPs utilization (MFU)",
+        above=0,
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        yield from run_problems("runs", self.runs)
+        if importlib.util.find_spec("matplotlib") is None:
+            yield Problem("plot-needs-matplotlib", output=self.output)
+
+
+def work(options: Options) -> None:
+    # matplotlib takes half a second to import.
+    from megatron_ds.reports import figures
+    from megatron_ds.reports.charts import charts_of
+    from megatron_ds.reports.page import page
+
+    paths = list(dict.fromkeys(options.runs))
+    runs = dict(zip(names_of(paths), map(read_run, map(Path, paths)), strict=True))
+    charts = list(charts_of(runs, options.peak_tflops))
+    Path(options.output).write_text(page(runs, charts, options.peak_tflops), encoding="utf-8")
+    print(f"wrote {options.output}")
+    if options.png is not None:
+        folder = Path(options.png)
+        folder.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            figures.save(chart, folder / f"{chart.name}.png")
+        print(f"wrote {len(charts)} charts to {folder}")
+
+
+main = cli.program(Options, work)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
