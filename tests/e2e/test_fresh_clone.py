@@ -1,4 +1,5 @@
-"""Every command of README.md, examples/README.md and docs/tutorial.md, in order, in a fresh clone.
+"""Every command of README.md, examples/README.md, docs/reports.md and docs/tutorial.md, in order,
+in a fresh clone.
 
 The shell runs the lines. What takes minutes is reduced without changing them: `make` prints what it
 would run, scripts get small sizes by their variables, and programs that import torch are recorded
@@ -80,8 +81,8 @@ Smaller = Callable[[str, str], str]
 
 def documented_commands() -> list[str]:
     """The lines of all code blocks, continued lines joined."""
-    pages = [REPOSITORY / "README.md", REPOSITORY / "examples" / "README.md"]
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    pages = ("README.md", "examples/README.md", "docs/reports.md")
+    text = "".join((REPOSITORY / page).read_text(encoding="utf-8") for page in pages)
     blocks = re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return "".join(blocks).replace("\\\n", " ").splitlines()
 
@@ -234,6 +235,10 @@ def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
     assert len(losses(distributed)) == 4
     assert list((distributed / "tensorboard").glob("events.out.tfevents.*"))
     assert len(losses(folder / "checkpoints" / "tiny")) == 20
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert re.search(r">--hidden-size</th>(<td[^>]*>\d+</td>){2}</tr>", page)
+    assert (folder / "charts" / "loss-tokens.png").stat().st_size > 1000
+    assert "ended with status 0" in output_of("watch.py")
 
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="no clone without a repository")

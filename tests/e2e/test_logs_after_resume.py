@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.runs import Launcher, Settings, losses, records, steps
+from tools import report, watch
 
 LAST, SAVED, KILL_POSITION = 8, 3, 20
 """Batches of 4 samples: the kill is in iteration 6, three after the checkpoint."""
@@ -26,8 +29,40 @@ def points(folder: Path) -> dict[str, list[int]]:
     return {tag: [e.step for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def events_in(save: Path) -> list[dict[str, Any]]:
+    lines = (save / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def check_events(save: Path, output: str) -> None:
+    """The killed run has no end; the resumed one has every event of its log."""
+    found = events_in(save)
+    assert [(each["event"], each["iteration"]) for each in found if each["event"] != "warning"] == [
+        *(("start", 0), ("memory", 1), ("checkpoint", SAVED)),
+        *(("start", SAVED), ("memory", SAVED + 1), ("checkpoint", 2 * SAVED)),
+        *(("checkpoint", LAST), ("memory", LAST), ("end", LAST)),
+    ]
+    start = next(each for each in found if each["event"] == "start")
+    assert (start["ranks"], start["total_iterations"]) == (2, LAST)
+    assert start["config"]["schedule"]["train_iters"] == LAST
+    assert found[-1]["status"] == 0
+    resumed = found[[each["iteration"] for each in found].index(SAVED, 3) :]
+    warnings = [each["text"] for each in resumed if each["event"] == "warning"]
+    assert set(warnings) <= set(re.findall(r"WARNING: (.*)", output))
+
+
+def check_reports(save: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tools that read the files of a run."""
+    assert report.main([str(save), "--output", str(folder / "report.html")]) == 0
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "resumed on 2 ranks</td>" in page
+    assert f"{losses(save)[0]:.4g}" in page
+    assert watch.main([str(save)]) == 0
+    assert f"iteration {LAST} of {LAST} (100%)" in capsys.readouterr().out
+
+
 def test_a_killed_and_resumed_run_logs_every_step_once(
-    launcher: Launcher, base: Settings, tmp_path: Path
+    launcher: Launcher, base: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save, board = tmp_path / "run", tmp_path / "board"
     settings = {**base, "train_iters": LAST, "save_interval": SAVED, "save": save, "load": save}
@@ -74,6 +109,8 @@ def test_a_killed_and_resumed_run_logs_every_step_once(
     for tag, steps_of_tag in found.items():
         assert len(set(steps_of_tag)) == len(steps_of_tag), tag
     assert f"consumed tokens: {128 * LAST:12d} |" in output
+    check_events(save, output)
+    check_reports(save, tmp_path, capsys)
 
     # Rolled back, the run leaves checkpoints 6 and 8 behind, and a plain load continues the branch.
     launcher.start({**settings, "train_iters": 5, "ckpt_step": 3}, ranks=2).succeed()
@@ -96,6 +133,8 @@ def test_a_run_killed_before_its_first_save_starts_over_and_keeps_old_logs(
     assert [step["iteration"] for step in steps(save)] == [1, 2, 3]
     old = (save / "metrics.jsonl.1").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in old] == [1, 2]
+    assert (save / "events.jsonl.1").is_file()
+    assert [each["event"] for each in events_in(save)].count("start") == 1
     assert points(board)[TAG] == [1, 2, 3]
     assert points(board / "previous-1")[TAG] == [1, 2]
     assert "\x1b" not in output

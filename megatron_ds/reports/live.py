@@ -1,0 +1,189 @@
+"""Shows a run in progress in a terminal, from the files that it writes.
+
+Owns the frames: progress, time left, curves, warnings and status. The run does not know of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from megatron_ds.config.problems import UserError
+from megatron_ds.reports.history import History, RunReader, Values
+from megatron_ds.reports.tables import event_cells, last_losses
+from megatron_ds.reports.text_plot import braille
+
+RECENT = 50
+"""Last steps over which speed and loss are averaged."""
+LATE_INTERVALS, LATE_SECONDS = 3, 10.0
+"""A run is late if nothing was written for so many log intervals, and so many seconds."""
+WARNINGS = 3
+CURVES = (
+    ("loss", "lm_loss", 6),
+    ("tokens/s", "tokens_per_second", 3),
+    ("learning rate", "learning_rate", 2),
+)
+"""Name, key and lines of each curve."""
+
+
+@dataclass
+class Follower:
+    """A run whose files are read as they grow.
+
+    Args:
+        path: Its `metrics.jsonl`, or the folder with it.
+        clock: Seconds since 1970.
+    """
+
+    path: Path
+    clock: Callable[[], float] = time.time
+    problem: str = field(default="", init=False)
+    """Why the last `poll` could not read everything."""
+
+    def __post_init__(self) -> None:
+        self._reader = RunReader(self.path)
+        self._written_at: float | None = None
+
+    @property
+    def history(self) -> History:
+        return self._reader.history
+
+    def poll(self) -> None:
+        """Reads the new bytes. An error is kept in `problem`: a file of a network folder may be
+        incomplete for a moment."""
+        is_first, self.problem = self._written_at is None, ""
+        try:
+            # Files of another machine have its times: the age is that of the file's time only
+            # until a new byte is seen.
+            if self._reader.read():
+                written = self._reader.metrics.stat().st_mtime if is_first else self.clock()
+                self._written_at = min(written, self.clock())
+        except FileNotFoundError:
+            pass  # before the first step
+        except UserError as error:
+            self.problem = error.problems[0].render()
+        except OSError as error:
+            self.problem = str(error)
+
+    @property
+    def age(self) -> float:
+        """Seconds since the run has written."""
+        return 0.0 if self._written_at is None else self.clock() - self._written_at
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a run is doing."""
+
+    text: str
+    has_ended: bool = False
+    is_late: bool = False
+
+
+def status(run: History, age: float) -> Status:
+    """The status of a run.
+
+    Args:
+        run: Its history.
+        age: Seconds since it has written.
+    """
+    changes = [each for each in run.events if each["event"] in ("start", "end")]
+    if changes and changes[-1]["event"] == "end":
+        return Status([*event_cells(changes[-1])][-1], has_ended=True)
+    if not len(run):
+        return Status("no step yet")
+    if not changes and run["iteration"][-1] == run.total_iterations:
+        return Status("ended", has_ended=True)
+    interval = seconds_per_step(run) * int(run.settings.get("--log-interval") or 1)
+    if interval and age > max(LATE_INTERVALS * interval, LATE_SECONDS):
+        times = f"{age / interval:,.0f} times that of a log interval"
+        return Status(f"no new step for {_duration(age)}, {times}", is_late=True)
+    return Status("running")
+
+
+def seconds_per_step(run: History) -> float:
+    """Median of the last steps that are not warm-up; 0 if there are none."""
+    timed = run["seconds"][-RECENT:][run["warm_up"][-RECENT:] != 1]
+    return float(np.median(timed)) if len(timed) else 0.0
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def frame(name: str, follower: Follower, width: int, *, has_dots: bool = True) -> RenderableType:
+    """The picture of a run as it is now.
+
+    Args:
+        name: Name of the run.
+        follower: Its history.
+        width: Characters of a line.
+        has_dots: Whether the terminal has the characters of curves.
+    """
+    run, now = follower.history, status(follower.history, follower.age)
+    style = "yellow" if now.is_late else "green" if not now.text.startswith("failed") else "red"
+    parts: list[RenderableType] = [f"[bold]{escape(name)}[/]: [{style}]{escape(now.text)}[/]"]
+    if len(run):
+        parts += [*_progress(run, now, width), *_curves(run, width if has_dots else 0)]
+    table = Table.grid(padding=(0, 2))
+    for label, text in _lines(run):
+        table.add_row(label, escape(text))
+    parts.append(table)
+    if follower.problem:
+        parts.append(f"[red]{escape(follower.problem)}[/]")
+    return Group(*parts)
+
+
+def _progress(run: History, now: Status, width: int) -> Iterator[RenderableType]:
+    """Bar, iterations and time left."""
+    done, total, each = int(run["iteration"][-1]), run.total_iterations, seconds_per_step(run)
+    if not total:
+        yield f"iteration {done:,}"
+        return
+    text = f"iteration {done:,} of {total:,} ({done / total:.0%})"
+    if each and not now.has_ended:
+        text += f", {_duration((total - done) * each)} left at {each:.3g} s per step"
+    row = Table.grid()  # a bar alone has no end of its line
+    row.add_row(ProgressBar(total=total, completed=done, width=min(width, 80)))
+    yield from (row, text)
+
+
+def _curves(run: History, width: int) -> Iterator[RenderableType]:
+    """Curves over all steps, each with its last and extreme values; without width only these."""
+    timed = run["warm_up"] != 1
+    for name, key, height in CURVES:
+        values: Values = run[key][timed] if key == "tokens_per_second" else run[key]
+        values = values[~np.isnan(values)]
+        if len(values):
+            last, low, high = map(_number, (values[-1], values.min(), values.max()))
+            yield f"[bold]{name}[/] {last} (between {low} and {high})"
+            yield from braille(values.tolist(), min(width, 80), height if width else 0)
+
+
+def _lines(run: History) -> Iterator[tuple[str, str]]:
+    """Last validation, checkpoint and warnings, skipped steps and restarts."""
+    if losses := last_losses(run, "validation"):
+        iteration = run.losses("validation")[-1][0]
+        shown = ", ".join(f"{group} {loss:.4f}".strip() for group, loss in losses.items())
+        yield "validation", f"loss {shown} at iteration {iteration:,}"
+    if run.checkpoints:
+        yield "checkpoint", f"iteration {run.checkpoints[-1]:,}"
+    if len(run) and (skipped := np.nansum(run["skipped"])):
+        yield "skipped", f"{skipped:,.0f} steps"
+    if restarts := [each for each in run.of("start") if each["iteration"] > 0]:
+        yield "resumed", f"{len(restarts)} times, last at iteration {restarts[-1]['iteration']:,}"
+    for each in run.of("warning")[-WARNINGS:]:
+        yield "warning", f"iteration {each['iteration']:,}: {each.get('text', '')}"

@@ -1,0 +1,82 @@
+"""Watch a run in a terminal.
+
+Reads the files that the run writes next to its checkpoints; the command line of
+`megatron_ds.reports.live`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import io
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds import cli
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem
+from megatron_ds.reports.history import names_of, run_problems
+
+
+@dataclass(frozen=True)
+class Options:
+    """Shows the progress of a run, its curves and its warnings until it ends or Ctrl-C.
+
+    Only what the run adds to its files is read, so it may run on another machine with the same
+    folder, and does not notice.
+    """
+
+    run: str = option_field(
+        "",
+        "--save folder or metrics.jsonl of the run",
+        metavar="RUN",
+        positional=True,
+        required=True,
+    )
+    once: bool = option_field(False, "print one frame and end")
+    interval: float = option_field(2.0, "seconds between two frames", metavar="SECONDS", above=0)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from run_problems("run", [self.run] if self.run else [])
+
+
+def work(options: Options) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from megatron_ds.reports.live import Follower, frame, status
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack the dots of the curves
+    console, follower = Console(highlight=False), Follower(Path(options.run))
+    (name,) = names_of([options.run])
+    has_dots = "utf" in console.encoding.lower()
+    follower.poll()
+    if options.once:
+        console.print(frame(name, follower, console.width, has_dots=has_dots))
+        return
+    try:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                live.update(frame(name, follower, console.width, has_dots=has_dots), refresh=True)
+                if status(follower.history, follower.age).has_ended:
+                    return
+                time.sleep(options.interval)
+                follower.poll()
+    except KeyboardInterrupt:
+        return  # the usual end
+
+
+main = cli.program(Options, work)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
