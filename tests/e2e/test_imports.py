@@ -75,6 +75,8 @@ except SystemExit as end:
         ("tools/generate_samples_gpt --help", 0, "--temperature"),
         ("tools/generate_samples_gpt --top-k -1", 2, ""),
         ("tools/run_text_generation_server --help", 0, "127.0.0.1"),
+        ("tools/report --help", 0, "--peak-tflops"),
+        ("tools/watch tests --once", 0, "no step yet"),
     ],
 )
 def test_help_and_problems_load_no_torch(command: str, status: int, shown: str) -> None:

@@ -25,6 +25,8 @@ from tests.unit.reports.run_files import event, start, steps, write_run
 def runs(tmp_path: Path) -> dict[str, History]:
     """Of one rank, and of four ranks that are three times as fast; the second was resumed."""
     slow = steps(range(1, 7))
+    slow[0]["seconds"] = 5.0
+    slow[1]["skipped"] = True
     slow[2] |= {"lm_loss": None, "skipped": True}
     slow.append({"iteration": 6, "group": "wiki", "validation_loss": 3.5, "ppl": 33.0})
     slow.append({"iteration": 6, "group": "code", "validation_loss": 2.5, "ppl": 12.0})
@@ -79,7 +81,7 @@ def test_a_smoothed_curve_lies_over_its_raw_values() -> None:
 def test_metrics_of_the_steps(runs: dict[str, History]) -> None:
     charts = {chart.name: chart for chart in charts_of(runs, peak_tflops=0.5)}
     assert "loss_scale" not in charts  # no run has one
-    assert shown(charts["skipped"])["slow"][-1] == (6, 1)
+    assert shown(charts["skipped"])["slow"][-1] == (6, 2)
     assert shown(charts["learning_rate"])["slow"] == [(each, 0.001) for each in range(1, 7)]
     # Without warm-up, which the first step of a process is.
     assert [x for x, _ in shown(charts["tokens_per_second"])["fast"]] == [2, 3, 4, 6, 7, 8]
@@ -112,7 +114,7 @@ def test_final_figures(runs: dict[str, History]) -> None:
         "run": "slow",
         "ranks": "1",
         "steps": "6",
-        "loss (last 10 steps)": "6.4000",
+        "loss (last 10 steps)": "6.0000",
         "validation loss": "wiki 3.5000, code 2.5000",
         "test loss": "–",
         "s/step": "0.500",
@@ -121,11 +123,19 @@ def test_final_figures(runs: dict[str, History]) -> None:
         "TFLOPs per device": "0.25",
         "MFU": "50.0%",
         "peak memory": "3.00 GiB",
-        "skipped": "1",
+        "skipped": "2",
         "restarts": "0",
     }
     names = ("ranks", "s/step", "samples/s", "tokens/s", "restarts", "test loss")
     assert [fast[name] for name in names] == ["4", "0.167", "24.00", "192", "1", "1.2500"]
+
+
+def test_throughput_is_that_of_the_last_number_of_ranks(tmp_path: Path) -> None:
+    records = steps(range(1, 5)) + steps(range(5, 9), seconds=0.25, tokens_per_second=128.0)
+    run = read_history(write_run(tmp_path, records, [start(0, 1), start(4, 2)]))
+    speed = tables.throughput(run)
+    assert speed is not None
+    assert (speed.ranks, speed.tokens_per_second) == (2, 128.0)
 
 
 def test_settings_that_differ_and_events(runs: dict[str, History]) -> None:

@@ -91,23 +91,29 @@ def test_a_damaged_line_is_an_error_until_it_is_complete(tmp_path: Path) -> None
     assert len(reader.history) == 2
 
 
-def test_a_resumed_run_replaces_its_later_steps(tmp_path: Path) -> None:
-    """As JsonLines: the file is replaced by one without the steps after the checkpoint."""
+@pytest.mark.parametrize(("last", "is_replaced"), [(3, True), (9, True), (3, False)])
+def test_a_resumed_run_replaces_its_later_steps(
+    tmp_path: Path, last: int, is_replaced: bool
+) -> None:
+    """As JsonLines: the file is replaced by one without the steps after the checkpoint, which may
+    have more steps when it is read. A file that is truncated has the same effect."""
     folder = write_run(tmp_path, steps(range(1, 6)), [start(0)])
     reader = RunReader(folder)
     reader.read()
-    (tmp_path / "new").write_text(lines(steps(range(1, 4))))
-    os.replace(tmp_path / "new", tmp_path / "metrics.jsonl")
+    new = tmp_path / ("new" if is_replaced else "metrics.jsonl")
+    new.write_text(lines(steps(range(1, last + 1), lm_loss=1.0)))
+    os.replace(new, tmp_path / "metrics.jsonl")
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write("{damaged\n" + lines([start(3, ranks=2)]))
     reader.read()
-    assert reader.history["iteration"].tolist() == [1, 2, 3]
+    assert reader.history.points() == [(each, 1.0) for each in range(1, last + 1)]
     assert [each["iteration"] for each in reader.history.of("start")] == [0, 3]
 
 
 def test_a_history_ends_with_the_iteration_that_is_asked_for(tmp_path: Path) -> None:
     events = [start(0), event("checkpoint", 2), event("warning", 5, text="w")]
     folder = write_run(tmp_path, steps(range(1, 7)), events)
+    (folder / "global_step4").mkdir()
     run = read_history(folder, until=3)
     assert run["iteration"].tolist() == [1, 2, 3]
     assert run.of("warning") == []

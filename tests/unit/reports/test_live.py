@@ -34,7 +34,9 @@ def follower(tmp_path: Path, now: list[float]) -> Follower:
 
 
 def write(folder: Path, last: int, *events: dict[str, Any]) -> None:
-    write_run(folder, steps(range(1, last + 1)), [start(0), *events])
+    records = steps(range(1, last + 1))
+    records[0]["seconds"] = 9.0  # of the warm-up
+    write_run(folder, records, [start(0), *events])
     os.utime(folder / "metrics.jsonl", (990, 990))
 
 
@@ -78,6 +80,7 @@ def test_a_run_that_writes_nothing_is_late_until_it_writes(
     assert late.text == "no new step for 0:01:00, 60 times that of a log interval"
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(lines(steps(range(3, 4))))
+    os.utime(tmp_path / "metrics.jsonl", (1040, 1040))
     follower.poll()
     assert follower.age == 0.0  # by this machine's clock
     assert status(follower.history, follower.age).text == "running"
