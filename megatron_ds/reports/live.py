@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from megatron_ds.config.problems import UserError
+from megatron_ds.config.problems import UserError, counted
 from megatron_ds.reports.history import History, RunReader, Values
 from megatron_ds.reports.tables import event_cells, last_losses
 from megatron_ds.reports.text_plot import braille
@@ -184,6 +184,9 @@ def _lines(run: History) -> Iterator[tuple[str, str]]:
     if len(run) and (skipped := np.nansum(run["skipped"])):
         yield "skipped", f"{skipped:,.0f} steps"
     if restarts := [each for each in run.of("start") if each["iteration"] > 0]:
-        yield "resumed", f"{len(restarts)} times, last at iteration {restarts[-1]['iteration']:,}"
+        yield (
+            "resumed",
+            f"{counted(len(restarts), 'time')}, last at iteration {restarts[-1]['iteration']:,}",
+        )
     for each in run.of("warning")[-WARNINGS:]:
         yield "warning", f"iteration {each['iteration']:,}: {each.get('text', '')}"

@@ -61,7 +61,7 @@ def test_a_frame_shows_progress_curves_and_events(follower: Follower, tmp_path: 
     assert "tokens/s 64 (between 64 and 64)" in shown
     assert "loss 3.5000 at iteration 6" in shown
     assert re.search(r"^checkpoint +iteration 4 *$", shown, re.MULTILINE)
-    assert "1 times, last at iteration 4" in shown
+    assert "1 time, last at iteration 4" in shown
     assert "number 3 [some-code]" in shown
     assert "number 0" not in shown
 
