@@ -16,6 +16,7 @@ from megatron_ds.engine.deepspeed.partitions import FlatPartition
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
@@ -181,6 +182,14 @@ class Engine(Protocol):
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         """Compute this rank's loss of `count` micro-batches, without gradients and dropout."""
+
+    def inference_model(self) -> AbstractContextManager[GPTModel]:
+        """The model in evaluation mode, in the form in which text is scored and generated.
+
+        Inside the context it may be called with any number of tokens. With ZeRO-3 and with experts
+        on several ranks, all data-parallel ranks must call it equally often. Not with pipeline
+        stages.
+        """
 
     def params_norm(self) -> float:
         """Compute the L2 norm of all parameters, each counted once."""

@@ -14,6 +14,7 @@ from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import register_external_parameter
 from torch import Tensor, nn
 
 from megatron_ds.config.problems import Problem, user_error
@@ -42,6 +43,8 @@ from megatron_ds.engine.states.host_staging import HostStaging
 from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.swap_folder import SwapFolder
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.inference_form import inference_form
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.collectives import gather_objects
@@ -231,6 +234,17 @@ class ZeroEngine:
         self._engine.eval()
         with torch.no_grad():
             return LossSum(*self._sum([self._forward(next(batches)) for _ in range(count)]))
+
+    @contextmanager
+    def inference_model(self) -> Iterator[GPTModel]:
+        assert isinstance(self.module, GPTModel), "a pipeline stage"
+        self._engine.eval()
+        if self._stage == 3 and not self.module.config.untie_embeddings_and_output_weights:
+            # Used outside of its module. DeepSpeed finds that out in its engine's forward pass
+            # only, and not while the weight is being prefetched.
+            register_external_parameter(self.module, self.module.embedding.word.weight)
+        with torch.no_grad(), inference_form(self.module, self._mesh):
+            yield self.module
 
     def params_norm(self) -> float:
         squares = self._sum_of_squares(self._own_partition)

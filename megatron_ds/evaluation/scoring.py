@@ -56,11 +56,16 @@ class Scorer:
         model: This rank's shard, in evaluation mode.
         mesh: Data-parallel ranks share the texts.
         batch_size: Texts of a forward pass.
+        in_lockstep: Whether a forward pass communicates over the data-parallel ranks, so that all
+            of them must compute equally many.
+        before_batch: Called before each batch, equally often on every rank.
     """
 
     model: GPTModel
     mesh: Mesh
     batch_size: int
+    in_lockstep: bool = False
+    before_batch: Callable[[], object] = bool
 
     def score(self, texts: Iterator[ScoredText]) -> Iterator[Score]:
         """The scores, in the order of the texts, a block of texts at a time.
@@ -84,6 +89,8 @@ class Scorer:
         items: Sequence[Item],
         work: Callable[[list[Item]], Sequence[Result]],
         length: Callable[[Item], int],
+        *,
+        passes_vary: bool = False,
     ) -> list[Result]:
         """The results of items in their order, on every rank. Collective.
 
@@ -92,15 +99,23 @@ class Scorer:
                 data-parallel rank takes every DP-th of them.
             work: Computes a batch.
             length: Length of an item.
+            passes_vary: Whether the number of forward passes of a batch depends on its items. Ranks
+                in lockstep then compute all of them.
         """
         order = sorted(range(len(items)), key=lambda index: -length(items[index]))
-        own = order[self.mesh.dp.rank :: self.mesh.dp.size]
+        rank, size = self.mesh.dp.rank, self.mesh.dp.size
+        if self.in_lockstep and passes_vary:
+            rank, size = 0, 1
+        own, most = order[rank::size], len(order[::size])
         results: dict[int, Result] = {}
-        for start in range(0, len(own), self.batch_size):
+        for start in range(0, most, self.batch_size):
+            self.before_batch()
             batch = own[start : start + self.batch_size]
-            results |= zip(batch, work([items[index] for index in batch]), strict=True)
-        if self.mesh.dp.size > 1:
-            parts: list[dict[int, Result]] = [{} for _ in range(self.mesh.dp.size)]
+            if batch or self.in_lockstep:
+                found = work([items[index] for index in batch or order[:1]])
+                results |= zip(batch, found, strict=bool(batch))
+        if size > 1:
+            parts: list[dict[int, Result]] = [{} for _ in range(size)]
             dist.all_gather_object(parts, results, group=self.mesh.dp.handle)
             results = {index: result for part in parts for index, result in part.items()}
         return [results[index] for index in range(len(items))]
@@ -120,15 +135,25 @@ class Scorer:
         x_SBH = self.model(tokens_BS.to(device), hidden_only=True)
         positions_N, targets_N = (torch.cat(each).to(device) for each in (positions, targets))
         x_NH = x_SBH.flatten(0, 1)[positions_N]
-        parts = [
-            self._score_tokens(*part)
-            for part in zip(x_NH.split(LOGITS_TOKENS), targets_N.split(LOGITS_TOKENS), strict=True)
-        ]
+        pairs = zip(x_NH.split(LOGITS_TOKENS), targets_N.split(LOGITS_TOKENS), strict=True)
+        chunks = list(pairs)
+        most = self._most_of_all_ranks(len(chunks))
+        parts = [self._score_tokens(*chunk) for chunk in chunks]
+        for _ in range(most - len(parts)):
+            self._score_tokens(x_NH[:1], targets_N[:1])  # for the other ranks
         logprobs_N, is_greedy_N = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
         check_finite(logprobs_N.tolist())
         sizes = [text.scored for text in texts]
         rows = zip(logprobs_N.double().split(sizes), is_greedy_N.split(sizes), strict=True)
         return [Score(float(logprobs.sum()), bool(greedy.all())) for logprobs, greedy in rows]
+
+    def _most_of_all_ranks(self, number: int) -> int:
+        """The largest number of the data-parallel ranks in lockstep."""
+        if not self.in_lockstep or self.mesh.dp.size == 1:
+            return number
+        largest = torch.tensor(number, device=next(self.model.parameters()).device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh.dp.handle)
+        return int(largest)
 
     def _score_tokens(self, x_NH: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each token, and whether it is the most probable one."""

@@ -112,6 +112,7 @@ class GPTModel(nn.Module):
         cache: KeyValueCache | None = None,
         *,
         hidden_only: bool = False,
+        logits_only: bool = False,
         x_SBH: Tensor | None = None,
         stage: int | None = None,
         max_documents: int | None = None,
@@ -127,6 +128,7 @@ class GPTModel(nn.Module):
             loss_mask_BS: Weight of each label's loss. None: ones.
             cache: Keys and values of earlier tokens; positions continue after them.
             hidden_only: Return the last layer's output, for `logits`.
+            logits_only: Compute the logits of `x_SBH`, the last layer's output, without the tokens.
             x_SBH: Output of the previous stage, instead of embedded tokens.
             stage: Which of this model's `stages` to compute. None: all of its layers.
             max_documents: At least the number of documents in the tokens, if the host knows it.
@@ -137,15 +139,17 @@ class GPTModel(nn.Module):
             `hidden_only`, or of a stage without output layer: its last layer's output [S, B, H].
 
         Raises:
-            UserError: If a token id is outside the vocabulary (on the CPU), or a sequence is longer
-                than the learned positions.
+            UserError: If an id is outside the vocabulary (on the CPU), or a sequence is too long.
         """
+        if logits_only:
+            assert x_SBH is not None
+            return self._output(x_SBH, None, None, slice(None))
         dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
         offset = 0 if cache is None else cache.length
-        packed = None
-        if self.packing is not None and cache is None:
-            packed = self.packing.find_documents(tokens_BS, max_documents)
-        local = local_slice(tokens_BS.shape[1], self._sp)
+        packing = self.packing if cache is None else None
+        packed = None if packing is None else packing.find_documents(tokens_BS, max_documents)
+        length = tokens_BS.shape[1]
+        local = local_slice(length, self._sp)
         if x_SBH is None:
             positions_BS = None if packed is None else packed.positions_BS
             if positions_BS is not None:
@@ -153,9 +157,7 @@ class GPTModel(nn.Module):
             self._rng.begin_layer(dropout, EMBEDDING)
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, positions_BS)
             assert x_SBH is not None
-        context = self.positions.context(
-            tokens_BS.shape[1], offset, x_SBH.dtype, x_SBH.device, packed
-        )
+        context = self.positions.context(length, offset, x_SBH.dtype, x_SBH.device, packed)
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])
@@ -165,7 +167,8 @@ class GPTModel(nn.Module):
 
     def logits(self, x_SBH: Tensor) -> Tensor:
         """The logits [B, S, V] of the last layer's output at some positions."""
-        logits = self._output(x_SBH, None, None, slice(None))
+        # A call, for whose time ZeRO-3 gathers the parameters.
+        logits = self(x_SBH, x_SBH=x_SBH, logits_only=True)
         assert isinstance(logits, Tensor)
         return logits
 
