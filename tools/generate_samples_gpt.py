@@ -211,7 +211,8 @@ def run(options: Options) -> None:
             done = 0
             while batch := broadcast_from_rank0(next(batches, None)):
                 prompts = [prompt.ids for prompt in batch]
-                texts = generate(model, prompts, config, first_index=done)
+                numbers = range(done, done + len(batch))
+                texts = generate(model, prompts, config, indexes=numbers)
                 scores: list[list[float] | None] = [None] * len(batch)
                 if options.scores_texts:
                     pairs = zip(prompts, texts, strict=True)

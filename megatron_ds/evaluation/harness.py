@@ -10,10 +10,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-from collections.abc import Sequence
+import difflib
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import datasets
 from lm_eval import simple_evaluate, utils
+from lm_eval.api import model as model_module
+from lm_eval.api import task as task_module
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -21,13 +28,14 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from megatron_ds import cli
-from megatron_ds.config.problems import Problem, raise_if_any
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.evaluation.options import ModelOptions, Options
 from megatron_ds.evaluation.scoring import ScoredText, Scorer
-from megatron_ds.inference.cli import loaded_model, open_checkpoint
+from megatron_ds.inference.cli import broadcast_from_rank0, loaded_model, open_checkpoint
 from megatron_ds.inference.generate import GenerationConfig, generate
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.launch import environment
+from megatron_ds.parallel.rng import stable_seed
 
 if TYPE_CHECKING:
     from megatron_ds.tokenizer import Tokenizer
@@ -153,16 +161,21 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         )
 
         def continuations(batch: Sequence[tuple[int, list[int]]]) -> list[str]:
-            prompts = [prompt for _, prompt in batch]
-            # No two prompts draw the same random numbers.
-            first = batch[0][0] * self._scorer.batch_size
-            texts = generate(self._scorer.model, prompts, config, first_index=first)
+            numbers, prompts = zip(*batch, strict=True)
+            texts = generate(self._scorer.model, prompts, config, indexes=numbers)
             return [self._cut(ids, stops) for ids in texts]
 
         room = self._length - new_tokens
         prompts = [self.tok_encode(text)[-room:] or [self.eot_token_id] for text in contexts]
-        numbered = list(enumerate(prompts))
-        return self._scorer.share(numbered, continuations, lambda item: len(item[1]))
+        # A sample depends on its prompt, and on how often the prompt was asked before, alone.
+        asked: Counter[tuple[int, ...]] = Counter()
+        numbered = []
+        for prompt in prompts:
+            numbered.append((stable_seed(*prompt, asked[tuple(prompt)]), prompt))
+            asked[tuple(prompt)] += 1
+        return self._scorer.share(
+            numbered, continuations, lambda item: len(item[1]), passes_vary=True
+        )
 
     def _load(
         self, load: str, batch_size: int | str, flags: dict[str, Any]
@@ -186,30 +199,120 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
 
 def run_tasks(options: Options, scorer: Scorer, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Runs tasks of the harness; its results on the first rank.
+    """Runs tasks of the harness; its results on the first rank, which alone prints its log.
 
     Raises:
         UserError: If there is no such task.
     """
     names = [name for each in options.tasks for name in each.split(",") if name]
+    with quiet(on_first_rank=False):
+        manager = find_tasks(names, options.include_path)
+        result = simple_evaluate(
+            model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
+            tasks=names,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            task_manager=manager,
+            log_samples=False,
+        )
+    return dict(result or {})
+
+
+def find_tasks(names: Sequence[str], include_path: Sequence[str]) -> TaskManager:
+    """The definitions of tasks, which are not loaded yet.
+
+    Args:
+        names: Names of tasks, groups and tags.
+        include_path: Folders with definitions besides the harness's own.
+
+    Raises:
+        UserError: If there is no such task.
+    """
     # Reading the thousands of tasks that the harness has takes seconds.
     for include_defaults in (False, True):
-        manager = TaskManager(
-            include_path=list(options.include_path), include_defaults=include_defaults
-        )
+        manager = TaskManager(include_path=list(include_path), include_defaults=include_defaults)
         unknown = [name for name in names if name not in manager.all_tasks]
         if not unknown:
             break
-    raise_if_any(Problem("harness-task-unknown", task=name) for name in unknown)
-    result = simple_evaluate(
-        model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
-        tasks=names,
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        task_manager=manager,
-        log_samples=False,
+    known = manager.all_tasks
+    raise_if_any(
+        Problem("harness-task-unknown", task=name, hint=f"; did you mean {near}?" if near else "")
+        for name in unknown
+        for near in [", ".join(difflib.get_close_matches(name, known))]
     )
-    return dict(result or {})
+    return manager
+
+
+def load_tasks(names: Sequence[str], include_path: Sequence[str]) -> list[Any]:
+    """The tasks and groups of these names with their data, which the harness may download.
+
+    Raises:
+        UserError: If there is no such task, or one cannot be loaded.
+    """
+    manager = find_tasks(names, include_path)
+    loaded: list[Any] = []
+    for name in names:
+        try:
+            with quiet(on_first_rank=False):
+                found = manager.load([name])
+        except Exception as error:  # of the task's own code, too
+            raise user_error("harness-task-not-loaded", task=name, error=error) from error
+        group = found["groups"].get(name)
+        loaded += found["tasks"].values() if group is None else [group]
+    return loaded
+
+
+def run_loaded(
+    tasks: Sequence[Any],
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    num_fewshot: int | None,
+    limit: int | None,
+) -> dict[str, dict[str, float]]:
+    """The metrics of each loaded task and group, on every rank. Collective, and silent."""
+    with quiet():
+        result = simple_evaluate(
+            model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            # It would read all definitions otherwise.
+            task_manager=TaskManager(include_defaults=False),
+            bootstrap_iters=0,  # standard errors, by processes of its own
+            log_samples=False,
+        )
+    results = broadcast_from_rank0({} if result is None else result["results"])
+    return {
+        task: {
+            # Most results are unfiltered: "acc,none".
+            key.removesuffix(",none"): float(value)
+            for key, value in metrics.items()
+            if isinstance(value, int | float) and "," in key and "_stderr," not in key
+        }
+        for task, metrics in results.items()
+    }
+
+
+@contextlib.contextmanager
+def quiet(*, on_first_rank: bool = True) -> Iterator[None]:
+    """Without the harness's log and progress bars; other threads of the process print."""
+    if environment.rank() == 0 and not on_first_rank:
+        yield
+        return
+    modules, progress = (task_module, model_module), task_module.tqdm
+    disabled, had_bars = logging.root.manager.disable, not datasets.are_progress_bars_disabled()
+    logging.disable()
+    datasets.disable_progress_bars()
+    for module in modules:
+        module.tqdm = lambda *items, **options: progress(*items, **{**options, "disable": True})
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.tqdm = progress
+        logging.disable(disabled)
+        if had_bars:
+            datasets.enable_progress_bars()
 
 
 def table(results: dict[str, Any]) -> str:
@@ -222,7 +325,12 @@ def main() -> None:
 
     environment.adopt_ranks()
     environment.prepare_environment()
-    cli_evaluate()
+    with contextlib.ExitStack() as silenced:
+        if environment.rank() > 0:
+            null = silenced.enter_context(open(os.devnull, "w", encoding="utf-8"))
+            silenced.enter_context(contextlib.redirect_stdout(null))
+            silenced.enter_context(quiet())
+        cli_evaluate()
 
 
 if __name__ == "__main__":

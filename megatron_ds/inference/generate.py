@@ -82,7 +82,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     *,
-    first_index: int = 0,
+    indexes: Sequence[int] | None = None,
     should_continue: ShouldContinue | None = None,
 ) -> list[list[int]]:
     """Continues every prompt. Collective on tensor-parallel ranks, with equal arguments.
@@ -94,8 +94,8 @@ def generate(
         model: This rank's shard of the model, in evaluation mode.
         prompts: Ids of each prompt.
         config: How prompts are continued.
-        first_index: Number of the first prompt. With the seed it determines the random stream, so
-            that a prompt's sample does not depend on the other prompts in the batch.
+        indexes: Number of each prompt (default: from 0). With the seed it determines the random
+            stream, so that a prompt's sample does not depend on the other prompts in the batch.
         should_continue: See `ShouldContinue`.
 
     Returns:
@@ -111,7 +111,7 @@ def generate(
     raise_if_any([*prompt_problems(model.config, prompts, config), *config.sampling.problems()])
     rows = [
         _Row(list(prompt), len(prompt), prompt_generator(config.sampling.seed, index))
-        for index, prompt in enumerate(prompts, start=first_index)
+        for index, prompt in zip(indexes or range(len(prompts)), prompts, strict=True)
     ]
     with torch.no_grad():
         _extend(model, rows, config, should_continue)

@@ -153,8 +153,9 @@ class TextGenerationService:
         config = GenerationConfig(job.new_tokens, job.sampling, eod, self.max_length, rules)
         for start in range(0, len(job.prompts), size):
             batch = job.prompts[start : start + size]
+            numbers = range(start, start + len(batch))
             continuations = generate(
-                self.model, batch, config, first_index=start, should_continue=should_continue
+                self.model, batch, config, indexes=numbers, should_continue=should_continue
             )
             texts += [[*ids, *more] for ids, more in zip(batch, continuations, strict=True)]
         return texts
