@@ -106,7 +106,10 @@ class Config:
                 world_size, model.num_layers, has_experts=self.moe.is_used
             ),
             "recompute": self.recompute.problems(model.num_layers),
-            "data": self.data.problems(has_own_data="dataset" in self.custom_parts),
+            "data": self.data.problems(
+                has_own_data="dataset" in self.custom_parts,
+                is_read=self.logging.eval_only is None,
+            ),
             "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),
             "optimizer": self.optimizer.problems(),
             "schedule": self.schedule.problems(parallel, world_size),
@@ -123,8 +126,14 @@ class Config:
         if self.moe.is_used and self.runtime.compile:
             of_groups.append(Problem("experts-with-compile"))
         is_contiguous = in_effect(self.recompute).contiguous_checkpointing
-        if parallel.pipeline_model_parallel_size > 1 and is_contiguous:
-            of_groups.append(Problem("contiguous-checkpointing-with-pipeline", settings=parallel))
+        if parallel.pipeline_model_parallel_size > 1:
+            if is_contiguous:
+                problem = Problem("contiguous-checkpointing-with-pipeline", settings=parallel)
+                of_groups.append(problem)
+            for name in ("eval_tasks", "eval_only"):
+                if getattr(self.logging, name) is not None:
+                    fields = name, "pipeline_model_parallel_size"
+                    of_groups.append(Problem("tasks-with-pipeline", *fields, settings=parallel))
         return [*of_groups, *_sequence_problems(self)]
 
     def warnings(self) -> Iterator[Problem]:

@@ -108,11 +108,12 @@ class DataConfig:
         False, "mask the loss at end-of-document tokens of the input"
     )
 
-    def problems(self, *, has_own_data: bool = False) -> Iterator[Problem]:
+    def problems(self, *, has_own_data: bool = False, is_read: bool = True) -> Iterator[Problem]:
         """Check that the data of each split is given once.
 
         Args:
             has_own_data: The program brings the dataset instead.
+            is_read: The run needs data.
         """
         shared = [name for name in SPLIT_DATA_FIELDS if getattr(self, name)]
         by_split = {
@@ -135,7 +136,7 @@ class DataConfig:
                 yield exclusive_problem(*names)
         if has_own_data:
             yield from (Problem("data-replaced", name) for name in (*shared, *listed, *separate))
-        elif not shared and not listed and not by_split["train"]:
+        elif is_read and not shared and not listed and not by_split["train"]:
             yield Problem("training-data-required")
         if self.split is not None and by_split["train"] and not by_split["valid"]:
             yield Problem("split-without-shared-data")

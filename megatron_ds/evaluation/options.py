@@ -99,7 +99,7 @@ class Options(ModelOptions):
         if bool(self.valid_data) == bool(self.tasks):
             yield Problem("one-evaluation-required")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
-            yield Problem("harness-missing")
+            yield Problem("harness-missing", "tasks")
         yield from texts.problems(self.valid_data)
         if self.output is not None:
             yield from output_problems("output", self.output)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_ds.config.logging import FILE_TASKS
 from megatron_ds.config.problems import user_error
 from megatron_ds.evaluation.scoring import Score, ScoredText, windows
 from megatron_ds.tokenizer import Tokenizer
 
-PERPLEXITY, WIKITEXT, LAMBADA = "perplexity", "WIKITEXT103", "LAMBADA"
-TASKS = (PERPLEXITY, WIKITEXT, LAMBADA)
+TASKS = PERPLEXITY, WIKITEXT, LAMBADA = FILE_TASKS
 
 PUNCTUATION = (
     ("s '", "s'"),

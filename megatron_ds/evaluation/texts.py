@@ -13,21 +13,27 @@ from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.tokenizer import Tokenizer
 
+VALID_DATA = "valid_data"
+
 
 def is_token_file(path: str) -> bool:
     """Whether a path is the prefix of a pair .bin and .idx."""
     return Path(f"{path}.idx").is_file() and Path(f"{path}.bin").is_file()
 
 
-def problems(paths: Sequence[str]) -> Iterator[Problem]:
-    """Problems with paths that are found without reading."""
+def problems(paths: Sequence[str], field: str = VALID_DATA) -> Iterator[Problem]:
+    """Problems with the paths of a field that are found without reading."""
     files = tuple(path for path in paths if not is_token_file(path))
     if files:
-        yield from (_about_flag(each) for each in InputSpec(files).problems())
+        yield from (each.about(paths=field) for each in InputSpec(files).problems())
 
 
 def read_texts(
-    paths: Sequence[str], keys: Sequence[str], tokenizer: Tokenizer, format: str = "auto"
+    paths: Sequence[str],
+    keys: Sequence[str],
+    tokenizer: Tokenizer,
+    format: str = "auto",
+    field: str = VALID_DATA,
 ) -> Iterator[Text]:
     """The texts, in order.
 
@@ -36,6 +42,7 @@ def read_texts(
         keys: Of the texts of a document.
         tokenizer: Of token files.
         format: See `InputSpec`.
+        field: Which has the paths.
 
     Raises:
         UserError: If a document has no text.
@@ -47,7 +54,8 @@ def read_texts(
         try:
             yield from _documents(InputSpec((path,), format), keys)
         except UserError as error:
-            raise UserError(*map(_about_flag, error.problems)) from error
+            problems = (each.about(paths=field) for each in error.problems)
+            raise UserError(*problems) from error
 
 
 def _documents(inputs: InputSpec, keys: Sequence[str]) -> Iterator[Text]:
@@ -57,10 +65,6 @@ def _documents(inputs: InputSpec, keys: Sequence[str]) -> Iterator[Text]:
         if isinstance(texts, RejectedDocument):
             raise user_error("document-without-text", found=str(texts))
         yield from (Text(text) for text in texts if text.strip())
-
-
-def _about_flag(problem: Problem) -> Problem:
-    return problem.about(paths="valid_data")
 
 
 def _token_texts(prefix: str, tokenizer: Tokenizer) -> Iterator[Text]:

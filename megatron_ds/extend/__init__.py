@@ -20,7 +20,7 @@ from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading import plan as loading
 from megatron_ds.train_state import StepResult, TrainState
 from megatron_ds.training.extensions import Callback, Extensions
-from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
 
 if TYPE_CHECKING:
     from megatron_ds.training.preflight import RunInputs
@@ -35,6 +35,7 @@ __all__ = [
     "Logger",
     "StepRecord",
     "StepResult",
+    "TaskRecord",
     "TrainState",
     "pretrain",
 ]

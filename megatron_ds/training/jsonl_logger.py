@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.atomic import atomic_write
-from megatron_ds.training.records import EvalRecord, Logger, StepRecord, metrics_of
+from megatron_ds.training.records import EvalRecord, Logger, StepRecord, TaskRecord, metrics_of
 
 
 def to_line(values: Mapping[str, Any]) -> str:
@@ -62,7 +62,14 @@ class JsonLines(Logger):
     def log_eval(self, record: EvalRecord) -> None:
         group = {"group": record.group} if record.group else {}
         results = {f"{record.split}_loss": record.loss, "ppl": record.ppl}
-        line = to_line({"iteration": record.iteration, **group, **results})
+        self._log_evaluation({"iteration": record.iteration, **group, **results})
+
+    def log_task(self, record: TaskRecord) -> None:
+        place = {"iteration": record.iteration, "task": record.task}
+        self._log_evaluation(place | dict(record.metrics))
+
+    def _log_evaluation(self, values: Mapping[str, Any]) -> None:
+        line = to_line(values)
         # A finished run that is started again repeats the evaluation of the same weights.
         if line not in self._evaluations:
             self._evaluations.add(line)

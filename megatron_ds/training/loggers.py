@@ -20,7 +20,7 @@ from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.extensions import OpenLogger, qualified_name
 from megatron_ds.training.jsonl_logger import JsonLines
-from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
 
 TENSORBOARD_WAIT = WaitPolicy(timeout=10.0)
 """For a run that is ending."""
@@ -76,6 +76,9 @@ class BestEffortLogger(Logger):
 
     def log_eval(self, record: EvalRecord) -> None:
         self._attempt(lambda: self._logger.log_eval(record))
+
+    def log_task(self, record: TaskRecord) -> None:
+        self._attempt(lambda: self._logger.log_task(record))
 
     def close(self) -> None:
         self._attempt(self._logger.close)
@@ -233,6 +236,11 @@ class Console(Logger):
     def log_eval(self, record: EvalRecord) -> None:
         self._write(evaluation_block(record))
 
+    def log_task(self, record: TaskRecord) -> None:
+        values = (f"{name}: {value:.6E}" for name, value in record.metrics.items())
+        place = f"{record.task} at iteration {record.iteration}"
+        self._write("".join(f" {field} |" for field in (place, *values)))
+
 
 class ShortConsole(Logger):
     """As `Console`, with the short form of the lines.
@@ -254,6 +262,11 @@ class ShortConsole(Logger):
         if key not in self._evaluated:  # the end of a run repeats the last validation
             self._evaluated.add(key)
             self._write(short_evaluation_line(record, self._total))
+
+    def log_task(self, record: TaskRecord) -> None:
+        place = f"{record.iteration:{len(str(self._total))}}/{self._total}"
+        values = (f"{name} {value:.4f}" for name, value in record.metrics.items())
+        self._write(" | ".join([f" {record.task:10} {place}", *values]))
 
 
 def is_short(config: Config) -> bool:

@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
-from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, Logger, StepRecord
+from megatron_ds.training.records import (
+    SPLITS,
+    EvalRecord,
+    IntervalRecord,
+    Logger,
+    StepRecord,
+    TaskRecord,
+)
 
 MeanOverDp = Callable[[list[float]], list[float]]
 """Element-wise mean of a list over the data-parallel ranks; collective."""
@@ -106,6 +113,19 @@ class Metrics:
         record = EvalRecord(state.iteration, samples, tokens, split, label, loss, group)
         for logger in self.loggers:
             logger.log_eval(record)
+
+    def log_task(self, state: TrainState, task: str, metrics: Mapping[str, float]) -> None:
+        """Logs the results of a task, after the steps before them. Collective.
+
+        Args:
+            state: State that was evaluated.
+            task: Name of the task.
+            metrics: Its results by name, the same on all ranks.
+        """
+        self.write_pending()
+        counts = state.iteration, state.consumed_samples, state.consumed_tokens
+        for logger in self.loggers:
+            logger.log_task(TaskRecord(*counts, task, metrics))
 
     def write_pending(self) -> None:
         """Passes the steps so far to the loggers without ending the log interval. Collective."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.compatibility import resume_conflicts, tokenizer_conflicts
-from megatron_ds.config import Config
+from megatron_ds.config import Config, DataConfig, LoggingConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
@@ -71,13 +71,15 @@ def check(
         for warning in bucket_warnings(config.with_vocab(given)):
             warn(warning)
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
-    data = DataFiles(config.data)
+    reads_data = config.logging.eval_only is None
+    data = DataFiles(config.data if reads_data else DataConfig())
     problems += data_problems(data, samples, vocab_size, fingerprint)
     if not problems:
         for warning in data_warnings(data, samples or (0, 0, 0), eod):
             warn(warning)
     if is_sound:
         problems += _checkpoint_problems(config, plan, dp_size, tokenizer)
+        problems += _task_problems(config.logging)
     disk, disk_problems = _check_disk(config)
     is_merged = config.deepspeed_file is not None or config.deepspeed.deepspeed_config is None
     if is_sound and is_merged and not problems:
@@ -89,6 +91,14 @@ def check(
         problems += host_checks.problems(complete, dp_size, host, warn)
     problems += disk_problems
     return problems, None if tokenizer is None else RunInputs(plan, tokenizer, data)
+
+
+def _task_problems(options: LoggingConfig) -> Iterator[Problem]:
+    """Why tasks cannot be evaluated; their modules import torch."""
+    if options.file_tasks or options.harness_tasks:
+        from megatron_ds.evaluation import in_training
+
+        yield from in_training.problems(options)
 
 
 def _check_disk(config: Config) -> tuple[Disk | None, list[Problem]]:

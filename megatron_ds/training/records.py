@@ -105,6 +105,18 @@ class EvalRecord:
         return math.exp(min(20.0, self.loss))
 
 
+@dataclass(frozen=True)
+class TaskRecord:
+    """Results of one task of --eval-tasks, or of one group of tasks."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    task: str
+    metrics: Mapping[str, float]
+    """By name, such as "acc"; those of a filter as "exact_match,strict-match"."""
+
+
 class Logger:
     """Receives records on the reporting rank; this base class discards them."""
 
@@ -116,6 +128,9 @@ class Logger:
 
     def log_eval(self, record: EvalRecord) -> None:
         """Writes an evaluation, after the steps before it."""
+
+    def log_task(self, record: TaskRecord) -> None:
+        """Writes a task's results, after the steps before them."""
 
     def close(self) -> None:
         """Finishes writing; no call follows."""

@@ -23,13 +23,14 @@ from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.map_dataset import build_own_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed.patches import require_precision
 from megatron_ds.engine.protocol import Engine
+from megatron_ds.evaluation.in_training import TaskEvaluation
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.lifecycle import ProcessLifecycle
@@ -182,13 +183,12 @@ def build_trainer(
     Raises:
         UserError: If the checkpoint or the data does not fit the run.
     """
-    eod = inputs.tokenizer.eod
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     mesh = Mesh.build(**config.axis_sizes, timeout=timeout)
     print_arguments(config, context, mesh)
     warn_of_hosts(config, context)
     checkpoints = open_checkpoints(config, mesh, output.print_on_rank)
-    plan, save = inputs.plan, inputs.plan.folders.local_save
+    eod, plan, save = inputs.tokenizer.eod, inputs.plan, inputs.plan.folders.local_save
     start = _find_start(config, plan, checkpoints, startup)
     data = _build_data(config, inputs, extensions, mesh, start)
     startup.mark("data")
@@ -207,7 +207,7 @@ def build_trainer(
     if start.is_new and plan.folders.load is not None:
         output.warn_on_rank(Problem("no-checkpoint-to-load", folder=plan.folders.load))
     last = _last_iteration(config, mesh, state)
-    if save is not None and context.rank == 0:
+    if save is not None and context.rank == 0 and config.logging.eval_only is None:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         write_run_files(save, engine, data)
         checkpoints.start_branch(start.checkpoint)
@@ -226,11 +226,12 @@ def build_trainer(
         eod=eod if config.data.eod_mask_loss else None,
         report=FirstStepsReport(startup, engine, estimate, peak, state.iteration, config, events),
         callbacks=tuple(extensions.callbacks),
+        tasks=_build_tasks(config, inputs, engine, mesh, context.device),
     )
 
 
 def _last_iteration(config: Config, mesh: Mesh, state: TrainState) -> int:
-    if config.logging.skip_train:
+    if not config.logging.trains:
         return state.iteration
     return schedules.total_iterations(config, mesh.dp.size, state)
 
@@ -248,11 +249,32 @@ def _find_start(
 ) -> _Start:
     if plan.imported is not None:
         return _Start(imported=InitialLoad.of(plan.imported, config))
-    if plan.folders.load is None:
-        return _Start()
-    start = _Start(checkpoints.select())
-    startup.mark("checkpoint's check")
+    start = _Start()
+    if plan.folders.load is not None:
+        start = _Start(checkpoints.select())
+        startup.mark("checkpoint's check")
+    if start.is_new and config.logging.eval_only is not None:
+        raise user_error("no-checkpoint-to-evaluate")
     return start
+
+
+def _build_tasks(
+    config: Config, inputs: RunInputs, engine: Engine, mesh: Mesh, on: torch.device
+) -> TaskEvaluation | None:
+    """The evaluation of --eval-tasks and --eval-only, whose data is loaded here."""
+    logging = config.logging
+    if not (logging.file_tasks or logging.harness_tasks):
+        return None
+    return TaskEvaluation(
+        logging,
+        engine.inference_model,
+        mesh,
+        inputs.tokenizer,
+        config.model.seq_length,
+        config.schedule.micro_batch_size,
+        in_lockstep=engine.settings.zero_stage == 3 or mesh.ep.size > 1,
+        device=on,
+    )
 
 
 def mean_over_group(values: list[float], *, group: Group, device: torch.device) -> list[float]:
@@ -269,6 +291,8 @@ def _build_data(
     config: Config, inputs: RunInputs, extensions: Extensions, mesh: Mesh, start: _Start
 ) -> Datasets:
     """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
+    if config.logging.eval_only is not None:
+        return Datasets(None)
     print_detail(config, " > building train, validation, and test datasets for GPT ...")
     num_samples = schedules.planned_samples(config, mesh.dp.size, start.state)
     for name, samples in zip(("train", "validation", "test"), num_samples, strict=True):

@@ -27,12 +27,12 @@ from torch.utils.tensorboard.summary import hparams
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
 
 SAMPLES, TOKENS = " vs samples", " vs tokens"
 EVENT_FILES = "events.out.tfevents.*"
 SETTINGS_FILE = "events.out.tfevents.0000000000.settings"
-EVALUATIONS = "lm-loss-validation/"
+EVALUATIONS, TASKS = "lm-loss-validation/", "eval-tasks/"
 FIRST = "Loss/"
 """Copies of losses under tags that TensorBoard, which sorts by name, shows first."""
 LOSSES = f"{FIRST}training", f"{FIRST}validation"
@@ -99,6 +99,14 @@ class TensorBoard(Logger):
             self._add(f"{tag} ppl", record.ppl, record, SAMPLES, TOKENS)
         self._file.flush()
 
+    def log_task(self, record: TaskRecord) -> None:
+        for name, value in record.metrics.items():
+            tag = f"{TASKS}{record.task}/{name}"
+            if (tag, record.iteration) not in self._evaluated:
+                self._evaluated.add((tag, record.iteration))
+                self._add(tag, value, record, SAMPLES, TOKENS)
+        self._file.flush()
+
     def close(self) -> None:
         self._file.close()
 
@@ -146,7 +154,9 @@ class TensorBoard(Logger):
         ):
             self._add(f"iteration-time/{tag}", value, record)
 
-    def _add(self, tag: str, value: float, record: StepRecord | EvalRecord, *axes: str) -> None:
+    def _add(
+        self, tag: str, value: float, record: StepRecord | EvalRecord | TaskRecord, *axes: str
+    ) -> None:
         """Adds a point over iterations and over each further axis."""
         counts = {SAMPLES: record.consumed_samples, TOKENS: record.consumed_tokens}
         self._file.add_scalar(tag, value, record.iteration)
@@ -245,7 +255,9 @@ def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
             if value.metadata.plugin_data.plugin_name in ("", "scalars")
             and not value.tag.startswith(FIRST)
         ]
-        of_evaluations = {scalar for scalar in scalars if scalar[0].startswith(EVALUATIONS)}
+        of_evaluations = {
+            scalar for scalar in scalars if scalar[0].startswith((EVALUATIONS, TASKS))
+        }
         evaluated |= of_evaluations
         if of_evaluations != set(scalars):  # there are scalars of steps, too
             break

@@ -22,6 +22,7 @@ from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import Engine
+from megatron_ds.evaluation.in_training import Stopped, TaskEvaluation
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.parallel.mesh import Mesh
@@ -54,6 +55,8 @@ class Trainer:
     """Id of the end-of-document token if it is masked in the loss."""
     report: FirstStepsReport
     callbacks: Sequence[Callback] = ()
+    tasks: TaskEvaluation | None = None
+    """--eval-tasks and --eval-only."""
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -61,6 +64,7 @@ class Trainer:
         self.skips = SkippedSteps(self.config.precision, self.engine)
         self.first_iteration = self.state.iteration + 1
         self._validation: tuple[int, dict[str, float]] = -1, {}
+        self._tasks_iteration = -1
 
     def run(self) -> ExitCode:
         """Trains until the last iteration or an exit condition, and evaluates at the end.
@@ -70,15 +74,32 @@ class Trainer:
             RunAborted: If too many steps are skipped, or the last checkpoint cannot be saved.
         """
         stop = self.exits.external_stop(self.state.iteration)
-        assert self.data.train is not None
-        workers = self.config.data.num_workers
-        batches = self._batches(self.data.train, self.state.consumed_samples, workers)
-        if self.state.iteration >= self.total_iterations and not self.config.logging.skip_train:
+        batches = self._train_batches()
+        if self.state.iteration >= self.total_iterations and self.config.logging.trains:
             iteration, last = self.state.iteration, self.total_iterations
             output.warn_on_rank(Problem("run-complete", iteration=iteration, last=last))
         for callback in self.callbacks:
             callback.on_start(self.config, self.state, self.engine.module)
         log_timestamp(self.config, "before the start of training step")
+        if batches is not None:
+            stop = self._train(batches, stop)
+            batches.close()
+        self.metrics.flush()
+        self.report.print_memory(self.state.iteration)
+        if stop is None:
+            log_timestamp(self.config, "after training is done")
+            stop = self._evaluate("validation", "the end of training for val data")
+            stop = stop or self._evaluate("test", "the end of training for test data")
+            stop = stop or self._evaluate_tasks()
+        if stop is not None:
+            output.print_on_rank(stop.message)
+        for callback in self.callbacks:
+            callback.on_end(self.state)
+        self.metrics.close()
+        return ExitCode.FINISHED if stop is None else stop.code
+
+    def _train(self, batches: DeviceBatches, stop: StopDecision | None) -> StopDecision | None:
+        """Trains until the last iteration, or until there is a reason to stop, which it returns."""
         while self.state.iteration < self.total_iterations and stop is None:
             if schedules.skipped_range(self.config, self.state.iteration + 1) is None:
                 self._step(batches)
@@ -86,8 +107,11 @@ class Trainer:
                 self._skip(batches)
             stop = self.exits.after_step(self.state.iteration)
             self.saver.advance()
-            if self._is_evaluation_due(stop):
+            logging = self.config.logging
+            if self._is_due(logging.eval_interval, stop):
                 stop = self._evaluate("validation", f"iteration {self.state.iteration}") or stop
+            if self._is_due(logging.eval_tasks_interval or logging.eval_interval, stop):
+                stop = self._evaluate_tasks() or stop
             if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
                 self.metrics.write_pending()
                 self.checkpoints.save_local(self.engine, self.state, self._blend_history)
@@ -95,19 +119,14 @@ class Trainer:
                 self._save(final=self._is_last(stop))
                 stop = stop or self.exits.external_stop(self.state.iteration)
         self.saver.finish(final=True)
-        batches.close()
-        self.metrics.flush()
-        self.report.print_memory(self.state.iteration)
-        if stop is None:
-            log_timestamp(self.config, "after training is done")
-            stop = self._evaluate("validation", "the end of training for val data")
-            stop = stop or self._evaluate("test", "the end of training for test data")
-        if stop is not None:
-            output.print_on_rank(stop.message)
-        for callback in self.callbacks:
-            callback.on_end(self.state)
-        self.metrics.close()
-        return ExitCode.FINISHED if stop is None else stop.code
+        return stop
+
+    def _train_batches(self) -> DeviceBatches | None:
+        """The batches of the steps; None without training data, with --eval-only."""
+        if self.data.train is None:
+            return None
+        workers = self.config.data.num_workers
+        return self._batches(self.data.train, self.state.consumed_samples, workers)
 
     def _step(self, batches: DeviceBatches) -> None:
         before = self.state
@@ -175,8 +194,8 @@ class Trainer:
     def _is_last(self, stop: StopDecision | None) -> bool:
         return stop is not None or self.state.iteration == self.total_iterations
 
-    def _is_evaluation_due(self, stop: StopDecision | None) -> bool:
-        interval = self.config.logging.eval_interval
+    def _is_due(self, interval: int | None, stop: StopDecision | None) -> bool:
+        """Whether an evaluation with an interval is due."""
         if interval is None or (stop is not None and stop.urgent):
             return False
         return self.state.iteration % interval == 0
@@ -227,6 +246,35 @@ class Trainer:
             self._validation = self.state.iteration, losses
         for callback in self.callbacks:
             callback.after_evaluation(self.state, split, losses)
+        return None
+
+    def _evaluate_tasks(self) -> StopDecision | None:
+        """Evaluates --eval-tasks and --eval-only, once after an iteration.
+
+        Returns:
+            The decision to stop, if an external request interrupted the evaluation.
+        """
+        if self.tasks is None or self._tasks_iteration == self.state.iteration:
+            return None
+        stop: StopDecision | None = None
+
+        def is_stopped() -> bool:
+            nonlocal stop
+            stop = self.exits.external_stop(self.state.iteration)
+            self.saver.advance()
+            return stop is not None
+
+        try:
+            results = self.tasks.run(is_stopped)
+        except Stopped:
+            return stop
+        self._tasks_iteration = self.state.iteration
+        for name, metrics, is_perplexity in results:
+            if is_perplexity:
+                label = f"iteration {self.state.iteration}"
+                self.metrics.log_eval(self.state, "validation", label, metrics["loss"], name)
+            else:
+                self.metrics.log_task(self.state, name, metrics)
         return None
 
     def _mean_loss(self, dataset: TokenDataset) -> float | StopDecision:

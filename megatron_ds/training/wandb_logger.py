@@ -16,7 +16,7 @@ import wandb
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import EvalRecord, Logger, StepRecord, metrics_of
+from megatron_ds.training.records import EvalRecord, Logger, StepRecord, TaskRecord, metrics_of
 
 RUN_ID = "run_id.txt"
 
@@ -57,6 +57,10 @@ class Wandb(Logger):
         suffix = f"/{record.group}" if record.group else ""
         values = {"loss": record.loss, "ppl": record.ppl}
         named = {f"{record.split}_{name}{suffix}": value for name, value in values.items()}
+        self._log(record.iteration, named)
+
+    def log_task(self, record: TaskRecord) -> None:
+        named = {f"{record.task}/{name}": value for name, value in record.metrics.items()}
         self._log(record.iteration, named)
 
     def close(self) -> None:

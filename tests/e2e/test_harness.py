@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -13,7 +14,9 @@ import torch
 import transformers
 import yaml
 
-from tests.e2e.runs import REPOSITORY, Launcher
+from megatron_ds.config import Config
+from megatron_ds.evaluation import in_training
+from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -139,6 +142,122 @@ def test_empty_and_long_texts_have_answers(ours: Any) -> None:
     assert "x" not in text
 
 
+def test_sampled_texts_do_not_depend_on_the_batch(ours: Any) -> None:
+    from lm_eval.api.instance import Instance
+
+    settings = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 2.0}
+    prompts = ["the quick brown", "line", "the quick brown", "dog jumps over the lazy"]
+    asked = [Instance("generate_until", {}, (each, settings), 0) for each in prompts]
+    together = ours.generate_until(asked)
+    assert ours.generate_until(asked) == together
+    assert [ours.generate_until([each])[0] for each in asked[:2]] == together[:2]
+    assert ours.generate_until([asked[3]]) == together[3:]
+    assert together[0] != together[2], "a repeated request is another sample"
+
+
+@pytest.fixture(scope="module")
+def run_settings(folder: Path) -> dict[str, Any]:
+    """A run with dropout of a model like that of the tools' tests."""
+    return {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "lr": 1e-2,
+        "tokenizer_type": "GPT2BPETokenizer",
+        "vocab_file": GOLDEN / "vocab.json",
+        "merge_file": GOLDEN / "merges.txt",
+        "attention_dropout": 0.1,
+        "hidden_dropout": 0.1,
+        "log_interval": 1,
+        "num_workers": 0,
+        "train_iters": 4,
+        "zero_stage": 3,
+    }
+
+
+def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
+    folder: Path, run_settings: dict[str, Any], launcher: Launcher, tmp_path: Path
+) -> None:
+    """With a stop and a resume between the evaluations; then --eval-only."""
+    corpus, cloze = GOLDEN / "corpus.jsonl", tmp_path / "cloze.jsonl"
+    cloze.write_text('{"text": "the quick brown fox"}\n{"text": "line one and line two"}\n')
+    data = {"data_path": GOLDEN / "GPT2BPETokenizer", "split": "1,0,0", "eval_iters": 0}
+    run, without = tmp_path / "run", tmp_path / "without"
+    launcher.start({**run_settings, **data, "save": without}, ranks=2).succeed()
+    files = f"perplexity={corpus}", f"LAMBADA={cloze}"
+    tasks = {"eval_tasks": files, "eval_tasks_interval": 2, "overlapping_eval": 5}
+    resumed = {**run_settings, **data, **tasks, "save": run, "load": run, "save_interval": 2}
+    of_harness = {"eval_tasks": (",".join(NAMES), *files), "eval_tasks_include_path": folder}
+    stopped = {**resumed, **of_harness, "exit_interval": 3}
+    printed = launcher.start(stopped, ranks=2).succeed()
+    launcher.start(resumed, ranks=2).succeed()
+    assert steps(run) == steps(without)
+
+    found = evaluations(run)
+    assert [each["iteration"] for each in found] == [2] * 5 + [4] * 2
+    names = [corpus.name, f"LAMBADA/{cloze.name}"]
+    assert [each.get("task", each.get("group")) for each in found] == [*names, *NAMES, *names]
+    choice, rolling, generation, perplexity, lambada = found[2:]
+    assert f" {NAMES[0]} at iteration 2 | acc: {choice['acc']:.6E} |\n" in printed
+    assert f"{corpus.name} loss at iteration 2 | lm loss value:" in printed
+    assert "Tokenizing inputs" not in printed
+
+    def by_the_tool(**settings: Any) -> Any:
+        output = tmp_path / "results.json"
+        settings = {"load": run, **settings, "output": output}
+        launcher.start(settings, script=TOOL).succeed()
+        return json.loads(output.read_text(encoding="utf-8"))
+
+    middle = run / "global_step2"
+    results = by_the_tool(load=middle, tasks=tuple(NAMES), include_path=folder)["results"]
+    for name, record in zip(NAMES, (choice, rolling, generation), strict=True):
+        (metric,) = record.keys() - {"iteration", "task"}
+        assert record[metric] == pytest.approx(results[name][f"{metric},none"], rel=1e-5)
+    expected = by_the_tool(valid_data=cloze, task="LAMBADA")
+    assert lambada["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    expected = by_the_tool(valid_data=corpus, overlapping_eval=5)
+    assert perplexity["validation_loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+    only = {"eval_only": (corpus, GOLDEN / "GPT2BPETokenizer"), "overlapping_eval": 5}
+    log = tmp_path / "only.jsonl"
+    settings = {**run_settings, **only, "load": run, "metrics_jsonl": log, "zero_stage": 1}
+    launcher.start({**settings, "train_iters": 9}).succeed()
+    of_files = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    assert [each["group"] for each in of_files] == [corpus.name, "GPT2BPETokenizer"]
+    for record in of_files:
+        assert record["iteration"] == 4
+        assert record["validation_loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert record["ppl"] == pytest.approx(expected["perplexity"], rel=1e-5)
+
+
+def test_unknown_tasks_are_reported_at_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_ds.evaluation import harness
+
+    manager = harness.TaskManager
+    # Reading the harness's own tasks takes seconds.
+    own = functools.partial(manager, include_defaults=False)
+    monkeypatch.setattr(harness, "TaskManager", lambda include_defaults, **rest: own(**rest))
+    options = Config().with_values(
+        {"eval_tasks": ("local_choic", *NAMES), "eval_tasks_include_path": (str(folder),)}
+    )
+    (problem,) = in_training.problems(options.logging)
+    assert (problem.code, problem.fields) == ("harness-task-unknown", ("eval_tasks",))
+    assert "local_choic: no such task; did you mean local_choice" in problem
+    assert "--eval-tasks-include-path" in problem.render()
+
+
+def test_files_are_evaluated_with_a_checkpoint_only(
+    run_settings: dict[str, Any], launcher: Launcher
+) -> None:
+    result = launcher.start({**run_settings, "eval_only": GOLDEN / "corpus.jsonl"}).wait()
+    assert "[no-checkpoint-to-evaluate]" in result.output
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_ranks_share_the_requests(
     folder: Path, manager: Any, theirs: Any, launcher: Launcher, tmp_path: Path, tp_size: int
@@ -151,7 +270,8 @@ def test_ranks_share_the_requests(
         "tensor_model_parallel_size": tp_size,
         "output": output,
     }
-    launcher.start(settings, ranks=2, script=TOOL).succeed()
+    printed = launcher.start(settings, ranks=2, script=TOOL).succeed()
+    assert printed.count("Tokenizing inputs: 100%") == 1, "the log of one rank"
     results = json.loads(output.read_text(encoding="utf-8"))["results"]
 
     expected = lm_eval.simple_evaluate(theirs, tasks=NAMES, task_manager=manager)["results"]

@@ -43,8 +43,8 @@ ALLOWED = {
     "loading": "checkpoint config conversion engine fileio schedules tokenizer train_state",
     "planning": "config engine launch model parallel",
     "reports": "checkpoint config training",
-    "training": "checkpoint config data engine fileio launch loading model parallel planning "
-    "schedule_validation schedules tokenizer train_state",
+    "training": "checkpoint config data engine evaluation fileio launch loading model parallel "
+    "planning schedule_validation schedules tokenizer train_state",
 }
 """What each folder imports of the package, exactly."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord
+from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord, TaskRecord
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "logging.md"
 
@@ -54,6 +54,11 @@ def evaluation(iteration: int, split: str = "validation", group: str = "") -> Ev
     """An evaluation with a loss of 2.0."""
     label = f"iteration {iteration}"
     return EvalRecord(iteration, 4 * iteration, 32 * iteration, split, label, 2.0, group)
+
+
+def task_results(iteration: int, task: str = "TASK") -> TaskRecord:
+    """An accuracy of 0.5."""
+    return TaskRecord(iteration, 4 * iteration, 32 * iteration, task, {"METRIC": 0.5})
 
 
 def documented(heading: str) -> list[list[str]]:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ds.training.jsonl_logger import JsonLines
 from tests.problems import printed_codes
-from tests.unit.training.logger_records import documented, evaluation, step
+from tests.unit.training.logger_records import documented, evaluation, step, task_results
 
 
 @pytest.fixture
@@ -99,11 +99,15 @@ def test_an_evaluation_of_the_same_weights_is_written_once(path: Path) -> None:
     first.log_eval(evaluation(1))
     first.log_eval(evaluation(1))
     first.log_eval(evaluation(1, "test"))
+    first.log_task(task_results(1))
     first.close()
-    JsonLines(path, 1).log_eval(evaluation(1))
+    again = JsonLines(path, 1)
+    again.log_eval(evaluation(1))
+    again.log_task(task_results(1))
     assert [set(record) - {"iteration", "ppl"} for record in read(path)[1:]] == [
         {"validation_loss"},
         {"test_loss"},
+        {"task", "METRIC"},
     ]
 
 

@@ -29,7 +29,7 @@ from megatron_ds.training.loggers import (
 )
 from megatron_ds.training.records import IntervalRecord, Logger
 from tests.problems import raises_problem
-from tests.unit.training.logger_records import documented, evaluation, interval, step
+from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results
 
 
 def config_with(**logging: object) -> Config:
@@ -174,12 +174,14 @@ def test_the_short_form_has_each_evaluation_once_below_the_losses() -> None:
     for group in ("", "", "GROUP"):
         console.log_eval(evaluation(7, group=group))
     console.log_eval(evaluation(7, "test"))
+    console.log_task(task_results(7))
     assert lines[1:] == [
         " validation   7/100 | loss  2.0000 | perplexity 7.39",
         " validation   7/100 | loss  2.0000 | perplexity 7.39 | GROUP",
         " test         7/100 | loss  2.0000 | perplexity 7.39",
+        " TASK         7/100 | METRIC 0.5000",
     ]
-    assert len({line.index("| loss") for line in lines}) == 1
+    assert len({line.index("| ") for line in lines}) == 1
 
 
 @pytest.mark.parametrize(
@@ -234,4 +236,9 @@ def test_the_console_writes_intervals_and_evaluations() -> None:
     console.log_steps([interval(1).last])
     console.log_interval(interval(1))
     console.log_eval(evaluation(1))
-    assert lines == [interval_line(interval(1)), evaluation_block(evaluation(1))]
+    console.log_task(task_results(1))
+    assert lines == [
+        interval_line(interval(1)),
+        evaluation_block(evaluation(1)),
+        " TASK at iteration 1 | METRIC: 5.000000E-01 |",
+    ]

@@ -11,14 +11,14 @@ from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, StepRecord
+from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, StepRecord, TaskRecord
 from megatron_ds.training.tensorboard_logger import SETTINGS_FILE, TensorBoard
-from tests.unit.training.logger_records import documented, evaluation, interval, step
+from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results
 
 MEMORY = {"mem-reserved-bytes": 5, "mem-allocated-bytes": 4, "mem-allocated-count": 3}
 
 
-Record = StepRecord | IntervalRecord | EvalRecord
+Record = StepRecord | IntervalRecord | EvalRecord | TaskRecord
 
 
 def write(folder: Path, *records: Record, start: int = 0, **flags: object) -> None:
@@ -31,6 +31,8 @@ def write(folder: Path, *records: Record, start: int = 0, **flags: object) -> No
             board.log_steps([record])
         elif isinstance(record, IntervalRecord):
             board.log_interval(record)
+        elif isinstance(record, TaskRecord):
+            board.log_task(record)
         else:
             board.log_eval(record)
     board.close()
@@ -57,6 +59,7 @@ def test_the_tags_are_the_documented_ones(tmp_path: Path) -> None:
         step(1, loss_scale=8.0, curriculum_seqlen=8),
         interval(1, params_norm=3.0),
         *(evaluation(1, split, group) for split in SPLITS for group in ("", "GROUP")),
+        task_results(1),
         **dict.fromkeys(flags, True),
     )
     expected = {
@@ -157,10 +160,11 @@ def test_a_truncated_event_file_is_read_up_to_its_end(tmp_path: Path) -> None:
 
 
 def test_a_repeated_evaluation_is_written_once(tmp_path: Path) -> None:
-    write(tmp_path, step(1), step(2), evaluation(2), evaluation(2))
+    write(tmp_path, step(1), step(2), evaluation(2), evaluation(2), task_results(2))
     for _ in range(2):
-        write(tmp_path, evaluation(2), evaluation(2, "test"), start=2)
+        write(tmp_path, evaluation(2), evaluation(2, "test"), task_results(2), start=2)
     found = points(tmp_path)
+    assert found["eval-tasks/TASK/METRIC"] == [(2, 0.5)]
     assert found["lm-loss-validation/lm loss validation"] == [(2, 2.0)]
     assert found["lm-loss-validation/lm loss test vs tokens"] == [(64, 2.0)]
 

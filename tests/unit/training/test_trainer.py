@@ -18,8 +18,10 @@ from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import LossSum
+from megatron_ds.evaluation.in_training import Result, Stopped
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from megatron_ds.training.exit_conditions import StopDecision
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.records import IntervalRecord, Logger
 from megatron_ds.training.trainer import Trainer
@@ -81,6 +83,7 @@ def make_trainer(
     mesh: Mesh | None = None,
     mean_over_dp: Callable[[list[float]], list[float]] = lambda values: values,
     state: TrainState | None = None,
+    tasks: Any = None,
     **changes: Any,
 ) -> Trainer:
     """A trainer of six iterations that saves after every third.
@@ -111,6 +114,7 @@ def make_trainer(
         eod=None,
         report=MagicMock(),
         clock=parts.clock,
+        tasks=tasks,
     )
 
 
@@ -169,6 +173,54 @@ def test_the_last_validation_is_computed_once_and_logged_twice(
         "the end of training for val data",
     ]
     assert world.evaluations == 3
+
+
+class Tasks:
+    """Tasks that are evaluated in two batches."""
+
+    def __init__(self) -> None:
+        self.evaluations = 0
+
+    def run(self, is_stopped: Callable[[], bool]) -> list[Result]:
+        self.evaluations += 1
+        if is_stopped() or is_stopped():
+            raise Stopped
+        return [Result("choice", {"acc": 0.5}), Result("wiki", {"loss": 2.0}, is_perplexity=True)]
+
+
+@pytest.mark.parametrize(
+    ("interval", "start", "evaluated"), [(None, 0, [2, 4, 6]), (4, 0, [4, 6]), (None, 3, [4, 6])]
+)
+def test_tasks_are_evaluated_at_their_interval_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, interval: int | None, start: int, evaluated: list[int]
+) -> None:
+    world, logger, tasks = World(), MagicMock(spec=Logger), Tasks()
+    monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
+    intervals = {"eval_interval": 2, "eval_tasks_interval": interval}
+    data, state = Datasets(cast("Any", world)), TrainState(iteration=start)
+    make_trainer(world, logger, data=data, state=state, tasks=tasks, **intervals).run()
+    records = [call.args[0] for call in logger.log_task.call_args_list]
+    assert [(each.iteration, each.task, each.metrics) for each in records] == [
+        (iteration, "choice", {"acc": 0.5}) for iteration in evaluated
+    ]
+    groups = [call.args[0] for call in logger.log_eval.call_args_list]
+    losses = [(each.iteration, each.loss) for each in groups if each.group == "wiki"]
+    assert losses == [(iteration, 2.0) for iteration in evaluated]
+
+
+def test_a_request_to_stop_interrupts_the_evaluation_of_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, logger, tasks = World(), MagicMock(spec=Logger), Tasks()
+    monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
+    data = Datasets(cast("Any", world))
+    trainer = make_trainer(world, logger, data=data, tasks=tasks, eval_interval=2)
+    stop = StopDecision("asked to stop", urgent=True)
+    # At the start, and between the batches of the first evaluation.
+    cast("MagicMock", trainer.exits.external_stop).side_effect = [None, None, stop]
+    trainer.run()
+    assert (world.taken, world.saves, tasks.evaluations) == (2, [2], 1)
+    logger.log_task.assert_not_called()
 
 
 def test_a_resumed_run_warms_up_again(monkeypatch: pytest.MonkeyPatch) -> None:

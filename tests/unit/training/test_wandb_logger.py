@@ -14,7 +14,7 @@ from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.loggers import BestEffortLogger, open_loggers
 from tests.problems import codes
-from tests.unit.training.logger_records import evaluation, step
+from tests.unit.training.logger_records import evaluation, step, task_results
 
 wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
 
@@ -39,6 +39,7 @@ def log(save: Path, iterations: range, *, name: str | None = None) -> None:
     logger.log_steps([step(number, extras={"aux": 0.5 * number}) for number in iterations])
     logger.log_eval(evaluation(iterations[-1]))
     logger.log_eval(evaluation(iterations[-1], group="wiki"))
+    logger.log_task(task_results(iterations[-1]))
     logger.close()
     assert warnings == []
 
@@ -89,6 +90,7 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
     assert (rows[1]["aux"], rows[1]["consumed_tokens"]) == (1.0, 64)
     assert "loss_scale" not in rows[1]  # not known
     assert (rows[2]["validation_loss"], rows[2]["validation_loss/wiki"]) == (2.0, 2.0)
+    assert rows[2]["TASK/METRIC"] == 0.5
     identity = Path(file).stem
 
     log(tmp_path, range(3, 5))  # from a checkpoint before the last step
