@@ -58,7 +58,7 @@ from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.launch import environment
 
 if TYPE_CHECKING:
-    from megatron_ds.inference.generate import GenerationConfig
+    from megatron_ds.inference.sequences import GenerationConfig
     from megatron_ds.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 1024
@@ -138,11 +138,19 @@ class Options(GenerationOptions):
 
     def generation_config(self, model: ModelConfig, eod: int) -> GenerationConfig:
         """How prompts are continued: up to the training run's length without --out-seq-length."""
-        from megatron_ds.inference.generate import GenerationConfig
+        from megatron_ds.inference.sequences import GenerationConfig
 
         max_length = model.seq_length if self.out_seq_length is None else None
         new_tokens = self.out_seq_length or DEFAULT_NEW_TOKENS
-        return GenerationConfig(new_tokens, self.sampling, eod, max_length, use_cache=self.kv_cache)
+        return GenerationConfig(
+            new_tokens,
+            self.sampling,
+            eod,
+            max_length,
+            use_cache=self.kv_cache,
+            logprobs=self.scores_texts,
+            prompt_logprobs=self.scores_texts,
+        )
 
     @property
     def output_file(self) -> tuple[str, str] | None:
@@ -191,8 +199,8 @@ def run(options: Options) -> None:
     Raises:
         UserError: If options and checkpoint do not fit.
     """
-    from megatron_ds.inference.generate import generate, prompt_problems
-    from megatron_ds.inference.logprobs import score
+    from megatron_ds.inference.generate import continue_prompts
+    from megatron_ds.inference.sequences import prompt_problems
 
     source, model_config, tokenizer = open_checkpoint(options)
     config = options.generation_config(model_config, tokenizer.eod)
@@ -211,13 +219,12 @@ def run(options: Options) -> None:
             done = 0
             while batch := broadcast_from_rank0(next(batches, None)):
                 prompts = [prompt.ids for prompt in batch]
-                numbers = range(done, done + len(batch))
-                texts = generate(model, prompts, config, indexes=numbers)
-                scores: list[list[float] | None] = [None] * len(batch)
-                if options.scores_texts:
-                    pairs = zip(prompts, texts, strict=True)
-                    scores = [score(model, [*ids, *more]).logprobs for ids, more in pairs]
-                yield from map(Continuation, batch, texts, scores)
+                sequences = continue_prompts(
+                    model, prompts, config, indexes=range(done, done + len(batch))
+                )
+                for prompt, sequence in zip(batch, sequences, strict=True):
+                    logprobs = sequence.scores.logprobs if options.scores_texts else None
+                    yield Continuation(prompt, sequence.new_ids, logprobs)
                 done += len(batch)
             is_over = True
 

@@ -19,14 +19,14 @@ if __name__ == "__main__":
 
 import dataclasses
 import importlib.util
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, counted
+from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.inference import api_schema
 from megatron_ds.inference.cli import (
     GenerationOptions,
@@ -39,9 +39,11 @@ from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 
 if TYPE_CHECKING:
+    import socket
+
     from megatron_ds.conversion.source import SourceCheckpoint
-    from megatron_ds.inference.service import GenerationJob, GenerationResult, TextGenerationService
-    from megatron_ds.inference.tp_group import TpWorkerGroup
+    from megatron_ds.inference.scheduler import Scheduler
+    from megatron_ds.inference.service import TextGenerationService
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class Options(GenerationOptions):
 
     host: str = option_field(
         "127.0.0.1",
-        "address to listen on (default: 127.0.0.1, this machine only). There is no "
-        "authentication: anyone who can reach the address can use the model",
+        "address to listen on (default: 127.0.0.1, this machine only). Without --api-key-file, "
+        "anyone who can reach the address can use the model",
         metavar="HOST",
     )
     allowed_hosts: tuple[str, ...] = option_field(
@@ -77,19 +79,34 @@ class Options(GenerationOptions):
         "maximum length of prompt and new tokens (default: the training run's sequence "
         "length, or the number of learned positions)",
     )
-    micro_batch_size: int = option_field(
-        8, "prompts of a request per batch; does not affect the output", minimum=1
+    inference_max_requests: int = option_field(
+        32,
+        "texts that are generated at the same time; the key-value cache has a place for each",
+        minimum=1,
+    )
+    max_waiting_requests: int = option_field(
+        1000, "requests that may wait; further ones are answered with status 429", minimum=0
+    )
+    request_timeout: float = option_field(
+        600.0, "seconds after which a request fails with status 504", above=0, metavar="SECONDS"
+    )
+    api_key_file: str | None = option_field(
+        None,
+        "file with a key per line, of which a request must have one (Authorization: Bearer KEY)",
+        metavar="FILE",
     )
     defaults: api_schema.Defaults = option_group(api_schema.Defaults())
 
     def problems(self) -> Iterator[Problem]:
-        needed = ("fastapi", "uvicorn")
+        needed = ("fastapi", "uvicorn", "prometheus_client")
         missing = [name for name in needed if importlib.util.find_spec(name) is None]
         if missing:
             yield Problem("server-packages-missing", missing=" and ".join(missing))
         yield from self.checkpoint.problems()
         if self.defaults.top_k and self.defaults.top_p:
             yield Problem("top-k-and-top-p")
+        if self.api_key_file is not None:
+            yield from file_problems("api_key_file", self.api_key_file)
 
 
 def run(options: Options) -> None:
@@ -98,47 +115,87 @@ def run(options: Options) -> None:
     Raises:
         UserError: If options do not fit the checkpoint or the machine.
     """
-    from megatron_ds.inference.server import TextServer, is_loopback, listen
+    from megatron_ds.inference.server import listen
 
     # Before the model is loaded, so that an occupied port is reported immediately.
     listener = listen(options.host, options.port) if environment.rank() == 0 else None
+    keys = read_keys(options.api_key_file)
+    from megatron_ds.inference.engine import GenerationEngine
+    from megatron_ds.inference.scheduler import Scheduler
     from megatron_ds.inference.service import TextGenerationService, max_sequence_length
-    from megatron_ds.inference.tp_group import TpGroupBroken, TpWorkerGroup, end_with_launchers
+    from megatron_ds.inference.tp_group import TpGroupBroken, TpLink, end_with_launchers, follow
 
     end_with_launchers()
     source, config, tokenizer = open_checkpoint(options)
     max_length = max_sequence_length(config, options.inference_max_seq_length)
     with loaded_model(options, source) as (model, _):
-        service = TextGenerationService(
-            model,
-            tokenizer,
-            max_length=max_length,
-            default_new_tokens=options.defaults.tokens_to_generate,
-            micro_batch_size=options.micro_batch_size,
+        service = TextGenerationService(model, tokenizer, max_length)
+        # The last token of a text is never fed to the model.
+        slots = options.inference_max_requests
+        engine = GenerationEngine(model, slots=slots, capacity=max_length - 1)
+        scheduler = Scheduler(
+            engine, service.start, TpLink(), max_waiting=options.max_waiting_requests
         )
-        workers = TpWorkerGroup(service.run)
         try:
             if listener is None:
-                workers.run_as_follower()
+                follow()
+                scheduler.run()
                 return
-            runner = ServerRunner(service, workers, options.defaults)
-            host, port = listener.getsockname()[:2]
-            is_public = not is_loopback(host)
-            if is_public:
-                log_rank0(f"WARNING: {Problem('host-is-public', host=options.host).render()}")
-            shown = f"[{host}]" if ":" in host else host
-            address = f"http://{shown}:{port}/"
-            log_rank0(f"serving on {address} (a page; PUT /api), {max_length} tokens per text")
-            checks_hosts = not is_public or options.allowed_hosts
-            names = (options.host, *options.allowed_hosts) if checks_hosts else None
             info = describe(source, max_length, options.defaults)
-            TextServer(runner.read, runner.perform, log_rank0, names, info).run(listener)
-            workers.shutdown_followers()
+            serve(options, listener, scheduler, service, info, keys)
             log_rank0("the server has stopped")
         except TpGroupBroken as error:
             problem = Problem("server-peer-lost", error=error)
             output.print_error(output.with_rank_prefix(problem.render()))
             raise SystemExit(ExitCode.PEER_LOST) from None
+
+
+def serve(
+    options: Options,
+    listener: socket.socket,
+    scheduler: Scheduler[Any],
+    service: TextGenerationService,
+    info: dict[str, Any],
+    keys: Collection[str],
+) -> None:
+    """Serves on the first rank until a signal."""
+    from megatron_ds.inference.completions_api import CompletionsApi
+    from megatron_ds.inference.megatron_api import MegatronApi
+    from megatron_ds.inference.server import Api, ServerOptions, TextServer, is_loopback
+
+    host, port = listener.getsockname()[:2]
+    is_public = not is_loopback(host)
+    if is_public and not keys:
+        log_rank0(f"WARNING: {Problem('host-is-public', host=options.host).render()}")
+    shown = f"[{host}]" if ":" in host else host
+    log_rank0(
+        f"serving on http://{shown}:{port}/ (a page; PUT /api; POST /v1/completions), "
+        f"{service.max_length} tokens per text"
+    )
+    checks_hosts = not is_public or options.allowed_hosts
+    names = (options.host, *options.allowed_hosts) if checks_hosts else None
+    completions = CompletionsApi(service, options.defaults, info["name"])
+    apis: dict[str, Api[Any]] = {
+        "/api": MegatronApi(service, options.defaults),
+        "/v1/completions": completions,
+    }
+    documents = {"/info": info, "/v1/models": completions.models()}
+    server_options = ServerOptions(names, keys, options.request_timeout)
+    TextServer(scheduler, apis, log_rank0, server_options, documents).run(listener)
+
+
+def read_keys(file: str | None) -> list[str]:
+    """The keys of a file, one per line.
+
+    Raises:
+        UserError: If it has none.
+    """
+    if file is None:
+        return []
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    if not (keys := [line.strip() for line in lines if line.strip()]):
+        raise user_error("api-key-file-empty", "api_key_file", file=file)
+    return keys
 
 
 def describe(
@@ -156,31 +213,6 @@ def describe(
         "max_length": max_length,
         "defaults": dataclasses.asdict(defaults),
     }
-
-
-@dataclass(frozen=True)
-class ServerRunner:
-    """Answers requests, on the first rank."""
-
-    service: TextGenerationService
-    workers: TpWorkerGroup[GenerationJob, GenerationResult]
-    defaults: api_schema.Defaults
-
-    def read(self, body: bytes) -> GenerationJob:
-        return self.service.build_job(api_schema.read(body, self.defaults))
-
-    def perform(self, job: GenerationJob, cancelled: threading.Event) -> dict[str, Any]:
-        start = time.monotonic()
-        outcome = self.workers.run_as_leader(job, cancelled)
-        if not job.request.no_log:
-            given, all_tokens = (sum(map(len, each)) for each in (job.prompts, outcome.texts))
-            seconds = time.monotonic() - start
-            log_rank0(
-                f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompts: {len(job.prompts)} of "
-                f"{counted(given, 'token')}, texts: {len(outcome.texts)} of "
-                f"{counted(all_tokens, 'token')}, {seconds:.2f} s"
-            )
-        return self.service.build_response(job, outcome)
 
 
 if __name__ == "__main__":

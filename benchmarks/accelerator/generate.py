@@ -50,8 +50,9 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def _ours(size: GptSize, device: torch.device) -> Callable[[list[list[int]], int], object]:
     from megatron_ds.config import ModelConfig
-    from megatron_ds.inference.generate import GenerationConfig, generate
+    from megatron_ds.inference.generate import generate
     from megatron_ds.inference.sampling_params import SamplingParams
+    from megatron_ds.inference.sequences import GenerationConfig
     from megatron_ds.model.gpt import GPTModel
     from megatron_ds.parallel.mesh import Mesh
     from megatron_ds.parallel.rng import RngStreams

@@ -32,8 +32,9 @@ from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.evaluation.options import ModelOptions, Options
 from megatron_ds.evaluation.scoring import ScoredText, Scorer
 from megatron_ds.inference.cli import broadcast_from_rank0, loaded_model, open_checkpoint
-from megatron_ds.inference.generate import GenerationConfig, generate
+from megatron_ds.inference.generate import generate
 from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.sequences import GenerationConfig
 from megatron_ds.launch import environment
 from megatron_ds.parallel.rng import stable_seed
 

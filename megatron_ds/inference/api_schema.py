@@ -33,6 +33,10 @@ RENAMED_FIELDS = {
     "max_tokens": "tokens_to_generate",
     "max_new_tokens": "tokens_to_generate",
     "seed": "random_seed",
+    "prompts": "prompt",
+    "tokens_to_generate": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "random_seed": "seed",
 }
 """Fields of older and other servers, and their names here."""
 SAMPLING_ONLY = (
@@ -59,7 +63,7 @@ class Defaults(CandidateOptions):
     )
 
 
-def _field(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
+def request_field(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
     """A field of a request.
 
     Args:
@@ -72,14 +76,14 @@ def _field(default: Any, expected: str, is_valid: Callable[[Any], bool]) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def _integer(low: int, high: int, default: int | None) -> Any:
+def integer_field(low: int, high: int, default: int | None) -> Any:
     def is_valid(value: Any) -> bool:
         return type(value) is int and low <= value <= high
 
-    return _field(default, f"an integer from {low} to {high}", is_valid)
+    return request_field(default, f"an integer from {low} to {high}", is_valid)
 
 
-def _number(
+def number_field(
     low: float, high: float, default: float, *, is_open: bool = False, hint: str = ""
 ) -> Any:
     """A number; `is_open` excludes `low` itself."""
@@ -89,11 +93,11 @@ def _number(
         return is_number and not (is_open and value == low)
 
     bounds = f"{'above' if is_open else 'from'} {low} to {high}"
-    return _field(default, f"a number {bounds}{hint}", is_valid)
+    return request_field(default, f"a number {bounds}{hint}", is_valid)
 
 
-def _flag() -> Any:
-    return _field(False, "true or false", lambda value: isinstance(value, bool))
+def flag_field() -> Any:
+    return request_field(False, "true or false", lambda value: isinstance(value, bool))
 
 
 def _is_prompts(value: Any) -> bool:
@@ -105,32 +109,29 @@ def _is_prompts(value: Any) -> bool:
 class GenerationRequest:
     """A request, validated as far as possible without tokenizer and model."""
 
-    prompts: tuple[str, ...] = _field(
+    prompts: tuple[str, ...] = request_field(
         (), f"a list of 1 to {MAX_PROMPTS} strings of valid Unicode", _is_prompts
     )
-    tokens_to_generate: int | None = _integer(0, 2**31 - 1, None)
+    tokens_to_generate: int | None = integer_field(0, 2**31 - 1, None)
     """None: the default number, limited by the maximal length of a text."""
-    logprobs: bool = _flag()
-    top_n_logprobs: int = _integer(0, 10, 0)
-    temperature: float = _number(
+    logprobs: bool = flag_field()
+    top_n_logprobs: int = integer_field(0, 10, 0)
+    temperature: float = number_field(
         0, 100, 1.0, is_open=True, hint=" (top_k 1 always takes the most probable token)"
     )
-    top_k: int = _integer(0, 1000, 0)
-    top_p: float = _number(0, 1, 0.0)
-    top_p_decay: float = _number(0, 1, 0.0)
-    top_p_bound: float = _number(0, 1, 0.0)
-    add_BOS: bool = _flag()
-    stop_on_eol: bool = _flag()
-    stop_on_double_eol: bool = _flag()
-    prevent_newline_after_colon: bool = _flag()
-    random_seed: int | None = _integer(0, 2**63 - 1, None)
-    no_log: bool = _flag()
-    beam_width: int | None = _integer(1, 128, None)
-    stop_token: int | None = _integer(0, 2**31 - 1, None)
-    length_penalty: float = _number(-10, 10, 1.0)
-
-
-FIELDS = {item.name: item.metadata for item in dataclasses.fields(GenerationRequest)}
+    top_k: int = integer_field(0, 1000, 0)
+    top_p: float = number_field(0, 1, 0.0)
+    top_p_decay: float = number_field(0, 1, 0.0)
+    top_p_bound: float = number_field(0, 1, 0.0)
+    add_BOS: bool = flag_field()
+    stop_on_eol: bool = flag_field()
+    stop_on_double_eol: bool = flag_field()
+    prevent_newline_after_colon: bool = flag_field()
+    random_seed: int | None = integer_field(0, 2**63 - 1, None)
+    no_log: bool = flag_field()
+    beam_width: int | None = integer_field(1, 128, None)
+    stop_token: int | None = integer_field(0, 2**31 - 1, None)
+    length_penalty: float = number_field(-10, 10, 1.0)
 
 
 def read(body: bytes, defaults: Defaults) -> GenerationRequest:
@@ -139,8 +140,7 @@ def read(body: bytes, defaults: Defaults) -> GenerationRequest:
     Raises:
         UserError: With all problems, at most `MAX_PROBLEMS`.
     """
-    given = _read_object(body)
-    raise_if_any(itertools.islice(_field_problems(given), MAX_PROBLEMS))
+    given = read_fields(body, GenerationRequest, "prompts")
     raise_if_any([*_sampling_problems(given), *_beam_problems(given)])
     candidates = {
         "random_seed": defaults.seed,
@@ -150,6 +150,28 @@ def read(body: bytes, defaults: Defaults) -> GenerationRequest:
         "top_p": 0.0 if given.get("top_k") else defaults.top_p,
     }
     return GenerationRequest(**{**candidates, **given, "prompts": tuple(given["prompts"])})
+
+
+def read_fields(
+    body: bytes, request: type[Any], required: str, *, null_is_default: bool = False
+) -> dict[str, Any]:
+    """The fields of a request, each valid by itself.
+
+    Args:
+        body: A JSON object.
+        request: Dataclass of the fields, made by `request_field` and the others here.
+        required: Field without a default.
+        null_is_default: Whether null is the same as no value.
+
+    Raises:
+        UserError: With all problems, at most `MAX_PROBLEMS`.
+    """
+    given = _read_object(body)
+    if null_is_default:
+        given = {name: value for name, value in given.items() if value is not None}
+    known = {item.name: item.metadata for item in dataclasses.fields(request)}
+    raise_if_any(itertools.islice(_field_problems(given, known, required), MAX_PROBLEMS))
+    return given
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
@@ -179,26 +201,28 @@ def _reject_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _field_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
-    if "prompts" not in given:
-        yield Problem("request-field-missing")
+def _field_problems(
+    given: Mapping[str, Any], known: Mapping[str, Any], required: str
+) -> Iterator[Problem]:
+    if required not in given:
+        yield Problem("request-field-missing", required, name=required)
     for name, value in given.items():
-        if name not in FIELDS:
-            hint = _field_hint(name)
+        if name not in known:
+            hint = _field_hint(name, known)
             yield Problem("request-field-unknown", as_json=_as_json(name), field_hint=hint)
             continue
-        if not FIELDS[name]["is_valid"](value):
-            expected, as_json = FIELDS[name]["expected"], _as_json(value)
+        if not known[name]["is_valid"](value):
+            expected, as_json = known[name]["expected"], _as_json(value)
             yield Problem(
                 "request-value-invalid", name, name=name, expected=expected, as_json=as_json
             )
 
 
-def _field_hint(name: str) -> str:
-    if name in RENAMED_FIELDS:
+def _field_hint(name: str, known: Mapping[str, Any]) -> str:
+    if RENAMED_FIELDS.get(name) in known:
         return f"; it is called {RENAMED_FIELDS[name]} here"
-    similar = difflib.get_close_matches(name[:100], FIELDS, n=1, cutoff=0.6)
-    return f"; did you mean {similar[0]}?" if similar else f" (known are {', '.join(FIELDS)})"
+    similar = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
+    return f"; did you mean {similar[0]}?" if similar else f" (known are {', '.join(known)})"
 
 
 def _sampling_problems(given: Mapping[str, Any]) -> Iterator[Problem]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_ds.inference.generate import ShouldContinue, check_cancelled
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import check_finite
 from megatron_ds.inference.stop_rules import StopRules
@@ -46,10 +45,9 @@ def beam_search(
     model: GPTModel,
     prompt: Sequence[int],
     config: BeamSearchConfig,
-    *,
-    should_continue: ShouldContinue | None = None,
-) -> list[Hypothesis]:
-    """Searches as Megatron does. Collective on tensor-parallel ranks, with equal arguments.
+) -> Generator[None, None, list[Hypothesis]]:
+    """Searches as Megatron does, and stops after each token. Collective on tensor-parallel ranks,
+    with equal arguments.
 
     The score is the sum of a continuation's log-probabilities divided by length ** length_penalty.
     Each step takes the 2 x width most probable extensions of the beams. Those that end are kept if
@@ -60,41 +58,41 @@ def beam_search(
         model: This rank's shard of the model, in evaluation mode.
         prompt: Ids of the prompt.
         config: How the prompt is continued.
-        should_continue: See `ShouldContinue`.
 
     Returns:
         At most `width` continuations, the best first. Each ends with the stop token or has the
         maximal length.
 
     Raises:
-        Cancelled: If `should_continue` returned False.
         UserError: If the model's logits are not finite.
     """
     device = next(model.parameters()).device
     width, penalty = config.width, config.length_penalty
-    cache = PreallocatedCache(model.config.num_layers, len(prompt) + config.max_new_tokens - 1)
+    capacity = len(prompt) + config.max_new_tokens - 1
+    cache = PreallocatedCache(model.config.num_layers, width, capacity)
     beams, ended = [Hypothesis([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
-    with torch.no_grad():
-        for _ in range(config.max_new_tokens):
-            check_cancelled(should_continue)
-            tokens_BS = torch.tensor(tokens, device=device)
-            last_1BH = model(tokens_BS, cache=cache, hidden_only=True)[-1:]
+    for _ in range(config.max_new_tokens):
+        tokens_BS = torch.tensor(tokens, device=device)
+        view = cache.view(0, len(tokens), [len(tokens[0])] * len(tokens), device)
+        with torch.no_grad():
+            last_1BH = model(tokens_BS, cache=view, hidden_only=True)[-1:]
             logprobs_BV = model.logits(last_1BH)[:, 0].log_softmax(dim=-1)
-            if config.rules is not None:
-                for row, previous in enumerate(tokens):
-                    logprobs_BV[row, list(config.rules.forbidden(previous[-1]))] = -torch.inf
-            grown = _best_extensions(beams, logprobs_BV, 2 * width)
-            ends = [beam for _, beam in grown[:width] if beam.ids[-1] == config.stop_token]
-            ended = _best([*ended, *(beam.ended(penalty) for beam in ends)], width)
-            grown = [(row, beam) for row, beam in grown if beam.ids[-1] != config.stop_token]
-            grown = grown[:width]
-            beams = [beam for _, beam in grown]
-            best_open = max((beam.ended(penalty).score for beam in beams), default=-torch.inf)
-            if not beams or (len(ended) == width and ended[-1].score >= best_open):
-                return ended
-            cache.keep([row for row, _ in grown])
-            tokens = [[beam.ids[-1]] for beam in beams]
+        if config.rules is not None:
+            for row, previous in enumerate(tokens):
+                logprobs_BV[row, list(config.rules.forbidden(previous[-1]))] = -torch.inf
+        grown = _best_extensions(beams, logprobs_BV, 2 * width)
+        ends = [beam for _, beam in grown[:width] if beam.ids[-1] == config.stop_token]
+        ended = _best([*ended, *(beam.ended(penalty) for beam in ends)], width)
+        grown = [(row, beam) for row, beam in grown if beam.ids[-1] != config.stop_token]
+        grown = grown[:width]
+        beams = [beam for _, beam in grown]
+        best_open = max((beam.ended(penalty).score for beam in beams), default=-torch.inf)
+        if not beams or (len(ended) == width and ended[-1].score >= best_open):
+            return ended
+        cache.reorder([row for row, _ in grown])
+        tokens = [[beam.ids[-1]] for beam in beams]
+        yield
     return _best([*ended, *(beam.ended(penalty) for beam in beams)], width)
 
 

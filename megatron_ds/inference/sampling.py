@@ -32,7 +32,7 @@ def prompt_generator(seed: int, index: int) -> torch.Generator:
 
 def choose(
     logits_BV: torch.Tensor, sampling: SamplingParams, generators: Sequence[torch.Generator]
-) -> list[int]:
+) -> list[int | None]:
     """Chooses the next token of every row.
 
     Args:
@@ -41,22 +41,22 @@ def choose(
         generators: One per row, from which the row draws once, or not at all if greedy.
 
     Returns:
-        An id for each row.
-
-    Raises:
-        UserError: If a row has no finite maximum. The values are compared on the CPU, with the
-            transfer that the choice needs, so that the device is not synchronized more often.
+        An id for each row; None for a row without a finite maximum. The values are compared on the
+        CPU, with the transfer that the choice needs, so that the device is not synchronized more
+        often.
     """
     if sampling.greedy:
         highest, chosen = logits_BV.float().max(dim=-1)
         # fp32 holds the ids of any vocabulary exactly.
         values, ids = torch.stack([highest, chosen.float()]).tolist()
-        check_finite(values)
-        return [int(number) for number in ids]
-    probabilities_Bn, ids_Bn = candidates(logits_BV, sampling)
-    drawn = ids_Bn.gather(-1, draw(probabilities_Bn, generators).to(ids_Bn.device))
-    tokens: list[int] = drawn.flatten().tolist()
-    return tokens
+    else:
+        probabilities_Bn, ids_Bn = candidates(logits_BV, sampling)
+        columns_B1, values = draw(probabilities_Bn, generators)
+        ids = ids_Bn.gather(-1, columns_B1.to(ids_Bn.device)).flatten().tolist()
+    return [
+        int(number) if math.isfinite(value) else None
+        for number, value in zip(ids, values, strict=True)
+    ]
 
 
 def check_finite(values: Iterable[float]) -> None:
@@ -114,22 +114,22 @@ def _nucleus(probabilities_Bn: torch.Tensor, p: float) -> torch.Tensor:
     return probabilities_Bn.masked_fill(is_excluded, 0.0)
 
 
-def draw(weights_Bn: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
+def draw(
+    weights_Bn: torch.Tensor, generators: Sequence[torch.Generator]
+) -> tuple[torch.Tensor, list[float]]:
     """Draws a column for each row with a probability proportional to its weight.
 
     Inverts the cumulative sum at one uniform number per row. torch.multinomial draws a number per
     column, which takes milliseconds for a vocabulary.
 
     Returns:
-        Columns, [B, 1], on the CPU.
-
-    Raises:
-        UserError: If the sum of a row's weights is not finite.
+        Columns, [B, 1], on the CPU, and the sum of each row's weights. Where a sum is not finite,
+        the column is arbitrary.
     """
-    sums = weights_Bn.cpu().double().cumsum(dim=-1)
+    sums = weights_Bn.cpu().cumsum(dim=-1, dtype=torch.float64)
     total = sums[:, -1:].contiguous()
-    check_finite(total.flatten().tolist())
     uniform = [torch.rand(1, generator=stream, dtype=torch.float64) for stream in generators]
     columns = torch.searchsorted(sums, torch.stack(uniform) * total, right=True)
     # If the product is rounded up to the total, the search ends after the last nonzero weight.
-    return columns.minimum(torch.searchsorted(sums, total))
+    last = torch.searchsorted(sums, total).clamp(max=sums.shape[-1] - 1)
+    return columns.minimum(last), total.flatten().tolist()

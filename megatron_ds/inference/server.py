@@ -1,35 +1,52 @@
-"""HTTP server for text generation: `PUT /api` as in Megatron's server, one request at a time.
+"""HTTP server for text generation. Must not know models or requests.
 
-Owns HTTP and nothing else. Every response is a JSON object; an error is `{"message": ...}`, with
-the codes of its problems if the request is invalid. The only module that knows FastAPI.
+Owns HTTP and nothing else: each path's interface reads requests and writes responses, all of which
+are JSON objects or server-sent events of them. The only module that knows FastAPI.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hmac
 import ipaddress
+import json
 import signal
 import socket
 import threading
+import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.config.problems import UserError, counted, user_error
 from megatron_ds.inference.generate import Cancelled
+from megatron_ds.inference.scheduler import (
+    AnyJob,
+    Event,
+    Failed,
+    Finished,
+    NewToken,
+    Ticket,
+    TimedOut,
+    TooManyWaiting,
+)
+from megatron_ds.inference.sequences import TextSequence
+from megatron_ds.inference.server_metrics import ServerMetrics
 from megatron_ds.inference.tp_group import TpGroupBroken
 
 MAX_BODY = 8 * 2**20
@@ -43,7 +60,87 @@ BODY_TIMEOUT_S = 60.0
 SHUTDOWN_TIMEOUT_S = 10
 """For open connections, after a signal."""
 
-Job = TypeVar("Job")
+
+class ServedJob(AnyJob, Protocol):
+    """What the server reads of a job."""
+
+    @property
+    def prompts(self) -> Sequence[Sequence[int]]: ...
+
+    @property
+    def log(self) -> bool:
+        """Whether its numbers of tokens are logged."""
+        ...
+
+
+Job = TypeVar("Job", bound=ServedJob)
+
+
+class EventStream(Protocol):
+    """Converts the events of a job into JSON objects."""
+
+    def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]: ...
+
+    def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]: ...
+
+
+class Api(Protocol[Job]):
+    """An interface, which knows the requests and responses of one path."""
+
+    def read(self, body: bytes) -> Job:
+        """The job of a request. A UserError is the client's error."""
+        ...
+
+    def response(self, job: Job, finished: Finished) -> dict[str, Any]:
+        """The response to a job that does not stream."""
+        ...
+
+    def events(self, job: Job) -> EventStream:
+        """The events of a job that streams."""
+        ...
+
+    def error(self, message: str, status: int, codes: Sequence[str] = ()) -> dict[str, Any]:
+        """The response to a request that failed."""
+        ...
+
+
+class Backend(Protocol[Job]):
+    """Runs jobs; `Scheduler` without its models."""
+
+    generated: int
+    prompted: int
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def jobs(self) -> int: ...
+
+    def submit(
+        self, job: Job, listener: Callable[[Event], None], timeout: float
+    ) -> Ticket[Job]: ...
+
+    def cancel(self, ticket: Ticket[Job]) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def run(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server treats requests."""
+
+    hosts: Collection[str] | None = None
+    """Names, in addition to this machine's, for which requests are accepted, see `_HostCheck`. None
+    accepts all."""
+    keys: Collection[str] = ()
+    """Bearer tokens, of which a request must have one. None are needed if there are none."""
+    timeout: float = 600.0
+    """Seconds until a request fails."""
 
 
 class TextServer(Generic[Job]):
@@ -51,47 +148,47 @@ class TextServer(Generic[Job]):
 
     def __init__(
         self,
-        read: Callable[[bytes], Job],
-        run: Callable[[Job, threading.Event], dict[str, Any]],
+        backend: Backend[Job],
+        apis: Mapping[str, Api[Job]],
         log: Callable[[str], None],
-        hosts: Collection[str] | None = None,
-        info: Mapping[str, Any] | None = None,
+        options: ServerOptions,
+        documents: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """
         Args:
-            read: Converts a body into a job. A UserError is the client's error.
-            run: Converts a job into a response. It raises `Cancelled` once the event is set, which
-                means that the response is no longer wanted.
+            backend: Runs the jobs.
+            apis: By path.
             log: Called with lines for the log.
-            hosts: Names, in addition to this machine's, for which requests are accepted, see
-                `_HostCheck`. None accepts all.
-            info: Description of the model and initial settings, for the page for browsers.
+            options: How requests are treated.
+            documents: JSON objects by path, for GET.
         """
-        self._read = read
-        self._run_job = run
+        self._backend = backend
+        self._apis = apis
         self._log = log
-        self._stopping = threading.Event()
-        self._request_lock = asyncio.Lock()
-        # A separate pool, so that long prompts take no thread from generation.
+        self._options = options
+        self._metrics = ServerMetrics(backend)
+        # A pool, so that long prompts take no time from other requests.
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        self._requests = 0
-        """Requests that run or wait for their turn."""
-        self._busy = threading.Lock()
         self._broken: TpGroupBroken | None = None
         self.app = FastAPI(openapi_url=None)
         self.app.add_exception_handler(HTTPException, _http_error)
-        self.app.add_api_route("/api", self._respond, methods=["PUT", "POST"])
+        for path in apis:
+            methods = ["PUT", "POST"] if path == "/api" else ["POST"]
+            self.app.add_api_route(path, self._respond, methods=methods)
         self.app.add_api_route("/health", self._health, methods=["GET", "HEAD"])
-        self.app.add_api_route("/info", lambda: JSONResponse(info), methods=["GET", "HEAD"])
+        self.app.add_api_route("/metrics", self._show_metrics, methods=["GET", "HEAD"])
+        for path, document in documents.items():
+            respond = functools.partial(JSONResponse, dict(document))
+            self.app.add_api_route(path, lambda respond=respond: respond(), methods=["GET", "HEAD"])
         page = Path(__file__).with_name("web_page.html").read_text(encoding="utf-8")
         self.app.add_api_route("/", lambda: HTMLResponse(page), methods=["GET", "HEAD"])
-        if hosts is not None:
-            self.app.add_middleware(_HostCheck, hosts=hosts)
+        if options.keys:
+            self.app.add_middleware(_KeyCheck, keys=options.keys)
+        if options.hosts is not None:
+            self.app.add_middleware(_HostCheck, hosts=options.hosts)
 
     def run(self, listener: socket.socket) -> None:
-        """Serves until SIGTERM or SIGINT, which cancel a running request. Main thread only.
-
-        No job runs after it has returned.
+        """Serves until SIGTERM or SIGINT, which cancel the requests. Main thread only.
 
         Raises:
             TpGroupBroken: If the ranks are out of step.
@@ -101,68 +198,169 @@ class TextServer(Generic[Job]):
         )
         config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
         server = _Server(config)
-        server.on_signal = self.stop
-        server.run(sockets=[listener])
-        # uvicorn does not wait for the thread of a request that it has given up.
-        with self._busy:
-            pass
+        server.on_signal = self._backend.stop
+        scheduler = threading.Thread(target=self._schedule, args=(server,), name="scheduler")
+        scheduler.start()
+        try:
+            server.run(sockets=[listener])
+        finally:
+            self._backend.stop()
+            scheduler.join()
         if self._broken is not None:
             raise self._broken
 
-    def stop(self) -> None:
-        """Cancels the running request."""
-        self._stopping.set()
+    def _schedule(self, server: uvicorn.Server) -> None:
+        try:
+            self._backend.run()
+        except TpGroupBroken as error:
+            self._broken = error
+        finally:
+            server.should_exit = True
 
     async def _respond(self, request: Request) -> Response:
+        path = request.url.path
+        response = await self._answer(request, self._apis[path])
+        self._metrics.responses.labels(path, str(response.status_code)).inc()
+        return response
+
+    async def _answer(self, request: Request, api: Api[Job]) -> Response:
+        def error(
+            message: str, status: int, codes: Sequence[str] = (), **headers: str
+        ) -> JSONResponse:
+            return JSONResponse(api.error(message, status, codes), status, headers=headers)
+
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 body = await _body(request)
             loop = asyncio.get_running_loop()
-            job = await loop.run_in_executor(self._readers, self._read, body)
+            job = await loop.run_in_executor(self._readers, api.read, body)
         except ClientDisconnect:
-            return _error(400, "the body is not complete")
+            return error("the body is not complete", 400)
         except TimeoutError:
             message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
-            return _error(408, message, {"Connection": "close"})
-        except UserError as error:
-            codes = [problem.code for problem in error.problems]
-            content = {"message": "; ".join(error.problems), "codes": codes}
-            return JSONResponse(content, status_code=400)
-        self._requests += 1
+            return error(message, 408, Connection="close")
+        except UserError as problem:
+            codes = [each.code for each in problem.problems]
+            status = 404 if "model-not-served" in codes else 400
+            return error("; ".join(problem.problems), status, codes)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def listen_to(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
         try:
-            async with self._request_lock:
-                return await self._run_or_cancel(job, request)
+            ticket = self._backend.submit(job, listen_to, self._options.timeout)
+        except TooManyWaiting:
+            return error(
+                "too many requests wait; repeat this one later", 429, **{"Retry-After": "1"}
+            )
+        except Cancelled:
+            return error("the server is stopping", 503)
+        if job.stream:
+            stream = self._stream(api, ticket, events)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        ended = asyncio.ensure_future(events.get())
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
+        try:
+            await asyncio.wait({ended, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                return error("the client has disconnected", 499)
+            event = ended.result()
+            if isinstance(event, Failed):
+                return error(*self._explain(event.error))
+            assert isinstance(event, Finished)
+            content = await loop.run_in_executor(self._readers, api.response, job, event)
+            response = JSONResponse(content)
+        except Exception as unexpected:
+            return error(*self._explain(unexpected))
         finally:
-            self._requests -= 1
+            ended.cancel()
+            disconnected.cancel()
+            self._backend.cancel(ticket)
+        self._finish(ticket, event)
+        return response
+
+    async def _stream(
+        self, api: Api[Job], ticket: Ticket[Job], events: asyncio.Queue[Event]
+    ) -> AsyncIterator[str]:
+        """Server-sent events; ends early with an object that has the key error."""
+        stream = api.events(ticket.job)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, NewToken):
+                    for each in stream.of_token(event):
+                        yield _event(each)
+                    continue
+                if isinstance(event, Failed):
+                    yield _event(api.error(*self._explain(event.error)))
+                    return
+                for each in stream.of_end(event):
+                    yield _event(each)
+                self._finish(ticket, event)
+                yield "data: [DONE]\n\n"
+                return
+        finally:  # also when the client disconnects
+            self._backend.cancel(ticket)
+
+    def _explain(self, error: Exception) -> tuple[str, int]:
+        """Message and status of a job without a result."""
+        if isinstance(error, Cancelled):
+            return "the server is stopping", 503
+        if isinstance(error, TimedOut):
+            return f"the request did not end within {self._options.timeout:g} s", 504
+        if isinstance(error, TpGroupBroken):
+            return f"the server stops: {error}", 500
+        if isinstance(error, UserError):  # of the model, since the request is valid
+            self._log(f"ERROR: {error}")
+            return str(error), 500
+        self._log("".join(traceback.format_exception(error)))
+        return f"{type(error).__name__}: {error}", 500
+
+    def _finish(self, ticket: Ticket[Job], finished: Finished) -> None:
+        """Records a job with a result."""
+        job, now = ticket.job, time.monotonic()
+        self._metrics.seconds.observe(now - ticket.submitted)
+        if ticket.started is not None:
+            self._metrics.first_token.observe(ticket.started - ticket.submitted)
+        if job.log:
+            given, texts = sum(map(len, job.prompts)), len(finished.result)
+            new = sum(
+                len(each.new_ids) if isinstance(each, TextSequence) else len(each.ids)
+                for each in finished.result
+            )
+            self._log(
+                f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompts: {len(job.prompts)} of "
+                f"{counted(given, 'token')}, texts: {texts} with {counted(new, 'new token')}, "
+                f"{now - ticket.submitted:.2f} s"
+            )
 
     async def _health(self) -> Response:
-        return JSONResponse({"status": "ok", "requests": self._requests})
+        return JSONResponse({"status": "ok", "requests": self._backend.jobs})
 
-    async def _run_or_cancel(self, job: Job, request: Request) -> Response:
-        cancelled = threading.Event()
-        task = asyncio.create_task(asyncio.to_thread(self._run_exclusively, job, cancelled))
-        while not task.done():
-            if self._stopping.is_set() or await request.is_disconnected():
-                cancelled.set()
-            await asyncio.wait({task}, timeout=0.1)
-        try:
-            return JSONResponse(task.result())
-        except Cancelled:
-            return _error(503, "the server is stopping")
-        except TpGroupBroken as error:
-            self._broken = error
-            signal.raise_signal(signal.SIGTERM)
-            return _error(500, f"the server stops: {error}")
-        except UserError as error:  # of the model, since the request is valid
-            self._log(f"ERROR: {error}")
-            return _error(500, str(error))
-        except Exception as error:
-            self._log(traceback.format_exc())
-            return _error(500, f"{type(error).__name__}: {error}")
+    async def _show_metrics(self) -> Response:
+        return Response(self._metrics.text(), media_type=self._metrics.content_type)
 
-    def _run_exclusively(self, job: Job, cancelled: threading.Event) -> dict[str, Any]:
-        with self._busy:
-            return self._run_job(job, cancelled)
+
+class _KeyCheck:
+    """Rejects requests without one of the keys, except for the page and the state of the server."""
+
+    OPEN = ("/", "/health")
+
+    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip().encode("latin-1")  # the bytes of the header
+        is_known = any(hmac.compare_digest(given, each) for each in self._keys)
+        if scope["path"] in self.OPEN or (kind.lower() == "bearer" and is_known):
+            await self._app(scope, receive, send)
+            return
+        message = "a key is required: Authorization: Bearer KEY"
+        await _error(401, message, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
 
 class _HostCheck:
@@ -284,6 +482,16 @@ async def _body(request: Request) -> bytes:
     if size > MAX_BODY:
         raise user_error("request-too-long", limit=MAX_BODY)
     return b"".join(parts)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    """Returns when the client of a request, whose body has been read, closes its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(content: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

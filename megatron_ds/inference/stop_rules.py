@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_ds.tokenizer import Tokenizer
@@ -42,6 +42,25 @@ class StopRules:
         if self.no_eol_after_colon and previous in self.tokens.colons:
             return self.tokens.starting_with_eol
         return ()
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Ends texts after strings."""
+
+    decode: Callable[[Sequence[int]], str]
+    stops: tuple[str, ...]
+
+    def __call__(self, new_ids: Sequence[int]) -> bool:
+        """Whether the last of these tokens completes a stop string."""
+        # A character has up to four tokens, of bytes.
+        longest = 4 * max(map(len, self.stops)) + 4
+        text = self.decode(new_ids[-longest:])
+        return any(stop in text for stop in self.stops)
+
+    def cut(self, text: str) -> str:
+        """The text before the first stop string."""
+        return text[: min((text.find(stop) for stop in self.stops if stop in text), default=None)]
 
 
 def token_texts(tokenizer: Tokenizer) -> list[str]:

@@ -31,7 +31,14 @@ class KeyValueCache(Protocol):
 
     @property
     def length(self) -> int:
-        """Tokens stored before this forward pass; read once, before the first layer."""
+        """Tokens stored before this forward pass, of the longest text; read once, before the first
+        layer."""
+        ...
+
+    @property
+    def positions_BS(self) -> Tensor | None:
+        """Positions of the new tokens, where the texts have different lengths; None where all
+        have `length` tokens."""
         ...
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -146,18 +146,22 @@ class GPTModel(nn.Module):
             return self._output(x_SBH, None, None, slice(None))
         dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
         offset = 0 if cache is None else cache.length
-        packing = self.packing if cache is None else None
-        packed = None if packing is None else packing.find_documents(tokens_BS, max_documents)
+        packed = positions_BS = None
+        if cache is not None:
+            positions_BS = cache.positions_BS
+        elif self.packing is not None:
+            packed = self.packing.find_documents(tokens_BS, max_documents)
+            positions_BS = packed.positions_BS
         length = tokens_BS.shape[1]
         local = local_slice(length, self._sp)
         if x_SBH is None:
-            positions_BS = None if packed is None else packed.positions_BS
-            if positions_BS is not None:
-                positions_BS = positions_BS[:, local]
+            own_BS = None if positions_BS is None else positions_BS[:, local]
             self._rng.begin_layer(dropout, EMBEDDING)
-            x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, positions_BS)
+            x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
-        context = self.positions.context(length, offset, x_SBH.dtype, x_SBH.device, packed)
+        context = self.positions.context(
+            length, offset, x_SBH.dtype, x_SBH.device, packed, positions_BS
+        )
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])

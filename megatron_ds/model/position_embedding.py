@@ -66,23 +66,29 @@ class PositionEncoder:
         dtype: torch.dtype,
         device: torch.device,
         packed: PackedBatchInfo | None = None,
+        positions_BS: Tensor | None = None,
     ) -> AttentionContext:
         """Build the context.
 
         Args:
             queries: Tokens of this pass, those of all sequence-parallel ranks.
-            offset: Tokens before them, in the cache.
+            offset: Tokens before them, in the cache; the most of any row.
             dtype: Type of the activations.
             device: Device of the activations.
             packed: Documents of the tokens, if their boundaries matter; needs offset 0.
+            positions_BS: Positions of the tokens, where they are not offset, offset + 1, ...
+                Without `packed`, a token sees the keys up to its position.
         """
         rotation = None
         if self._kind == "rope":
             own = local_slice(queries, self._sp)
-            cos, sin = self._rotation(queries, offset, device, packed)
+            cos, sin = self._rotation(queries, offset, device, positions_BS)
             rotation = cos[own], sin[own]
         core: AttentionCore
-        if packed is not None and packed.options.reset_attention:
+        if packed is None and positions_BS is not None:
+            slopes = self._slopes_on(device) if self._kind == "alibi" else None
+            core = SDPA(ragged_bias(positions_BS, offset + queries, dtype, slopes))
+        elif packed is not None and packed.options.reset_attention:
             core = self._document_core(packed, dtype, device)
         elif self._kind == "alibi":
             core = SDPA(self._alibi(queries, offset + queries, dtype, device))
@@ -97,17 +103,17 @@ class PositionEncoder:
         return AttentionContext(rotation, core)
 
     def _rotation(
-        self, queries: int, offset: int, device: torch.device, packed: PackedBatchInfo | None
+        self, queries: int, offset: int, device: torch.device, positions_BS: Tensor | None
     ) -> Rotation:
         end = offset + queries
         table = self._rope_table
         if table is None or table[0].device != device or table[0].shape[0] < end:
             table = rope_table(max(end, self._max_length), self._rotated, self._base, device)
             self._rope_table = table
-        cos, sin = table[0][offset:end], table[1][offset:end]
-        if packed is None or packed.positions_BS is None:
-            return cos, sin
-        positions_SB = packed.positions_BS.t()
+        cos, sin = table
+        if positions_BS is None:
+            return cos[offset:end], sin[offset:end]
+        positions_SB = positions_BS.t()
         return cos[positions_SB].squeeze(2), sin[positions_SB].squeeze(2)
 
     def _document_core(
@@ -115,11 +121,7 @@ class PositionEncoder:
     ) -> AttentionCore:
         alibi, kernel = self._kind == "alibi", packed.options.kernel
         if kernel is not None:
-            # Kept on the device, because each copy would synchronize with it.
-            kept = self._device_slopes
-            if alibi and (kept is None or kept.device != device):
-                self._device_slopes = torch.tensor(self._slopes, device=device)
-            return kernel.core(packed, self._device_slopes)
+            return kernel.core(packed, self._slopes_on(device) if alibi else None)
         lengths = document_lengths(packed.doc_ids_BS)
         if not alibi:
             return PerDocumentSDPA(lengths)
@@ -127,6 +129,12 @@ class PositionEncoder:
         self._longest_document = max(self._longest_document, *map(max, lengths))
         width = self._longest_document
         return PerDocumentSDPA(lengths, self._alibi(width, width, dtype, device))
+
+    def _slopes_on(self, device: torch.device) -> Tensor:
+        """The slopes, kept on the device, because each copy would synchronize with it."""
+        if self._device_slopes is None or self._device_slopes.device != device:
+            self._device_slopes = torch.tensor(self._slopes, device=device)
+        return self._device_slopes
 
     def _alibi(self, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (queries, keys, dtype, device)
@@ -141,6 +149,25 @@ def visible_keys(queries: int, keys: int, device: torch.device) -> Tensor:
     """Causal mask of the last `queries` of `keys` tokens (aligned bottom right): [S, L] bool."""
     positions = torch.arange(keys, device=device)
     return positions <= positions[keys - queries :].unsqueeze(1)
+
+
+def ragged_bias(
+    positions_BS: Tensor, keys: int, dtype: torch.dtype, slopes_n: Tensor | None = None
+) -> Tensor:
+    """0, or minus slope x distance, where a key is visible, -inf elsewhere: [B, n or 1, S, L].
+
+    Args:
+        positions_BS: Positions of the queries of texts with different lengths, whose keys start at
+            position 0.
+        keys: Number of keys.
+        dtype: Type of the result.
+        slopes_n: ALiBi slopes. None: without ALiBi.
+    """
+    distance_B1SL = (
+        torch.arange(keys, device=positions_BS.device) - positions_BS[:, None, :, None]
+    ).float()
+    bias = distance_B1SL * (0.0 if slopes_n is None else slopes_n[:, None, None])
+    return bias.masked_fill_(distance_B1SL > 0, -torch.inf).to(dtype)
 
 
 def rope_table(length: int, rotated: int, base: float, device: torch.device) -> Rotation:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Generator
+from typing import Any, TypeVar
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 
+T = TypeVar("T")
 VOCAB = 90  # of 96 padded rows
 EOD = 89
 
@@ -38,3 +40,13 @@ def model_of(kind: str, mesh: Mesh | None = None, **changes: Any) -> GPTModel:
     config = config_of(kind, **changes)
     assert list(config.problems(mesh.tp.size)) == []
     return GPTModel(config, mesh=mesh, rng=RngStreams(mesh.tp.rank), seed=11).eval()
+
+
+def result_of(steps: Generator[None, None, T]) -> T:
+    """What a computation in steps returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result

@@ -10,15 +10,20 @@ import pytest
 import torch
 
 from megatron_ds.inference.beam import BeamSearchConfig, Hypothesis, beam_search
-from megatron_ds.inference.generate import Cancelled, GenerationConfig, generate
+from megatron_ds.inference.generate import generate
 from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
-from tests.unit.inference.models import KINDS, VOCAB, model_of
+from tests.unit.inference.models import KINDS, VOCAB, model_of, result_of
 
 PROMPT = [3, 1, 4, 1, 5]
 SMALL = {"vocab_size": 5, "make_vocab_size_divisible_by": 8}
 STOP = 2
+
+
+def drained(model: GPTModel, prompt: list[int], config: BeamSearchConfig) -> list[Hypothesis]:
+    return result_of(beam_search(model, prompt, config))
 
 
 def logprobs_after(model: GPTModel, ids: list[int]) -> torch.Tensor:
@@ -51,7 +56,7 @@ def test_a_wide_beam_equals_exhaustive_search() -> None:
     # Wide enough to keep every prefix: 5 tokens have 125 texts of length 3.
     config = BeamSearchConfig(max_new_tokens=3, width=125, stop_token=STOP, length_penalty=0.0)
 
-    found = beam_search(model, [1, 4], config)
+    found = drained(model, [1, 4], config)
 
     assert_same(found, all_continuations(model, [1, 4], 3))
     assert {len(text.ids) for text in found} == {1, 2, 3}
@@ -88,7 +93,7 @@ def test_the_cache_follows_the_beams(kind: str, penalty: float) -> None:
     stop = int(logprobs_after(model, PROMPT).topk(3).indices[-1])
 
     config = BeamSearchConfig(8, width=3, stop_token=stop, length_penalty=penalty)
-    found = beam_search(model, PROMPT, config)
+    found = drained(model, PROMPT, config)
 
     assert_same(found, reference(model, PROMPT, config))
     # A low penalty favors short texts.
@@ -99,7 +104,7 @@ def test_one_beam_is_greedy() -> None:
     model = model_of("learned")
     (expected,) = generate(model, [PROMPT], GenerationConfig(10, SamplingParams(greedy=True)))
 
-    (found,) = beam_search(model, PROMPT, BeamSearchConfig(10, width=1, stop_token=VOCAB - 1))
+    (found,) = drained(model, PROMPT, BeamSearchConfig(10, width=1, stop_token=VOCAB - 1))
 
     assert found.ids == expected
 
@@ -107,18 +112,13 @@ def test_one_beam_is_greedy() -> None:
 def test_forbidden_tokens_are_in_no_beam() -> None:
     model = model_of("learned")
     config = BeamSearchConfig(6, width=1, stop_token=VOCAB - 1)
-    (free,) = beam_search(model, PROMPT, config)
+    (free,) = drained(model, PROMPT, config)
     rules = SimpleNamespace(forbidden=lambda previous: free.ids[:1])
     config = dataclasses.replace(config, width=4, rules=rules)
 
-    found = beam_search(model, PROMPT, config)
+    found = drained(model, PROMPT, config)
 
     assert all(free.ids[0] not in text.ids for text in found)
-
-
-def test_beam_search_can_be_cancelled() -> None:
-    with pytest.raises(Cancelled):
-        beam_search(model_of("rope"), [1], BeamSearchConfig(2, 1, 0), should_continue=lambda: False)
 
 
 def test_logits_that_are_not_finite_are_reported() -> None:
@@ -126,4 +126,4 @@ def test_logits_that_are_not_finite_are_reported() -> None:
     with torch.no_grad():
         next(model.parameters()).fill_(torch.nan)
     with raises_problem("logits-not-finite"):
-        beam_search(model, [1, 2], BeamSearchConfig(3, 2, 0))
+        drained(model, [1, 2], BeamSearchConfig(3, 2, 0))

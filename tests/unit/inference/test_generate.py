@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from megatron_ds.config.problems import UserError
-from megatron_ds.inference.generate import Cancelled, GenerationConfig, generate
+from megatron_ds.inference.generate import Cancelled, generate
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import codes
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
@@ -122,13 +123,13 @@ def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "forward", spy)
     generate(model, [[1, 2, 3], [4] * 9], GenerationConfig(4, GREEDY))
 
-    # The short text ends inside the long prompt, whose remainder is then fed in one pass.
-    assert fed == [(2, 3), (2, 1), (2, 1), (2, 1), (1, 3), (1, 1), (1, 1), (1, 1)]
+    # The prompts but for their last tokens in one pass, and then a token of each text at a time.
+    assert fed == [(2, 8), (2, 1), (2, 1), (2, 1), (2, 1)]
 
 
 def test_memory_of_keys_and_values_is_allocated_once() -> None:
-    cache, part = PreallocatedCache(layers=1, capacity=10), torch.ones(2, 3, 1, 4)
-    kept = [tensor for _ in range(10) for tensor in cache.update(0, part, part)]
+    cache, part = PreallocatedCache(layers=1, slots=2, capacity=10), torch.ones(2, 3, 1, 4)
+    kept = [tensor for _ in range(10) for tensor in cache.view(0, 2, [1, 1]).update(0, part, part)]
     assert len({tensor.untyped_storage().data_ptr() for tensor in kept}) == 2
 
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ds.inference.generate import Cancelled
-from megatron_ds.inference.logprobs import score
+from megatron_ds.inference.generate import continue_prompts
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.sequences import GenerationConfig, Scores
+from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
 from tests.unit.inference.models import KINDS, VOCAB, model_of
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 89, 79]
 
 
+def score(model: GPTModel, ids: list[int], top_n: int = 0) -> Scores:
+    config = GenerationConfig(0, SamplingParams(), prompt_logprobs=True, top_n=top_n)
+    (sequence,) = continue_prompts(model, [ids], config)
+    assert sequence.ids == ids
+    return sequence.scores
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_equal_the_full_forward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ds.inference.logprobs.CHUNK_TOKENS", 5)
+    monkeypatch.setattr("megatron_ds.inference.engine.SCORED_TOKENS", 5)
     model = model_of(kind)
     with torch.no_grad():
         expected = model(torch.tensor([IDS]))[0].log_softmax(dim=-1)
@@ -39,11 +48,6 @@ def test_vocabulary_padding_has_no_probability() -> None:
 
 def test_a_single_token_has_no_score() -> None:
     assert score(model_of("rope"), [5], top_n=2).logprobs == []
-
-
-def test_scoring_can_be_cancelled() -> None:
-    with pytest.raises(Cancelled):
-        score(model_of("rope"), IDS, should_continue=lambda: False)
 
 
 def test_logits_that_are_not_finite_are_reported() -> None:

@@ -1,14 +1,16 @@
-"""The HTTP server without a model: requests, responses, order, cancellation."""
+"""The HTTP server without a model: requests, responses, limits, cancellation."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import socket
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,58 +19,144 @@ from starlette.testclient import TestClient
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.inference import server
 from megatron_ds.inference.generate import Cancelled
-from megatron_ds.inference.server import TextServer, listen
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.scheduler import (
+    Event,
+    Failed,
+    Finished,
+    NewToken,
+    Ticket,
+    TimedOut,
+    TooManyWaiting,
+)
+from megatron_ds.inference.sequences import GenerationConfig, TextSequence
+from megatron_ds.inference.server import ServerOptions, TextServer, listen
 from megatron_ds.inference.tp_group import TpGroupBroken
 from tests.problems import raises_problem
 
-Run = Callable[[str, threading.Event], dict[str, Any]]
-Read = Callable[[bytes], str]
+
+@dataclass(frozen=True)
+class Job:
+    """The text of a request."""
+
+    text: str
+    prompts: Sequence[Sequence[int]] = ((1, 2),)
+    log: bool = True
+
+    @property
+    def stream(self) -> bool:
+        return self.text.startswith("stream")
 
 
-def read(body: bytes) -> str:
-    if body == b"bad":
-        raise UserError(Problem.of("bad-request", "this is bad"))
-    return body.decode()
+class EchoApi:
+    """Answers with the text of the request, and streams its characters."""
+
+    def read(self, body: bytes) -> Job:
+        if body == b"bad":
+            raise UserError(Problem.of("bad-request", "this is bad"))
+        return Job(body.decode())
+
+    def response(self, job: Job, finished: Finished) -> dict[str, Any]:
+        return {"text": [float("nan") if job.text == "nan" else job.text]}
+
+    def events(self, job: Job) -> EchoApi:
+        return self
+
+    def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:
+        yield {"token": token.id}
+
+    def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]:
+        yield {"end": len(finished.result)}
+
+    def error(self, message: str, status: int, codes: Sequence[str] = ()) -> dict[str, Any]:
+        return {"message": message} | ({"codes": list(codes)} if codes else {})
 
 
-def echo(job: str, cancelled: threading.Event) -> dict[str, Any]:
-    return {"text": [job]}
+def finished(new: int = 0) -> Finished:
+    config = GenerationConfig(9, SamplingParams(), prompt_logprobs=True)
+    sequence = TextSequence.of([1, 2], config, 0)
+    for token in range(new):
+        sequence.append(token)
+    return Finished([sequence])
+
+
+Run = Callable[[Job, Callable[[Event], None]], None]
+
+
+def echo(job: Job, listener: Callable[[Event], None]) -> None:
+    listener(finished(3))
+
+
+@dataclass
+class Backend:
+    """Calls a function for each job."""
+
+    start: Run = echo
+    generated: int = 7
+    prompted: int = 9
+    running: int = 0
+    waiting: int = 0
+    tickets: list[Ticket[Job]] = field(default_factory=list)
+    cancelled: list[Ticket[Job]] = field(default_factory=list)
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def jobs(self) -> int:
+        return len(self.tickets) - len(self.cancelled)
+
+    def submit(self, job: Job, listener: Callable[[Event], None], timeout: float) -> Ticket[Job]:
+        ticket = Ticket(len(self.tickets), job, listener, timeout)
+        self.start(job, listener)
+        self.tickets.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket[Job]) -> None:
+        self.cancelled.append(ticket)
+
+    def stop(self) -> None:
+        self.stopped.set()
+        for ticket in self.tickets:
+            ticket.listener(Failed(Cancelled()))
+
+    def run(self) -> None:
+        assert self.stopped.wait(60)
 
 
 class Client:
     """A client of a server in this process, and the server's log."""
 
-    def __init__(
-        self,
-        run: Run,
-        read: Read = read,
-        hosts: Collection[str] | None = None,
-        info: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, run: Run = echo, **options: Any) -> None:
         self.log: list[str] = []
-        self.server = TextServer[str](read, run, self.log.append, hosts, info)
+        self.backend = Backend(run)
+        self.server = TextServer[Job](
+            self.backend,
+            {"/api": EchoApi()},
+            self.log.append,
+            ServerOptions(**options),
+            {"/info": {"name": "<b>", "defaults": {"temperature": 1.0}}},
+        )
         self.http = TestClient(self.server.app)
 
-    def put(self, body: bytes) -> tuple[int, Any]:
-        response = self.http.put("/api", content=body)
+    def put(self, body: bytes, **headers: str) -> tuple[int, Any]:
+        response = self.http.put("/api", content=body, headers=headers)
         return response.status_code, response.json()
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST"])
 def test_a_request_is_answered(method: str) -> None:
-    response = Client(echo).http.request(method, "/api", content="é".encode())
+    response = Client().http.request(method, "/api", content="é".encode())
 
     assert (response.status_code, response.json()) == (200, {"text": ["é"]})
     assert response.headers["content-type"] == "application/json"
 
 
 def test_an_invalid_request_is_explained() -> None:
-    assert Client(echo).put(b"bad") == (400, {"message": "this is bad", "codes": ["bad-request"]})
+    assert Client().put(b"bad") == (400, {"message": "this is bad", "codes": ["bad-request"]})
 
 
 def test_a_long_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_BODY", 10)
-    client = Client(echo)
+    client = Client()
 
     assert client.put(b"x" * 10)[0] == 200
     status, response = client.put(b"x" * 11)
@@ -80,17 +168,16 @@ def test_a_long_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     [("GET", "/api", 405), ("PUT", "/", 405), ("PUT", "/apis", 404), ("GET", "/docs", 404)],
 )
 def test_other_requests_are_answered_in_json(method: str, path: str, status: int) -> None:
-    response = Client(echo).http.request(method, path)
+    response = Client().http.request(method, path)
     assert response.status_code == status
     assert path in response.json()["message"]
 
 
 def test_health_and_page() -> None:
-    info = {"name": "<b>", "defaults": {"temperature": 1.0}}
-    client = Client(echo, info=info).http
+    client = Client().http
 
     assert client.get("/health").json() == {"status": "ok", "requests": 0}
-    assert client.get("/info").json() == info
+    assert client.get("/info").json()["name"] == "<b>"
     for path in ("/", "/health", "/info"):
         head = client.head(path)
         assert (head.status_code, head.content) == (200, b"")
@@ -104,88 +191,104 @@ def test_health_and_page() -> None:
 
 
 def test_a_failed_request_does_not_stop_the_server() -> None:
-    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        if job == "divide":
-            return {"text": 1 / 0}
-        if job == "diverged":
-            raise UserError(Problem.of("some-code", "not finite"))
-        return {"text": float("nan")} if job == "nan" else echo(job, cancelled)
+    errors = {
+        "divide": ZeroDivisionError("division by zero"),
+        "diverged": UserError(Problem.of("some-code", "not finite")),
+        "slow": TimedOut(),
+    }
 
-    client = Client(run)
+    def run(job: Job, listener: Callable[[Event], None]) -> None:
+        listener(Failed(errors[job.text]) if job.text in errors else finished())
+
+    client = Client(run, timeout=7)
 
     assert client.put(b"divide") == (500, {"message": "ZeroDivisionError: division by zero"})
-    assert "Traceback" in client.log[0]
+    assert "ZeroDivisionError" in client.log[0]
     assert client.put(b"diverged") == (500, {"message": "not finite"})
-    assert "Traceback" not in client.log[1]
+    assert client.log[1] == "ERROR: not finite"
+    assert client.put(b"slow") == (504, {"message": "the request did not end within 7 s"})
     assert (client.put(b"nan")[0], client.put(b"well")) == (500, (200, {"text": ["well"]}))
+    assert len(client.backend.cancelled) == len(client.backend.tickets)
 
 
-def test_requests_run_one_after_another() -> None:
-    running = threading.Lock()
+def test_more_requests_than_may_wait_are_told_to_come_back() -> None:
+    def full(job: Job, listener: Callable[[Event], None]) -> None:
+        raise TooManyWaiting
 
-    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        assert running.acquire(blocking=False)
-        threading.Event().wait(0.02)
-        running.release()
-        return echo(job, cancelled)
+    client = Client(full)
+    response = client.http.put("/api", content=b"x")
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    metrics = client.http.get("/metrics").text
+    assert 'megatron_ds_responses_total{path="/api",status="429"} 1.0' in metrics
+
+
+def test_metrics_count_tokens_and_requests() -> None:
+    client = Client()
+    client.put(b"x")
+    client.put(b"bad")
+
+    response = client.http.get("/metrics")
+
+    assert response.headers["content-type"].startswith("text/plain")
+    values = dict(
+        line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#")
+    )
+    assert values["megatron_ds_generated_tokens_total"] == "7.0"
+    assert values["megatron_ds_prompt_tokens_total"] == "9.0"
+    assert values["megatron_ds_request_seconds_count"] == "1.0"
+    assert values['megatron_ds_responses_total{path="/api",status="200"}'] == "1.0"
+    assert values['megatron_ds_responses_total{path="/api",status="400"}'] == "1.0"
+
+
+def test_tokens_are_streamed() -> None:
+    def run(job: Job, listener: Callable[[Event], None]) -> None:
+        for number in (5, 6):
+            listener(NewToken(0, number, None, []))
+        listener(Failed(TimedOut()) if job.text == "stream late" else finished(2))
 
     client = Client(run)
-    with client.http, ThreadPoolExecutor(6) as pool:
-        responses = list(pool.map(client.put, [b"%d" % number for number in range(6)]))
 
-    assert responses == [(200, {"text": [str(number)]}) for number in range(6)]
+    def events(body: bytes) -> list[Any]:
+        response = client.http.put("/api", content=body)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return response.text.split("\n\n")[:-1]
+
+    shown = [json.dumps(each) for each in ({"token": 5}, {"token": 6}, {"end": 1})]
+    assert events(b"stream") == [*(f"data: {each}" for each in shown), "data: [DONE]"]
+    *tokens, last = events(b"stream late")
+    assert len(tokens) == 2
+    assert "did not end within" in json.loads(last.removeprefix("data: "))["message"]
+    assert len(client.backend.cancelled) == 2
+    assert "texts: 1 with 2 new tokens" in client.log[0]
 
 
-def test_an_invalid_request_is_answered_immediately() -> None:
-    started, release = threading.Event(), threading.Event()
+def test_keys_protect_all_but_the_page_and_the_state() -> None:
+    client = Client(keys=["abc", "déf"])
 
-    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        started.set()
-        assert release.wait(60)
-        return echo(job, cancelled)
+    for header in ("", "abc", "Bearer", "Bearer ab", "Basic abc", "Bearer abcd"):
+        status, response = client.put(b"x", **({"Authorization": header} if header else {}))
+        assert (status, set(response)) == (401, {"message"})
+        assert client.http.get("/info", headers={"Authorization": header}).status_code == 401
+    assert client.http.get("/metrics").status_code == 401
+    for key in ("abc", "déf"):
+        headers = [(b"Authorization", f"bearer {key}".encode())]
+        assert client.http.put("/api", content=b"x", headers=headers).status_code == 200
+    assert client.http.get("/").status_code == client.http.get("/health").status_code == 200
 
-    client = Client(run)
+
+def test_an_invalid_request_is_answered_while_others_run() -> None:
+    client = Client(lambda job, listener: None)
     many = 40  # more than the server has threads that read requests
     with client.http, ThreadPoolExecutor(many) as pool:
         slow = [pool.submit(client.put, b"slow") for _ in range(many)]
         try:
-            assert started.wait(60)
             while client.http.get("/health").json()["requests"] < many:
                 assert not any(response.done() for response in slow)
             assert client.put(b"bad")[0] == 400
         finally:
-            release.set()
+            for ticket in client.backend.tickets:
+                ticket.listener(finished())
         assert all(response.result(60)[0] == 200 for response in slow)
-
-
-def test_requests_that_are_read_leave_threads_for_generation() -> None:
-    running, release, release_reads = (threading.Event() for _ in range(3))
-
-    def slow_read(body: bytes) -> str:
-        assert body != b"long" or release_reads.wait(60)
-        return read(body)
-
-    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        running.set()
-        assert release.wait(60)
-        return echo(job, cancelled)
-
-    client = Client(run, slow_read)
-    many = 40  # more than asyncio's pool has threads
-    with client.http, ThreadPoolExecutor(many + 2) as pool:
-        try:
-            first = pool.submit(client.put, b"first")
-            assert running.wait(60)
-            second = pool.submit(client.put, b"second")
-            while client.http.get("/health").json()["requests"] < 2:
-                pass
-            reads = [pool.submit(client.put, b"long") for _ in range(many)]
-            release.set()
-            assert first.result(60)[0] == second.result(60)[0] == 200
-            assert not any(each.done() for each in reads)
-        finally:
-            release.set()
-            release_reads.set()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +312,7 @@ def test_requests_that_are_read_leave_threads_for_generation() -> None:
     ],
 )
 def test_web_pages_of_other_sites_are_rejected(headers: dict[str, str], status: int) -> None:
-    client = Client(echo, hosts=["127.0.0.1", "Proxy.example"])
+    client = Client(hosts=["127.0.0.1", "Proxy.example"])
     for method, path in (("PUT", "/api"), ("POST", "/api"), ("GET", "/"), ("GET", "/health")):
         response = client.http.request(method, path, headers=headers, content=b"")
         assert response.status_code == status
@@ -226,7 +329,7 @@ def test_incomplete_requests_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         (complete, b"PUT /api"): b"200",
         (complete[:-1],): b"408",
     }
-    text_server = Client(echo).server
+    text_server = Client().server
 
     def status_until_the_end(port: int, parts: tuple[bytes, ...]) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
@@ -252,33 +355,49 @@ def test_incomplete_requests_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [end.result() for end in ends] == list(sent.values())
 
 
+def test_a_disconnected_client_cancels_its_request() -> None:
+    client = Client(lambda job, listener: None)
+    body = b"PUT /api HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+
+        def disconnect() -> None:
+            for text in (b"slow", b"stream"):
+                with socket.create_connection(listener.getsockname()) as connection:
+                    connection.sendall(body % (len(text), text))
+                    while not client.backend.jobs:
+                        pass
+                while client.backend.jobs:
+                    pass
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        done = pool.submit(disconnect)
+        client.server.run(listener)
+        done.result(60)
+    assert len(client.backend.cancelled) == 2
+
+
 def test_ranks_out_of_step_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
+    client = Client(lambda job, listener: listener(Failed(TpGroupBroken("rank 1 is lost"))))
+
+    def run() -> None:
         raise TpGroupBroken("rank 1 is lost")
 
-    signals: list[int] = []
-    monkeypatch.setattr(server.signal, "raise_signal", signals.append)
-
-    status, response = Client(run).put(b"x")
+    client.backend.run = run  # type: ignore[method-assign]
+    status, response = client.put(b"x")
 
     assert status == 500
     assert "rank 1 is lost" in response["message"]
-    assert signals == [server.signal.SIGTERM]
+    with listen("127.0.0.1", 0) as listener, pytest.raises(TpGroupBroken):
+        client.server.run(listener)
 
 
 def test_stopping_the_server_cancels_a_request() -> None:
-    started = threading.Event()
-
-    def run(job: str, cancelled: threading.Event) -> dict[str, Any]:
-        started.set()
-        assert cancelled.wait(60)
-        raise Cancelled
-
-    client = Client(run)
+    client = Client(lambda job, listener: None)
     with client.http, ThreadPoolExecutor(1) as pool:
         slow = pool.submit(client.put, b"slow")
-        assert started.wait(60)
-        client.server.stop()
+        while not client.backend.tickets:
+            pass
+        client.backend.stop()
         assert slow.result(60)[0] == 503
 
 

@@ -8,15 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import UserError
-from megatron_ds.inference.api_schema import Defaults, read
-from megatron_ds.inference.logprobs import score
-from megatron_ds.inference.service import TextGenerationService, max_sequence_length
+from megatron_ds.inference.api_schema import Defaults
+from megatron_ds.inference.engine import GenerationEngine
+from megatron_ds.inference.megatron_api import MegatronApi
+from megatron_ds.inference.scheduler import Finished
+from megatron_ds.inference.service import (
+    GenerationJob,
+    TextGenerationService,
+    max_sequence_length,
+)
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import codes, raises_problem
-from tests.unit.inference.models import EOD, VOCAB, model_of
+from tests.unit.inference.models import EOD, VOCAB, model_of, result_of
 
 EOL, TWO_EOLS, COLON = 10, 11, 12
 MAX_LENGTH = 40
@@ -44,25 +51,31 @@ def model() -> GPTModel:
     return model_of("rope")
 
 
-def build_service(model: GPTModel, new_tokens: int, batch: int) -> TextGenerationService:
-    lengths = {"max_length": MAX_LENGTH, "default_new_tokens": new_tokens}
-    return TextGenerationService(model, CharTokenizer(), **lengths, micro_batch_size=batch)
-
-
 @pytest.fixture
 def service(model: GPTModel) -> TextGenerationService:
-    return build_service(model, 30, 2)
+    return TextGenerationService(model, CharTokenizer(), MAX_LENGTH)
 
 
-@pytest.fixture
-def large_batch(model: GPTModel) -> TextGenerationService:
-    """Continues 128 prompts at once, which is fastest."""
-    return build_service(model, 9, 128)
+def finish(service: TextGenerationService, job: GenerationJob) -> Finished:
+    """The result of a job."""
+    started = service.start(job)
+    if isinstance(started, list):
+        engine = GenerationEngine(service.model, slots=len(started), capacity=MAX_LENGTH)
+        for sequence in started:
+            engine.add(sequence)
+        while engine.is_busy:
+            engine.step()
+        return Finished(started)
+    return Finished(result_of(started))
+
+
+def read(service: TextGenerationService, fields: Any) -> GenerationJob:
+    return MegatronApi(service, Defaults(tokens_to_generate=30)).read(json.dumps(fields).encode())
 
 
 def respond(service: TextGenerationService, **fields: Any) -> dict[str, Any]:
-    job = service.build_job(read(json.dumps(fields).encode(), Defaults()))
-    response = service.build_response(job, service.run(job, lambda: True))
+    job = read(service, fields)
+    response = MegatronApi(service, Defaults()).response(job, finish(service, job))
     return json.loads(json.dumps(response, allow_nan=False))
 
 
@@ -81,7 +94,7 @@ def test_long_prompts_are_rejected_before_they_are_tokenized(
     def problems(*prompts: str) -> list[str]:
         encoded.clear()
         with pytest.raises(UserError) as raised:
-            service.build_job(read(json.dumps({"prompts": prompts}).encode(), Defaults()))
+            read(service, {"prompts": prompts})
         return codes(raised.value.problems)
 
     assert problems("a" * (limit + 1), "b") == ["prompt-has-too-many-characters"]
@@ -90,11 +103,10 @@ def test_long_prompts_are_rejected_before_they_are_tokenized(
     assert encoded == ["a" * MAX_LENGTH]
     assert problems("a" * MAX_LENGTH, "b", "c" * 50) == ["prompt-fills-sequence"] * 2
     fits = " " * (limit - 1) + "a"
-    job = service.build_job(read(json.dumps({"prompts": [fits, fits]}).encode(), Defaults()))
-    assert job.prompts == [[1], [1]]
+    assert read(service, {"prompts": [fits, fits]}).prompts == [[1], [1]]
     monkeypatch.setattr(CharTokenizer, "decode", lambda *_: "x" * 17)
-    body = json.dumps({"prompts": [fits + "  "]}).encode()
-    build_service(model, 30, 2).build_job(read(body, Defaults()))
+    other = TextGenerationService(model, CharTokenizer(), MAX_LENGTH)
+    assert read(other, {"prompts": [fits + "  "]})
 
 
 def test_a_response_contains_prompt_and_continuation(service: TextGenerationService) -> None:
@@ -118,23 +130,26 @@ def test_logprobs_of_every_token_but_the_first(
         service, prompts=["abc"], tokens_to_generate=4, logprobs=True, top_n_logprobs=2, top_k=1
     )
 
-    expected = score(model, response["tokens"][0], top_n=2)
-    assert response["logprobs"] == [pytest.approx(expected.logprobs)]
-    assert len(response["logprobs"][0]) == 6
+    (ids,), (logprobs,) = response["tokens"], response["logprobs"]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids]))[0].log_softmax(dim=-1)
+    assert logprobs == pytest.approx([float(expected[i, ids[i + 1]]) for i in range(6)], abs=1e-4)
     (most_probable,) = response["top_n_logprobs"]
     decode = CharTokenizer().decode
-    for found, top in zip(most_probable, expected.top, strict=True):
-        assert found == pytest.approx({decode([number]): value for number, value in top})
-        assert list(found) == [decode([number]) for number, _ in top]  # the most probable first
+    for found, row in zip(most_probable, expected, strict=False):
+        values, numbers = row.topk(2)
+        assert list(found) == [decode([number]) for number in numbers.tolist()]
+        assert list(found.values()) == pytest.approx(values.tolist(), abs=1e-4)
     # Greedy: the chosen tokens are the most probable ones.
     assert response["logprobs"][0][2:] == [max(top.values()) for top in most_probable[2:]]
 
 
-def test_zero_new_tokens_score_the_prompts(service: TextGenerationService, model: GPTModel) -> None:
+def test_zero_new_tokens_score_the_prompts(service: TextGenerationService) -> None:
     response = respond(service, prompts=["abcd", "b"], tokens_to_generate=0, logprobs=True)
 
     assert response["tokens"] == [CharTokenizer().encode(text) for text in ("abcd", "b")]
-    assert response["logprobs"] == [pytest.approx(score(model, response["tokens"][0]).logprobs), []]
+    more = respond(service, prompts=["abcd"], tokens_to_generate=1, logprobs=True)
+    assert response["logprobs"] == [pytest.approx(more["logprobs"][0][:3]), []]
 
 
 def test_texts_depend_on_the_seed_and_are_random_without_one(
@@ -173,9 +188,8 @@ TOO_LONG = "prompt-and-new-tokens-exceed-length"
 def test_unsuitable_requests_are_rejected(
     service: TextGenerationService, prompts: list[str], fields: Any, code: str, shown: str
 ) -> None:
-    request = read(json.dumps({"prompts": prompts, **fields}).encode(), Defaults())
     with raises_problem(code, contains=shown):
-        service.build_job(request)
+        read(service, {"prompts": prompts, **fields})
 
 
 def test_the_sequence_can_be_filled(service: TextGenerationService) -> None:
@@ -207,15 +221,15 @@ def texts(service: TextGenerationService, **fields: Any) -> list[list[int]]:
     return [ids[len(CharTokenizer().encode(prompt)) :] for ids in response["tokens"]]
 
 
-def test_a_newline_ends_texts(large_batch: TextGenerationService) -> None:
-    ended = [ids for ids in texts(large_batch, stop_on_eol=True) if len(ids) < 36]
+def test_a_newline_ends_texts(service: TextGenerationService) -> None:
+    ended = [ids for ids in texts(service, stop_on_eol=True) if len(ids) < 36]
     assert {ids[-1] for ids in ended} == {EOL, TWO_EOLS, EOD}
     assert not any({EOL, TWO_EOLS} & set(ids[:-1]) for ids in ended)
 
 
-def test_an_empty_line_ends_texts(large_batch: TextGenerationService) -> None:
+def test_an_empty_line_ends_texts(service: TextGenerationService) -> None:
     # The prompt ends with a newline: a second one makes an empty line.
-    samples = texts(large_batch, stop_on_double_eol=True, prompt="a\n")
+    samples = texts(service, stop_on_double_eol=True, prompt="a\n")
     assert all(TWO_EOLS not in ids[:-1] for ids in samples)
     assert any(EOL in ids[1:-1] for ids in samples)
     assert any(ids == [EOL] for ids in samples) == any(ids[0] == EOL for ids in samples)
@@ -223,9 +237,9 @@ def test_an_empty_line_ends_texts(large_batch: TextGenerationService) -> None:
     assert (EOL, EOL) not in pairs
 
 
-def test_newlines_after_colons_can_be_prevented(large_batch: TextGenerationService) -> None:
+def test_newlines_after_colons_can_be_prevented(service: TextGenerationService) -> None:
     def after_colons(**fields: Any) -> set[int]:
-        samples = texts(large_batch, prompt=":", **fields)
+        samples = texts(service, prompt=":", **fields)
         return {after for ids in samples for before, after in zip([COLON, *ids], ids, strict=False)
                 if before == COLON}  # fmt: skip
 

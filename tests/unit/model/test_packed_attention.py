@@ -137,8 +137,10 @@ def test_each_flag_has_its_own_effect(position: str, positions: bool, attention:
 def test_generation_ignores_document_boundaries() -> None:
     """A generator's tokens are one document."""
 
-    cache = PreallocatedCache(layers=2, capacity=TOKENS.shape[1])
-    packed = build(PackingOptions(EOD, True, True))(TOKENS, cache=cache)
+    texts, length = TOKENS.shape
+    cache = PreallocatedCache(layers=2, slots=texts, capacity=length)
+    view = cache.view(0, texts, [length] * texts)
+    packed = build(PackingOptions(EOD, True, True))(TOKENS, cache=view)
     torch.testing.assert_close(packed, build(None)(TOKENS))
 
 

@@ -1,0 +1,319 @@
+"""OpenAI's `POST /v1/completions`: requests to jobs, results to responses and events.
+
+Follows the reference of the API (platform.openai.com/docs/api-reference/completions); `top_k` is an
+addition of other servers. As there, the end-of-document token is no part of a text, but it has a
+log-probability.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.inference.api_schema import (
+    MAX_PROMPTS,
+    SURROGATE,
+    Defaults,
+    flag_field,
+    integer_field,
+    number_field,
+    read_fields,
+    request_field,
+)
+from megatron_ds.inference.megatron_api import by_text
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.scheduler import Finished, NewToken
+from megatron_ds.inference.sequences import TextSequence
+from megatron_ds.inference.service import GenerationJob, TextGenerationService, random_seed
+from megatron_ds.inference.token_text import TokenText
+
+DEFAULT_NEW_TOKENS = 16
+MAX_STOPS = 4
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and not SURROGATE.search(value)
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(each) is int and each >= 0 for each in value)
+    )
+
+
+def _is_prompt(value: Any) -> bool:
+    if _is_text(value) or _is_ids(value):
+        return True
+    is_list = isinstance(value, list) and 1 <= len(value) <= MAX_PROMPTS
+    return is_list and (all(map(_is_text, value)) or all(map(_is_ids, value)))
+
+
+def _is_stop(value: Any) -> bool:
+    strings = value if isinstance(value, list) else [value]
+    is_short = len(strings) <= MAX_STOPS
+    return is_short and all(_is_text(each) and each for each in strings)
+
+
+def _only(*values: Any) -> Any:
+    """A field of which this server has nothing but these values."""
+    shown = " or ".join("null" if value is None else str(value) for value in values)
+    return request_field(
+        values[0], f"{shown} (others are not supported)", lambda each: each in values
+    )
+
+
+def _is_stream_options(value: Any) -> bool:
+    keys = value.keys() if isinstance(value, dict) else {""}
+    return keys <= {"include_usage"} and all(isinstance(each, bool) for each in value.values())
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request, validated as far as possible without tokenizer and model; a field is null where it
+    has its default."""
+
+    prompt: Any = request_field(
+        "",
+        f"a string, a list of 1 to {MAX_PROMPTS} strings, ids, or a list of lists of ids",
+        _is_prompt,
+    )
+    model: str | None = request_field(None, "a string", lambda value: isinstance(value, str))
+    max_tokens: int = integer_field(0, 2**31 - 1, DEFAULT_NEW_TOKENS)
+    temperature: float = number_field(0, 100, 1.0)
+    top_p: float = number_field(0, 1, 1.0)
+    top_k: int = integer_field(-1, 1000, 0)
+    n: int = integer_field(1, 128, 1)
+    best_of: int | None = integer_field(1, 128, None)
+    stream: bool = flag_field()
+    stream_options: dict[str, bool] | None = request_field(
+        None, 'an object such as {"include_usage": true}', _is_stream_options
+    )
+    logprobs: int | None = integer_field(0, 10, None)
+    echo: bool = flag_field()
+    stop: Any = request_field((), f"a string or a list of up to {MAX_STOPS} strings", _is_stop)
+    seed: int | None = integer_field(0, 2**63 - 1, None)
+    user: str = request_field("", "a string", lambda value: isinstance(value, str))
+    suffix: None = _only(None, "")
+    logit_bias: None = _only(None, {})
+    presence_penalty: float = _only(0)
+    frequency_penalty: float = _only(0)
+
+    def problems(self) -> Iterator[Problem]:
+        if self.best_of not in (None, self.n):
+            yield Problem("best-of-is-not-n", "best_of", "n", best_of=self.best_of, n=self.n)
+        if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
+            yield Problem("completion-without-tokens", "max_tokens")
+        if self.echo and self.stream:
+            yield Problem(
+                "request-fields-exclusive", "echo", "stream", first="echo", second="stream"
+            )
+        if self.stream_options and not self.stream:
+            names = {"name": "stream_options", "needed": "stream"}
+            yield Problem("request-field-needs-another", *names.values(), **names)
+
+
+@dataclass(frozen=True)
+class CompletionJob(GenerationJob):
+    """A job, and what its response needs."""
+
+    echo: bool = False
+    include_usage: bool = False
+
+
+@dataclass(frozen=True)
+class CompletionsApi:
+    """Serves OpenAI's clients."""
+
+    service: TextGenerationService
+    defaults: Defaults
+    name: str
+    """Of the model."""
+
+    def read(self, body: bytes) -> CompletionJob:
+        """
+        Raises:
+            UserError: If the request is invalid or does not fit the tokenizer or the model.
+        """
+        given = read_fields(body, CompletionRequest, "prompt", null_is_default=True)
+        defaults = self.defaults
+        candidates = {
+            "seed": defaults.seed,
+            "temperature": defaults.temperature,
+            "top_k": defaults.top_k,
+            "top_p": defaults.top_p,
+        }
+        request = CompletionRequest(**{**candidates, **given})
+        raise_if_any(request.problems())
+        if request.model not in (None, self.name):
+            raise user_error("model-not-served", model=request.model, name=self.name)
+        prompts = request.prompt
+        if isinstance(prompts, str) or _is_ids(prompts):
+            prompts = [prompts]
+        if len(prompts) * request.n > MAX_PROMPTS:
+            count = len(prompts) * request.n
+            raise user_error("too-many-texts-in-request", count=count, limit=MAX_PROMPTS)
+        eod = self.service.tokenizer.eod
+        ids = self.service.encode_prompts([each or [eod] for each in prompts], request.max_tokens)
+        is_greedy = request.temperature == 0
+        sampling = SamplingParams(
+            temperature=1.0 if is_greedy else request.temperature,
+            top_k=max(0, request.top_k),
+            top_p=request.top_p,
+            greedy=is_greedy,
+            seed=random_seed() if request.seed is None else request.seed,
+        )
+        return CompletionJob(
+            ids,
+            request.max_tokens,
+            sampling,
+            samples=request.n,
+            logprobs=request.logprobs is not None,
+            prompt_logprobs=request.logprobs is not None and request.echo,
+            top_n=request.logprobs or 0,
+            stops=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop),
+            stream=request.stream,
+            echo=request.echo,
+            include_usage=(request.stream_options or {}).get("include_usage", False),
+        )
+
+    def response(self, job: GenerationJob, finished: Finished) -> dict[str, Any]:
+        """The JSON object of all texts."""
+        assert isinstance(job, CompletionJob)
+        sequences = [each for each in finished.result if isinstance(each, TextSequence)]
+        choices = [self._choice(job, number, each) for number, each in enumerate(sequences)]
+        new = sum(len(each.new_ids) for each in sequences)
+        return {**self._head(), "choices": choices, "usage": _usage(job, new)}
+
+    def events(self, job: GenerationJob) -> CompletionEvents:
+        """The server-sent events of a job."""
+        assert isinstance(job, CompletionJob)
+        return CompletionEvents(self, job)
+
+    def models(self) -> dict[str, Any]:
+        """The list of models."""
+        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "megatron_ds"}
+        return {"object": "list", "data": [model | {"max_model_len": self.service.max_length}]}
+
+    @staticmethod
+    def error(message: str, status: int, codes: Sequence[str] = ()) -> dict[str, Any]:
+        """The JSON object of an error."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        code = codes[0] if codes else None
+        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.name,
+        }
+
+    def _choice(self, job: CompletionJob, number: int, sequence: TextSequence) -> dict[str, Any]:
+        decode = self.service.tokenizer.decode
+        prompt = sequence.ids[: sequence.prompt_length] if job.echo else []
+        text = TokenText(decode, job.stops)
+        new = "".join(map(text.add, self.without_end(sequence.new_ids))) + text.finish()
+        logprobs = None
+        if job.logprobs:
+            scores = sequence.scores
+            first = [None] if job.echo else []
+            logprobs = self.logprobs_of(
+                [*prompt, *sequence.new_ids],
+                [*first, *scores.logprobs],
+                [*first, *scores.top],
+            )
+        return {
+            "index": number,
+            "text": decode(prompt) + new if prompt else new,
+            "logprobs": logprobs,
+            "finish_reason": "stop" if sequence.ended_itself else "length",
+        }
+
+    def without_end(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if ids[-1:] == [self.service.tokenizer.eod] else ids
+
+    def logprobs_of(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float | None],
+        tops: Sequence[Sequence[tuple[int, float]] | None],
+        offset: int = 0,
+    ) -> dict[str, Any]:
+        """The tokens with their log-probabilities, and the most probable ones with the chosen."""
+        decode = self.service.tokenizer.decode
+        tokens = [decode([each]) for each in ids]
+        places, place = [], offset
+        for token in tokens:
+            places.append(place)
+            place += len(token)
+        top = [
+            None
+            if each is None or logprob is None
+            else {**by_text(decode, each)} | {token: logprob}
+            for each, logprob, token in zip(tops, logprobs, tokens, strict=True)
+        ]
+        return {
+            "tokens": tokens,
+            "token_logprobs": list(logprobs),
+            "top_logprobs": top,
+            "text_offset": places,
+        }
+
+
+class CompletionEvents:
+    """The events of a job: one for each part of a text whose characters are complete."""
+
+    def __init__(self, api: CompletionsApi, job: CompletionJob) -> None:
+        self._api = api
+        self._job = job
+        self._head = api._head()
+        count = len(job.prompts) * job.samples
+        decode = api.service.tokenizer.decode
+        self._texts = [TokenText(decode, job.stops) for _ in range(count)]
+        self._tokens: list[list[NewToken]] = [[] for _ in range(count)]
+        self._offsets = [0] * count
+        self._new = 0
+
+    def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:
+        """What a token adds to a text."""
+        self._new += 1
+        self._tokens[token.index].append(token)
+        is_end = token.id == self._api.service.tokenizer.eod
+        part = "" if is_end else self._texts[token.index].add(token.id)
+        if part:
+            yield self._event(token.index, part, None)
+
+    def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]:
+        """What remains of the texts, and why they ended."""
+        for number, sequence in enumerate(finished.result):
+            assert isinstance(sequence, TextSequence)
+            reason = "stop" if sequence.ended_itself else "length"
+            yield self._event(number, self._texts[number].finish(), reason)
+        if self._job.include_usage:
+            yield {**self._head, "choices": [], "usage": _usage(self._job, self._new)}
+
+    def _event(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+        tokens, self._tokens[index] = self._tokens[index], []
+        logprobs = None
+        if self._job.logprobs:
+            logprobs = self._api.logprobs_of(
+                [each.id for each in tokens],
+                [each.logprob for each in tokens],
+                [each.top for each in tokens],
+                self._offsets[index],
+            )
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, "choices": [choice]}
+
+
+def _usage(job: GenerationJob, new: int) -> dict[str, int]:
+    prompt = sum(map(len, job.prompts))
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

@@ -1,0 +1,274 @@
+"""Continuous batching: sequences join and leave a batch between two tokens. Ids in, ids out.
+
+Must not know tokenizers, checkpoints or process groups. As in Orca (Yu et al. 2022), each step
+computes one token of every running sequence, whatever their lengths. A prompt is first fed to the
+cache except for its last token, several of them in one pass; the last one is fed with the last
+tokens of the others.
+
+Shapes: B sequences, S tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_ds.config.problems import user_error
+from megatron_ds.inference.kv_cache import PreallocatedCache
+from megatron_ds.inference.sampling import choose
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.sequences import TextSequence
+from megatron_ds.model.gpt import GPTModel
+
+PROMPT_TOKENS = 512
+"""Tokens of prompts in a step; while they are computed, the running sequences wait."""
+SCORED_TOKENS = 128
+"""Tokens of a prompt whose logits are in memory together."""
+MIN_SHARED_TOKENS = 16
+"""Tokens that a prompt must share with another one for keys and values to be copied."""
+
+
+class GenerationEngine:
+    """Continues sequences. Collective on tensor-parallel ranks, with equal calls.
+
+    Attributes:
+        running: Sequences in the batch.
+        waiting: Sequences that wait for a place in it.
+    """
+
+    def __init__(
+        self, model: GPTModel, *, slots: int, capacity: int, use_cache: bool = True
+    ) -> None:
+        """
+        Args:
+            model: This rank's shard of the model, in evaluation mode.
+            slots: Number of sequences that run at the same time.
+            capacity: Number of tokens of a sequence.
+            use_cache: Keep keys and values; otherwise every token recomputes all tokens.
+        """
+        self.running: list[TextSequence] = []
+        self.waiting: deque[TextSequence] = deque()
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._use_cache = use_cache
+        self._cache = PreallocatedCache(model.config.num_layers, slots, capacity)
+        self._partial: TextSequence | None = None
+        """A prompt that is being fed in parts, in the slot after those of the running ones."""
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.running or self.waiting or self._partial)
+
+    def add(self, sequence: TextSequence) -> None:
+        """Adds a sequence, which starts when there is a place."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequences: Iterable[TextSequence]) -> None:
+        """Removes sequences that are no longer wanted; the ones that have ended are ignored."""
+        unwanted = set(map(id, sequences))
+        self.waiting = deque(each for each in self.waiting if id(each) not in unwanted)
+        if id(self._partial) in unwanted:
+            self._partial = None
+        self._drop([each for each in self.running if id(each) in unwanted])
+
+    @torch.no_grad()
+    def step(self) -> list[TextSequence]:
+        """Feeds waiting prompts, and chooses a token for each running sequence.
+
+        Returns:
+            The sequences with a new token and those that are done.
+        """
+        changed = self._start_waiting()
+        if self.running:
+            changed += self.running
+            self._extend(self.running)
+            self._drop([each for each in self.running if each.is_done])
+        return changed
+
+    def _start_waiting(self) -> list[TextSequence]:
+        """Moves waiting sequences to the running ones, within the limit of tokens of a step.
+
+        Returns:
+            Those that are done without new tokens.
+        """
+        budget, done = PROMPT_TOKENS, list[TextSequence]()
+        while budget > 0:
+            if (sequence := self._partial) is not None:
+                budget -= self._feed_partial(sequence, budget)
+                if self._partial is None and sequence.is_done:
+                    done.append(sequence)
+                    self._drop([sequence])
+            elif batch := self._next_batch(budget):
+                budget -= self._feed_batch(batch)
+            elif self._partial is None:
+                break
+        return done
+
+    def _next_batch(self, budget: int) -> list[TextSequence]:
+        """Prompts that one pass feeds. What is fed alone becomes the partial one."""
+        batch: list[TextSequence] = []
+        longest = 0
+        while self.waiting and len(self.running) + len(batch) < self._cache.slots:
+            sequence = self.waiting[0]
+            fed = len(sequence.ids) - 1
+            if self._is_fed_alone(sequence, batch):
+                if not batch:
+                    self._partial = self.waiting.popleft()
+                    self._reuse_prefix(self._partial)
+                break
+            longest = max(longest, fed)
+            if batch and (len(batch) + 1) * longest > budget:
+                break
+            batch.append(self.waiting.popleft())
+        return batch
+
+    def _is_fed_alone(self, sequence: TextSequence, batch: Sequence[TextSequence]) -> bool:
+        if not self._use_cache:
+            return sequence.config.prompt_logprobs
+        if sequence.config.prompt_logprobs or len(sequence.ids) > PROMPT_TOKENS:
+            return True
+        return _best_prefix(sequence, [*self.running, *batch])[0] > 0
+
+    def _reuse_prefix(self, sequence: TextSequence) -> None:
+        """Starts the slot after the running ones with what another prompt has computed."""
+        slot = len(self.running)
+        self._cache.lengths[slot] = 0
+        if self._use_cache and not sequence.config.prompt_logprobs:
+            length, source = _best_prefix(sequence, self.running)
+            if length:
+                self._cache.copy(source, slot, length)
+
+    def _feed_partial(self, sequence: TextSequence, budget: int) -> int:
+        """Feeds the next tokens of the partial prompt; returns how many."""
+        slot, scored = len(self.running), sequence.config.prompt_logprobs
+        start, last = self._cache.lengths[slot], len(sequence.ids) - 1
+        end = min(last, start + (SCORED_TOKENS if scored else budget))
+        if end > start:
+            tokens_BS = torch.tensor([sequence.ids[start:end]], device=self._device)
+            view = self._cache.view(slot, 1, [end - start], self._device)
+            x_SBH = self._model(tokens_BS, cache=view, hidden_only=True)
+            if scored:
+                following = sequence.ids[start + 1 : end + 1]
+                logits_SV = self._model.logits(x_SBH)[0]
+                self._add_scores([sequence] * len(following), logits_SV, following)
+        if end == last or sequence.error is not None:
+            self._partial = None
+            self.running.append(sequence)
+        return end - start
+
+    def _feed_batch(self, batch: list[TextSequence]) -> int:
+        """Feeds prompts except for their last tokens; returns the number of tokens of the pass.
+
+        Shorter prompts are filled up at their end, which no earlier position sees.
+        """
+        first, lengths = len(self.running), [len(each.ids) - 1 for each in batch]
+        longest = max(lengths) if self._use_cache else 0
+        if self._use_cache:
+            self._cache.lengths[first : first + len(batch)] = [0] * len(batch)
+        if longest:
+            tokens_BS = torch.zeros(len(batch), longest, dtype=torch.long)
+            for row, (sequence, length) in enumerate(zip(batch, lengths, strict=True)):
+                tokens_BS[row, :length] = torch.tensor(sequence.ids[:length])
+            view = self._cache.view(first, len(batch), lengths, self._device)
+            self._model(tokens_BS.to(self._device), cache=view, hidden_only=True)
+        self.running += batch
+        return longest * len(batch)
+
+    def _extend(self, sequences: list[TextSequence]) -> None:
+        """Appends a token to each of all running sequences."""
+        logits_BV = self._model.logits(self._last_hidden(sequences))[:, 0]
+        scored = [row for row, each in enumerate(sequences) if each.config.logprobs]
+        raw_BV = logits_BV[scored] if scored else None
+        for row, sequence in enumerate(sequences):
+            if sequence.config.rules is not None:
+                forbidden = sequence.config.rules.forbidden(sequence.ids[-1])
+                logits_BV[row, list(forbidden)] = -torch.inf
+        _sample(sequences, logits_BV)
+        if raw_BV is not None:
+            wanted = [sequences[row] for row in scored]
+            self._add_scores(wanted, raw_BV, [each.ids[-1] for each in wanted])
+
+    def _last_hidden(self, sequences: list[TextSequence]) -> Tensor:
+        """The last layer's output at the last token of each sequence, [1, B, H]."""
+        if self._use_cache:
+            tokens_BS = torch.tensor([each.ids[-1:] for each in sequences], device=self._device)
+            view = self._cache.view(0, len(sequences), [1] * len(sequences), self._device)
+            return self._model(tokens_BS, cache=view, hidden_only=True)  # type: ignore[no-any-return]
+        lengths = torch.tensor([len(each.ids) for each in sequences])
+        tokens_BS = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
+        for row, sequence in enumerate(sequences):
+            tokens_BS[row, : len(sequence.ids)] = torch.tensor(sequence.ids)
+        x_SBH = self._model(tokens_BS.to(self._device), hidden_only=True)
+        rows_B = torch.arange(len(sequences), device=self._device)
+        return x_SBH[lengths.to(self._device) - 1, rows_B].unsqueeze(0)  # type: ignore[no-any-return]
+
+    def _drop(self, sequences: Sequence[TextSequence]) -> None:
+        """Removes running sequences; the last ones take their slots."""
+        for sequence in sequences:
+            slot, last = self.running.index(sequence), len(self.running) - 1
+            if sequence.error is not None:
+                self._cache.clear(slot)
+            self.running[slot] = self.running[last]
+            del self.running[last]
+            if slot < last:
+                self._cache.copy(last, slot)
+            if self._partial is not None:
+                self._cache.copy(last + 1, last)
+
+    def _add_scores(
+        self, sequences: Sequence[TextSequence], logits_BV: Tensor, ids: Sequence[int]
+    ) -> None:
+        """Adds to each sequence the scores of a token, in this order."""
+        logprobs_BV = logits_BV.float().log_softmax(dim=-1)
+        tokens_B = torch.tensor(ids, device=logits_BV.device)
+        chosen = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0].tolist()
+        top_n = max(sequence.config.top_n for sequence in sequences)
+        values_Bn, tokens_Bn = logprobs_BV.topk(min(top_n, self._model.config.vocab_size), dim=-1)
+        tops = zip(tokens_Bn.tolist(), values_Bn.tolist(), strict=True)
+        for sequence, logprob, (numbers, values) in zip(sequences, chosen, tops, strict=True):
+            if not math.isfinite(logprob):
+                sequence.error = user_error("logits-not-finite")
+            sequence.scores.logprobs.append(logprob)
+            count = sequence.config.top_n
+            sequence.scores.top.append(list(zip(numbers[:count], values[:count], strict=True)))
+
+
+def _best_prefix(sequence: TextSequence, others: Sequence[TextSequence]) -> tuple[int, int]:
+    """The most tokens that a prompt shares with the fed ones of another, and its number.
+
+    0, if copying them is not worth a pass of its own for the remainder.
+    """
+    fed = sequence.ids[:-1]
+    best = max(
+        ((_shared(fed, other.ids[:-1]), number) for number, other in enumerate(others)),
+        default=(0, 0),
+    )
+    return best if best[0] >= max(MIN_SHARED_TOKENS, len(fed) // 2) else (0, 0)
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return next((place for place, (one, other) in pairs if one != other), shorter)
+
+
+def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> None:
+    """Appends a token to each sequence; those with equal parameters are sampled together."""
+    by_params: dict[SamplingParams, list[int]] = {}
+    for row, sequence in enumerate(sequences):
+        params = sequence.config.sampling.after(len(sequence.ids) - sequence.prompt_length)
+        by_params.setdefault(dataclasses.replace(params, seed=0), []).append(row)
+    for params, rows in by_params.items():
+        part_BV = logits_BV if len(by_params) == 1 else logits_BV[rows]
+        generators = [sequences[row].generator for row in rows]
+        for row, token in zip(rows, choose(part_BV, params, generators), strict=True):
+            if token is None:
+                sequences[row].error = user_error("logits-not-finite")
+            else:
+                sequences[row].append(token)

@@ -1,0 +1,141 @@
+"""Continuous batching: a sequence's text does not depend on the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ds.inference import engine as engine_module
+from megatron_ds.inference.engine import GenerationEngine
+from megatron_ds.inference.generate import continue_prompts
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.sequences import GenerationConfig, TextSequence
+from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
+
+GREEDY = SamplingParams(greedy=True)
+SHARED = [7, 8, 9, 10, 11]
+
+
+def config(new: int, **sampling: Any) -> GenerationConfig:
+    params = SamplingParams(**sampling) if sampling else GREEDY
+    return GenerationConfig(new, params, EOD, logprobs=True, top_n=2)
+
+
+REQUESTS: list[tuple[list[int], GenerationConfig]] = [
+    ([3, 1, 4, 1, 5, 9, 2, 6], config(20)),
+    ([5], config(3, temperature=2.0, seed=4)),
+    ([*SHARED, 12], config(9, top_k=4)),
+    ([*SHARED, 12], config(12, top_p=0.8, seed=5)),
+    ([*SHARED, 13, 14], config(1)),
+    (list(range(20, 41)), config(15, temperature=0.7)),
+    ([8, 9, 7], GenerationConfig(0, GREEDY, prompt_logprobs=True, top_n=1)),
+    ([*SHARED, 12, 2], config(20)),
+    (list(range(30)), GenerationConfig(5, GREEDY, logprobs=True, prompt_logprobs=True)),
+]
+
+
+def top_ids(sequence: TextSequence) -> list[list[int]]:
+    return [[number for number, _ in each] for each in sequence.scores.top]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("slots", [2, 4, 9])
+def test_sequences_join_and_leave_a_batch(
+    kind: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Prompts are fed in parts, those that are scored in others, and two of them share a prefix.
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 16)
+    monkeypatch.setattr(engine_module, "SCORED_TOKENS", 5)
+    monkeypatch.setattr(engine_module, "MIN_SHARED_TOKENS", 3)
+    model = model_of(kind)
+    copies: list[int] = []
+    engine = GenerationEngine(model, slots=slots, capacity=40)
+    copy = engine._cache.copy
+    monkeypatch.setattr(
+        engine._cache,
+        "copy",
+        lambda source, target, length=None: (
+            copies.append(length) if length else None,
+            copy(source, target, length),
+        ),
+    )
+    sequences = [TextSequence.of(prompt, each, index=1) for prompt, each in REQUESTS]
+    late = iter(sequences)
+    for sequence in (next(late), next(late), next(late)):
+        engine.add(sequence)
+    ended: list[TextSequence] = []
+    while engine.is_busy:
+        assert len(engine.running) <= slots
+        ended += [each for each in engine.step() if each.is_done]
+        if (sequence := next(late, None)) is not None:
+            engine.add(sequence)
+
+    assert sorted(map(id, ended)) == sorted(map(id, sequences))
+    assert copies or slots == 2
+    for (prompt, each), sequence in zip(REQUESTS, sequences, strict=True):
+        (alone,) = continue_prompts(model, [prompt], each, indexes=[1])
+        assert sequence.ids == alone.ids
+        assert sequence.scores.logprobs == pytest.approx(alone.scores.logprobs, abs=1e-4)
+        assert top_ids(sequence) == top_ids(alone)
+
+
+def test_removed_sequences_free_their_slots() -> None:
+    model = model_of("rope")
+    engine = GenerationEngine(model, slots=2, capacity=30)
+    sequences = [TextSequence.of([number], config(20), index=0) for number in range(4)]
+    for sequence in sequences:
+        engine.add(sequence)
+    engine.step()
+    engine.remove([sequences[0], sequences[2]])
+    engine.step()
+
+    assert engine.running == [sequences[1], sequences[3]]
+    while engine.is_busy:
+        engine.step()
+    for sequence in (sequences[1], sequences[3]):
+        (alone,) = continue_prompts(model, [sequence.ids[:1]], config(20))
+        assert sequence.ids == alone.ids
+
+
+def test_a_prompt_can_be_removed_while_it_is_fed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 4)
+    engine = GenerationEngine(model_of("rope"), slots=1, capacity=40)
+    long = TextSequence.of(list(range(30)), config(5), index=0)
+    engine.add(long)
+    engine.step()
+    assert engine.is_busy
+    assert not engine.running
+    engine.remove([long])
+    assert not engine.is_busy
+
+
+def test_a_sequence_whose_logits_are_not_finite_harms_no_other() -> None:
+    model = model_of("learned")
+    with torch.no_grad():
+        model.embedding.word.weight[VOCAB - 5] = torch.nan
+    engine = GenerationEngine(model, slots=2, capacity=30)
+    broken = TextSequence.of([1, VOCAB - 5, 2, 3, 4, 5, 6], config(3), index=0)
+    good = TextSequence.of([4, 5], GenerationConfig(9, GREEDY), index=0)
+    after = TextSequence.of([6], GenerationConfig(9, GREEDY), index=0)
+    # The tied output layer makes logits of that token NaN in all texts: exclude it.
+    head = model.logits
+
+    def logits(x_SBH: torch.Tensor) -> torch.Tensor:
+        logits_BSV = head(x_SBH)
+        logits_BSV[..., VOCAB - 5] = -torch.inf
+        return logits_BSV
+
+    model.logits = logits  # type: ignore[method-assign]
+    for sequence in (good, broken, after):
+        engine.add(sequence)
+    while engine.is_busy:
+        engine.step()
+
+    assert broken.error is not None
+    assert broken.error.problems[0].code == "logits-not-finite"
+    for sequence in (good, after):
+        prompt = sequence.ids[: sequence.prompt_length]
+        (alone,) = continue_prompts(model, [prompt], sequence.config)
+        assert sequence.ids == alone.ids
