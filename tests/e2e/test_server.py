@@ -21,7 +21,7 @@ from tests.e2e.runs import DEADLINE, REPOSITORY, Launcher, Run, Settings, free_p
 
 SERVER = REPOSITORY / "tools" / "run_text_generation_server.py"
 LONG: dict[str, Any] = {"prompts": ["1 2 3"] * 128, "tokens_to_generate": 29}
-"""Thousands of forward passes with micro-batches of one."""
+"""Hundreds of forward passes with four texts at a time."""
 
 
 class Server:
@@ -29,7 +29,7 @@ class Server:
 
     def __init__(self, launcher: Launcher, folder: Path, ranks: int, **more: Any) -> None:
         self.port = free_port()
-        settings = {"load": folder, "port": self.port, "micro_batch_size": 1, **more}
+        settings = {"load": folder, "port": self.port, "inference_max_requests": 4, **more}
         self.run: Run = launcher.start(settings, ranks=ranks, script=SERVER)
         self.run.wait_until(self._is_up)
 
@@ -115,7 +115,7 @@ def test_two_ranks_respond_like_one_process(
         ):
             status, response = server.put(fields)
             assert (status, response["codes"]) == (400, [code]), response
-        # Concurrent requests run one after another, with the same results.
+        # Concurrent requests share batches, with the same results.
         with ThreadPoolExecutor(6) as pool:
             responses = list(pool.map(server.put, REQUESTS * 2))
         assert responses[:3] == responses[3:]
@@ -138,7 +138,7 @@ def test_a_closed_connection_cancels_its_request(
 
     assert "prompts: 128" not in server.run.output
     assert server.put(REQUESTS[0])[0] == 200
-    assert "prompts: 2 of 4 tokens, texts: 2 of " in server.run.output
+    assert "prompts: 2 of 4 tokens, texts: 2 with 18 new tokens" in server.run.output
 
 
 def test_a_signal_stops_all_ranks_during_a_request(trained: Path, launcher: Launcher) -> None:
