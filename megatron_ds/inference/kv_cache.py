@@ -1,8 +1,8 @@
 """Key-value cache in memory that is allocated once.
 
 A cache has slots for texts of different lengths. Its views implement `model.attention.
-KeyValueCache`: each is what one forward pass sees. Data type, device and this rank's number of
-heads are taken from the first keys.
+KeyValueCache`: each is what one forward pass sees. Device, data type (fp32 on CPUs) and this rank's
+number of heads are taken from the first keys.
 
 Shapes: B texts, k this rank's key-value heads, S new tokens, L tokens of the longest text, D head
 size.
@@ -59,8 +59,11 @@ class PreallocatedCache:
         """Keys and values of a layer, each [slots, k, capacity, D], finite up to a length."""
         if not self._buffers:
             shape = (self.slots, like.shape[1], self._capacity, like.shape[3])
+            # torch's attention of one query takes two to five times as long in bf16 on a CPU.
+            dtype = torch.float32 if like.device.type == "cpu" else like.dtype
             self._buffers = [
-                (like.new_empty(shape), like.new_empty(shape)) for _ in range(self._layers)
+                (like.new_empty(shape, dtype=dtype), like.new_empty(shape, dtype=dtype))
+                for _ in range(self._layers)
             ]
         if self._finite < end:
             # A text does not see what longer texts have beyond its end, but 0 x NaN is NaN. All of

@@ -33,7 +33,8 @@ class AttentionCore(Protocol):
 
         Args:
             q: Queries [B, n, S, D].
-            k: Keys [B, k, L, D]; each serves n / k query heads.
+            k: Keys [B, k, L, D]; each serves n / k query heads. Those of a cache may be of a wider
+                type than the queries.
             v: Values [B, k, L, D].
             dropout: Probability with which a weight of the softmax is dropped.
 
@@ -63,6 +64,10 @@ class SDPA:
             # Elsewhere it selects that kernel for grouped queries with a bias.
             k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
             has_groups = False
+        if k.dtype != q.dtype:
+            bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
+            core = SDPA(bias, self.is_causal)
+            return core.attend(q.to(k.dtype), k, v, dropout).to(q.dtype)
         if self.is_causal and dropout == 0.0 and _prefers_scores(q):
             return _attend_by_scores(q, k, v)
         return F.scaled_dot_product_attention(
