@@ -42,7 +42,7 @@ setup(
         "s3": ["fsspec>=2024.2", "obstore>=0.6"],
         "plot": ["matplotlib>=3.9"],
         "8bit": ["bitsandbytes>=0.46"],
-        "server": ["fastapi>=0.115", "uvicorn>=0.30"],
+        "server": ["fastapi>=0.115", "prometheus-client>=0.21", "uvicorn>=0.30"],
         "eval": ["lm_eval>=0.4.13"],
         "wandb": ["wandb>=0.19"],
         "test": ["hypothesis>=6.100", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],

@@ -232,7 +232,7 @@ async def run_load(
     options: argparse.Namespace,
 ) -> Load:
     """All clients send requests until the time is over; tokens count if they came within it."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     load, end = Load(), time.perf_counter() + options.seconds
 

@@ -7,7 +7,6 @@ sleep instead of polling. Must not know what the commands are.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
 import time
@@ -53,29 +52,24 @@ class TpLink(Generic[Command]):
         """
         if self._group is None:
             return commands
-        payload = pickle.dumps(list(commands)) if self.is_leader and commands else b""
         # The messages of errors may differ, for instance in the rank that they name.
-        kind = hash_of(type(error).__name__) if error is not None else 0
+        kind = _hash_of(type(error).__name__) if error is not None else 0
         try:
-            sent = torch.tensor([len(payload), kind, -kind])
+            sent = torch.tensor([len(commands) if self.is_leader else 0, kind, -kind])
             dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
-            size, highest, lowest = sent.tolist()
+            count, highest, lowest = sent.tolist()
             if highest != -lowest:
                 shown = "no error" if error is None else repr(error)
                 raise TpGroupBroken(f"rank {dist.get_rank()}: {shown}; others differ") from error
-            if not size:
-                return ()
-            data = torch.empty(size, dtype=torch.uint8)
-            if self.is_leader:
-                data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            dist.broadcast(data, src=0, group=self._group)
+            box = [list(commands)]
+            if count:
+                dist.broadcast_object_list(box, src=0, group=self._group)
+            return box[0] if count else ()
         except RuntimeError as lost:  # torch's way to report a lost process
             raise TpGroupBroken("a rank of the model is lost") from lost
-        received: list[Command] = pickle.loads(data.numpy().tobytes())
-        return received
 
 
-def hash_of(text: str) -> int:
+def _hash_of(text: str) -> int:
     """A positive number that is the same in every process."""
     return int.from_bytes(text.encode()[:7].ljust(7, b"\0"), "big") or 1
 

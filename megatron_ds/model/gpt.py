@@ -146,12 +146,11 @@ class GPTModel(nn.Module):
             return self._output(x_SBH, None, None, slice(None))
         dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
         offset = 0 if cache is None else cache.length
-        packed = positions_BS = None
-        if cache is not None:
-            positions_BS = cache.positions_BS
-        elif self.packing is not None:
+        packed = None
+        if self.packing is not None and cache is None:
             packed = self.packing.find_documents(tokens_BS, max_documents)
-            positions_BS = packed.positions_BS
+        source = packed if cache is None else cache
+        positions_BS = None if source is None else source.positions_BS
         length = tokens_BS.shape[1]
         local = local_slice(length, self._sp)
         if x_SBH is None:
@@ -159,9 +158,8 @@ class GPTModel(nn.Module):
             self._rng.begin_layer(dropout, EMBEDDING)
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
-        context = self.positions.context(
-            length, offset, x_SBH.dtype, x_SBH.device, packed, positions_BS
-        )
+        kind = x_SBH.dtype, x_SBH.device
+        context = self.positions.context(length, offset, *kind, packed, positions_BS)
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])

@@ -58,7 +58,7 @@ def test_all_problems_are_reported_at_once(
 ) -> None:
     monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: None)
     line = (
-        "--temperature 0 --top_k 3 --top_p 2 --port 70000 --out-seq-length 0 --micro-batch-size 0 "
+        "--temperature 0 --top_k 3 --top_p 2 --port 70000 --out-seq-length 0 --request-timeout 0 "
         "--tensor-model-parallel-size 2 --bf16 --fp16 --hots x --load /no/such"
     )
     with pytest.raises(SystemExit) as end:
@@ -67,7 +67,7 @@ def test_all_problems_are_reported_at_once(
     assert end.value.code == 2
     shown = capsys.readouterr().err
     assert "--host?" in shown
-    assert "fastapi and uvicorn" in shown
+    assert "fastapi and uvicorn and prometheus_client" in shown
     assert Counter(printed_codes(shown)) == {
         "unknown-flag": 1,
         "out-of-range": 5,
