@@ -146,20 +146,18 @@ class GPTModel(nn.Module):
             return self._output(x_SBH, None, None, slice(None))
         dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
         offset = 0 if cache is None else cache.length
-        packed = None
-        if self.packing is not None and cache is None:
-            packed = self.packing.find_documents(tokens_BS, max_documents)
-        source = packed if cache is None else cache
-        positions_BS = None if source is None else source.positions_BS
+        packing = self.packing if cache is None else None
+        packed = None if packing is None else packing.find_documents(tokens_BS, max_documents)
+        positions_BS = getattr(cache or packed, "positions_BS", None)
         length = tokens_BS.shape[1]
         local = local_slice(length, self._sp)
         if x_SBH is None:
-            own_BS = None if positions_BS is None else positions_BS[:, local]
             self._rng.begin_layer(dropout, EMBEDDING)
+            own_BS = None if positions_BS is None else positions_BS[:, local]
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
-        kind = x_SBH.dtype, x_SBH.device
-        context = self.positions.context(length, offset, *kind, packed, positions_BS)
+        tensor = x_SBH.dtype, x_SBH.device
+        context = self.positions.context(length, offset, *tensor, packed, positions_BS)
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])
