@@ -160,8 +160,9 @@ def serve(
 ) -> None:
     """Serves on the first rank until a signal."""
     from megatron_ds.inference.completions_api import CompletionsApi
+    from megatron_ds.inference.interfaces import Api
     from megatron_ds.inference.megatron_api import MegatronApi
-    from megatron_ds.inference.server import Api, ServerOptions, TextServer, is_loopback
+    from megatron_ds.inference.server import ServerOptions, TextServer, is_loopback
 
     host, port = listener.getsockname()[:2]
     is_public = not is_loopback(host)

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -35,8 +35,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_ds.config.problems import UserError, counted, user_error
 from megatron_ds.inference.generate import Cancelled
+from megatron_ds.inference.interfaces import Api, Backend, Job
 from megatron_ds.inference.scheduler import (
-    AnyJob,
     Event,
     Failed,
     Finished,
@@ -59,75 +59,6 @@ BODY_TIMEOUT_S = 60.0
 """Within which the body must follow."""
 SHUTDOWN_TIMEOUT_S = 10
 """For open connections, after a signal."""
-
-
-class ServedJob(AnyJob, Protocol):
-    """What the server reads of a job."""
-
-    @property
-    def prompts(self) -> Sequence[Sequence[int]]: ...
-
-    @property
-    def log(self) -> bool:
-        """Whether its numbers of tokens are logged."""
-        ...
-
-
-Job = TypeVar("Job", bound=ServedJob)
-
-
-class EventStream(Protocol):
-    """Converts the events of a job into JSON objects."""
-
-    def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]: ...
-
-    def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]: ...
-
-
-class Api(Protocol[Job]):
-    """An interface, which knows the requests and responses of one path."""
-
-    def read(self, body: bytes) -> Job:
-        """The job of a request. A UserError is the client's error."""
-        ...
-
-    def response(self, job: Job, finished: Finished) -> dict[str, Any]:
-        """The response to a job that does not stream."""
-        ...
-
-    def events(self, job: Job) -> EventStream:
-        """The events of a job that streams."""
-        ...
-
-    def error(self, message: str, status: int, codes: Sequence[str] = ()) -> dict[str, Any]:
-        """The response to a request that failed."""
-        ...
-
-
-class Backend(Protocol[Job]):
-    """Runs jobs; `Scheduler` without its models."""
-
-    generated: int
-    prompted: int
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def jobs(self) -> int: ...
-
-    def submit(
-        self, job: Job, listener: Callable[[Event], None], timeout: float
-    ) -> Ticket[Job]: ...
-
-    def cancel(self, ticket: Ticket[Job]) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def run(self) -> None: ...
 
 
 @dataclass(frozen=True)
