@@ -1,4 +1,4 @@
-"""Every command of README.md, examples/README.md, docs/reports.md and docs/tutorial.md, in order,
+"""Every command of README.md, examples/README.md, docs/reports.md, use.md and tutorial.md, in order,
 in a fresh clone.
 
 The shell runs the lines. What takes minutes is reduced without changing them: `make` prints what it
@@ -10,8 +10,10 @@ values of the flags in SMALL, or in the tutorial of those in ITERATIONS, and on 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -70,9 +72,19 @@ case "$1" in
         printf '%s\\n' {program} "$@" end >> {log} ;;
     tools/text_generation_cli.py)
         exec {python} "$1" 127.0.0.1:{port} ;;
+    examples/use/stream.py)
+        exec {python} "$1" 127.0.0.1:{port} "$3" ;;
     *)
         exec {python} "$@" ;;
 esac
+"""
+
+CURL = """\
+#!{python}
+import sys, urllib.request
+data = sys.argv[3].encode() if "-d" in sys.argv else None
+with urllib.request.urlopen("http://" + sys.argv[1].replace("5000", "{port}"), data) as answer:
+    print(answer.read().decode())
 """
 
 
@@ -81,7 +93,7 @@ Smaller = Callable[[str, str], str]
 
 def documented_commands() -> list[str]:
     """The lines of all code blocks, continued lines joined."""
-    pages = ("README.md", "examples/README.md", "docs/reports.md")
+    pages = ("README.md", "examples/README.md", "docs/reports.md", "docs/use.md")
     text = "".join((REPOSITORY / page).read_text(encoding="utf-8") for page in pages)
     blocks = re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return "".join(blocks).replace("\\\n", " ").splitlines()
@@ -134,6 +146,8 @@ class Clone:
             values = {"program": program, "log": self._log, "python": sys.executable}
             (programs / program).write_text(RECORDING.format(port=self.port, **values))
             (programs / program).chmod(0o755)
+        (programs / "curl").write_text(CURL.format(port=self.port, python=sys.executable))
+        (programs / "curl").chmod(0o755)
         (programs / "activate").touch()
         self._environment = {
             **clean_environment(),
@@ -195,6 +209,9 @@ def test_documented_commands_run_in_a_fresh_clone(tmp_path: Path, launcher: Laun
     outputs: dict[str, str] = {}
     servers = []
     for line in documented_commands():
+        if "run_text_generation_server.py" in line and servers:
+            os.kill(servers[-1].pids[0], signal.SIGTERM)
+            servers[-1].succeed()
         brought = [clone.folder / name for name in BROUGHT if name in line]
         for path in brought:
             shutil.copy(clone.folder / BROUGHT[path.name], path)
@@ -208,7 +225,7 @@ def test_documented_commands_run_in_a_fresh_clone(tmp_path: Path, launcher: Laun
         for path in brought:  # a command does not need what only another one names
             path.unlink()
     check_results(clone.folder, outputs)
-    assert len(servers) == 1
+    assert len(servers) == 2
 
 
 def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
@@ -227,8 +244,14 @@ def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
     assert both[0] == both[1]
     assert len(losses(folder / "checkpoints")) == 4
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
-    assert "Once upon a time" in output_of("generate_samples_gpt.py")
-    assert "bits per byte" in output_of("evaluate.py")
+    greedy = output_of("--greedy").partition("Generated: ")[2].strip()
+    answers = [output_of(f"{path} -d") for path in ("/v1/completions", "5000/api")]
+    texts = [json.loads(answers[0])["choices"][0]["text"], json.loads(answers[1])["text"][0]]
+    assert len(greedy) > 10
+    for text in (*texts, output_of("stream.py"), output_of("generate_with_transformers.py")):
+        assert text.strip().removeprefix("Once upon a time").strip() == greedy
+    assert "Once upon a time" in output_of('time" --out-seq-length 100')
+    assert all("bits per byte" in text for line, text in outputs.items() if "evaluate.py" in line)
     assert "Megatron Response:\nOnce upon a time" in output_of("text_generation_cli.py")
     assert "4 processes" in output_of("pretrain_gpt_distributed.sh")
     distributed = folder / "checkpoints" / "gpt2_345m"
