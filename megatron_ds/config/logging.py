@@ -143,7 +143,9 @@ class LoggingConfig:
         "file for metrics, one JSON record per step (default: metrics.jsonl in --save, if given)",
         metavar="FILE",
     )
-
+    metrics_csv: str | None = option_field(
+        None, "file for metrics as a table, one row per step (default: none)", metavar="FILE"
+    )
     wandb_project: str | None = option_field(
         None, "project of Weights & Biases to log to (default: none)", metavar="NAME"
     )
@@ -194,12 +196,21 @@ class LoggingConfig:
         if self.skip_train and self.eval_iters == 0 and not has_tasks:
             yield Problem("nothing-to-evaluate")
         yield from folder_problems("tensorboard_dir", self.tensorboard_dir)
-        if self.metrics_jsonl is not None and os.path.isdir(self.metrics_jsonl):
-            yield from file_problems("metrics_jsonl", self.metrics_jsonl)
-        elif self.metrics_jsonl is not None:
-            folder = os.path.dirname(os.path.abspath(self.metrics_jsonl))
-            for problem in folder_problems("metrics_jsonl", folder):
-                yield problem.extended(f" (for {self.metrics_jsonl})")
+        for name in ("metrics_jsonl", "metrics_csv"):
+            yield from _new_file_problems(name, getattr(self, name))
+        if None is not self.metrics_csv == self.metrics_jsonl:
+            yield Problem("metrics-in-one-file", path=self.metrics_csv)
+
+
+def _new_file_problems(name: str, path: str | None) -> Iterator[Problem]:
+    """Why a file of an option cannot be written, whether it exists or not."""
+    if path is None:
+        return
+    if os.path.isdir(path):
+        yield from file_problems(name, path)
+        return
+    for problem in folder_problems(name, os.path.dirname(os.path.abspath(path))):
+        yield problem.extended(f" (for {path})")
 
 
 def _is_file_task(entry: str) -> bool:

@@ -6,17 +6,15 @@ crashed before. docs/logging.md documents the keys. Imports no torch.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.fileio.atomic import atomic_write
+from megatron_ds.training.record_file import continue_file
 from megatron_ds.training.records import EvalRecord, Logger, StepRecord, TaskRecord, metrics_of
 
 
@@ -47,11 +45,7 @@ class JsonLines(Logger):
     def __init__(self, path: Path, iteration: int, warn: Callable[[str], object] = print) -> None:
         self._evaluations: set[str] = set()
         self._warn = warn
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() and iteration == 0:
-            os.replace(path, free_name(path))
-        elif path.is_file():
-            self._truncate_after(path, iteration)
+        continue_file(path, iteration, partial(self._keep, iteration), warn)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
 
@@ -90,33 +84,9 @@ class JsonLines(Logger):
                 warning = Problem("metrics-jsonl-unwritable", name=self._file.name, error=error)
                 self._warn(f"WARNING: {warning.render()}")
 
-    def _truncate_after(self, path: Path, iteration: int) -> None:
-        """Rewrites the file atomically without the records of later iterations.
-
-        An incomplete last line is left out; after any other damage the original is kept.
-        """
-        damaged = 0
-        with path.open(encoding="utf-8", errors="replace") as lines, atomic_write(path) as file:
-            for number, line in enumerate(lines, start=1):
-                try:
-                    record = json.loads(line)
-                    done = int(record["iteration"])
-                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                    if line.endswith("\n"):
-                        damaged = damaged or number
-                    continue
-                if done <= iteration:
-                    whole = line.rstrip("\n") + "\n"
-                    file.write(whole.encode())
-                    if "lm_loss" not in record:
-                        self._evaluations.add(whole)
-            if damaged:
-                kept = shutil.copyfile(path, free_name(path))
-                warning = Problem("metrics-jsonl-damaged", path=path, number=damaged, kept=kept)
-                self._warn(f"WARNING: {warning.render()}")
-
-
-def free_name(path: Path) -> Path:
-    """The first of PATH.1, PATH.2, ... that does not exist."""
-    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
-    return next(new for new in numbered if not new.exists())
+    def _keep(self, iteration: int, line: str) -> bool:
+        record = json.loads(line)
+        is_kept = int(record["iteration"]) <= iteration
+        if is_kept and "lm_loss" not in record:
+            self._evaluations.add(line)
+        return is_kept

@@ -117,6 +117,13 @@ class TaskRecord:
     """By name, such as "acc"; those of a filter as "exact_match,strict-match"."""
 
 
+def metrics_of_evaluation(record: EvalRecord) -> dict[str, float]:
+    """All metrics of an evaluation by name, which ends with `/` and the name of the dataset."""
+    suffix = f"/{record.group}" if record.group else ""
+    values = {"loss": record.loss, "ppl": record.ppl}
+    return {f"{record.split}_{name}{suffix}": value for name, value in values.items()}
+
+
 class Logger:
     """Receives records on the reporting rank; this base class discards them."""
 

@@ -16,7 +16,14 @@ import wandb
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import EvalRecord, Logger, StepRecord, TaskRecord, metrics_of
+from megatron_ds.training.records import (
+    EvalRecord,
+    Logger,
+    StepRecord,
+    TaskRecord,
+    metrics_of,
+    metrics_of_evaluation,
+)
 
 RUN_ID = "run_id.txt"
 
@@ -54,10 +61,7 @@ class Wandb(Logger):
             self._log(record.iteration, metrics_of(record))
 
     def log_eval(self, record: EvalRecord) -> None:
-        suffix = f"/{record.group}" if record.group else ""
-        values = {"loss": record.loss, "ppl": record.ppl}
-        named = {f"{record.split}_{name}{suffix}": value for name, value in values.items()}
-        self._log(record.iteration, named)
+        self._log(record.iteration, metrics_of_evaluation(record))
 
     def log_task(self, record: TaskRecord) -> None:
         named = {f"{record.task}/{name}": value for name, value in record.metrics.items()}

@@ -135,7 +135,7 @@ def test_a_damaged_file_is_set_aside_and_its_records_are_kept(path: Path, line: 
     JsonLines(path, 2, warn=logged.append).log_steps([step(3)])
     assert iterations(path) == [1, 2, 3]
     assert (path.parent / "metrics.jsonl.1").read_text(encoding="utf-8") == content
-    assert printed_codes("\n".join(logged)) == ["metrics-jsonl-damaged"]
+    assert printed_codes("\n".join(logged)) == ["metrics-file-damaged"]
     assert f"{path}, line 2" in logged[0]
 
 
@@ -173,7 +173,7 @@ def test_special_file_is_neither_renamed_nor_replaced(
     path: Path, monkeypatch: pytest.MonkeyPatch, iteration: int
 ) -> None:
     """As --metrics-jsonl /dev/null, which root can rename."""
-    monkeypatch.setattr(JsonLines, "_truncate_after", lambda *_: pytest.fail("it is rewritten"))
+    monkeypatch.setattr(JsonLines, "_keep", lambda *_: pytest.fail("it is rewritten"))
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
