@@ -138,6 +138,15 @@ class LoggingConfig:
     log_params_norm: bool = option_field(
         False, "log the norm of all parameters to the console and TensorBoard"
     )
+    log_num_zeros_in_grad: bool = option_field(
+        False, "log the number of zeros in the gradient of all parameters"
+    )
+    log_layer_norms_interval: int | None = option_field(
+        None,
+        "number of iterations between norms of each layer: of its gradient, of its parameters, and "
+        "of their update relative to them (default: none)",
+        minimum=1,
+    )
     metrics_jsonl: str | None = option_field(
         None,
         "file for metrics, one JSON record per step (default: metrics.jsonl in --save, if given)",
@@ -182,6 +191,11 @@ class LoggingConfig:
             *(FileTask(name, path, "eval_tasks") for name, path in pairs),
             *(FileTask(FILE_TASKS[0], path, "eval_only") for path in self.eval_only or ()),
         )
+
+    @property
+    def reads_optimizer(self) -> bool:
+        """Whether gradients and updates are read in the optimizer's step."""
+        return self.log_num_zeros_in_grad or self.log_layer_norms_interval is not None
 
     def problems(self) -> Iterator[Problem]:
         if self.harness_tasks and importlib.util.find_spec("lm_eval") is None:

@@ -107,6 +107,7 @@ def build_engine(
         device=device,
         swap_folder=swap_folder,
         saves_optimizer=not config.checkpoint.no_save_optim,
+        logging=config.logging,
     )
 
 

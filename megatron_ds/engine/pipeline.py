@@ -60,7 +60,7 @@ class PipelineEngine(ZeroEngine):
         stages = gather_objects(super().partitions(), self._mesh.pp)
         return [partition for stage in stages for partition in stage]
 
-    def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
+    def _train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         before = self._start_step(plan)
         # Read before the first pass: data that ends must end the step of every stage.
         step_batches = list(self._weighted(batches, plan))

@@ -6,6 +6,7 @@ where DeepSpeed computes none. Knows nothing of schedules, logs and checkpoint n
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import register_external_parameter
 from torch import Tensor, nn
 
+from megatron_ds.config import LoggingConfig
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed import nvme_states
@@ -30,6 +32,7 @@ from megatron_ds.engine.deepspeed.patches import (
     reset_cpu_adam_beta_powers,
 )
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
+from megatron_ds.engine.norms import StepNorms, is_counted, sum_of_squares
 from megatron_ds.engine.optimizers.param_groups import (
     Multipliers,
     keep_settings_on_load,
@@ -54,9 +57,6 @@ from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.parallel.sharding import ShardSpec, expert_group, shard_spec
 from megatron_ds.train_state import StepPlan, StepResult
 
-NORM_CHUNK = 2**22
-"""Elements whose squares are summed at once when a norm is computed; the sums are added in fp64."""
-
 
 class ZeroEngine:
     """ZeRO stages 0 to 3 without pipeline parallelism, and what is the same with it.
@@ -73,6 +73,7 @@ class ZeroEngine:
         rng: Random number generators for dropout.
         seed: Seed of dropout.
         device: Device to which batches are copied.
+        logging: What is measured in the steps.
         swap_folder: Where states on a disk are; kept until the engine ends.
         saves_optimizer: Save the states of the optimizer, too, and not only the weights.
     """
@@ -91,6 +92,7 @@ class ZeroEngine:
         rng: RngStreams,
         seed: int,
         device: torch.device,
+        logging: LoggingConfig,
         swap_folder: SwapFolder | None = None,
         saves_optimizer: bool = True,
     ) -> None:
@@ -118,7 +120,12 @@ class ZeroEngine:
         self._norm: Tensor | None = None
         # Of this rank. A walk over the modules takes longer than a small tensor's norm.
         self._named_parameters = tuple(engine.module.named_parameters())
-        self._counted = tuple(self._counted_parameters())
+        self._counted = tuple(
+            (parameter, expert_group(parameter) is not None)
+            for _, parameter in self._named_parameters
+            if is_counted(parameter, mesh)
+        )
+        self.norms = StepNorms(engine, self._stage, mesh, device, logging)
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
         if self._stage == 0:
             is_alone = self.settings.dp_size == 1
@@ -160,6 +167,14 @@ class ZeroEngine:
         return DeviceBatches(batches, self._device, self._mesh.sp_tp, document_end=counted)
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
+        with self.norms.counting(plan.iteration) as sums:
+            result = self._train_step(batches, plan)
+        if sums is None or result.skipped:
+            return result
+        extras = {**result.extras, **self.norms.metrics(sums, result.grad_norm)}
+        return dataclasses.replace(result, extras=extras)
+
+    def _train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         engine = self._engine
         if not engine.module.training:  # else it would visit every module in vain
             engine.train()
@@ -364,18 +379,6 @@ class ZeroEngine:
         )
         return loss
 
-    def _counted_parameters(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """The parameters of a norm that this rank counts, and whether each is an expert's.
-
-        A sharded parameter counts on every tensor-parallel rank, a replicated one on the first, an
-        expert on the expert-parallel rank that has it, and a tied one on a pipeline's first stage.
-        """
-        is_first = self._mesh.tp.rank == 0
-        for _, parameter in self._named_parameters:
-            is_tied = getattr(parameter, "ds_pipe_replicated", False)
-            if not is_tied and (is_first or shard_spec(parameter) is not None):
-                yield parameter, expert_group(parameter) is not None
-
     def _own_partition(self, parameter: nn.Parameter) -> Tensor:
         """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""
         if self._stage != 3:
@@ -387,40 +390,20 @@ class ZeroEngine:
 
     def _sum_of_squares(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
         """Sum of squares over all parameters of the model, a float64 scalar."""
-        chunks: dict[bool, list[Tensor]] = {False: [], True: []}
+        tensors: dict[bool, list[Tensor]] = {False: [], True: []}
         for parameter, is_expert in self._counted:
             values = values_of(parameter)
             if values is not None:
-                values = values.to(self._device)
-                is_long = values.numel() > NORM_CHUNK
-                chunks[is_expert] += values.flatten().split(NORM_CHUNK) if is_long else [values]
-        squares = sum_of_squares(chunks[False], self._device)
-        if chunks[True] or self._mesh.ep.size > 1:
-            of_experts = sum_of_squares(chunks[True], self._device)
+                tensors[is_expert].append(values)
+        squares = sum_of_squares(tensors[False], self._device)
+        if tensors[True] or self._mesh.ep.size > 1:
+            of_experts = sum_of_squares(tensors[True], self._device)
             if self._mesh.ep.size > 1:
                 dist.all_reduce(of_experts, group=self._mesh.ep.handle)
             squares += of_experts
         if self._mesh.model.size > 1:
             dist.all_reduce(squares, group=self._mesh.model.handle)
         return squares
-
-
-def sum_of_squares(chunks: list[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares of all elements, a float64 scalar.
-
-    An accelerator computes the norms of hundreds of tensors of a type in one launch; it adds in a
-    tree, for which fp32 suffices. A CPU adds one after the other.
-    """
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for chunk in chunks:
-        if chunk.numel():
-            by_type.setdefault(chunk.dtype, []).append(chunk)
-    for tensors in by_type.values():
-        norms = torch._foreach_norm(tensors, 2, dtype=dtype)
-        squares += torch.stack(norms).double().square().sum()
-    return squares
 
 
 @contextmanager

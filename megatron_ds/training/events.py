@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.training.jsonl_logger import free_name, to_line
+from megatron_ds.training.jsonl_logger import to_line
+from megatron_ds.training.record_file import free_name
 
 EVENTS = "events.jsonl"
 """File of a --save folder."""

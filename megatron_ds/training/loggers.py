@@ -26,6 +26,8 @@ from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, Ste
 
 TENSORBOARD_WAIT = WaitPolicy(timeout=10.0)
 """For a run that is ending."""
+NUM_ZEROS = "num_zeros_in_grad"
+"""Metric of --log-num-zeros-in-grad."""
 
 
 @contextmanager
@@ -173,10 +175,15 @@ def interval_line(record: IntervalRecord) -> str:
         record.lm_loss is not None and f"lm loss: {record.lm_loss:.6E}",
         last.loss_scale is not None and f"loss scale: {last.loss_scale:.1f}",
         last.grad_norm is not None and f"grad norm: {last.grad_norm:.3f}",
+        NUM_ZEROS in last.extras and f"num zeros: {last.extras[NUM_ZEROS]:.1f}",
         record.params_norm is not None and f"params norm: {record.params_norm:.3f}",
         last.curriculum_seqlen is not None and f"curriculum seqlen: {last.curriculum_seqlen:5d}",
         # Those of a series, such as one of each expert, are in the files only.
-        *(f"{name}: {value:.6E}" for name, value in record.extras.items() if "/" not in name),
+        *(
+            f"{name}: {value:.6E}"
+            for name, value in record.extras.items()
+            if "/" not in name and name != NUM_ZEROS
+        ),
         f"number of skipped iterations: {record.skipped:3d}",
         f"number of nan iterations: {record.nan:3d}",
         record.samples_per_second is not None

@@ -32,7 +32,7 @@ def continue_file(
     if not path.is_file():
         return
     if iteration == 0:
-        os.replace(path, _free_name(path))
+        os.replace(path, free_name(path))
         return
     damaged = 0
     with path.open(encoding="utf-8", errors="replace") as lines, atomic_write(path) as file:
@@ -47,12 +47,12 @@ def continue_file(
             if is_kept:
                 file.write(complete.encode())
         if damaged:
-            kept = shutil.copyfile(path, _free_name(path))
+            kept = shutil.copyfile(path, free_name(path))
             warning = Problem("metrics-file-damaged", path=path, number=damaged, kept=kept)
             warn(f"WARNING: {warning.render()}")
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
     """The first of PATH.1, PATH.2, ... that does not exist."""
     numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
     return next(new for new in numbered if not new.exists())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_ds.engine.norms import NORMS, ZEROS, layer_of
 from tests.dist.reference import Run, Tensors
 
 RELATIVE = 1e-5
@@ -12,6 +13,8 @@ DECIDED_STEPS = 3
 """Least number of steps that are compared, of those with Lion."""
 HALF_GRADIENT_ERROR, LATER_GRADIENT_ERROR = 0.15, 0.35
 """Of an element, relative to the largest of its tensor, in the first step and in later ones."""
+HALF_NORM_ERROR = 1e-3
+"""Of the norm of a layer's gradient, which may have been clipped in bf16."""
 
 
 def differences(run: Run, reference: Run, relative: float = RELATIVE) -> list[str]:
@@ -31,7 +34,43 @@ def differences(run: Run, reference: Run, relative: float = RELATIVE) -> list[st
     later = _differences(run, reference, relative, steps)
     if later and DECIDED_STEPS <= (decided := decided_steps(run, reference, relative)) < steps:
         later = _differences(run, reference, relative, decided)
-    return found + later
+    return found + later + differing_statistics(run, relative)
+
+
+def differing_statistics(run: Run, relative: float, *, of_weights: bool = True) -> list[str]:
+    """Lists statistics of the steps that differ from those of the recorded full tensors.
+
+    Args:
+        run: The run.
+        relative: Accepted difference of norms; zeros must be exact.
+        of_weights: Whether the recorded weights are those that the optimizer updates.
+    """
+    if not run.statistics:  # without an engine
+        return []
+    weights = run.weights[:-1], run.weights[1:]
+    found, steps = [], zip(run.statistics, run.gradients, *weights, strict=True)
+    for number, (statistics, gradients, before, after) in enumerate(steps):
+        if not (gradients and before and after):
+            continue
+        expected = {ZEROS: float(sum((grad == 0).sum() for grad in gradients.values()))}
+        for layer in dict.fromkeys(map(layer_of, gradients)):
+            names = [name for name in gradients if layer_of(name) == layer]
+            norms = [norm_of({name: gradients[name] for name in names})]
+            if of_weights:
+                norms.append(norm_of({name: after[name] for name in names}))
+                norms.append(norm_of({name: after[name] - before[name] for name in names}))
+                norms[2] /= norms[1]
+            keys = [f"{metric}/{layer}" for metric in NORMS]
+            expected |= dict(zip(keys, norms, strict=False))
+        if of_weights and statistics.keys() != expected.keys():
+            found.append(f"statistics[{number}]: {sorted(statistics.keys() ^ expected.keys())}")
+            continue
+        for name, value in expected.items():
+            # A norm of rounding errors, such as that of a gradient that is zero.
+            error = 0.0 if name == ZEROS else relative * abs(value) + 1e-9
+            if not abs(statistics[name] - value) <= error:
+                found.append(f"statistics[{number}] {name} {statistics[name]} instead of {value}")
+    return found
 
 
 def _differences(run: Run, reference: Run, relative: float, steps: int) -> list[str]:
@@ -122,6 +161,7 @@ def differences_in_half_precision(run: Run, reference: Run) -> list[str]:
         found.append(f"losses {run.losses} instead of {reference.losses}")
     if run.norms != pytest.approx(reference.norms, rel=0.04):
         found.append(f"norms {run.norms} instead of {reference.norms}")
+    found += differing_statistics(run, HALF_NORM_ERROR, of_weights=False)
     if not (run.gradients[0] and run.gradients[-1]):
         found.append("the first or the last gradients are missing")
     for step, expected in enumerate(reference.gradients):

@@ -5,6 +5,7 @@ Owns everything that reads internals of DeepSpeed's engine.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -31,6 +32,7 @@ from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed.patches import require_precision
 from megatron_ds.engine.device_batches import DeviceBatches
+from megatron_ds.engine.norms import NORMS, ZEROS
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Group, Mesh
@@ -43,6 +45,7 @@ EngineProbe = Callable[[Any], None]
 """Called with DeepSpeed's engine before the first step."""
 NEW_TENSORS = ("empty", "zeros", "ones", "full", "tensor", "arange", "eye", "randn")
 """Functions of torch that deepspeed.zero.Init replaces while it is active."""
+COUNTED = (ZEROS, *NORMS)
 _ORIGINALS = {name: getattr(torch, name) for name in NEW_TENSORS}
 
 
@@ -168,6 +171,8 @@ def train(
             pipeline evaluates. None: all. A run spends about a third of its time on recording.
     """
     mesh = meshes.of(config.parallel)
+    logged = {"log_num_zeros_in_grad": True, "log_layer_norms_interval": 1}
+    config = dataclasses.replace(config, logging=dataclasses.replace(config.logging, **logged))
     with watch_construction() as construction:
         engine = build(config, mesh)
     parameters = [weakref.ref(p) for p in engine._engine.module.parameters()]
@@ -194,8 +199,11 @@ def train(
             result = engine.train_step(batches, plan)
             assert not result.skipped
             run.losses.append(_mean(result.loss, mesh))
-            reported = {n: v for n, v in result.extras.items() if n != "decoupled_learning_rate"}
-            run.routing.append({name: _mean(value, mesh) for name, value in reported.items()})
+            counted = {n: float(v) for n, v in result.extras.items() if n.startswith(COUNTED)}
+            reported = result.extras.keys() - counted.keys() - {"decoupled_learning_rate"}
+            run.statistics.append(counted)
+            means = {name: _mean(result.extras[name], mesh) for name in sorted(reported)}
+            run.routing.append(means)
             run.norms.append(None if result.grad_norm is None else float(result.grad_norm))
             if number not in recorded_steps:
                 run.weights.append({})

@@ -54,6 +54,8 @@ class Run:
     """What this rank decided."""
     routing: list[dict[str, float]] = field(default_factory=list)
     """What the routers of a mixture of experts report of each step."""
+    statistics: list[dict[str, float]] = field(default_factory=list)
+    """Zeros and norms of layers that the engine reports of each step."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Further observations."""
 

@@ -86,6 +86,8 @@ def problems(config: Config) -> Iterator[Problem]:
             yield file.at(SUPER_OFFLOAD, Problem("super-offload-with-checkpoints"))
         if config.optimizer.start_weight_decay != config.optimizer.end_weight_decay:
             yield file.at(SUPER_OFFLOAD, Problem("super-offload-with-weight-decay-schedule"))
+        if config.logging.reads_optimizer:
+            yield file.at(SUPER_OFFLOAD, Problem("super-offload-with-norms"))
         if file.get(CORES) == 0:
             yield file.invalid(CORES, "must be more than 0")
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed import nvme_states
-from megatron_ds.engine.deepspeed.partitions import ParameterPlace, locate, read_partitions
-from megatron_ds.engine.readback import master_weights
+from megatron_ds.engine.states.flats import Flat, Part, own_flats
 from megatron_ds.engine.states.state_reader import (
     MASTER,
     VOCABULARY_TABLES,
@@ -28,33 +26,11 @@ from megatron_ds.engine.states.state_reader import (
     join,
 )
 from megatron_ds.parallel.collectives import gather_objects
-from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.sharding import expert_group, shard_spec
 
 BLOCK = 2**22
 """Elements that are read at once, unless a row has more."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Elements of a parameter in a flat tensor of this rank."""
-
-    place: ParameterPlace
-    parameter: nn.Parameter
-    position: int
-    """Of the first element in the flat tensor."""
-    elements: range
-    """Of this rank's flattened shard."""
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """A tensor that the optimizer steps, and what it consists of."""
-
-    master: Tensor
-    names: tuple[str, ...]
-    """Its parameters, on all data-parallel ranks."""
-    parts: tuple[_Part, ...]
 
 
 class Resharding:
@@ -72,7 +48,7 @@ class Resharding:
 
     def __init__(self, engine: Any, stage: int, mesh: Mesh, source: StateReader) -> None:
         self._engine, self._stage, self._mesh, self._source = engine, stage, mesh, source
-        self._flats = list(self._own_flats())
+        self._flats = list(own_flats(engine, stage, mesh))
         self._check_parameters()
 
     def run(self) -> None:
@@ -134,10 +110,10 @@ class Resharding:
                 states[number] = state
         return {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
 
-    def _kinds(self, flat: _Flat) -> tuple[str, ...]:
+    def _kinds(self, flat: Flat) -> tuple[str, ...]:
         return self._source.state_names(flat.names[0])
 
-    def _fill(self, flat: Tensor, kind: str, parts: Sequence[_Part]) -> None:
+    def _fill(self, flat: Tensor, kind: str, parts: Sequence[Part]) -> None:
         values = flat.detach().view(-1)
         for part in parts:
             position = part.position
@@ -146,7 +122,7 @@ class Resharding:
                 position += block.numel()
             assert position == part.position + len(part.elements)
 
-    def _blocks(self, part: _Part, kind: str) -> Iterator[Tensor]:
+    def _blocks(self, part: Part, kind: str) -> Iterator[Tensor]:
         """The elements of a part, one-dimensional, from few rows at a time."""
         shape = part.place.shape
         width = math.prod(shape[1:])
@@ -158,7 +134,7 @@ class Resharding:
             block = self._read_rows(part, kind, rows).flatten()
             yield block[max(part.elements.start - first, 0) : part.elements.stop - first]
 
-    def _read_rows(self, part: _Part, kind: str, rows: range) -> Tensor:
+    def _read_rows(self, part: Part, kind: str, rows: range) -> Tensor:
         """Rows of this rank's shard."""
         name, tp = part.place.name, self._mesh.tp
         spec, read = shard_spec(part.parameter), self._source.tensor(name, kind).read
@@ -171,35 +147,6 @@ class Resharding:
             return read(rows, (spec.dim, spec.ranges(tp.rank, tp.size)))
         blocks = [read(each) for each in spec.full_indices(rows, tp.rank, tp.size)]
         return join(blocks)
-
-    def _own_flats(self) -> Iterator[_Flat]:
-        """The flat tensors of this rank, without ZeRO one for each parameter."""
-        parameters = dict(self._engine.module.named_parameters())
-        partitions = read_partitions(self._engine, self._stage)
-        if self._stage == 0:
-            for place in (place for each in partitions for place in each.parameters):
-                parameter = parameters[place.name]
-                everything = range(math.prod(place.shape))
-                yield _Flat(parameter, (place.name,), (_Part(place, parameter, 0, everything),))
-            return
-        for partition, master in zip(partitions, master_weights(self._engine), strict=True):
-            parts = []
-            for place in partition.parameters:
-                parameter = parameters[place.name]
-                ranks = self._partitioned_over(parameter)
-                everything = range(math.prod(place.shape))
-                places = locate(place, partition.size, self._stage, ranks.size, everything)
-                parts += [
-                    _Part(place, parameter, position, elements)
-                    for rank, position, elements in places
-                    if rank == ranks.rank
-                ]
-            names = tuple(place.name for place in partition.parameters)
-            yield _Flat(master, names, tuple(parts))
-
-    def _partitioned_over(self, parameter: nn.Parameter) -> Group:
-        is_expert = expert_group(parameter) is not None
-        return self._mesh.expert_dp if is_expert else self._mesh.dp_sp
 
     def _check_parameters(self) -> None:
         shapes = {

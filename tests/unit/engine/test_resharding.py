@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_ds.engine.deepspeed.partitions import ParameterPlace
 from megatron_ds.engine.states import resharding
+from megatron_ds.engine.states.flats import Part
 from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import MASTER, Columns, TensorReader, part_of
 from megatron_ds.parallel.mesh import Mesh
@@ -106,7 +107,7 @@ def test_a_part_that_begins_inside_a_row_has_all_its_elements(
     model, source = Model(), States(SHAPES)
     filling = Resharding(engine_of(model), 0, Mesh.single(), source)
     place = ParameterPlace("fc.weight", SHAPES["fc.weight"], 0)
-    part = resharding._Part(place, model.fc.weight, 0, elements)
+    part = Part(place, model.fc.weight, 0, elements)
     expected = source.values["fc.weight", MASTER].flatten()[elements.start : elements.stop]
     assert torch.equal(torch.cat(list(filling._blocks(part, MASTER))), expected)
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.engine.zero import ZeroEngine, _read_step, sum_of_squares
+from megatron_ds.engine.norms import sum_of_squares
+from megatron_ds.engine.zero import ZeroEngine, _read_step
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import StepPlan
 from tests.observed import Observed

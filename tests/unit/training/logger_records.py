@@ -64,5 +64,5 @@ def task_results(iteration: int, task: str = "TASK") -> TaskRecord:
 def documented(heading: str) -> list[list[str]]:
     """Rows of the table in that section of docs/logging.md, cells without backquotes."""
     _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"## {heading}\n")
-    lines = re.findall(r"^\|(.*)\|$", rest.partition("\n## ")[0], flags=re.MULTILINE)
+    lines = re.findall(r"^\|(.*)\|$", re.split("\n##+ ", rest)[0], flags=re.MULTILINE)
     return [[cell.strip().strip("`") for cell in line.split("|")] for line in lines[2:]]

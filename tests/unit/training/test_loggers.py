@@ -128,7 +128,8 @@ def test_flags_select_loggers(tmp_path: Path) -> None:
 @pytest.fixture
 def full() -> IntervalRecord:
     """An interval with every field."""
-    last = step(12, loss_scale=65536.0, curriculum_seqlen=64)
+    zeros = {"num_zeros_in_grad": 1234567.0}
+    last = step(12, loss_scale=65536.0, curriculum_seqlen=64, extras=zeros)
     rates = {"tokens_per_second": 64.0, "seconds_left": 100_000.4}
     return interval(12, last=last, params_norm=77.5, skipped=1, nan=2, **rates)
 
@@ -138,7 +139,8 @@ def test_interval_line_has_the_format_of_megatron(full: IntervalRecord) -> None:
         " iteration       12/     100 | consumed samples:           48 |"
         " consumed tokens:          384 | elapsed time per iteration (s): 0.50 |"
         " learning rate: 1.000E-03 | global batch size:     4 | lm loss: 5.250000E+00 |"
-        " loss scale: 65536.0 | grad norm: 1.500 | params norm: 77.500 | curriculum seqlen:    64 |"
+        " loss scale: 65536.0 | grad norm: 1.500 | num zeros: 1234567.0 | params norm: 77.500 |"
+        " curriculum seqlen:    64 |"
         " number of skipped iterations:   1 | number of nan iterations:   2 |"
         " samples per second: 8.000 | tokens per gpu per second (tgs): 32.000 | TFLOPs: 0.25 |"
         " time left: 1 day, 3:46:40 |"
@@ -209,7 +211,11 @@ def test_zeros_and_a_nonfinite_loss_are_shown() -> None:
 
 def test_further_metrics_are_shown_under_their_names() -> None:
     line = interval_line(
-        interval(1, params_norm=1.0, extras={"aux loss": 0.25, "load/0": 1.0, "z-loss": 2.0})
+        interval(
+            1,
+            params_norm=1.0,
+            extras={"aux loss": 0.25, "load/0": 1.0, "z-loss": 2.0, "num_zeros_in_grad": 5.0},
+        )
     )
     assert " params norm: 1.000 | aux loss: 2.500000E-01 | z-loss: 2.000000E+00 | number" in line
 

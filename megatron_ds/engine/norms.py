@@ -1,0 +1,195 @@
+"""Sums over parameters, gradients and updates that are partitioned over the ranks.
+
+Owns which rank counts which parameter, and what is counted in the optimizer's step itself: the
+zeros of its gradients, and the norms of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_ds.config import LoggingConfig
+from megatron_ds.engine.states.flats import Flat, own_flats, replicas_of
+from megatron_ds.parallel.collectives import gather_objects
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.sharding import shard_spec
+
+CHUNK = 2**22
+"""Elements whose squares are summed at once; the sums are added in fp64."""
+ZEROS = "num_zeros_in_grad"
+NORMS = ("layer_grad_norm", "layer_params_norm", "layer_update_ratio")
+"""Names of metrics; those of a layer end with `/` and its number, or the name of another layer."""
+
+
+def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Sum of squares of all elements, a float64 scalar.
+
+    An accelerator computes the norms of hundreds of tensors of a type in one launch; it adds in a
+    tree, for which fp32 suffices. A CPU adds one after the other.
+    """
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        values, is_long = tensor.to(device), tensor.numel() > CHUNK
+        chunks = values.flatten().split(CHUNK) if is_long else [values]
+        by_type.setdefault(tensor.dtype, []).extend(chunks)
+    for chunks_of_type in by_type.values():
+        norms = torch._foreach_norm(chunks_of_type, 2, dtype=dtype)
+        squares += torch.stack(norms).double().square().sum()
+    return squares
+
+
+def is_counted(parameter: nn.Parameter, mesh: Mesh) -> bool:
+    """Whether this rank counts a parameter among those of its model-parallel group.
+
+    A sharded parameter counts on every tensor-parallel rank, a replicated one on the first, an
+    expert on the expert-parallel rank that has it, and a tied one on a pipeline's first stage.
+    """
+    is_tied = getattr(parameter, "ds_pipe_replicated", False)
+    return not is_tied and (mesh.tp.rank == 0 or shard_spec(parameter) is not None)
+
+
+class StepNorms:
+    """Counts zeros of the gradient and sums squares by layer, while the optimizer steps.
+
+    The optimizer's own tensors are read: each rank has the averaged and clipped gradients of the
+    elements that it updates, in fp32 and whatever the layout. Every element of the model is read on
+    one rank, so that one sum over all ranks is exact.
+
+    Args:
+        engine: Engine of `deepspeed.initialize`.
+        stage: ZeRO stage.
+        mesh: Mesh of this process.
+        device: Device of this process.
+        logging: Whether zeros are counted, and in which steps norms are computed.
+    """
+
+    def __init__(
+        self, engine: Any, stage: int, mesh: Mesh, device: torch.device, logging: LoggingConfig
+    ) -> None:
+        self._engine, self._stage, self._mesh, self._device = engine, stage, mesh, device
+        self._zeros = logging.log_num_zeros_in_grad
+        self._interval = logging.log_layer_norms_interval
+        self._flats: dict[int, Flat] = {}
+        layers = dict.fromkeys(layer_of(name) for name, _ in engine.module.named_parameters())
+        stages = gather_objects(list(layers), mesh.pp)
+        self._layers = list(dict.fromkeys(layer for stage in stages for layer in stage))
+
+    @contextmanager
+    def counting(self, iteration: int) -> Iterator[_Sums | None]:
+        """Reads the optimizer's tensors in the step of this iteration; None if it is not due."""
+        has_norms = self._interval is not None and iteration % self._interval == 0
+        if not (has_norms or self._zeros):
+            yield None
+            return
+        if not self._flats:  # within its step, DeepSpeed changes the optimizer's groups
+            flats = own_flats(self._engine, self._stage, self._mesh)
+            self._flats = {id(flat.master): flat for flat in flats}
+        sums = _Sums(self, has_norms)
+        optimizers = (
+            self._engine.basic_optimizer,
+            getattr(self._engine.optimizer, "backup_optimizer", None),  # of a partial offload
+        )
+        with ExitStack() as hooks:
+            for optimizer in filter(None, optimizers):
+                hooks.callback(optimizer.register_step_pre_hook(sums.before).remove)
+                hooks.callback(optimizer.register_step_post_hook(sums.after).remove)
+            yield sums
+
+    def metrics(self, sums: _Sums, norm: Any) -> Mapping[str, Tensor]:
+        """The metrics of a step that was applied, as unsynchronized tensors. Collective.
+
+        Args:
+            sums: Of this rank.
+            norm: Gradient norm before clipping.
+        """
+        if self._mesh.world_size > 1:
+            dist.all_reduce(sums.total)
+        metrics = {ZEROS: sums.total[0, 0]} if self._zeros else {}
+        if not sums.has_norms:
+            return metrics
+        gradients, params, updates = sums.total[1:].sqrt()
+        clip = self._engine.gradient_clipping()
+        if clip > 0:
+            known = torch.as_tensor(norm, dtype=torch.float64, device=self._device)
+            gradients = gradients / (clip / (known + 1e-6)).clamp(max=1.0)
+        ratios = torch.where(params > 0, updates / params, 0.0)
+        for name, values in zip(NORMS, (gradients, params, ratios), strict=True):
+            of_layers = zip(self._layers, values, strict=True)
+            metrics |= {f"{name}/{layer}": value for layer, value in of_layers}
+        return metrics
+
+    def parts(self, master: Tensor) -> Iterator[tuple[int, slice]]:
+        """Layer and place of what this rank counts of a tensor that the optimizer steps."""
+        for part in self._flats[id(master)].parts:
+            is_copy = self._stage == 0 and replicas_of(part.parameter, self._mesh).rank > 0
+            if not is_copy and is_counted(part.parameter, self._mesh):
+                place = slice(part.position, part.position + len(part.elements))
+                yield self._layers.index(layer_of(part.place.name)), place
+
+    def empty(self) -> Tensor:
+        return torch.zeros(4, len(self._layers), dtype=torch.float64, device=self._device)
+
+
+class _Sums:
+    """The sums of one step on this rank, filled by hooks of the optimizers."""
+
+    def __init__(self, owner: StepNorms, has_norms: bool) -> None:
+        self._owner, self.has_norms = owner, has_norms
+        self.total = owner.empty()
+        """Zeros, in the first column; squares of gradients, parameters, updates of each layer."""
+        self._before: dict[Tensor, Tensor | None] = {}
+        self._depth = 0
+
+    @torch.no_grad()
+    def before(self, optimizer: Any, *arguments: Any) -> None:
+        # An optimizer whose step calls that of its base class calls hooks for both.
+        self._depth += 1
+        if self._depth > 1:
+            return
+        for master in (each for group in optimizer.param_groups for each in group["params"]):
+            if master.grad is None:
+                continue
+            self._before[master] = master.detach().clone() if self.has_norms else None
+            gradient = master.grad.view(-1)
+            places = list(self._owner.parts(master))
+            for _, where in places:
+                zeros = gradient[where].numel() - gradient[where].count_nonzero()
+                self.total[0, 0] += zeros.to(self.total.device)
+            if self.has_norms:
+                self._add(1, places, gradient)
+
+    @torch.no_grad()
+    def after(self, *arguments: Any) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        for master, before in self._before.items():
+            if before is None:
+                continue
+            places = list(self._owner.parts(master))
+            self._add(2, places, master.view(-1))
+            self._add(3, places, (master - before).view(-1))
+        self._before.clear()
+
+    def _add(self, row: int, places: Sequence[tuple[int, slice]], values: Tensor) -> None:
+        by_layer: dict[int, list[Tensor]] = {}
+        for layer, place in places:
+            by_layer.setdefault(layer, []).append(values[place])
+        for layer, tensors in by_layer.items():
+            self.total[row, layer] += sum_of_squares(tensors, self.total.device)
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: its number, or the name of another layer such as "embedding"."""
+    first, _, rest = name.partition(".")
+    return rest.partition(".")[0] if first == "layers" else first
