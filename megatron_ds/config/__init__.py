@@ -116,7 +116,7 @@ class Config:
             "precision": self.precision.problems(),
             "deepspeed": self.deepspeed.problems(),
             "checkpoint": self.checkpoint.problems(),
-            "logging": self.logging.problems(),
+            "logging": self.logging.problems(world_size, saves=self.checkpoint.save is not None),
         }
         of_groups = [
             problem for name in GROUPS for problem in (*by_group[name], *related.get(name, ()))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ds.config.checks import file_problems, folder_problems
-from megatron_ds.config.fields import ANY_VALUE, option_field, when
+from megatron_ds.config.fields import ANY_VALUE, NON_ZERO, option_field, when
 from megatron_ds.config.problems import Problem
 
 TENSORBOARD = when(tensorboard_dir=ANY_VALUE)
@@ -18,6 +18,7 @@ EVAL_TASKS = when(eval_tasks=ANY_VALUE)
 FILE_TASKS = ("perplexity", "WIKITEXT103", "LAMBADA")
 """Tasks of --eval-tasks that read a file."""
 
+_profile = functools.partial(option_field, only_with=when(profile=True))
 _tensorboard = functools.partial(option_field, only_with=TENSORBOARD)
 
 
@@ -138,6 +139,32 @@ class LoggingConfig:
     log_params_norm: bool = option_field(
         False, "log the norm of all parameters to the console and TensorBoard"
     )
+    profile: bool = option_field(
+        False, "trace some steps with torch.profiler, and summarize their time and memory"
+    )
+    profile_step_start: int = _profile(10, "iteration after which the profile begins", minimum=0)
+    profile_step_end: int = _profile(12, "last iteration of the profile", minimum=1)
+    profile_ranks: tuple[int, ...] = _profile(
+        (0,), "global ranks that are profiled", nargs="*", minimum=0
+    )
+    profile_dir: str | None = _profile(
+        None,
+        "folder for profiles (default: profile in --tensorboard-dir or else in --save)",
+        metavar="FOLDER",
+    )
+    timing_log_level: int = option_field(
+        0,
+        "times in the log: of complete steps (0), also of passes, optimizer and communication (1), "
+        "also of each kind of collective (2)",
+        minimum=0,
+        maximum=2,
+    )
+    timing_log_option: str = option_field(
+        "minmax",
+        "times of which ranks are logged: the largest, the smallest and the largest, or all",
+        choices=("max", "minmax", "all"),
+        only_with=when(timing_log_level=NON_ZERO),
+    )
     log_num_zeros_in_grad: bool = option_field(
         False, "log the number of zeros in the gradient of all parameters"
     )
@@ -197,7 +224,15 @@ class LoggingConfig:
         """Whether gradients and updates are read in the optimizer's step."""
         return self.log_num_zeros_in_grad or self.log_layer_norms_interval is not None
 
-    def problems(self) -> Iterator[Problem]:
+    def problems(self, world_size: int, *, saves: bool) -> Iterator[Problem]:
+        """Settings that cannot be combined.
+
+        Args:
+            world_size: Number of processes.
+            saves: Whether the run has a folder for checkpoints.
+        """
+        if self.profile:
+            yield from self._profile_problems(world_size, saves=saves)
         if self.harness_tasks and importlib.util.find_spec("lm_eval") is None:
             yield Problem("harness-missing", "eval_tasks")
         for folder in self.eval_tasks_include_path if self.eval_tasks is not None else ():
@@ -214,6 +249,18 @@ class LoggingConfig:
             yield from _new_file_problems(name, getattr(self, name))
         if None is not self.metrics_csv == self.metrics_jsonl:
             yield Problem("metrics-in-one-file", path=self.metrics_csv)
+
+    def _profile_problems(self, world_size: int, *, saves: bool) -> Iterator[Problem]:
+        start, end = self.profile_step_start, self.profile_step_end
+        if start >= end:
+            yield Problem("profile-without-steps", start=start, end=end)
+        if not self.profile_ranks:
+            yield Problem("profile-without-ranks")
+        elif (unknown := max(self.profile_ranks)) >= world_size:
+            yield Problem("profile-of-unknown-rank", rank=unknown, last=world_size - 1)
+        if self.profile_dir is None and self.tensorboard_dir is None and not saves:
+            yield Problem("profile-without-folder")
+        yield from folder_problems("profile_dir", self.profile_dir)
 
 
 def _new_file_problems(name: str, path: str | None) -> Iterator[Problem]:

@@ -75,8 +75,7 @@ def build_engine(
             the tokenizer lacks an end-of-document token that is needed, or if the engine does not
             have the configured settings.
     """
-    if config.parallel.sequence_parallel:
-        mesh = mesh.with_sequence_parallelism()
+    mesh = mesh.with_sequence_parallelism() if config.parallel.sequence_parallel else mesh
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     _prepare_process(config, ds_config)
     _validate_with_deepspeed(ds_config, Mpu(mesh), config.deepspeed.deepspeed_config)
@@ -108,6 +107,7 @@ def build_engine(
         swap_folder=swap_folder,
         saves_optimizer=not config.checkpoint.no_save_optim,
         logging=config.logging,
+        is_compiled=config.runtime.compile or _is_deepcompiled(ds_config),
     )
 
 

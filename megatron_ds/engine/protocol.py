@@ -14,6 +14,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed.partitions import FlatPartition
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
+from megatron_ds.engine.regions import Open
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.gpt import GPTModel
@@ -166,6 +167,17 @@ class Engine(Protocol):
 
         Local. Yields a mapping that backward passes inside the context fill, in their order:
         canonical name -> unsynchronized boolean tensor.
+        """
+
+    def step_times(self) -> dict[str, float]:
+        """Milliseconds of parts of the steps since the last call, by name. Local; waits for the
+        device. Empty without --timing-log-level."""
+
+    def marked(self, open_region: Open) -> AbstractContextManager[None]:
+        """Open a named region around each part of the steps inside the context. Local.
+
+        Args:
+            open_region: Called with the name of a part, such as "layer 3" or "all_reduce[tp]".
         """
 
     def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:

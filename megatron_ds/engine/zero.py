@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -41,10 +41,12 @@ from megatron_ds.engine.optimizers.param_groups import (
 )
 from megatron_ds.engine.protocol import EngineSettings, LossSum, StateBytes
 from megatron_ds.engine.readback import state_bytes
+from megatron_ds.engine.regions import Open, mark_collectives, mark_layers, mark_passes
 from megatron_ds.engine.spike_guard import SpikeGuard
 from megatron_ds.engine.states.host_staging import HostStaging
 from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import StateReader
+from megatron_ds.engine.timers import StepTimers
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.inference_form import inference_form
@@ -74,6 +76,7 @@ class ZeroEngine:
         seed: Seed of dropout.
         device: Device to which batches are copied.
         logging: What is measured in the steps.
+        is_compiled: Layers or the model are compiled.
         swap_folder: Where states on a disk are; kept until the engine ends.
         saves_optimizer: Save the states of the optimizer, too, and not only the weights.
     """
@@ -93,6 +96,7 @@ class ZeroEngine:
         seed: int,
         device: torch.device,
         logging: LoggingConfig,
+        is_compiled: bool,
         swap_folder: SwapFolder | None = None,
         saves_optimizer: bool = True,
     ) -> None:
@@ -126,6 +130,8 @@ class ZeroEngine:
             if is_counted(parameter, mesh)
         )
         self.norms = StepNorms(engine, self._stage, mesh, device, logging)
+        self._is_compiled = is_compiled
+        self.timers = StepTimers(logging, is_compiled=is_compiled)
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
         if self._stage == 0:
             is_alone = self.settings.dp_size == 1
@@ -161,13 +167,26 @@ class ZeroEngine:
     def watch_gradients(self) -> AbstractContextManager[dict[str, Tensor]]:
         return watch_gradients(self._named_parameters)
 
+    def step_times(self) -> dict[str, float]:
+        return self.timers.take()
+
+    @contextmanager
+    def marked(self, open_region: Open) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(mark_passes(self._engine, open_region))
+            if not self._is_compiled:
+                stack.enter_context(mark_collectives(self._mesh, open_region))
+                stack.enter_context(mark_layers(self._engine.module, open_region))
+            yield
+
     def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:
         packing = self.packing
         counted = packing.eod if packing is not None and packing.reset_attention else None
         return DeviceBatches(batches, self._device, self._mesh.sp_tp, document_end=counted)
 
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
-        with self.norms.counting(plan.iteration) as sums:
+        timing = self.timers.measuring(self._engine, self._mesh, plan.iteration)
+        with timing, self.norms.counting(plan.iteration) as sums:
             result = self._train_step(batches, plan)
         if sums is None or result.skipped:
             return result

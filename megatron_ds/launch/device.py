@@ -6,11 +6,13 @@ The only file that may name a kind of device.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from megatron_ds.config.problems import user_error
 
@@ -20,6 +22,8 @@ DEVICE_PACKAGES = (
 """Packages that bring devices which DeepSpeed supports and torch itself does not know."""
 
 
+MEMORY_EVENTS = 1_000_000
+"""Most allocations of a history."""
 FP16_FEATURES = frozenset({"avx512_fp16", "amx_fp16", "avx_ne_convert"})
 """CPU features, as named by Linux, with any of which torch may compute in fp16 on a CPU."""
 
@@ -131,6 +135,28 @@ def device_memory() -> dict[str, int]:
         "mem-allocated-bytes": stats.get("allocated_bytes.all.current", 0),
         "mem-allocated-count": stats.get("allocation.all.current", 0),
     }
+
+
+@contextmanager
+def memory_history(path: Path) -> Iterator[None]:
+    """Records allocations inside and writes them for pytorch.org/memory_viz.
+
+    Does nothing on a device whose allocator has no such history, as on a CPU.
+    """
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    module = torch.get_device_module(get_accelerator().device_name())
+    memory: Any = getattr(module, "memory", None)
+    if not hasattr(memory, "_record_memory_history"):
+        yield
+        return
+    memory._record_memory_history(max_entries=MEMORY_EVENTS)
+    try:
+        yield
+        memory._dump_snapshot(str(path))
+    finally:
+        memory._record_memory_history(enabled=None)
 
 
 class PeakMemory:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -239,14 +239,44 @@ def short_evaluation_line(record: EvalRecord, total_iterations: int) -> str:
     return " | ".join([*fields, f"perplexity {record.ppl:,.2f}", *filter(None, [record.group])])
 
 
-class Console(Logger):
-    """Passes lines to a function that prints and flushes them."""
+def times_block(times: Mapping[str, Sequence[float]], option: str) -> str:
+    """The lines of --timing-log-level, as Megatron prints them.
 
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self._write = write
+    Args:
+        times: Milliseconds of the ranks, by name.
+        option: Of --timing-log-option.
+    """
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, values in times.items():
+            lines.append(f"  {name}:")
+            padded = (f"{f'rank {n:2d} '.ljust(48, '.')}: {ms:.2f}" for n, ms in enumerate(values))
+            lines += [f"     {each}" for each in padded]
+        return "\n".join(lines)
+    shown = {
+        name: f"{max(values):.2f}" if option == "max" else f"({min(values):.2f}, {max(values):.2f})"
+        for name, values in times.items()
+    }
+    head = "max" if option == "max" else "(min, max)"
+    lines = [f"    {(name + ' ').ljust(48, '.')}: {text}" for name, text in shown.items()]
+    return "\n".join([f"{head} time across ranks (ms):", *lines])
+
+
+class Console(Logger):
+    """Passes lines to a function that prints and flushes them.
+
+    Args:
+        write: Prints a line and flushes it.
+        timing: Which ranks' times are printed, as --timing-log-option.
+    """
+
+    def __init__(self, write: Callable[[str], object], timing: str = "minmax") -> None:
+        self._write, self._timing = write, timing
 
     def log_interval(self, record: IntervalRecord) -> None:
         self._write(interval_line(record))
+        if record.times:
+            self._write(times_block(record.times, self._timing))
 
     def log_eval(self, record: EvalRecord) -> None:
         self._write(evaluation_block(record))
@@ -263,14 +293,19 @@ class ShortConsole(Logger):
     Args:
         write: Prints a line and flushes it.
         total_iterations: Iterations of the run.
+        timing: Which ranks' times are printed, as --timing-log-option.
     """
 
-    def __init__(self, write: Callable[[str], object], total_iterations: int) -> None:
-        self._write, self._total = write, total_iterations
+    def __init__(
+        self, write: Callable[[str], object], total_iterations: int, timing: str = "minmax"
+    ) -> None:
+        self._write, self._total, self._timing = write, total_iterations, timing
         self._evaluated: set[tuple[str, str, int]] = set()
 
     def log_interval(self, record: IntervalRecord) -> None:
         self._write(short_interval_line(record))
+        if record.times:
+            self._write(times_block(record.times, self._timing))
 
     def log_eval(self, record: EvalRecord) -> None:
         key = record.split, record.group, record.iteration

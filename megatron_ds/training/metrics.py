@@ -71,12 +71,16 @@ class Metrics:
     mean_over_dp: MeanOverDp
     params_norm: Callable[[], float] | None = None
     """Norm of all parameters; collective. Called once per log interval if given."""
+    step_times: Callable[[], Mapping[str, Sequence[float]]] | None = None
+    """Milliseconds of parts of the step that ends a log interval, of the ranks that have them;
+    collective. The largest of each part becomes a metric of the step."""
     seconds_left: Callable[[TrainState, float], float] | None = None
     """Seconds until the run ends, given the state and tokens per second."""
     loggers: Sequence[Logger] = ()
     """Where records go; empty except on the reporting ranks."""
     _pending: list[_Step] = field(default_factory=list, init=False)
     _interval: list[StepRecord] = field(default_factory=list, init=False)
+    _times: Mapping[str, Sequence[float]] = field(default_factory=dict, init=False)
 
     def record(
         self, state: TrainState, plan: StepPlan, result: StepResult, seconds: float, warm_up: bool
@@ -93,7 +97,17 @@ class Metrics:
         """
         self._pending.append(_Step(state, plan, result, seconds, warm_up))
         if state.iteration % self.log_interval == 0:
+            if self.step_times is not None:
+                self._add_times(self.step_times())
             self.flush()
+
+    def _add_times(self, times: Mapping[str, Sequence[float]]) -> None:
+        """Adds the times of the last step."""
+        self._times = times
+        last = self._pending[-1]
+        largest = {f"time/{name}": max(values) for name, values in times.items()}
+        result = dataclasses.replace(last.result, extras={**last.result.extras, **largest})
+        self._pending[-1] = dataclasses.replace(last, result=result)
 
     def log_eval(
         self, state: TrainState, split: str, label: str, loss: float, group: str = ""
@@ -151,6 +165,7 @@ class Metrics:
             return
         record = self._interval_record()
         self._interval.clear()
+        self._times = {}
         for logger in self.loggers:
             logger.log_interval(record)
 
@@ -213,6 +228,7 @@ class Metrics:
             tflops=math.fsum(map(workload.tflops, timed)) / seconds if timed else None,
             tokens_per_second=rate,
             seconds_left=left,
+            times=self._times,
             extras=_mean_extras(applied),
         )
 

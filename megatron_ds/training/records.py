@@ -80,6 +80,8 @@ class IntervalRecord:
     """Sum over all devices."""
     seconds_left: float | None = None
     """Until the run ends; None if the speed is unknown."""
+    times: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Milliseconds of parts of the last step on the ranks that have them, by name."""
     extras: Mapping[str, float] = field(default_factory=dict)
     """Means of further metrics over the steps that were not skipped."""
 

@@ -56,6 +56,7 @@ from megatron_ds.training.loggers import (
 )
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.preflight import RunInputs
+from megatron_ds.training.profiling import Profiling, profile_folder
 from megatron_ds.training.records import Logger
 from megatron_ds.training.startup_report import (
     FirstStepsReport,
@@ -156,16 +157,21 @@ class _Start:
             return self.checkpoint.run.state
         return TrainState() if self.imported is None else self.imported.state
 
-    def load(self, engine: Engine, checkpoints: CheckpointManager) -> TrainState:
+    def load(
+        self, engine: Engine, checkpoints: CheckpointManager, startup: StartupTimer
+    ) -> TrainState:
         """Fills the engine with it. Collective."""
+        state = self.state
         if self.checkpoint is not None:
-            return checkpoints.load(engine, self.checkpoint)
+            state = checkpoints.load(engine, self.checkpoint)
         if self.imported is not None:
             engine.reshard(self.imported)
             for note in self.imported.notes:
                 output.warn_on_rank(note)
             output.print_on_rank(f"  loaded the {self.imported.summary}")
-        return self.state
+        if not self.is_new:
+            startup.mark("checkpoint")
+        return state
 
 
 def build_trainer(
@@ -198,9 +204,7 @@ def build_trainer(
     peak.restart()  # without the trials of compiled functions, which the estimate leaves out
     startup.mark("model and engine")
     print_parameter_count(config, mesh, engine)
-    state = start.load(engine, checkpoints)
-    if not start.is_new:
-        startup.mark("checkpoint")
+    state = start.load(engine, checkpoints, startup)
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = planned_memory(config, mesh.dp.size, context.device.type)
     print_banner(config, context, mesh, engine, state, estimate)
@@ -225,6 +229,7 @@ def build_trainer(
         total_iterations=last,
         eod=eod if config.data.eod_mask_loss else None,
         report=FirstStepsReport(startup, engine, estimate, peak, state.iteration, config, events),
+        profiling=_profiling(config, engine, save, context, state, last),
         callbacks=tuple(extensions.callbacks),
         tasks=_build_tasks(config, inputs, engine, mesh, context.device),
     )
@@ -242,6 +247,25 @@ def _exit_conditions(
     """The conditions that end a run before its last iteration. Collective."""
     hosts = distributed.create_host_group(timeout)
     return ExitConditions(config.logging, last, life.stop_request, hosts, life.started_at)
+
+
+def _profiling(
+    config: Config,
+    engine: Engine,
+    save: Path | None,
+    context: distributed.ProcessContext,
+    state: TrainState,
+    last: int,
+) -> Profiling | None:
+    """The profile of --profile; warns if the run ends before it begins."""
+    if not config.logging.profile:
+        return None
+    first = max(config.logging.profile_step_start, state.iteration) + 1
+    if first > last and config.logging.profile_step_end > state.iteration:
+        output.warn_on_rank(Problem("profile-after-the-end", first=first, last=last))
+    folder = profile_folder(config, save)
+    write = functools.partial(output.print_on_rank, rank_to_print=min(config.logging.profile_ranks))
+    return Profiling(config, engine, folder, context.rank, write, output.warn_on_rank)
 
 
 def _find_start(
@@ -285,6 +309,14 @@ def mean_over_group(values: list[float], *, group: Group, device: torch.device) 
     dist.all_reduce(total, group=group.handle)
     mean: list[float] = (total / group.size).tolist()
     return mean
+
+
+def times_of_ranks(engine: Engine) -> dict[str, list[float]]:
+    """The times of the engines of all ranks, by name, in the order of the ranks. Collective."""
+    times: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(times, engine.step_times())
+    names = dict.fromkeys(name for of_rank in times for name in of_rank)
+    return {name: [each[name] for each in times if name in each] for name in names}
 
 
 def _build_data(
@@ -348,9 +380,11 @@ def _build_metrics(
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     loggers: list[Logger] = []
     if context.rank == 0:
-        write = output.print_on_rank
+        write, option = output.print_on_rank, config.logging.timing_log_option
         loggers.append(
-            ShortConsole(write, total_iterations) if is_short(config) else Console(write)
+            ShortConsole(write, total_iterations, option)
+            if is_short(config)
+            else Console(write, option)
         )
     if context.rank == context.world_size - 1:
         loggers += open_loggers(
@@ -379,5 +413,8 @@ def _build_metrics(
         ),
         mean_over_dp=functools.partial(mean_over_group, group=mesh.dp_sp, device=context.device),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
+        step_times=(
+            functools.partial(times_of_ranks, engine) if config.logging.timing_log_level else None
+        ),
         loggers=loggers,
     )

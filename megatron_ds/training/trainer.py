@@ -30,6 +30,7 @@ from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.extensions import Callback
 from megatron_ds.training.metrics import Metrics
+from megatron_ds.training.profiling import Profiling
 from megatron_ds.training.saving import Saver
 from megatron_ds.training.skipped_steps import SkippedSteps
 from megatron_ds.training.startup_report import FirstStepsReport, log_timestamp
@@ -54,6 +55,7 @@ class Trainer:
     eod: int | None
     """Id of the end-of-document token if it is masked in the loss."""
     report: FirstStepsReport
+    profiling: Profiling | None = None
     callbacks: Sequence[Callback] = ()
     tasks: TaskEvaluation | None = None
     """--eval-tasks and --eval-only."""
@@ -118,6 +120,8 @@ class Trainer:
             if self.saver.is_due(self.state.iteration) or self._is_last(stop):
                 self._save(final=self._is_last(stop))
                 stop = stop or self.exits.external_stop(self.state.iteration)
+        if self.profiling is not None:
+            self.profiling.finish()
         self.saver.finish(final=True)
         return stop
 
@@ -131,10 +135,15 @@ class Trainer:
     def _step(self, batches: DeviceBatches) -> None:
         before = self.state
         plan = schedules.plan(self.config, before, self.mesh.dp.size)
-        graphs, start = self._graph_count(), self.clock()
+        graphs = self._graph_count()
+        if self.profiling is not None:
+            self.profiling.before_step(plan.iteration)
+        start = self.clock()
         with self.skips.record_gradients():
             result = self.engine.train_step(batches, plan)
         seconds = self.clock() - start
+        if self.profiling is not None:
+            self.profiling.after_step(plan.iteration)
         # The first step fills caches; later steps of other shapes may compile a graph.
         warm_up = plan.iteration == self.first_iteration or self._graph_count() > graphs
         self.state = before.advance(plan, result)

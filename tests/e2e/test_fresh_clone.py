@@ -1,5 +1,5 @@
-"""Every command of README.md, examples/README.md, docs/reports.md, use.md and tutorial.md, in order,
-in a fresh clone.
+"""Every command of README.md, examples/README.md, docs/reports.md, use.md and tutorial.md, in
+order, in a fresh clone.
 
 The shell runs the lines. What takes minutes is reduced without changing them: `make` prints what it
 would run, scripts get small sizes by their variables, and programs that import torch are recorded

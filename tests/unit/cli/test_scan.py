@@ -149,10 +149,11 @@ def test_the_last_of_a_repeated_flag_applies_with_a_warning() -> None:
 
 def test_flags_without_effect_are_warnings_by_reason() -> None:
     line = scan_of(
-        "--use-flash-attn --DDP-impl local --profile-ranks 0 1 --profile --recompute-method block"
+        "--use-flash-attn --DDP-impl local --log-level info --logging-level 20 "
+        "--recompute-method block"
     )
     assert codes(line.warnings) == ["ignored-flag"] * 4
-    assert "--profile-ranks, --profile" in line.warnings[2]
+    assert "--log-level, --logging-level" in line.warnings[2]
     assert (line.values, line.problems) == ({}, [])
 
 

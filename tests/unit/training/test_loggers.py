@@ -226,6 +226,37 @@ def test_the_document_lists_the_fields_in_order(full: IntervalRecord) -> None:
     assert names == [row[0] for row in documented("The training line")]
 
 
+@pytest.mark.parametrize(
+    ("option", "lines"),
+    [
+        (
+            "max",
+            ["max time across ranks (ms):", f"    optimizer {'.' * 38}: 5.25"],
+        ),
+        (
+            "minmax",
+            ["(min, max) time across ranks (ms):", f"    optimizer {'.' * 38}: (3.00, 5.25)"],
+        ),
+        (
+            "all",
+            [
+                "times across ranks (ms):",
+                "  optimizer:",
+                f"     rank  0 {'.' * 40}: 3.00",
+                f"     rank  1 {'.' * 40}: 5.25",
+            ],
+        ),
+    ],
+)
+def test_times_have_the_format_of_megatron(option: str, lines: list[str]) -> None:
+    printed: list[str] = []
+    record = interval(1, times={"optimizer": [3.0, 5.25]})
+    Console(printed.append, option).log_interval(record)
+    ShortConsole(printed.append, 10, option).log_interval(record)
+    assert printed[1::2] == ["\n".join(lines)] * 2
+    assert len(printed) == 4
+
+
 def test_evaluation_block_has_the_format_of_megatron() -> None:
     """The name of a dataset replaces the split, which is always called validation."""
     results = " loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "

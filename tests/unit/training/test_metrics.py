@@ -120,6 +120,24 @@ def test_ranks_without_loggers_take_part_in_collectives() -> None:
     assert (reductions, norms) == ([[3.0]], [1])
 
 
+def test_times_belong_to_the_last_step_of_an_interval() -> None:
+    taken = []
+    times = {"optimizer": [3.0, 5.0], "forward-send": [2.0]}
+    run = Run(log_interval=2, step_times=lambda: taken.append(1) or times)
+    run.metrics.mean_over_dp = lambda values: values
+    for _ in range(4):
+        run.step(1.0, extras={"aux": 1.0})
+    run.step(1.0)
+    run.metrics.flush()
+    assert len(taken) == 2
+    named = {"time/optimizer": 5.0, "time/forward-send": 2.0}
+    assert [step.extras for step in run.steps()] == [
+        *({"aux": 1.0}, {"aux": 1.0, **named}) * 2,
+        {},
+    ]
+    assert [record.times for record in run.intervals()] == [times, times, {}]
+
+
 def test_the_interval_averages_steps_that_were_not_skipped() -> None:
     run = Run(log_interval=4)
     run.step(1.0)

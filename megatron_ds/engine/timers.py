@@ -1,0 +1,73 @@
+"""Times of the parts of a step, measured without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from deepspeed.utils.timer import SynchronizedWallClockTimer
+
+from megatron_ds.config import LoggingConfig
+from megatron_ds.engine.regions import BACKWARD, FORWARD, OPTIMIZER, mark_collectives, mark_passes
+from megatron_ds.parallel.mesh import Mesh
+
+COMMUNICATION = "communication"
+COARSE = (FORWARD, BACKWARD, OPTIMIZER)
+
+
+class StepTimers:
+    """Times the steps at the end of a log interval; the others are as without it.
+
+    DeepSpeed's timers put events into the device's stream, or read the clock of a CPU. Its
+    `wall_clock_breakdown` uses them, too, but waits for the device in every step.
+
+    Args:
+        logging: Log interval, and how much is timed.
+        is_compiled: Layers are compiled, for which collectives must stay what they are.
+    """
+
+    def __init__(self, logging: LoggingConfig, *, is_compiled: bool) -> None:
+        self._level, self._log_interval = logging.timing_log_level, logging.log_interval
+        self._is_compiled = is_compiled
+        self._timers = SynchronizedWallClockTimer()
+
+    @contextmanager
+    def measuring(self, engine: Any, mesh: Mesh, iteration: int) -> Iterator[None]:
+        """Times what happens inside, if this iteration is due."""
+        with ExitStack() as stack:
+            if self._level > 0 and iteration % self._log_interval == 0:
+                stack.enter_context(mark_passes(engine, self._time_pass))
+                if not self._is_compiled:
+                    stack.enter_context(mark_collectives(mesh, self._time_collective))
+            yield
+
+    def take(self) -> dict[str, float]:
+        """Milliseconds by name since the last call. Waits for the device."""
+        timers = self._timers.get_timers()
+        return {name: timer.elapsed(reset=True) for name, timer in timers.items()}
+
+    @contextmanager
+    def _time(self, *names: str) -> Iterator[None]:
+        # One inside another of its name, such as that of a recomputation, is part of it.
+        timers = [timer for name in names if not (timer := self._timers(name)).started_]
+        for timer in timers:
+            timer.start()
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.stop()
+
+    @contextmanager
+    def _time_pass(self, name: str) -> Iterator[None]:
+        if self._level == 1 and name not in COARSE:
+            yield
+            return
+        with self._time(name):
+            yield
+
+    @contextmanager
+    def _time_collective(self, name: str) -> Iterator[None]:
+        with self._time(COMMUNICATION, *([name] if self._level > 1 else [])):
+            yield

@@ -1,0 +1,199 @@
+"""Which steps are profiled, and what the report reads from a trace."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem
+from megatron_ds.training.profile_report import OUTSIDE, Report
+from megatron_ds.training.profiling import Profiling, profile_folder
+
+PROFILER = "megatron_ds.training.profiler"
+
+
+def config_with(**logging: object) -> Config:
+    return Config().with_values(logging)
+
+
+def profiling(monkeypatch: pytest.MonkeyPatch, *, rank: int = 0) -> tuple[Profiling, list[object]]:
+    """A profile of the iterations 3 and 4 of rank 0, and what its session does."""
+    calls: list[object] = []
+
+    class Session:
+        def __init__(self, engine: object, folder: Path, name: str, write: object) -> None:
+            calls.append(str(folder / name))
+
+        def next_step(self, iteration: int) -> None:
+            calls.append(iteration)
+
+        def finish(self) -> None:
+            calls.append("finish")
+
+    monkeypatch.setitem(sys.modules, PROFILER, SimpleNamespace(ProfilerSession=Session))
+    config = config_with(profile=True, profile_step_start=2, profile_step_end=4)
+    profile = Profiling(config, MagicMock(), Path("f"), rank, print, calls.append)
+    return profile, calls
+
+
+def train(profile: Profiling, iterations: range) -> None:
+    for iteration in iterations:
+        profile.before_step(iteration)
+        profile.after_step(iteration)
+    profile.finish()
+
+
+@pytest.mark.parametrize(
+    ("iterations", "expected"),
+    [
+        (range(1, 7), ["f/rank0-iteration3", 3, 4, "finish"]),
+        (range(1, 4), ["f/rank0-iteration3", 3, "finish"]),  # the run ends in it
+        (range(4, 7), ["f/rank0-iteration4", 4, "finish"]),  # a resumed run begins in it
+        (range(1, 3), []),
+        (range(5, 7), []),
+    ],
+)
+def test_the_profile_has_the_steps_of_its_window(
+    iterations: range, expected: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile, calls = profiling(monkeypatch)
+    train(profile, iterations)
+    assert calls == expected
+
+
+def test_other_ranks_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, calls = profiling(monkeypatch, rank=1)
+    train(profile, range(1, 7))
+    assert calls == []
+
+
+def test_the_profiler_is_imported_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, _ = profiling(monkeypatch)
+    monkeypatch.delitem(sys.modules, PROFILER)
+    profile.before_step(1)
+    profile.before_step(2)
+    assert PROFILER not in sys.modules
+    monkeypatch.setattr(Path, "mkdir", MagicMock(side_effect=OSError))
+    profile.before_step(3)
+    assert PROFILER in sys.modules
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    warned: list[Problem] = []
+    config = config_with(profile=True, profile_step_start=0, profile_step_end=2)
+    profile = Profiling(config, MagicMock(), tmp_path / "file", 0, print, warned.append)
+    train(profile, range(1, 3))
+    assert [problem.code for problem in warned] == ["profile-not-written"]
+
+
+def test_a_session_writes_a_trace_and_a_summary_of_its_steps(tmp_path: Path) -> None:
+    from megatron_ds.training.profiler import ProfilerSession
+
+    opened: list[Any] = []
+
+    @contextmanager
+    def marked(open_region: Any) -> Any:
+        opened.append(open_region)
+        yield
+        opened.clear()
+
+    written: list[str] = []
+    engine = SimpleNamespace(marked=marked)
+    session = ProfilerSession(engine, tmp_path, "p", written.append)  # type: ignore[arg-type]
+    for iteration in (7, 8):
+        session.next_step(iteration)
+        with opened[0]("product"):
+            kept = torch.ones(512, 512) @ torch.ones(512, 512)
+    session.finish()
+    assert opened == []
+    assert kept.sum() > 0
+    events = json.loads((tmp_path / "p.trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert sorted(names) == ["iteration 7", "iteration 8", "product", "product"]
+    summary = json.loads((tmp_path / "p.summary.json").read_text())
+    assert summary["steps"] == 2
+    product = summary["regions"]["product"]
+    assert product["calls"] == 2
+    # Of the second product three matrices, and of the first its result.
+    assert product["peak_bytes"] == summary["peak_bytes"] == 4 * 2**20
+    assert (tmp_path / "p.summary.txt").read_text() == f"{written[0]}\n"
+    assert "memory.pickle" not in str(list(tmp_path.iterdir()))
+
+
+def test_the_folder_is_given_or_next_to_other_files() -> None:
+    save = Path("s")
+    assert profile_folder(config_with(profile_dir="p", tensorboard_dir="t"), save) == Path("p")
+    assert profile_folder(config_with(tensorboard_dir="t"), save) == Path("t/profile")
+    assert profile_folder(config_with(), save) == Path("s/profile")
+
+
+def span(name: str, start: float, length: float, *, tid: int = 1, device: bool = False) -> Any:
+    category = "gpu_user_annotation" if device else "user_annotation"
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "tid": tid}
+
+
+def allocation(time: float, address: int, size: int, kind: int = 0) -> Any:
+    values = {"Addr": address, "Bytes": size, "Device Type": kind}
+    return {"ph": "i", "name": "[memory]", "ts": time, "args": values}
+
+
+TRACE = [
+    span("iteration 5", 0, 100),
+    span("layer 0", 10, 30),
+    span("attention", 12, 8),
+    span("layer 1", 40, 20),
+    span("attention", 41, 9, tid=2),  # as the backward pass of an accelerator
+    span("aten::mm", 42, 1),
+    span("layer 1", 42, 10, device=True),
+    allocation(11, 1, 100),
+    allocation(13, 2, 40),
+    allocation(15, 2, -40),
+    allocation(45, 3, 50),
+    allocation(46, 4, -7),  # allocated before the profile
+    allocation(105, 5, 5),
+    allocation(106, 1, -100),
+]
+NAMES = {"iteration 5", "layer 0", "layer 1", "attention"}
+
+
+def test_own_time_is_without_the_regions_inside() -> None:
+    rows = Report.of(TRACE, NAMES, 1).rows
+    assert {name: (row.calls, row.total, row.own) for name, row in rows.items() if row.calls} == {
+        "iteration 5": (1, 100, 50),
+        "layer 0": (1, 30, 22),
+        "layer 1": (1, 20, 11),
+        "attention": (2, 17, 17),
+    }
+    assert {name: row.device for name, row in rows.items() if row.device} == {"layer 1": 10}
+
+
+def test_memory_at_the_peak_belongs_to_the_region_that_allocated_it() -> None:
+    report = Report.of(TRACE, NAMES, 1)
+    assert report.peak_bytes == 155
+    found = {name: row.peak_bytes for name, row in report.rows.items() if row.peak_bytes}
+    assert found == {"layer 0": 100, "attention": 50, OUTSIDE: 5}
+
+
+def test_memory_is_that_of_the_accelerator_if_there_is_one() -> None:
+    assert Report.of([*TRACE, allocation(20, 9, 11, kind=1)], NAMES, 1).peak_bytes == 11
+
+
+def test_layers_are_one_line_of_the_table() -> None:
+    lines = Report.of(TRACE, NAMES, 2).text().splitlines()
+    assert [line[:32].strip() for line in lines[1:-1]] == [
+        *("region", "iteration", "layer", "attention"),
+        OUTSIDE,
+    ]
+    layer = lines[3].split()
+    assert layer[:5] == ["layer", "1.0", "0.025", "0.017", "33.0"]
+    assert lines[-1] == "peak of the memory allocated in the profile (MB): 0.00"
