@@ -41,14 +41,16 @@ INSTRUCTIONS = {
     schedule.RecvActivation: "forward-recv",
     schedule.SendGrad: "backward-send",
     schedule.RecvGrad: "backward-recv",
+    schedule.CommitP2P: "forward-backward-send-forward-backward-recv",
 }
 """Regions by instruction of a pipeline's schedule."""
 COLLECTIVES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor",
     "all_to_all_single", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send", "recv",
-    "isend", "irecv", "batch_isend_irecv", "barrier", "all_gather_object", "broadcast_object_list",
+    "batch_isend_irecv", "barrier", "all_gather_object", "broadcast_object_list",
 )  # fmt: skip
-"""Functions of torch.distributed, through which DeepSpeed communicates, too."""
+"""Functions of torch.distributed, through which DeepSpeed communicates, too. Not isend and irecv,
+which are also values: torch compares the operations of a batch with them."""
 CAPTURED = ("all_gather_function", "reduce_scatter_function")
 """Attributes of DeepSpeed's communication backend that are such functions."""
 AXES = ("tp", "pp", "dp", "sp", "ep", "expert_dp", "dp_sp", "sp_tp", "model", "embedding")

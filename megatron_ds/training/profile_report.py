@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 STEP = "iteration"
 """Regions of a step are called by it and a number."""
@@ -101,8 +101,7 @@ class Report:
     def _read(self, spans: Sequence[Event], memory: Sequence[Event]) -> None:
         kind = max((event["args"]["Device Type"] for event in memory), default=0)
         stack: list[Event] = []
-        live: dict[int, tuple[str, int]] = {}
-        in_use = 0
+        changes: list[_Change] = []
         for event in _in_order(spans, memory):
             while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
                 stack.pop()
@@ -118,23 +117,40 @@ class Report:
                 stack.append(event)
                 continue
             values = event["args"]
-            if values["Device Type"] != kind:
-                continue
-            address, size = values["Addr"], values["Bytes"]
-            if size > 0:
-                live[address] = (stack[-1]["name"] if stack else OUTSIDE), size
-                in_use += size
-            else:
-                in_use -= live.pop(address, ("", 0))[1]
-            if in_use > self.peak_bytes:
-                self._set_peak(live, in_use)
+            if values["Device Type"] == kind:
+                region = stack[-1]["name"] if stack else OUTSIDE
+                changes.append(_Change(values["Addr"], values["Bytes"], region))
+        self._read_memory(changes)
 
-    def _set_peak(self, live: Mapping[int, tuple[str, int]], in_use: int) -> None:
-        self.peak_bytes = in_use
-        for row in self.rows.values():
-            row.peak_bytes = 0
-        for name, size in live.values():
-            self._row(name).peak_bytes += size
+    def _read_memory(self, changes: Sequence[_Change]) -> None:
+        live: dict[int, _Change] = {}
+        in_use = peak_at = 0
+        for number, change in enumerate(changes, start=1):
+            in_use += _apply(change, live)
+            if in_use > self.peak_bytes:
+                self.peak_bytes, peak_at = in_use, number
+        live.clear()
+        for change in changes[:peak_at]:
+            _apply(change, live)
+        for change in live.values():
+            self._row(change.region).peak_bytes += change.size
+
+
+class _Change(NamedTuple):
+    """An allocation or, with a negative size, its end."""
+
+    address: int
+    size: int
+    region: str
+
+
+def _apply(change: _Change, live: dict[int, _Change]) -> int:
+    """Bytes by which memory in use changes. What was allocated before the trace does not count."""
+    if change.size > 0:
+        live[change.address] = change
+        return change.size
+    known = live.pop(change.address, None)
+    return 0 if known is None else -known.size
 
 
 def _in_order(spans: Sequence[Event], memory: Sequence[Event]) -> Iterator[Event]:

@@ -13,8 +13,10 @@ DECIDED_STEPS = 3
 """Least number of steps that are compared, of those with Lion."""
 HALF_GRADIENT_ERROR, LATER_GRADIENT_ERROR = 0.15, 0.35
 """Of an element, relative to the largest of its tensor, in the first step and in later ones."""
-HALF_NORM_ERROR = 1e-3
+HALF_NORM_ERROR = 2**-8
 """Of the norm of a layer's gradient, which may have been clipped in bf16."""
+PASSES = {"forward-compute", "backward-compute", "optimizer"}
+"""What each step has times of, on every rank."""
 
 
 def differences(run: Run, reference: Run, relative: float = RELATIVE) -> list[str]:
@@ -50,6 +52,8 @@ def differing_statistics(run: Run, relative: float, *, of_weights: bool = True) 
     weights = run.weights[:-1], run.weights[1:]
     found, steps = [], zip(run.statistics, run.gradients, *weights, strict=True)
     for number, (statistics, gradients, before, after) in enumerate(steps):
+        if not run.times[number].keys() >= PASSES <= run.regions.keys():
+            found.append(f"times[{number}] are of {run.times[number]}")
         if not (gradients and before and after):
             continue
         expected = {ZEROS: float(sum((grad == 0).sum() for grad in gradients.values()))}

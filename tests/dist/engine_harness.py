@@ -9,9 +9,11 @@ import dataclasses
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, SupportsFloat
 from unittest import mock
 
@@ -172,6 +174,7 @@ def train(
     """
     mesh = meshes.of(config.parallel)
     logged = {"log_num_zeros_in_grad": True, "log_layer_norms_interval": 1}
+    logged |= {"timing_log_level": 2, "log_interval": 1}
     config = dataclasses.replace(config, logging=dataclasses.replace(config.logging, **logged))
     with watch_construction() as construction:
         engine = build(config, mesh)
@@ -196,8 +199,10 @@ def train(
     batches = batches_of(config, mesh, samples)
     with counted as calls, recorder.recording():
         for number, plan in enumerate(plans, 1):
-            result = engine.train_step(batches, plan)
+            with engine.marked(partial(_count_region, run.regions)):
+                result = engine.train_step(batches, plan)
             assert not result.skipped
+            run.times.append(engine.step_times())
             run.losses.append(_mean(result.loss, mesh))
             counted = {n: float(v) for n, v in result.extras.items() if n.startswith(COUNTED)}
             reported = result.extras.keys() - counted.keys() - {"decoupled_learning_rate"}
@@ -221,6 +226,12 @@ def train(
     releases = config.deepspeed.zero_stage != 3 and config.precision.name == "fp32"
     _assert_nothing_left(parameters if releases else [])
     return run
+
+
+@contextmanager
+def _count_region(regions: Counter[str], name: str) -> Iterator[None]:
+    regions[name] += 1
+    yield
 
 
 def evaluate(engine: ZeroEngine, config: Config, mesh: Mesh, samples: Samples) -> float:

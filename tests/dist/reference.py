@@ -7,6 +7,7 @@ No engine, no DeepSpeed, no gradient accumulation: autograd over the full global
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,10 @@ class Run:
     """What the routers of a mixture of experts report of each step."""
     statistics: list[dict[str, float]] = field(default_factory=list)
     """Zeros and norms of layers that the engine reports of each step."""
+    times: list[dict[str, float]] = field(default_factory=list)
+    """Milliseconds of the parts of each step."""
+    regions: Counter[str] = field(default_factory=Counter)
+    """How often each region of the engine was opened."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Further observations."""
 
