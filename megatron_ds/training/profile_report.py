@@ -146,11 +146,13 @@ class _Change(NamedTuple):
 
 def _apply(change: _Change, live: dict[int, _Change]) -> int:
     """Bytes by which memory in use changes. What was allocated before the trace does not count."""
-    if change.size > 0:
-        live[change.address] = change
-        return change.size
+    # An address that is in use has been freed by a thread that the trace does not see.
     known = live.pop(change.address, None)
-    return 0 if known is None else -known.size
+    before = 0 if known is None else known.size
+    if change.size <= 0:
+        return -before
+    live[change.address] = change
+    return change.size - before
 
 
 def _in_order(spans: Sequence[Event], memory: Sequence[Event]) -> Iterator[Event]:

@@ -7,12 +7,15 @@ after. Knows no files.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.protocol import Engine
+from megatron_ds.launch import output
+from megatron_ds.train_state import TrainState
 
 
 class Session(Protocol):
@@ -90,6 +93,30 @@ class Profiling:
         assert self._folder is not None
         name = f"rank{self._rank}-iteration{iteration}"
         return ProfilerSession(self._engine, self._folder, name, self._write)
+
+
+def open_profiling(
+    config: Config, engine: Engine, save: Path | None, rank: int, state: TrainState, last: int
+) -> Profiling | None:
+    """The profile of --profile; warns if the run ends before it begins.
+
+    Args:
+        config: Configuration of the run.
+        engine: Whose steps are measured.
+        save: The local folder of --save.
+        rank: Global rank of this process.
+        state: State from which the run starts.
+        last: Last iteration of the run.
+    """
+    logging = config.logging
+    if not logging.profile:
+        return None
+    first = max(logging.profile_step_start, state.iteration) + 1
+    if last < first <= logging.profile_step_end:
+        output.warn_on_rank(Problem("profile-after-the-end", first=first, last=last))
+    write = partial(output.print_on_rank, rank_to_print=min(logging.profile_ranks))
+    folder = profile_folder(config, save)
+    return Profiling(config, engine, folder, rank, write, output.warn_on_rank)
 
 
 def profile_folder(config: Config, save: Path | None) -> Path | None:

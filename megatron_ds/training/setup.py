@@ -56,7 +56,7 @@ from megatron_ds.training.loggers import (
 )
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.preflight import RunInputs
-from megatron_ds.training.profiling import Profiling, profile_folder
+from megatron_ds.training.profiling import open_profiling
 from megatron_ds.training.records import Logger
 from megatron_ds.training.startup_report import (
     FirstStepsReport,
@@ -229,7 +229,7 @@ def build_trainer(
         total_iterations=last,
         eod=eod if config.data.eod_mask_loss else None,
         report=FirstStepsReport(startup, engine, estimate, peak, state.iteration, config, events),
-        profiling=_profiling(config, engine, save, context, state, last),
+        profiling=open_profiling(config, engine, save, context.rank, state, last),
         callbacks=tuple(extensions.callbacks),
         tasks=_build_tasks(config, inputs, engine, mesh, context.device),
     )
@@ -247,25 +247,6 @@ def _exit_conditions(
     """The conditions that end a run before its last iteration. Collective."""
     hosts = distributed.create_host_group(timeout)
     return ExitConditions(config.logging, last, life.stop_request, hosts, life.started_at)
-
-
-def _profiling(
-    config: Config,
-    engine: Engine,
-    save: Path | None,
-    context: distributed.ProcessContext,
-    state: TrainState,
-    last: int,
-) -> Profiling | None:
-    """The profile of --profile; warns if the run ends before it begins."""
-    if not config.logging.profile:
-        return None
-    first = max(config.logging.profile_step_start, state.iteration) + 1
-    if first > last and config.logging.profile_step_end > state.iteration:
-        output.warn_on_rank(Problem("profile-after-the-end", first=first, last=last))
-    folder = profile_folder(config, save)
-    write = functools.partial(output.print_on_rank, rank_to_print=min(config.logging.profile_ranks))
-    return Profiling(config, engine, folder, context.rank, write, output.warn_on_rank)
 
 
 def _find_start(

@@ -15,8 +15,10 @@ import torch
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
+from megatron_ds.launch import output
+from megatron_ds.train_state import TrainState
 from megatron_ds.training.profile_report import OUTSIDE, Report
-from megatron_ds.training.profiling import Profiling, profile_folder
+from megatron_ds.training.profiling import Profiling, open_profiling, profile_folder
 
 PROFILER = "megatron_ds.training.profiler"
 
@@ -68,6 +70,15 @@ def test_the_profile_has_the_steps_of_its_window(
     profile, calls = profiling(monkeypatch)
     train(profile, iterations)
     assert calls == expected
+
+
+def test_the_profile_ends_with_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, calls = profiling(monkeypatch)
+    for iteration, ends in ((3, False), (4, True)):
+        profile.before_step(iteration)
+        assert "finish" not in calls
+        profile.after_step(iteration)
+        assert ("finish" in calls) == ends
 
 
 def test_other_ranks_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +141,23 @@ def test_a_session_writes_a_trace_and_a_summary_of_its_steps(tmp_path: Path) -> 
     assert "memory.pickle" not in str(list(tmp_path.iterdir()))
 
 
+@pytest.mark.parametrize(
+    ("iteration", "last", "warns"),
+    [(0, 100, False), (0, 10, True), (0, 11, False), (11, 11, True), (12, 50, False)],
+)
+def test_a_run_that_ends_before_the_profile_is_warned(
+    iteration: int, last: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default the profile has the iterations 11 and 12; after them it is complete."""
+    warned: list[Problem] = []
+    monkeypatch.setattr(output, "warn_on_rank", warned.append)
+    state = TrainState(iteration=iteration)
+    opened = open_profiling(config_with(profile=True), MagicMock(), Path("s"), 0, state, last)
+    assert opened is not None
+    assert [problem.code for problem in warned] == ["profile-after-the-end"] * warns
+    assert open_profiling(config_with(), MagicMock(), None, 0, state, last) is None
+
+
 def test_the_folder_is_given_or_next_to_other_files() -> None:
     save = Path("s")
     assert profile_folder(config_with(profile_dir="p", tensorboard_dir="t"), save) == Path("p")
@@ -160,6 +188,7 @@ TRACE = [
     allocation(15, 2, -40),
     allocation(45, 3, 50),
     allocation(46, 4, -7),  # allocated before the profile
+    allocation(47, 3, 60),  # its end is missing
     allocation(105, 5, 5),
     allocation(106, 1, -100),
 ]
@@ -179,9 +208,9 @@ def test_own_time_is_without_the_regions_inside() -> None:
 
 def test_memory_at_the_peak_belongs_to_the_region_that_allocated_it() -> None:
     report = Report.of(TRACE, NAMES, 1)
-    assert report.peak_bytes == 155
+    assert report.peak_bytes == 165
     found = {name: row.peak_bytes for name, row in report.rows.items() if row.peak_bytes}
-    assert found == {"layer 0": 100, "attention": 50, OUTSIDE: 5}
+    assert found == {"layer 0": 100, "attention": 60, OUTSIDE: 5}
 
 
 def test_memory_is_that_of_the_accelerator_if_there_is_one() -> None:
