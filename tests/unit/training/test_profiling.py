@@ -16,6 +16,7 @@ import torch
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch import output
+from megatron_ds.launch.device import memory_history
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.profile_report import OUTSIDE, Report
 from megatron_ds.training.profiling import Profiling, open_profiling, profile_folder
@@ -156,6 +157,17 @@ def test_a_run_that_ends_before_the_profile_is_warned(
     assert opened is not None
     assert [problem.code for problem in warned] == ["profile-after-the-end"] * warns
     assert open_profiling(config_with(), MagicMock(), None, 0, state, last) is None
+
+
+def test_a_device_that_records_its_memory_writes_the_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = MagicMock()
+    monkeypatch.setattr(torch, "get_device_module", lambda name: SimpleNamespace(memory=memory))
+    with memory_history(tmp_path / "h"):
+        memory._record_memory_history.assert_called_once_with(max_entries=1_000_000)
+    memory._dump_snapshot.assert_called_once_with(str(tmp_path / "h"))
+    memory._record_memory_history.assert_called_with(enabled=None)
 
 
 def test_the_folder_is_given_or_next_to_other_files() -> None:
