@@ -20,8 +20,10 @@ from megatron_ds.training.records import (
     EvalRecord,
     Logger,
     StepRecord,
+    TaskRecord,
     metrics_of,
     metrics_of_evaluation,
+    metrics_of_task,
 )
 
 
@@ -50,14 +52,20 @@ class CsvTable(Logger):
             self._append(metrics_of(record))
 
     def log_eval(self, record: EvalRecord) -> None:
-        values = {"iteration": record.iteration, **metrics_of_evaluation(record)}
+        self._append_evaluation(record.iteration, metrics_of_evaluation(record))
+
+    def log_task(self, record: TaskRecord) -> None:
+        self._append_evaluation(record.iteration, metrics_of_task(record))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append_evaluation(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        values = {"iteration": iteration, **metrics}
         # A finished run that is started again repeats the evaluation of the same weights.
         if (key := _key(values)) not in self._evaluations:
             self._evaluations.add(key)
             self._append(values)
-
-    def close(self) -> None:
-        self._file.close()
 
     def _append(self, values: Mapping[str, Any]) -> None:
         if not values.keys() <= set(self._columns):

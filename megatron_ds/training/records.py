@@ -126,6 +126,11 @@ def metrics_of_evaluation(record: EvalRecord) -> dict[str, float]:
     return {f"{record.split}_{name}{suffix}": value for name, value in values.items()}
 
 
+def metrics_of_task(record: TaskRecord) -> dict[str, float]:
+    """All metrics of a task by name, which begins with that of the task and `/`."""
+    return {f"{record.task}/{name}": value for name, value in record.metrics.items()}
+
+
 class Logger:
     """Receives records on the reporting rank; this base class discards them."""
 

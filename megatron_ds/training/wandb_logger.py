@@ -23,6 +23,7 @@ from megatron_ds.training.records import (
     TaskRecord,
     metrics_of,
     metrics_of_evaluation,
+    metrics_of_task,
 )
 
 RUN_ID = "run_id.txt"
@@ -64,8 +65,7 @@ class Wandb(Logger):
         self._log(record.iteration, metrics_of_evaluation(record))
 
     def log_task(self, record: TaskRecord) -> None:
-        named = {f"{record.task}/{name}": value for name, value in record.metrics.items()}
-        self._log(record.iteration, named)
+        self._log(record.iteration, metrics_of_task(record))
 
     def close(self) -> None:
         with _as_os_errors():

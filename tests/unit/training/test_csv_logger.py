@@ -13,7 +13,7 @@ from megatron_ds.training.csv_logger import CsvTable
 from megatron_ds.training.loggers import open_loggers
 from megatron_ds.training.records import metrics_of
 from tests.problems import printed_codes
-from tests.unit.training.logger_records import evaluation, step
+from tests.unit.training.logger_records import evaluation, step, task_results
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def test_a_resumed_run_has_every_step_and_evaluation_once(path: Path) -> None:
     before = CsvTable(path, 0)
     before.log_steps([step(1), step(2)])
     before.log_eval(evaluation(2))
+    before.log_task(task_results(2))
     before.log_steps([step(3)])
     before.log_eval(evaluation(3))
     before.close()
@@ -63,10 +64,12 @@ def test_a_resumed_run_has_every_step_and_evaluation_once(path: Path) -> None:
         file.write("4,16,128,6")
     resumed = CsvTable(path, 2)
     resumed.log_eval(evaluation(2))
+    resumed.log_task(task_results(2))
     resumed.log_steps([step(3, extras={"aux": 1.0})])
     resumed.log_eval(evaluation(3))
-    assert column(path, "iteration") == ["1", "2", "2", "3", "3"]
-    assert column(path, "aux") == ["", "", "", "1.0", ""]
+    assert column(path, "iteration") == ["1", "2", "2", "2", "3", "3"]
+    assert column(path, "TASK/METRIC") == ["", "", "", "0.5", "", ""]
+    assert column(path, "aux") == ["", "", "", "", "1.0", ""]
     assert [item.name for item in path.parent.iterdir()] == ["metrics.csv"]
 
 
