@@ -201,6 +201,7 @@ def loaded_model(
     """
     from megatron_ds.conversion.registry import open_source
     from megatron_ds.inference import load_checkpoint
+    from megatron_ds.inference.packed_weights import pack_weights
     from megatron_ds.parallel.mesh import Mesh
 
     config = options.training.runtime
@@ -218,6 +219,7 @@ def loaded_model(
         precision = options.checkpoint.precision
         model = load_checkpoint.load_model(source, mesh, here.device, precision=precision)
         source.release()
+        pack_weights(model)
         yield model, mesh
     finally:
         distributed.destroy_process_group()

@@ -18,6 +18,7 @@ from megatron_ds.parallel.fused_linear_cross_entropy import (
     LossFunction,
     linear_cross_entropy,
 )
+from megatron_ds.parallel.linear import Product
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init
 from megatron_ds.parallel.ulysses import sum_of_slices
@@ -54,6 +55,9 @@ class OutputLayer(nn.Module):
         init: Draws a weight of its own. None: the weight is the embedding's, passed to each call.
         loss: Computes the loss instead of the cross entropy.
     """
+
+    product: Product | None = None
+    """Takes the place of the weight in the logits, without gradients."""
 
     def __init__(
         self,
@@ -125,7 +129,8 @@ class OutputLayer(nn.Module):
         return TokenLoss(total, weights.sum())
 
     def _logits(self, x_SBH: Tensor, weight_vH: Tensor) -> Tensor:
-        local = F.linear(x_SBH.transpose(0, 1), weight_vH)
+        x_BSH = x_SBH.transpose(0, 1)
+        local = F.linear(x_BSH, weight_vH) if self.product is None else self.product(x_BSH, None)
         logits = gather_from_group(local, self.group).float()
         logits[..., self.vocab_size :] = -torch.inf
         return logits

@@ -10,6 +10,7 @@ no initial values: `init` draws them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from megatron_ds.parallel.collectives import (
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
 
+Product = Callable[[Tensor, Tensor | None], Tensor]
+"""x W^T + b of a weight in another form, for x and b."""
+
 
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W sharded: [..., in] -> [..., sum(sections) / group size].
@@ -38,6 +42,9 @@ class ColumnParallelLinear(nn.Module):
         group: Tensor-parallel group.
         init: Draws the weight.
     """
+
+    product: Product | None = None
+    """Takes the place of the weight, without gradients and sequence parallelism."""
 
     def __init__(
         self,
@@ -59,6 +66,8 @@ class ColumnParallelLinear(nn.Module):
             self.bias = sharded_parameter(torch.zeros(out_features // group.size), spec)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.product is not None:
+            return self.product(x, self.bias)
         if self.group.size == 1:
             return F.linear(x, self.weight, self.bias)
         y: Tensor = _ColumnParallel.apply(x, self.weight, self.bias, self.group)
@@ -70,6 +79,8 @@ class RowParallelLinear(nn.Module):
 
     The bias is replicated. Arguments as for `ColumnParallelLinear`.
     """
+
+    product: Product | None = None
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, group: Group, init: Init
@@ -83,12 +94,14 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
+            product = self.product
+            return F.linear(x, self.weight, self.bias) if product is None else product(x, self.bias)
         if self.group.sequence_parallel:
             part: Tensor = _RowParallelToSequence.apply(x, self.weight, self.bias, self.group)
             return part
         # The bias is added after the reduction, so that it counts once.
-        y = reduce_from_group_(F.linear(x, self.weight), self.group)
+        y = F.linear(x, self.weight) if self.product is None else self.product(x, None)
+        y = reduce_from_group_(y, self.group)
         return y if self.bias is None else y + self.bias
 
 
