@@ -217,8 +217,9 @@ class CompletionsApi:
 
     def _choice(self, job: CompletionJob, number: int, sequence: TextSequence) -> dict[str, Any]:
         decode = self.service.tokenizer.decode
-        prompt = sequence.ids[: sequence.prompt_length] if job.echo else []
-        text = TokenText(decode, job.stops)
+        given = sequence.ids[: sequence.prompt_length]
+        prompt = given if job.echo else []
+        text = TokenText(decode, job.stops, given)
         new = "".join(map(text.add, self.without_end(sequence.new_ids))) + text.finish()
         logprobs = None
         if job.logprobs:
@@ -254,10 +255,8 @@ class CompletionsApi:
             places.append(place)
             place += len(token)
         top = [
-            None
-            if each is None or logprob is None
-            else {**by_text(decode, each)} | {token: logprob}
-            for each, logprob, token in zip(tops, logprobs, tokens, strict=True)
+            None if each is None or logprob is None else by_text(decode, [*each, (chosen, logprob)])
+            for each, logprob, chosen in zip(tops, logprobs, ids, strict=True)
         ]
         return {
             "tokens": tokens,
@@ -274,9 +273,10 @@ class CompletionEvents:
         self._api = api
         self._job = job
         self._head = api._head()
-        count = len(job.prompts) * job.samples
         decode = api.service.tokenizer.decode
-        self._texts = [TokenText(decode, job.stops) for _ in range(count)]
+        prompts = [prompt for prompt in job.prompts for _ in range(job.samples)]
+        count = len(prompts)
+        self._texts = [TokenText(decode, job.stops, prompt) for prompt in prompts]
         self._tokens: list[list[NewToken]] = [[] for _ in range(count)]
         self._offsets = [0] * count
         self._new = 0

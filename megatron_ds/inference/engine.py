@@ -64,6 +64,10 @@ class GenerationEngine:
     def is_busy(self) -> bool:
         return bool(self.running or self.waiting or self._partial)
 
+    @property
+    def free_slots(self) -> int:
+        return self._cache.slots - len(self.running)
+
     def add(self, sequence: TextSequence) -> None:
         """Adds a sequence, which starts when there is a place."""
         self.waiting.append(sequence)

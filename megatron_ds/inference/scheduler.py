@@ -130,7 +130,7 @@ class Scheduler(Generic[Job]):
             engine: Continues sequences.
             start: The sequences of a job, or its search. Gives the same on all ranks.
             link: Connects the ranks.
-            max_waiting: Number of jobs that may wait for others.
+            max_waiting: Number of jobs that may wait while all slots of the engine are in use.
         """
         self.generated = self.prompted = 0
         self._engine = engine
@@ -174,11 +174,13 @@ class Scheduler(Generic[Job]):
         """
         if self._stopped:
             raise Cancelled
-        if self.waiting >= self._max_waiting:
+        if self.waiting >= self._max_waiting + self._engine.free_slots:
             raise TooManyWaiting
         ticket = Ticket(next(self._keys), job, listener, time.monotonic() + timeout)
         self._tickets[ticket.key] = ticket
         self._inbox.put(_Add(ticket.key, job))
+        if self._stopped and self._tickets.pop(ticket.key, None) is not None:
+            raise Cancelled  # it has stopped meanwhile, and not seen the ticket
         return ticket
 
     def cancel(self, ticket: Ticket[Job]) -> None:
@@ -202,17 +204,17 @@ class Scheduler(Generic[Job]):
                 commands = self._commands() if self._link.is_leader else []
                 commands = list(self._link.exchange(commands, error))
                 if error is not None:
-                    self._fail_all(error)
+                    self._fail_works(error)
                 if any(isinstance(command, _Stop) for command in commands):
                     return
                 error = self._step(commands)
         except TpGroupBroken as broken:
             self._stopped = True
-            self._fail_all(broken)
+            self._fail_tickets(broken)
             raise
         finally:
             self._stopped = True
-            self._fail_all(Cancelled())
+            self._fail_tickets(Cancelled())
 
     def _commands(self) -> list[object]:
         """What has changed since the last step; waits until something has if there is no work."""
@@ -224,10 +226,15 @@ class Scheduler(Generic[Job]):
             commands.append(self._inbox.get())
         while not self._inbox.empty():
             commands.append(self._inbox.get())
-        return commands
+        # A job may have ended before it could start.
+        return [
+            each for each in commands if not isinstance(each, _Add) or each.key in self._tickets
+        ]
 
     def _step(self, commands: Sequence[object]) -> Exception | None:
         """Applies commands, and computes a token of each sequence; the error, if it failed."""
+        # All jobs of a step that fails, also those that it does not reach, have failed.
+        self._works |= {each.key: _Work([]) for each in commands if isinstance(each, _Add)}
         try:
             for command in commands:
                 if isinstance(command, _Add):
@@ -320,8 +327,13 @@ class Scheduler(Generic[Job]):
         if ticket is not None:
             ticket.listener(result)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_works(self, error: Exception) -> None:
+        """Ends all jobs that have started."""
         for key in list(self._works):
             self._remove(key)
+            self._end(key, Failed(error))
+
+    def _fail_tickets(self, error: Exception) -> None:
+        """Ends all jobs."""
         for key in list(self._tickets):
             self._end(key, Failed(error))

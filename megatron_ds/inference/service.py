@@ -116,6 +116,7 @@ class TextGenerationService:
                 problems.append(self._too_many_chars(prompt, number))
                 continue
             ids = self._encode(prompt, number, add_bos) if isinstance(prompt, str) else prompt
+            problems.extend(self._id_problems(ids, number))
             problems.extend(self._length_problems(new_tokens, len(ids), number))
             encoded.append(ids)
         raise_if_any(problems)
@@ -153,6 +154,14 @@ class TextGenerationService:
             max_chars=self._max_chars,
             max_length=self.max_length,
         )
+
+    def _id_problems(self, ids: Sequence[int], number: int) -> Iterator[Problem]:
+        """Check that the model has embeddings of all ids of a prompt."""
+        vocab = self.model.config.vocab_size
+        if (invalid := max(ids)) >= vocab:
+            yield Problem(
+                "prompt-id-out-of-range", number=number, invalid=invalid, vocab_size=vocab
+            )
 
     def _length_problems(
         self, new_tokens: int | None, length: int, number: int

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+CONTEXT_TOKENS = 8
+"""Of the prompt."""
+
 
 class TokenText:
     """Decodes tokens as soon as their characters are complete.
@@ -11,18 +14,26 @@ class TokenText:
     The parts together are the text of all tokens, as far as the first stop string.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
         """
         Args:
             decode: Decodes ids; bytes of an incomplete character as U+FFFD.
             stops: Strings that end the text and are not part of it.
+            prompt: Ids that precede the text, which some tokenizers separate from it by a space.
         """
         self._decode = decode
         self._stops = stops
-        self._ids: list[int] = []
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
+        if decode(self._ids).endswith("\ufffd"):  # it ends within a character
+            self._ids = []
         self._context = 0
         """Ids before the first one without text; some tokenizers decode by what precedes."""
-        self._known = 0
+        self._known = len(self._ids)
         """Ids whose text is complete."""
         self._held = ""
         """Text that may be the start of a stop string."""
