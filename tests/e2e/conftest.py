@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.runs import ENDLESS, RANKS, SCHEDULE, Launcher, Settings
+from tests.e2e.servers import Server
 from tests.token_files import write_pair
 
 VOCAB = 120
@@ -75,6 +78,16 @@ def uninterrupted(
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     launcher.start({**base, **SCHEDULE, "save": folder}, ranks=RANKS).succeed()
     return folder
+
+
+@pytest.fixture
+def running(launcher: Launcher) -> Iterator[list[Server]]:
+    """Servers to be stopped after the test."""
+    servers: list[Server] = []
+    yield servers
+    for server in servers:
+        os.kill(server.run.pids[0], signal.SIGTERM)
+        assert server.run.wait().codes == (0,) * len(server.run.pids), server.run.output
 
 
 @pytest.fixture(autouse=True)

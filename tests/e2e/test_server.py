@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
 import socket
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -17,42 +15,11 @@ from typing import Any
 import pytest
 
 from megatron_ds.inference.api_schema import Defaults
-from tests.e2e.runs import DEADLINE, REPOSITORY, Launcher, Run, Settings, free_port
+from tests.e2e.runs import DEADLINE, Launcher, Settings
+from tests.e2e.servers import Server
 
-SERVER = REPOSITORY / "tools" / "run_text_generation_server.py"
 LONG: dict[str, Any] = {"prompts": ["1 2 3"] * 128, "tokens_to_generate": 29}
 """Hundreds of forward passes with four texts at a time."""
-
-
-class Server:
-    """A running server."""
-
-    def __init__(self, launcher: Launcher, folder: Path, ranks: int, **more: Any) -> None:
-        self.port = free_port()
-        settings = {"load": folder, "port": self.port, "inference_max_requests": 4, **more}
-        self.run: Run = launcher.start(settings, ranks=ranks, script=SERVER)
-        self.run.wait_until(self._is_up)
-
-    def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
-        try:
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            return response.status, json.loads(response.read())
-        finally:
-            connection.close()
-
-    def put(self, fields: dict[str, Any]) -> tuple[int, Any]:
-        return self.send("PUT", "/api", json.dumps(fields).encode())
-
-    def is_busy(self) -> bool:
-        return bool(self.send("GET", "/health")[1]["requests"])
-
-    def _is_up(self) -> bool:
-        try:
-            return self.send("GET", "/health")[0] == 200
-        except OSError:
-            return False
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +28,6 @@ def trained(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPat
     schedule = {"train_iters": 2, "global_batch_size": 4}
     launcher.start({**base, **schedule, "save": folder}).succeed()
     return folder
-
-
-@pytest.fixture
-def running(launcher: Launcher) -> Iterator[list[Server]]:
-    """Servers to be stopped after the test."""
-    servers: list[Server] = []
-    yield servers
-    for server in servers:
-        os.kill(server.run.pids[0], signal.SIGTERM)
-        assert server.run.wait().codes == (0,) * len(server.run.pids), server.run.output
 
 
 REQUESTS: list[dict[str, Any]] = [
