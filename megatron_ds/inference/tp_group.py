@@ -20,6 +20,9 @@ import torch.distributed as dist
 from megatron_ds.launch.liveness import find_launchers
 
 NO_TIMEOUT = timedelta(days=365)
+ERROR_TIMEOUT = timedelta(seconds=60)
+"""For which a rank that has failed waits for the others. If it failed alone, they may wait for it
+in a collective of the model, until it ends."""
 LAUNCHER_POLL_S = 0.5
 Command = TypeVar("Command")
 
@@ -56,7 +59,8 @@ class TpLink(Generic[Command]):
         kind = _hash_of(type(error).__name__) if error is not None else 0
         try:
             sent = torch.tensor([len(commands) if self.is_leader else 0, kind, -kind])
-            dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group)
+            work = dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            work.wait(NO_TIMEOUT if error is None else ERROR_TIMEOUT)
             count, highest, lowest = sent.tolist()
             if highest != -lowest:
                 shown = "no error" if error is None else repr(error)
