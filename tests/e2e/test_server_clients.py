@@ -203,7 +203,7 @@ def test_limits_of_a_busy_server(
 ) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\n\nsecond\n", encoding="utf-8")
-    limits = {"inference_max_requests": 1, "max_waiting_requests": 1, "request_timeout": 1.5}
+    limits = {"inference_max_requests": 1, "max_waiting_requests": 1, "request_timeout": 2.5}
     server = Server(launcher, trained, 1, **limits, api_key_file=keys)
     running.append(server)
     with pytest.raises(openai.AuthenticationError):

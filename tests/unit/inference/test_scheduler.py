@@ -217,6 +217,30 @@ def test_a_failed_step_fails_its_jobs_and_no_later_ones(service: TextGenerationS
             assert ids_of(server.result(job([3]))) == alone(service, job([3]))
 
 
+def test_a_model_that_fails_leaves_nothing_behind(
+    server: Running, service: TextGenerationService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While prompts are fed, and while tokens are chosen."""
+    expected = alone(service, job([3], [4]))
+    for name, after in (("forward", 0), ("forward", 3), ("logits", 0), ("logits", 4)):
+        calls, method = [0], getattr(service.model, name)
+
+        def fail(*args: Any, _calls: Any = calls, _method: Any = method, **more: Any) -> Any:
+            _calls[0] += 1
+            if _calls[0] > after:  # noqa: B023
+                raise RuntimeError("no memory")
+            return _method(*args, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(service.model, name, fail)
+            with server.hold():
+                listeners = [server.submit(job([1, 2, 3], [7]))[1], server.submit(job([5]))[1]]
+            errors = [error_of(listener.end) for listener in listeners]
+        assert [str(error) for error in errors] == ["no memory"] * 2
+        assert (server.engine.running, list(server.engine.waiting)) == ([], [])
+        assert ids_of(server.result(job([3], [4]))) == expected
+
+
 def test_a_failed_start_is_told_without_other_work(service: TextGenerationService) -> None:
     with running(engine_of(service), failing(service)) as server:
         assert isinstance(error_of(server.result(job([66]))), ZeroDivisionError)
