@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.inference import api_schema
 from megatron_ds.inference.cli import (
     GenerationOptions,
@@ -37,6 +38,7 @@ from megatron_ds.inference.cli import (
 )
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.reports.history import METRICS, Points, read_run
 
 if TYPE_CHECKING:
     import socket
@@ -44,6 +46,9 @@ if TYPE_CHECKING:
     from megatron_ds.conversion.source import SourceCheckpoint
     from megatron_ds.inference.scheduler import Scheduler
     from megatron_ds.inference.service import TextGenerationService
+
+CURVE_POINTS = 300
+"""Of a loss curve on the page."""
 
 
 @dataclass(frozen=True)
@@ -205,15 +210,49 @@ def describe(
     """What the page for browsers shows of the model, and its first settings."""
     from megatron_ds.model.flops import parameters_per_rank
 
-    folder = source.path.resolve()
-    is_step = folder.name.startswith("global_step")
+    folder, model, moe = source.path.resolve(), source.settings.model, source.settings.moe
+    prefix, _, step = folder.name.partition("global_step")
+    is_step = not prefix and step.isdecimal()
     return {
         "name": folder.parent.name if is_step else folder.name,
-        "checkpoint": folder.name.replace("global_step", "step ") if is_step else source.format,
-        "parameters": parameters_per_rank(source.settings.model, 1, source.settings.moe),
+        "checkpoint": f"step {step}" if is_step else source.format,
+        "parameters": parameters_per_rank(model, 1, moe),
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.kv_heads,
+        "num_experts": max(moe.num_experts),
         "max_length": max_length,
         "defaults": dataclasses.asdict(defaults),
+        "loss": loss_of_run(folder.parent, int(step)) if is_step else None,
     }
+
+
+def loss_of_run(folder: Path, until: int) -> dict[str, Points] | None:
+    """The curves of a --save folder as far as an iteration, if it has readable ones; validation is
+    that of the first dataset."""
+    if not (folder / METRICS).is_file():
+        return None
+    try:
+        run = read_run(folder, until)
+    except (UserError, OSError) as error:
+        log_rank0(f"WARNING: the page shows no loss curve: {error}")
+        return None
+    first_group = next(iter(run.groups("validation")), None)
+    train = thinned(run.points())
+    validation = thinned(run.losses("validation", first_group))
+    return {"train": train, "validation": validation} if train else None
+
+
+def thinned(points: Points) -> Points:
+    """At most `CURVE_POINTS`: means of as many consecutive losses, each at the last iteration.
+
+    Losses that are not finite, which JSON cannot express, are left out.
+    """
+    points = [(iteration, loss) for iteration, loss in points if math.isfinite(loss)]
+    size = math.ceil(len(points) / CURVE_POINTS) or 1
+    groups = [points[max(0, end - size) : end] for end in range(len(points), 0, -size)]
+    return [(each[-1][0], sum(loss for _, loss in each) / len(each)) for each in reversed(groups)]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import socket
 from collections import Counter
 from pathlib import Path
@@ -51,6 +53,33 @@ def test_an_occupied_port_is_reported_before_the_checkpoint_is_opened(
         port = taken.getsockname()[1]
         with raises_problem("server-address-unusable", "host", "port", contains=f" {port}: "):
             tool.run(parse("--load", tmp_path, "--port", port))
+
+
+def test_loss_curves_have_a_few_hundred_points(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool.loss_of_run(tmp_path, 9) is None
+    metrics = tmp_path / "metrics.jsonl"
+    records = [{"iteration": step, "lm_loss": float(step)} for step in range(1, 1001)]
+    for group, loss in (("a", 3.0), ("b", 4.0), ("a", math.inf)):
+        records.append({"iteration": 500, "group": group, "validation_loss": loss})
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    loss = tool.loss_of_run(tmp_path, 998)
+    assert loss is not None
+    assert loss["validation"] == [(500, 3.0)]
+    # Means of four from the end; two are left over.
+    assert loss["train"][:2] == [(2, 1.5), (6, 4.5)]
+    assert loss["train"][-1] == (998, 996.5)
+    assert len(loss["train"]) == 250
+    assert tool.loss_of_run(tmp_path, 4) == {
+        "train": [(step, float(step)) for step in range(1, 5)],
+        "validation": [],
+    }
+    assert capsys.readouterr().err == ""
+    metrics.write_text("no record\n")
+    assert tool.loss_of_run(tmp_path, 998) is None
+    assert "metrics.jsonl, line 1: not a metrics record" in capsys.readouterr().err
 
 
 def test_all_problems_are_reported_at_once(
