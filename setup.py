@@ -45,7 +45,13 @@ setup(
         "server": ["fastapi>=0.115", "prometheus-client>=0.21", "uvicorn>=0.30"],
         "eval": ["lm_eval>=0.4.13"],
         "wandb": ["wandb>=0.19"],
-        "test": ["hypothesis>=6.100", "pytest>=8.2", "pytest-timeout>=2.3", "pytest-xdist>=3.6"],
+        "test": [
+            "hypothesis>=6.100",
+            "playwright>=1.50",
+            "pytest>=8.2",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+        ],
         "dev": ["mypy>=1.14", "ruff>=0.12"],
     },
 )
