@@ -181,6 +181,7 @@ def _lines(run: History) -> Iterator[tuple[str, str]]:
         yield "validation", f"loss {shown} at iteration {iteration:,}"
     if run.checkpoints:
         yield "checkpoint", f"iteration {run.checkpoints[-1]:,}"
+    yield from _slowest_rank(run)
     if len(run) and (skipped := np.nansum(run["skipped"])):
         yield "skipped", f"{skipped:,.0f} steps"
     if restarts := [each for each in run.of("start") if each["iteration"] > 0]:
@@ -190,3 +191,13 @@ def _lines(run: History) -> Iterator[tuple[str, str]]:
         )
     for each in run.of("warning")[-WARNINGS:]:
         yield "warning", f"iteration {each['iteration']:,}: {each.get('text', '')}"
+
+
+def _slowest_rank(run: History) -> Iterator[tuple[str, str]]:
+    ranks, excess = run["time/slowest_rank"], run["time/slowest_rank_excess"]
+    measured = np.flatnonzero(~np.isnan(ranks))
+    if len(measured):
+        last = measured[-1]
+        iteration = int(run["iteration"][last])
+        share = f"{excess[last]:.1%} above the median"
+        yield "slowest rank", f"{ranks[last]:.0f}, {share} at iteration {iteration:,}"

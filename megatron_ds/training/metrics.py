@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -105,8 +106,9 @@ class Metrics:
         """Adds the times of the last step."""
         self._times = times
         last = self._pending[-1]
-        largest = {f"time/{name}": max(values) for name, values in times.items()}
-        result = dataclasses.replace(last.result, extras={**last.result.extras, **largest})
+        found = {f"time/{name}": max(values) for name, values in times.items()}
+        found |= _slowest_rank(times)
+        result = dataclasses.replace(last.result, extras={**last.result.extras, **found})
         self._pending[-1] = dataclasses.replace(last, result=result)
 
     def log_eval(
@@ -249,3 +251,23 @@ def _mean_extras(steps: Sequence[StepRecord]) -> dict[str, float]:
         name: _mean(step.extras[name] for step in steps if name in step.extras) for name in names
     }
     return {name: mean for name, mean in means.items() if mean is not None}
+
+
+def _slowest_rank(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Which rank takes longest for a step, without its collectives, in which the others wait for
+    it, and the share by which it exceeds the median. Nothing if there is one rank."""
+    parts = [times[name] for name in ("forward-compute", "backward-compute", "optimizer")
+             if name in times]  # fmt: skip
+    ranks = {len(part) for part in parts}
+    if len(ranks) != 1 or ranks == {1}:
+        return {}
+    sums = [sum(each) for each in zip(*parts, strict=True)]
+    waits = times.get("communication", ())
+    own = [all_ - wait for all_, wait in zip(sums, waits or [0.0] * len(sums), strict=False)]
+    median = statistics.median(own)
+    if len(own) < len(sums) or median <= 0:
+        return {}
+    return {
+        "time/slowest_rank": float(own.index(max(own))),
+        "time/slowest_rank_excess": max(own) / median - 1,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.inference.api_schema import FIELDS, Defaults, GenerationRequest, read
+from megatron_ds.inference.api_schema import Defaults, GenerationRequest, read, read_fields
+from megatron_ds.inference.completions_api import CompletionRequest
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, REJECTED, read_or_error
 
+FIELDS = [field.name for field in dataclasses.fields(GenerationRequest)]
+COMPLETION_FIELDS = [field.name for field in dataclasses.fields(CompletionRequest)]
 GOOD: dict[str, Any] = {"prompts": ["a", "b"], "tokens_to_generate": 5, "temperature": 0.5}
 GOOD |= {"top_p": 0.9, "logprobs": True, "random_seed": 1}
 
@@ -53,3 +57,20 @@ def test_one_changed_byte(at: int, new: int) -> None:
     body = bytearray(json.dumps(GOOD).encode())
     body[at] = new
     check(bytes(body), *FIELDS)
+
+
+@given(body=JSON | st.dictionaries(st.sampled_from(COMPLETION_FIELDS), JSON, max_size=4))
+@FUZZ_SETTINGS
+def test_any_completion(body: object) -> None:
+    text = json.dumps(body).encode()
+
+    def read_completion() -> CompletionRequest:
+        fields = read_fields(text, CompletionRequest, "prompt", null_is_default=True)
+        return CompletionRequest(**fields)
+
+    request = read_or_error(read_completion, "the body", "field", *COMPLETION_FIELDS)
+    if request is not REJECTED:
+        assert isinstance(request, CompletionRequest)
+        assert request.n >= 1
+        assert 0 <= request.temperature <= 100
+        list(request.problems())

@@ -66,6 +66,14 @@ def test_a_frame_shows_progress_curves_and_events(follower: Follower, tmp_path: 
     assert "number 0" not in shown
 
 
+def test_the_slowest_rank_is_shown(follower: Follower, tmp_path: Path) -> None:
+    times = {"time/slowest_rank": 3.0, "time/slowest_rank_excess": 0.125}
+    write_run(tmp_path, [*steps(range(1, 4), extras=times), *steps(range(4, 6))], [start(0)])
+    follower.poll()
+    shown = text(follower)
+    assert re.search("slowest rank +3, 12.5% above the median at iteration 3", shown)
+
+
 def test_a_run_that_writes_nothing_is_late_until_it_writes(
     follower: Follower, tmp_path: Path, now: list[float]
 ) -> None:
