@@ -185,7 +185,9 @@ def serve(
         "/api": MegatronApi(service, options.defaults),
         "/v1/completions": completions,
     }
-    documents = {"/info": info, "/v1/models": completions.models()}
+    models = completions.models()
+    documents = {"/info": info, "/v1/models": models}
+    documents |= {f"/v1/models/{each['id']}": each for each in models["data"]}
     server_options = ServerOptions(names, keys, options.request_timeout)
     TextServer(scheduler, apis, log_rank0, server_options, documents).run(listener)
 
