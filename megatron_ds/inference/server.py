@@ -100,7 +100,6 @@ class TextServer(Generic[Job]):
         self._metrics = ServerMetrics(backend)
         # A pool, so that long prompts take no time from other requests.
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
-        self._broken: TpGroupBroken | None = None
         self.app = FastAPI(openapi_url=None)
         self.app.add_exception_handler(HTTPException, _http_error)
         for path in apis:
@@ -129,24 +128,22 @@ class TextServer(Generic[Job]):
         )
         config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
         server = _Server(config)
-        server.on_signal = self._backend.stop
-        scheduler = threading.Thread(target=self._schedule, args=(server,), name="scheduler")
-        scheduler.start()
+        with server.stopping(self._backend.stop):
+            # The model stays in the main thread: a second thread would have threads of its own
+            # for matrix products, and they would wait for each other.
+            serving = threading.Thread(target=self._serve, args=(server, listener), name="http")
+            serving.start()
+            try:
+                self._backend.run()
+            finally:
+                server.should_exit = True
+                serving.join()
+
+    def _serve(self, server: uvicorn.Server, listener: socket.socket) -> None:
         try:
             server.run(sockets=[listener])
         finally:
             self._backend.stop()
-            scheduler.join()
-        if self._broken is not None:
-            raise self._broken
-
-    def _schedule(self, server: uvicorn.Server) -> None:
-        try:
-            self._backend.run()
-        except TpGroupBroken as error:
-            self._broken = error
-        finally:
-            server.should_exit = True
 
     async def _respond(self, request: Request) -> Response:
         path = request.url.path
@@ -356,19 +353,24 @@ class _HeadTimeout(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Reports a signal immediately, and returns from `run` after one."""
-
-    on_signal: Callable[[], None]
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        self.on_signal()
-        super().handle_exit(sig, frame)
+    """A server in a thread, where signals do not arrive."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn's own method raises the signal again at the end, which would kill the process."""
+        """Leaves the signals alone; see `stopping`."""
+        yield
+
+    @contextmanager
+    def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
+        """Calls a function, inside the context, when SIGTERM or SIGINT arrives; a second SIGINT
+        gives up open connections."""
+
+        def handle(number: int, frame: Any) -> None:
+            stop()
+            self.handle_exit(number, frame)
+
         numbers = (signal.SIGTERM, signal.SIGINT)
-        previous = [signal.signal(number, self.handle_exit) for number in numbers]
+        previous = [signal.signal(number, handle) for number in numbers]
         try:
             yield
         finally:
@@ -392,9 +394,12 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
+        listener = socket.create_server(address[:2], family=family)
     except (OSError, OverflowError, UnicodeError) as error:
         raise user_error("server-address-unusable", host=host, port=port, error=error) from None
+    # Of connections, too. Otherwise the end of a response waits for a delayed acknowledgment, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 async def _body(request: Request) -> bytes:
