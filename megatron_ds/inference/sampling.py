@@ -50,9 +50,7 @@ def choose(
         # fp32 holds the ids of any vocabulary exactly.
         values, ids = torch.stack([highest, chosen.float()]).tolist()
     else:
-        probabilities_Bn, ids_Bn = candidates(logits_BV, sampling)
-        columns_B1, values = draw(probabilities_Bn, generators)
-        ids = ids_Bn.gather(-1, columns_B1.to(ids_Bn.device)).flatten().tolist()
+        ids, values = draw(*candidates(logits_BV, sampling), logits_BV.shape[-1], generators)
     return [
         int(number) if math.isfinite(value) else None
         for number, value in zip(ids, values, strict=True)
@@ -115,21 +113,31 @@ def _nucleus(probabilities_Bn: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def draw(
-    weights_Bn: torch.Tensor, generators: Sequence[torch.Generator]
-) -> tuple[torch.Tensor, list[float]]:
-    """Draws a column for each row with a probability proportional to its weight.
+    weights_Bn: torch.Tensor,
+    ids_Bn: torch.Tensor,
+    vocab: int,
+    generators: Sequence[torch.Generator],
+) -> tuple[list[int], list[float]]:
+    """Draws an id for each row with a probability proportional to its weight.
 
-    Inverts the cumulative sum at one uniform number per row. torch.multinomial draws a number per
-    column, which takes milliseconds for a vocabulary.
+    Divides the weights by exponential numbers, one for each id, and takes the largest quotient
+    ("Gumbel-max"). So weights that differ by rounding, as those of a batch of another size, give
+    another id only if two quotients are equal up to that rounding. The inverse of a cumulative sum
+    would add up the differences of a whole vocabulary.
+
+    Args:
+        weights_Bn: Weights.
+        ids_Bn: Their ids.
+        vocab: Number of ids, for each of which a row draws from its stream.
+        generators: One per row.
 
     Returns:
-        Columns, [B, 1], on the CPU, and the sum of each row's weights. Where a sum is not finite,
-        the column is arbitrary.
+        The ids, and the quotients, which are not finite if the weights are not.
     """
-    sums = weights_Bn.cpu().cumsum(dim=-1, dtype=torch.float64)
-    total = sums[:, -1:].contiguous()
-    uniform = [torch.rand(1, generator=stream, dtype=torch.float64) for stream in generators]
-    columns = torch.searchsorted(sums, torch.stack(uniform) * total, right=True)
-    # If the product is rounded up to the total, the search ends after the last nonzero weight.
-    last = torch.searchsorted(sums, total).clamp(max=sums.shape[-1] - 1)
-    return columns.minimum(last), total.flatten().tolist()
+    uniform = [torch.rand(vocab, generator=stream) for stream in generators]
+    noise_BV = torch.stack(uniform).log_().neg_().to(weights_Bn.device)
+    highest, columns = (weights_Bn / noise_BV.gather(-1, ids_Bn)).max(dim=-1)
+    ids = ids_Bn.gather(-1, columns[:, None])[:, 0]
+    # fp64 holds both exactly; one transfer.
+    values, numbers = torch.stack([highest.double(), ids.double()]).tolist()
+    return [int(number) for number in numbers], values

@@ -397,7 +397,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server(address[:2], family=family)
     except (OSError, OverflowError, UnicodeError) as error:
         raise user_error("server-address-unusable", host=host, port=port, error=error) from None
-    # Of connections, too. Otherwise the end of a response waits for a delayed acknowledgment, 40 ms.
+    # For connections, too: without it, a response's end waits 40 ms for an acknowledgment.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

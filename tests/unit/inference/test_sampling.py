@@ -71,25 +71,35 @@ def test_frequencies_match_the_probabilities() -> None:
     generator = prompt_generator(5, 0)
     count = 20_000
 
-    drawn = draw(torch.tensor([SHARES] * count), [generator] * count)[0].flatten()
+    ids = torch.arange(len(SHARES)).expand(count, -1)
 
-    frequencies = torch.bincount(drawn, minlength=len(SHARES)) / count
+    drawn, _ = draw(torch.tensor([SHARES] * count), ids, len(SHARES), [generator] * count)
+
+    frequencies = torch.bincount(torch.tensor(drawn), minlength=len(SHARES)) / count
     for frequency, share in zip(frequencies.tolist(), SHARES, strict=True):
         # Five standard deviations.
         assert abs(frequency - share) <= 5.0 * math.sqrt(share * (1 - share) / count)
 
 
-@pytest.mark.parametrize(
-    ("uniform", "weights", "column"),
-    [(1.0, [0.5, 0.25, 0.0, 0.0], 1), (0.0, [0.0, 0.0, 0.5, 0.25], 2)],
-)
-def test_the_bounds_of_the_interval_select_columns_with_weight(
-    uniform: float, weights: list[float], column: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    number = torch.tensor([uniform], dtype=torch.float64)
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: number)
+def test_an_id_without_weight_is_never_drawn() -> None:
+    rows = torch.tensor([[0.0, 1e-30, 0.0]] * 100)
+    ids = torch.tensor([[4, 2, 7]] * 100)
+    drawn, _ = draw(rows, ids, 9, [prompt_generator(3, row) for row in range(100)])
+    assert drawn == [2] * 100
 
-    assert draw(torch.tensor([weights]), [torch.Generator()])[0].tolist() == [[column]]
+
+def test_rounding_and_the_order_of_candidates_change_no_sample() -> None:
+    """Of a flat distribution over a large vocabulary, where a cumulative sum would add it up."""
+    rows = torch.randn(40, 50_000, generator=prompt_generator(0, 0)) * 0.1
+    noise = torch.randn(40, 50_000, generator=prompt_generator(0, 1)) * 1e-7
+    for options in ({}, {"top_p": 0.01}, {"top_k": 40}, {"top_k": 0, "top_p": 0.9}):
+        params = SamplingParams(**options)
+        first, second = (
+            choose(each, params, [prompt_generator(5, row) for row in range(40)])
+            for each in (rows, rows + noise)
+        )
+        assert first == second
+        assert len(set(first)) > 20
 
 
 def test_greedy_takes_the_maximum_without_drawing() -> None:
