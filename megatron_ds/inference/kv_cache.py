@@ -132,6 +132,6 @@ class CacheView:
             values[self._slots, :, self.length : end] = v
         else:
             positions_B = self.positions_BS[:, 0]
-            keys[self._slots_B, :, positions_B] = k[:, :, 0]
-            values[self._slots_B, :, positions_B] = v[:, :, 0]
+            keys[self._slots_B, :, positions_B] = k[:, :, 0].to(keys.dtype)
+            values[self._slots_B, :, positions_B] = v[:, :, 0].to(values.dtype)
         return keys[self._slots, :, :end], values[self._slots, :, :end]

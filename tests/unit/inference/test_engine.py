@@ -81,6 +81,20 @@ def test_sequences_join_and_leave_a_batch(
         assert top_ids(sequence) == top_ids(alone)
 
 
+@pytest.mark.parametrize("kind", ["rope", "alibi", "learned-gqa"])
+def test_half_precision_has_the_texts_of_single_requests(kind: str) -> None:
+    model = model_of(kind).to(torch.bfloat16)
+    engine = GenerationEngine(model, slots=3, capacity=40)
+    sequences = [TextSequence.of([number] * number, config(12), 0) for number in range(1, 8)]
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.is_busy:
+        engine.step()
+    for number, sequence in enumerate(sequences, start=1):
+        (alone,) = continue_prompts(model, [[number] * number], config(12))
+        assert sequence.ids == alone.ids
+
+
 def test_removed_sequences_free_their_slots() -> None:
     model = model_of("rope")
     engine = GenerationEngine(model, slots=2, capacity=30)
