@@ -8,6 +8,7 @@ cannot compute keeps its weight.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ds.model.gpt import GPTModel
@@ -19,14 +20,23 @@ TYPICAL_TOKENS = 24
 """For which the layout is chosen; products of any number of tokens can be computed."""
 
 
+SMALL = 2**18
+"""Elements of fp32 weights below which the call of oneDNN takes longer than one token's product."""
+
+
 class PackedProduct:
     """x W^T + b of a weight [out, in] in oneDNN's layout.
+
+    Attributes:
+        plain: The weight itself, if it is used for single tokens.
 
     Raises:
         RuntimeError: If this machine or torch cannot compute it.
     """
 
     def __init__(self, weight: Tensor) -> None:
+        is_small = weight.dtype == torch.float32 and weight.numel() < SMALL
+        self.plain = weight if is_small else None
         operators = torch.ops.mkldnn
         try:
             self._weight = operators._reorder_linear_weight(weight.detach(), TYPICAL_TOKENS)
@@ -37,6 +47,8 @@ class PackedProduct:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[..., in] to [..., out]."""
+        if self.plain is not None and x.numel() == x.shape[-1]:
+            return F.linear(x, self.plain, bias)
         y: Tensor = self._product(x, self._weight, bias, "none", [], "")
         return y
 
@@ -45,7 +57,7 @@ class PackedProduct:
 def pack_weights(model: GPTModel) -> None:
     """Packs the matrices of a model on a CPU that will not be trained.
 
-    Their parameters are emptied, except for that of an embedding.
+    Their parameters are emptied, except for those that are still used.
     """
     kept = {id(model.embedding.word.weight)}
     for module in model.modules():
@@ -55,8 +67,9 @@ def pack_weights(model: GPTModel) -> None:
         if weight.device.type != "cpu" or weight.dtype not in DTYPES:
             continue
         try:
-            module.product = PackedProduct(weight)
+            product = PackedProduct(weight)
         except RuntimeError:
             continue
-        if id(weight) not in kept:
+        module.product = product
+        if product.plain is None and id(weight) not in kept:
             weight.data = weight.new_empty(0)

@@ -13,13 +13,20 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_weights(kind: str) -> None:
+@pytest.mark.parametrize("small", [0, 2**18])
+def test_logits_are_those_of_the_weights(
+    kind: str, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_weights, "SMALL", small)
     model = model_of(kind)
     with torch.no_grad():
-        expected = model(TOKENS)
+        expected = model(TOKENS), model(TOKENS[:1, :1])
         pack_weights(model)
-        found = model(TOKENS)
+        found = model(TOKENS), model(TOKENS[:1, :1])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    if small:  # then they are used for single tokens
+        assert all(each.numel() for each in model.parameters())
+        return
     emptied = [name for name, each in model.named_parameters() if each.numel() == 0]
     tied = not model.config.untie_embeddings_and_output_weights
     matrices = [name for name, each in model_of(kind).named_parameters() if each.dim() == 2]
