@@ -92,12 +92,15 @@ def measure(rank: int, folder: Path) -> dict[str, tuple[int, ...]]:
     dist.barrier()
     training = Continued("target", folder, meshes, TARGET)
     for kind, source in (("native", path), ("universal", target)):
-        size = forget(source) if rank == 0 else 0
-        dist.barrier()
-        before = disk_reads()
-        manager = training.manager(folder, [], universal_checkpoint=kind == "universal")
-        read = watched_reads(training, manager)
-        found[kind] = (*read, disk_reads() - before, size)
+        loads = []
+        for _ in range(2):  # the first may also read code of libraries that is not in memory
+            size = forget(source) if rank == 0 else 0
+            dist.barrier()
+            before = disk_reads()
+            manager = training.manager(folder, [], universal_checkpoint=kind == "universal")
+            read = watched_reads(training, manager)
+            loads.append((*read, disk_reads() - before, size))
+        found[kind] = min(loads, key=lambda each: each[-2])
     training.close()
     return found
 
