@@ -211,3 +211,25 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def write_json(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def write_word_model(folder: Path, **shape: Any) -> None:
+    """Writes a random GPT-2 with a tokenizer of words w0, w1, ..., as transformers saves it.
+
+    Args:
+        folder: Where it is written.
+        shape: Arguments of `transformers.GPT2Config`, `vocab_size` among them.
+    """
+    import tokenizers
+    import transformers
+
+    size = shape["vocab_size"]
+    vocab = {f"w{number}": number for number in range(size - 1)} | {"<|endoftext|>": size - 1}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<|endoftext|>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
+    ).save_pretrained(folder)
+    config = transformers.GPT2Config(**shape)
+    config.bos_token_id = config.eos_token_id = size - 1
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)

@@ -30,6 +30,7 @@ from benchmarks.common import (
     this_machine,
     versions,
     write_json,
+    write_word_model,
 )
 
 VOCAB, LENGTH, BATCH, REQUESTS = 8192, 256, 8, 96
@@ -43,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="output file (JSON)")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
+        shape = {"n_embd": 256, "n_layer": 6, "n_head": 8}
+        write_word_model(Path(folder), vocab_size=VOCAB, n_positions=LENGTH, **shape)
         contenders = [
             Contender(name, build, Path(folder), options.threads)
             for name, build in ((OURS, build_ours), (THEIRS, build_theirs))
@@ -66,24 +68,6 @@ def main(argv: list[str] | None = None) -> int:
             options.output, {**result, "seconds": {OURS: ours, THEIRS: theirs}, "ratio": ratio}
         )
     return 0
-
-
-def write_model(folder: Path) -> None:
-    """A random model with a tokenizer of words w0, w1, ..., as transformers saves it."""
-    import tokenizers
-    import transformers
-
-    vocab = {f"w{number}": number for number in range(VOCAB - 1)} | {"<|endoftext|>": VOCAB - 1}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<|endoftext|>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
-    ).save_pretrained(folder)
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=LENGTH, n_embd=256, n_layer=6, n_head=8
-    )
-    config.bos_token_id = config.eos_token_id = VOCAB - 1
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
 
 
 def requests() -> list[Any]:

@@ -32,7 +32,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import Contender, Work, in_turn, this_machine, versions, write_json
+from benchmarks.common import (
+    Contender,
+    Work,
+    in_turn,
+    this_machine,
+    versions,
+    write_json,
+    write_word_model,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LENGTH, PROMPT, NEW, EQUAL, CLIENTS = 256, 32, 64, 24, 200
@@ -151,23 +159,11 @@ def measure_peer(kind: str, folder: Path, options: argparse.Namespace) -> float:
 
 
 def write_model(folder: Path, name: str) -> None:
-    """A random model with a tokenizer of words w0, w1, ..., as transformers saves it."""
-    import tokenizers
+    """The random model, the same each time."""
     import torch
-    import transformers
 
-    shape, _ = MODELS[name]
-    size = shape["vocab_size"]
-    vocab = {f"w{number}": number for number in range(size - 1)} | {"<|endoftext|>": size - 1}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<|endoftext|>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
-    ).save_pretrained(folder)
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_positions=LENGTH, initializer_range=0.05, **shape)
-    config.bos_token_id = config.eos_token_id = size - 1
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    write_word_model(folder, n_positions=LENGTH, initializer_range=0.05, **MODELS[name][0])
 
 
 @contextmanager

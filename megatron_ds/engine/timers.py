@@ -17,7 +17,7 @@ COARSE = (FORWARD, BACKWARD, OPTIMIZER)
 
 
 class StepTimers:
-    """Times the steps at the end of a log interval; the others are as without it.
+    """Times the steps at the end of a log interval, and leaves other steps unchanged.
 
     DeepSpeed's timers put events into the device's stream, or read the clock of a CPU. Its
     `wall_clock_breakdown` uses them, too, but waits for the device in every step.

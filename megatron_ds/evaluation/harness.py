@@ -35,6 +35,7 @@ from megatron_ds.inference.cli import broadcast_from_rank0, loaded_model, open_c
 from megatron_ds.inference.generate import generate
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.sequences import GenerationConfig
+from megatron_ds.inference.stop_rules import StopStrings
 from megatron_ds.launch import environment
 from megatron_ds.parallel.rng import stable_seed
 
@@ -146,20 +147,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def _continue(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
         values = normalize_gen_kwargs(settings, DEFAULT_NEW_TOKENS)
-        stops = handle_stop_sequences(values.get("until"), eos=None)
+        stops = tuple(handle_stop_sequences(values.get("until"), eos=None))
         new_tokens = min(int(values["max_gen_toks"]), self._length - 1)
         sampling = SamplingParams(greedy=True)
         if values.get("do_sample") or values.get("temperature"):
             names = {"temperature", "top_k", "top_p"} & values.keys()
             sampling = SamplingParams(**{name: values[name] for name in names})
 
-        def is_complete(ids: Sequence[int]) -> bool:
-            text = self._tokens.decode(ids)
-            return any(stop in text for stop in stops)
-
-        config = GenerationConfig(
-            new_tokens, sampling, self.eot_token_id, is_complete=is_complete if stops else None
-        )
+        is_complete = StopStrings(self._tokens.decode, stops) if stops else None
+        config = GenerationConfig(new_tokens, sampling, self.eot_token_id, is_complete=is_complete)
 
         def continuations(batch: Sequence[tuple[int, list[int]]]) -> list[str]:
             numbers, prompts = zip(*batch, strict=True)

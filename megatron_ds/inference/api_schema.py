@@ -100,9 +100,14 @@ def flag_field() -> Any:
     return request_field(False, "true or false", lambda value: isinstance(value, bool))
 
 
+def is_text(value: Any) -> bool:
+    """Whether a value is a string of valid Unicode."""
+    return isinstance(value, str) and not SURROGATE.search(value)
+
+
 def _is_prompts(value: Any) -> bool:
     is_list = isinstance(value, list) and 1 <= len(value) <= MAX_PROMPTS
-    return is_list and all(isinstance(text, str) and not SURROGATE.search(text) for text in value)
+    return is_list and all(map(is_text, value))
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def read_fields(
 
     Args:
         body: A JSON object.
-        request: Dataclass of the fields, made by `request_field` and the others here.
+        request: Dataclass of the fields, made by the functions of this module.
         required: Field without a default.
         null_is_default: Whether null is the same as no value.
 

@@ -16,10 +16,10 @@ from typing import Any
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.inference.api_schema import (
     MAX_PROMPTS,
-    SURROGATE,
     Defaults,
     flag_field,
     integer_field,
+    is_text,
     number_field,
     read_fields,
     request_field,
@@ -35,10 +35,6 @@ DEFAULT_NEW_TOKENS = 16
 MAX_STOPS = 4
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not SURROGATE.search(value)
-
-
 def _is_ids(value: Any) -> bool:
     return (
         isinstance(value, list)
@@ -48,16 +44,16 @@ def _is_ids(value: Any) -> bool:
 
 
 def _is_prompt(value: Any) -> bool:
-    if _is_text(value) or _is_ids(value):
+    if is_text(value) or _is_ids(value):
         return True
     is_list = isinstance(value, list) and 1 <= len(value) <= MAX_PROMPTS
-    return is_list and (all(map(_is_text, value)) or all(map(_is_ids, value)))
+    return is_list and (all(map(is_text, value)) or all(map(_is_ids, value)))
 
 
 def _is_stop(value: Any) -> bool:
     strings = value if isinstance(value, list) else [value]
     is_short = len(strings) <= MAX_STOPS
-    return is_short and all(_is_text(each) and each for each in strings)
+    return is_short and all(is_text(each) and each for each in strings)
 
 
 def _only(*values: Any) -> Any:
@@ -274,11 +270,10 @@ class CompletionEvents:
         self._job = job
         self._head = api._head()
         decode = api.service.tokenizer.decode
-        prompts = [prompt for prompt in job.prompts for _ in range(job.samples)]
-        count = len(prompts)
+        prompts = job.repeated_prompts
         self._texts = [TokenText(decode, job.stops, prompt) for prompt in prompts]
-        self._tokens: list[list[NewToken]] = [[] for _ in range(count)]
-        self._offsets = [0] * count
+        self._tokens: list[list[NewToken]] = [[] for _ in prompts]
+        self._offsets = [0] * len(prompts)
         self._new = 0
 
     def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 Must not know tokenizers, checkpoints or process groups. As in Orca (Yu et al. 2022), each step
 computes one token of every running sequence, whatever their lengths. A prompt is first fed to the
-cache except for its last token, several of them in one pass; the last one is fed with the last
-tokens of the others.
+cache except for its last token, several of them in one pass; the last token of each running
+sequence is fed in the step that chooses the next one.
 
 Shapes: B sequences, S tokens, H hidden, V vocabulary.
 """
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.inference.kv_cache import PreallocatedCache
@@ -120,10 +120,11 @@ class GenerationEngine:
         while self.waiting and len(self.running) + len(batch) < self._cache.slots:
             sequence = self.waiting[0]
             fed = len(sequence.ids) - 1
-            if self._is_fed_alone(sequence, batch):
+            shared, source = self._shared_prefix(sequence, batch)
+            if shared or self._is_fed_alone(sequence):
                 if not batch:
                     self._partial = self.waiting.popleft()
-                    self._reuse_prefix(self._partial)
+                    self._cache.copy(source, len(self.running), shared)
                 break
             longest = max(longest, fed)
             if batch and (len(batch) + 1) * longest > budget:
@@ -131,21 +132,18 @@ class GenerationEngine:
             batch.append(self.waiting.popleft())
         return batch
 
-    def _is_fed_alone(self, sequence: TextSequence, batch: Sequence[TextSequence]) -> bool:
-        if not self._use_cache:
-            return sequence.config.prompt_logprobs
-        if sequence.config.prompt_logprobs or len(sequence.ids) > PROMPT_TOKENS:
-            return True
-        return _best_prefix(sequence, [*self.running, *batch])[0] > 0
+    def _is_fed_alone(self, sequence: TextSequence) -> bool:
+        is_long = self._use_cache and len(sequence.ids) > PROMPT_TOKENS
+        return is_long or sequence.config.prompt_logprobs
 
-    def _reuse_prefix(self, sequence: TextSequence) -> None:
-        """Starts the slot after the running ones with what another prompt has computed."""
-        slot = len(self.running)
-        self._cache.lengths[slot] = 0
-        if self._use_cache and not sequence.config.prompt_logprobs:
-            length, source = _best_prefix(sequence, self.running)
-            if length:
-                self._cache.copy(source, slot, length)
+    def _shared_prefix(
+        self, sequence: TextSequence, batch: Sequence[TextSequence]
+    ) -> tuple[int, int]:
+        """How many tokens another prompt, running or in a batch, has computed for this one, and its
+        slot."""
+        if not self._use_cache or sequence.config.prompt_logprobs:
+            return 0, 0
+        return _best_prefix(sequence, [*self.running, *batch])
 
     def _feed_partial(self, sequence: TextSequence, budget: int) -> int:
         """Feeds the next tokens of the partial prompt; returns how many."""
@@ -175,11 +173,9 @@ class GenerationEngine:
         if self._use_cache:
             self._cache.lengths[first : first + len(batch)] = [0] * len(batch)
         if longest:
-            tokens_BS = torch.zeros(len(batch), longest, dtype=torch.long)
-            for row, (sequence, length) in enumerate(zip(batch, lengths, strict=True)):
-                tokens_BS[row, :length] = torch.tensor(sequence.ids[:length])
+            tokens_BS = self._filled_up([each.ids[:-1] for each in batch])
             view = self._cache.view(first, len(batch), lengths, self._device)
-            self._model(tokens_BS.to(self._device), cache=view, hidden_only=True)
+            self._model(tokens_BS, cache=view, hidden_only=True)
         self.running += batch
         return longest * len(batch)
 
@@ -203,13 +199,15 @@ class GenerationEngine:
             tokens_BS = torch.tensor([each.ids[-1:] for each in sequences], device=self._device)
             view = self._cache.view(0, len(sequences), [1] * len(sequences), self._device)
             return self._model(tokens_BS, cache=view, hidden_only=True)  # type: ignore[no-any-return]
-        lengths = torch.tensor([len(each.ids) for each in sequences])
-        tokens_BS = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            tokens_BS[row, : len(sequence.ids)] = torch.tensor(sequence.ids)
-        x_SBH = self._model(tokens_BS.to(self._device), hidden_only=True)
+        x_SBH = self._model(self._filled_up([each.ids for each in sequences]), hidden_only=True)
+        last_B = torch.tensor([len(each.ids) - 1 for each in sequences], device=self._device)
         rows_B = torch.arange(len(sequences), device=self._device)
-        return x_SBH[lengths.to(self._device) - 1, rows_B].unsqueeze(0)  # type: ignore[no-any-return]
+        return x_SBH[last_B, rows_B].unsqueeze(0)  # type: ignore[no-any-return]
+
+    def _filled_up(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Ids [B, S], shorter rows with zeros at their end."""
+        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
+        return nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(self._device)
 
     def _drop(self, sequences: Sequence[TextSequence]) -> None:
         """Removes running sequences; the last ones take their slots."""

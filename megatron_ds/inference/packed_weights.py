@@ -18,8 +18,6 @@ from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 DTYPES = (torch.float32, torch.bfloat16)
 TYPICAL_TOKENS = 24
 """For which the layout is chosen; products of any number of tokens can be computed."""
-
-
 SMALL = 2**18
 """Elements of fp32 weights below which the call of oneDNN takes longer than one token's product."""
 
@@ -59,11 +57,11 @@ def pack_weights(model: GPTModel) -> None:
 
     Their parameters are emptied, except for those that are still used.
     """
-    kept = {id(model.embedding.word.weight)}
+    embedding = model.embedding.word.weight
     for module in model.modules():
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | OutputLayer):
             continue
-        weight = model.embedding.word.weight if module.weight is None else module.weight
+        weight = embedding if module.weight is None else module.weight
         if weight.device.type != "cpu" or weight.dtype not in DTYPES:
             continue
         try:
@@ -71,5 +69,5 @@ def pack_weights(model: GPTModel) -> None:
         except RuntimeError:
             continue
         module.product = product
-        if product.plain is None and id(weight) not in kept:
+        if product.plain is None and weight is not embedding:
             weight.data = weight.new_empty(0)

@@ -51,6 +51,11 @@ class GenerationJob:
     log: bool = True
     """Whether the server logs the numbers of tokens."""
 
+    @property
+    def repeated_prompts(self) -> list[list[int]]:
+        """The prompt of each text."""
+        return [prompt for prompt in self.prompts for _ in range(self.samples)]
+
 
 def random_seed() -> int:
     """For requests without one."""
@@ -87,8 +92,10 @@ class TextGenerationService:
             prompt_logprobs=job.prompt_logprobs,
             top_n=job.top_n,
         )
-        prompts = [prompt for prompt in job.prompts for _ in range(job.samples)]
-        return [TextSequence.of(ids, generation, index) for index, ids in enumerate(prompts)]
+        return [
+            TextSequence.of(ids, generation, index)
+            for index, ids in enumerate(job.repeated_prompts)
+        ]
 
     def encode_prompts(
         self,

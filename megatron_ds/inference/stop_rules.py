@@ -58,10 +58,6 @@ class StopStrings:
         text = self.decode(new_ids[-longest:])
         return any(stop in text for stop in self.stops)
 
-    def cut(self, text: str) -> str:
-        """The text before the first stop string."""
-        return text[: min((text.find(stop) for stop in self.stops if stop in text), default=None)]
-
 
 def token_texts(tokenizer: Tokenizer) -> list[str]:
     """The text of each id; empty for the gaps that a vocabulary may have."""

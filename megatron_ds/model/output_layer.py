@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.parallel.collectives import gather_from_group, gather_sequence
@@ -18,7 +17,7 @@ from megatron_ds.parallel.fused_linear_cross_entropy import (
     LossFunction,
     linear_cross_entropy,
 )
-from megatron_ds.parallel.linear import Product
+from megatron_ds.parallel.linear import Product, multiply
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Init
 from megatron_ds.parallel.ulysses import sum_of_slices
@@ -129,8 +128,7 @@ class OutputLayer(nn.Module):
         return TokenLoss(total, weights.sum())
 
     def _logits(self, x_SBH: Tensor, weight_vH: Tensor) -> Tensor:
-        x_BSH = x_SBH.transpose(0, 1)
-        local = F.linear(x_BSH, weight_vH) if self.product is None else self.product(x_BSH, None)
+        local = multiply(x_SBH.transpose(0, 1), weight_vH, None, self.product)
         logits = gather_from_group(local, self.group).float()
         logits[..., self.vocab_size :] = -torch.inf
         return logits

@@ -31,6 +31,11 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 """x W^T + b of a weight in another form, for x and b."""
 
 
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | None) -> Tensor:
+    """x W^T + b, by the product if there is one."""
+    return F.linear(x, weight, bias) if product is None else product(x, bias)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the rows of W sharded: [..., in] -> [..., sum(sections) / group size].
 
@@ -66,10 +71,8 @@ class ColumnParallelLinear(nn.Module):
             self.bias = sharded_parameter(torch.zeros(out_features // group.size), spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.product is not None:
-            return self.product(x, self.bias)
-        if self.group.size == 1:
-            return F.linear(x, self.weight, self.bias)
+        if self.group.size == 1 or self.product is not None:
+            return multiply(x, self.weight, self.bias, self.product)
         y: Tensor = _ColumnParallel.apply(x, self.weight, self.bias, self.group)
         return y
 
@@ -94,14 +97,12 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
-            product = self.product
-            return F.linear(x, self.weight, self.bias) if product is None else product(x, self.bias)
+            return multiply(x, self.weight, self.bias, self.product)
         if self.group.sequence_parallel:
             part: Tensor = _RowParallelToSequence.apply(x, self.weight, self.bias, self.group)
             return part
         # The bias is added after the reduction, so that it counts once.
-        y = F.linear(x, self.weight) if self.product is None else self.product(x, None)
-        y = reduce_from_group_(y, self.group)
+        y = reduce_from_group_(multiply(x, self.weight, None, self.product), self.group)
         return y if self.bias is None else y + self.bias
 
 

@@ -185,6 +185,11 @@ class History:
         return [each for each in self.events if each.get("event") == event]
 
     @property
+    def restarts(self) -> list[dict[str, Any]]:
+        """The starts that continued a checkpoint."""
+        return [each for each in self.of("start") if each["iteration"] > 0]
+
+    @property
     def ranks(self) -> Values:
         """Number of ranks of each step; nan if unknown."""
         found = np.full(len(self), float(self.layout_ranks or NAN))

@@ -184,7 +184,7 @@ def _lines(run: History) -> Iterator[tuple[str, str]]:
     yield from _slowest_rank(run)
     if len(run) and (skipped := np.nansum(run["skipped"])):
         yield "skipped", f"{skipped:,.0f} steps"
-    if restarts := [each for each in run.of("start") if each["iteration"] > 0]:
+    if restarts := run.restarts:
         yield (
             "resumed",
             f"{counted(len(restarts), 'time')}, last at iteration {restarts[-1]['iteration']:,}",

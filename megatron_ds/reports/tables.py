@@ -89,7 +89,6 @@ def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None)
                 *([f"{speed.tflops / peak_tflops:.1%}"] if peak_tflops else []),
             ]
         peaks = [each["peak"] for each in run.of("memory") if each.get("peak")]
-        restarts = [each for each in run.of("start") if each["iteration"] > 0]
         rows.append(
             [
                 name,
@@ -100,7 +99,7 @@ def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None)
                 *figures,
                 f"{max(peaks) / 2**30:.2f} GiB" if peaks else "–",
                 f"{np.nansum(run['skipped']):.0f}",
-                str(len(restarts)) if run.events else "–",
+                str(len(run.restarts)) if run.events else "–",
             ]
         )
     return Table("Final figures", header, rows)

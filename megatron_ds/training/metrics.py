@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_ds.engine.timers import COARSE, COMMUNICATION
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.records import (
     SPLITS,
@@ -254,15 +255,14 @@ def _mean_extras(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _slowest_rank(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Which rank takes longest for a step, without its collectives, in which the others wait for
-    it, and the share by which it exceeds the median. Nothing if there is one rank."""
-    parts = [times[name] for name in ("forward-compute", "backward-compute", "optimizer")
-             if name in times]  # fmt: skip
+    """The rank with the longest forward, backward and optimizer times, collectives excluded, and
+    the share by which it exceeds the median. Nothing for a single rank."""
+    parts = [times[name] for name in COARSE if name in times]
     ranks = {len(part) for part in parts}
     if len(ranks) != 1 or ranks == {1}:
         return {}
     sums = [sum(each) for each in zip(*parts, strict=True)]
-    waits = times.get("communication", ())
+    waits = times.get(COMMUNICATION, ())
     own = [all_ - wait for all_, wait in zip(sums, waits or [0.0] * len(sums), strict=False)]
     median = statistics.median(own)
     if len(own) < len(sums) or median <= 0:

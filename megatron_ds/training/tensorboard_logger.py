@@ -27,7 +27,14 @@ from torch.utils.tensorboard.summary import hparams
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
+from megatron_ds.training.records import (
+    EvalRecord,
+    IntervalRecord,
+    Logger,
+    StepRecord,
+    TaskRecord,
+    metrics_of_task,
+)
 
 SAMPLES, TOKENS = " vs samples", " vs tokens"
 EVENT_FILES = "events.out.tfevents.*"
@@ -100,8 +107,8 @@ class TensorBoard(Logger):
         self._file.flush()
 
     def log_task(self, record: TaskRecord) -> None:
-        for name, value in record.metrics.items():
-            tag = f"{TASKS}{record.task}/{name}"
+        for name, value in metrics_of_task(record).items():
+            tag = f"{TASKS}{name}"
             if (tag, record.iteration) not in self._evaluated:
                 self._evaluated.add((tag, record.iteration))
                 self._add(tag, value, record, SAMPLES, TOKENS)
