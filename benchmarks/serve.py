@@ -7,7 +7,7 @@ A random model is served by tools/run_text_generation_server.py. Measured are on
 ones at once, requests of mixed lengths and settings one after another, and as many of them as 200
 clients send, of which 5 % are broken: invalid JSON, wrong types, huge bodies, early disconnects.
 Every answer must be that of the same request alone. transformers' `generate` and `generate_batch`
-(continuous batching) get the same weights, threads and prompts, before the server runs.
+(continuous batching) get the same weights, threads and prompts, the former in turn with the server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from benchmarks.common import (
     Contender,
     Work,
     in_turn,
+    paired_ratio,
     this_machine,
     versions,
     write_json,
@@ -46,7 +47,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 LENGTH, PROMPT, NEW, EQUAL, CLIENTS = 256, 32, 64, 24, 200
 SLOTS = 32
 BROKEN_SHARE = 0.05
-PEERS = ("generate", "generate_batch")
 MODELS: dict[str, tuple[dict[str, int], str]] = {
     "small": ({"n_embd": 192, "n_layer": 4, "n_head": 6, "vocab_size": 4096}, "fp32"),
     "gpt2": ({"n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}, "bf16"),
@@ -78,8 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder, options.model)
-        single, batch = (measure_peer(each, folder, options) for each in PEERS)
-        with running_server(folder, options) as (address, process):
+        batch = measure_batch(folder, options)
+        single = Contender(
+            "generate", build_peer, "generate", folder, options.model, options.threads
+        )
+        with closing(single), running_server(folder, options) as (address, process):
             result = asyncio.run(measure(address, process, options, single, batch))
     machine = this_machine()
     print(f"{machine.cpu}, {machine.cores} cores, load {machine.load}; {options.model}")
@@ -97,7 +100,7 @@ async def measure(
     address: str,
     process: subprocess.Popen[bytes],
     options: argparse.Namespace,
-    single: float,
+    single: Contender,
     batch: float,
 ) -> dict[str, Any]:
     """
@@ -105,7 +108,7 @@ async def measure(
         address: Of the server.
         process: The server.
         options: Of the command line.
-        single: Seconds of transformers' `generate` for one request.
+        single: transformers' `generate` for one request.
         batch: Tokens per second of its `generate_batch`.
     """
     import httpx
@@ -114,8 +117,9 @@ async def measure(
     async with httpx.AsyncClient(base_url=address, limits=limits, timeout=600) as client:
         one = {"prompt": ids_of(1, PROMPT), "max_tokens": NEW, "temperature": 0}
         await send(client, one)
-        alone, together = [], []
+        theirs, alone, together = [], [], []
         for _ in range(options.rounds):
+            theirs.append([single.run(1)])
             alone.append(await timed(send(client, one)))
             together.append(await timed(asyncio.gather(*(send(client, one) for _ in range(EQUAL)))))
         pool = mixed_requests(40)
@@ -125,17 +129,20 @@ async def measure(
         load = await run_load(client, process, pool, expected, options)
         assert (await client.get("/health")).json()["requests"] == 0
     rate = load.tokens / options.seconds
-    per_token = statistics.median(alone) / NEW
     third = len(load.memory) // 3
     return {
         "one request (s)": round(statistics.median(alone), 3),
-        f"{EQUAL} equal requests / one": round(statistics.median(together) / min(alone), 2),
+        f"{EQUAL} equal requests / one": round(
+            paired_ratio([[each] for each in together], [[each] for each in alone]), 2
+        ),
         "one request after another (tokens/s)": round(one_by_one, 1),
         f"{options.clients} clients (tokens/s)": round(rate, 1),
         f"{options.clients} clients / one after another (target: 4)": round(rate / one_by_one, 2),
         "transformers generate_batch (tokens/s)": round(batch, 1),
         f"{options.clients} clients / generate_batch (target: 1)": round(rate / batch, 2),
-        "generate / ours, per token (target: 1.5)": round(single / NEW / per_token, 2),
+        "generate / ours, per token (target: 1.5)": round(
+            paired_ratio(theirs, [[each] for each in alone]), 2
+        ),
         "answers": load.answers,
         "wrong answers": len(load.wrong),
         "wrongly answered requests": dict(Counter(load.wrong)),
@@ -147,14 +154,14 @@ async def measure(
     }
 
 
-def measure_peer(kind: str, folder: Path, options: argparse.Namespace) -> float:
-    """The median of transformers' generation. Its process ends before the server is measured,
-    because continuous batching leaves a thread that computes."""
-    peer = Contender(kind, build_peer, kind, folder, options.model, options.threads)
-    try:
+def measure_batch(folder: Path, options: argparse.Namespace) -> float:
+    """Tokens per second of transformers' continuous batching. Its process ends before the others
+    are measured, because it leaves a thread that computes."""
+    peer = Contender(
+        "generate_batch", build_peer, "generate_batch", folder, options.model, options.threads
+    )
+    with closing(peer):
         (values,) = in_turn([peer], options.rounds, 1)
-    finally:
-        peer.close()
     return float(statistics.median(values))
 
 

@@ -19,10 +19,6 @@ import torch
 from megatron_ds.config.problems import user_error
 from megatron_ds.inference.sampling_params import SamplingParams
 
-TOP_P_CANDIDATES = 1024
-"""Most probable tokens that top-p tries first: sorting the full vocabulary takes longer than the
-forward pass of a small model."""
-
 
 def prompt_generator(seed: int, index: int) -> torch.Generator:
     """The random stream of the prompt with this index."""
@@ -50,7 +46,9 @@ def choose(
         # fp32 holds the ids of any vocabulary exactly.
         values, ids = torch.stack([highest, chosen.float()]).tolist()
     else:
-        ids, values = draw(*candidates(logits_BV, sampling), logits_BV.shape[-1], generators)
+        weights_Bn, ids_Bn = candidates(logits_BV, sampling)
+        vocab = logits_BV.shape[-1]
+        ids, values = draw(weights_Bn, ids_Bn, vocab, generators, top_p=sampling.top_p)
     return [
         int(number) if math.isfinite(value) else None
         for number, value in zip(ids, values, strict=True)
@@ -75,11 +73,10 @@ def candidates(
     """Candidates for the next token.
 
     The logits, less their maximum, are divided by the temperature. Top-k keeps the k most probable
-    tokens. Among these, top-p (nucleus sampling, Holtzman et al. 2020) keeps the fewest most
-    probable tokens whose total probability reaches p.
+    tokens.
 
     Returns:
-        Unnormalized probabilities, 0 for excluded tokens, and ids, each [B, n].
+        Probabilities and ids, each [B, n].
     """
     logits_BV = logits_BV.float()
     # The maximum becomes 0 and no other logit positive, so that no quotient overflows to +inf.
@@ -87,29 +84,19 @@ def candidates(
     logits_BV = logits_BV / max(sampling.temperature, torch.finfo(torch.float32).tiny)
     vocab = logits_BV.shape[-1]
     if 0 < sampling.top_k < vocab:
-        logits_Bn, ids = logits_BV.topk(sampling.top_k, dim=-1)
-        probabilities = logits_Bn.softmax(dim=-1)
-        return _nucleus(probabilities, sampling.top_p), ids
-    probabilities = logits_BV.softmax(dim=-1)
-    if 0.0 < sampling.top_p < 1.0:
-        highest, ids = probabilities.topk(min(TOP_P_CANDIDATES, vocab), dim=-1)
-        if (highest.sum(dim=-1) < sampling.top_p).any():
-            highest, ids = probabilities.topk(vocab, dim=-1)
-        return _nucleus(highest, sampling.top_p), ids
-    return probabilities, torch.arange(vocab, device=logits_BV.device).expand_as(probabilities)
+        logits_Bn, ids_Bn = logits_BV.topk(sampling.top_k, dim=-1)
+        return logits_Bn.softmax(dim=-1), ids_Bn
+    ids_Bn = torch.arange(vocab, device=logits_BV.device).expand_as(logits_BV)
+    return logits_BV.softmax(dim=-1), ids_Bn
 
 
-def _nucleus(probabilities_Bn: torch.Tensor, p: float) -> torch.Tensor:
-    """Sets candidates to 0 after the one with which the sum reaches p; 0 and 1 keep all.
-
-    The candidates are in descending order.
-    """
-    if not 0.0 < p < 1.0:
-        return probabilities_Bn
-    preceding = probabilities_Bn.cumsum(dim=-1) - probabilities_Bn
-    is_excluded = preceding >= p
-    is_excluded[:, 0] = False
-    return probabilities_Bn.masked_fill(is_excluded, 0.0)
+def more_probable(weights_Bn: torch.Tensor, columns_B: torch.Tensor) -> torch.Tensor:
+    """Which candidates [B, n] precede one of each row in descending order; equal ones precede it
+    from the left."""
+    weight_B1 = weights_Bn.gather(-1, columns_B[:, None])
+    columns_n = torch.arange(weights_Bn.shape[-1], device=weights_Bn.device)
+    is_equal = (weights_Bn == weight_B1) & (columns_n < columns_B[:, None])
+    return (weights_Bn > weight_B1) | is_equal
 
 
 def draw(
@@ -117,6 +104,8 @@ def draw(
     ids_Bn: torch.Tensor,
     vocab: int,
     generators: Sequence[torch.Generator],
+    *,
+    top_p: float = 0.0,
 ) -> tuple[list[int], list[float]]:
     """Draws an id for each row with a probability proportional to its weight.
 
@@ -125,19 +114,34 @@ def draw(
     another id only if two quotients are equal up to that rounding. The inverse of a cumulative sum
     would add up the differences of a whole vocabulary.
 
+    Top-p (nucleus sampling, Holtzman et al. 2020) keeps the fewest most probable candidates whose
+    total probability reaches p. A candidate is outside if those that precede it reach p. If the
+    drawn one is, the next quotient decides, without it and what follows it; so nothing is sorted.
+
     Args:
-        weights_Bn: Weights.
+        weights_Bn: Weights, with the sum 1 where top-p applies.
         ids_Bn: Their ids.
         vocab: Number of ids, for each of which a row draws from its stream.
         generators: One per row.
+        top_p: Total probability of the nucleus; 0 and 1 keep all candidates.
 
     Returns:
         The ids, and the quotients, which are not finite if the weights are not.
     """
     uniform = [torch.rand(vocab, generator=stream) for stream in generators]
-    noise_BV = torch.stack(uniform).log_().neg_().to(weights_Bn.device)
-    highest, columns = (weights_Bn / noise_BV.gather(-1, ids_Bn)).max(dim=-1)
-    ids = ids_Bn.gather(-1, columns[:, None])[:, 0]
+    # A uniform number may be 0: without the limit it would exclude even a candidate of weight 1.
+    noise_BV = torch.stack(uniform).log_().neg_().clamp_(max=88.0).to(weights_Bn.device)
+    quotients_Bn = weights_Bn / noise_BV.gather(-1, ids_Bn)
+    highest_B, columns_B = quotients_Bn.max(dim=-1)
+    rows = torch.arange(len(weights_Bn), device=weights_Bn.device) if 0.0 < top_p < 1.0 else ()
+    while len(rows):
+        weights_rn = weights_Bn[rows]
+        precedes_rn = more_probable(weights_rn, columns_B[rows])
+        is_outside_r = (weights_rn * precedes_rn).sum(dim=-1) >= top_p
+        rows = rows[is_outside_r]
+        quotients_Bn[rows] *= precedes_rn[is_outside_r]
+        highest_B[rows], columns_B[rows] = quotients_Bn[rows].max(dim=-1)
+    ids_B = ids_Bn.gather(-1, columns_B[:, None])[:, 0]
     # fp64 holds both exactly; one transfer.
-    values, numbers = torch.stack([highest.double(), ids.double()]).tolist()
+    values, numbers = torch.stack([highest_B.double(), ids_B.double()]).tolist()
     return [int(number) for number in numbers], values

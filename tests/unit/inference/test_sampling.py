@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.inference import sampling as module
-from megatron_ds.inference.sampling import candidates, choose, draw, prompt_generator
+from megatron_ds.inference.sampling import (
+    candidates,
+    choose,
+    draw,
+    more_probable,
+    prompt_generator,
+)
 from megatron_ds.inference.sampling_params import SamplingParams
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
@@ -26,11 +31,15 @@ def logits(rows: int = 1) -> torch.Tensor:
 
 
 def allowed(settings: SamplingParams) -> dict[int, float]:
-    """Candidates and their probabilities."""
+    """The tokens that are drawn, and their probabilities among the candidates."""
+    count = 2000
     weights, ids = candidates(logits(), settings)
-    total = float(weights.sum())
-    pairs = zip(ids[0].tolist(), weights[0].tolist(), strict=True)
-    return {token: weight / total for token, weight in pairs if weight > 0.0}
+    rows, streams = (each.expand(count, -1) for each in (weights, ids)), range(count)
+    generators = [prompt_generator(0, index) for index in streams]
+    drawn, _ = draw(*rows, len(SHARES), generators, top_p=settings.top_p)
+    found = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
+    total = sum(found[token] for token in set(drawn))
+    return {token: found[token] / total for token in set(drawn)}
 
 
 @pytest.mark.parametrize(
@@ -53,18 +62,41 @@ def test_candidates(settings: SamplingParams, expected: dict[int, float]) -> Non
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_a_nucleus_may_exceed_the_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    rows[0, 0] = 20.0  # this row's nucleus is one token
-    expected = candidates(rows, SamplingParams(top_p=0.9))
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("spread", [0.1, 2.0, 20.0])
+def test_top_p_draws_from_the_first_of_the_sorted_probabilities(
+    top_p: float, spread: float
+) -> None:
+    """Each row's draw is the largest quotient of the nucleus that sorting finds."""
+    rows = torch.randn(60, 300, generator=prompt_generator(0, 0)).mul(spread).softmax(dim=-1)
+    ids = torch.arange(300).expand(60, -1)
+    order = rows.argsort(dim=-1, descending=True)
+    sums = rows.gather(-1, order).double().cumsum(dim=-1)
+    sizes = (sums < top_p).sum(dim=-1) + 1
+    nucleus = torch.zeros_like(rows)
+    for row, size in enumerate(sizes.tolist()):
+        nucleus[row, order[row, :size]] = rows[row, order[row, :size]]
 
-    monkeypatch.setattr(module, "TOP_P_CANDIDATES", 4)
-    weights, ids = candidates(rows, SamplingParams(top_p=0.9))
+    def streams() -> list[torch.Generator]:
+        return [prompt_generator(1, row) for row in range(60)]
 
-    assert torch.equal(weights, expected[0])
-    assert torch.equal(ids, expected[1])
-    first, second, _ = (weights > 0).sum(dim=-1).tolist()
-    assert first == 1 < 4 < second
+    drawn, _ = draw(rows, ids, 300, streams(), top_p=top_p)
+    assert drawn == draw(nucleus, ids, 300, streams())[0]
+
+
+def test_equal_probabilities_are_ordered() -> None:
+    """So that the nucleus of a flat distribution has as many candidates as it needs."""
+    rows = torch.tensor([[0.25, 0.25, 0.25, 0.25]])
+    assert more_probable(rows, torch.tensor([2])).tolist() == [[True, True, False, False]]
+    generator = prompt_generator(0, 0)
+    drawn = {draw(rows, torch.arange(4)[None], 4, [generator], top_p=0.5)[0][0] for _ in range(200)}
+    assert drawn == {0, 1}
+
+
+def test_a_random_number_of_0_excludes_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda count, generator: torch.zeros(count))
+    rows, ids = torch.tensor([[0.0, 1.0, 0.0]]), torch.arange(3)[None]
+    assert draw(rows, ids, 3, [prompt_generator(0, 0)], top_p=0.9)[0] == [1]
 
 
 def test_frequencies_match_the_probabilities() -> None:
