@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,6 +29,13 @@ def write_corpus(prefix: Path, count: int, seed: int, step: int) -> Path:
     ]
     write_pair(prefix, documents)
     return prefix
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Programs that run in the test's process set variables of ranks, which others would read."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
