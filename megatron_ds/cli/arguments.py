@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_ds import schedule_validation
+from megatron_ds.cli import config_file
 from megatron_ds.cli.command import HELP, HELP_ALL, build, fail, print_warning
 from megatron_ds.cli.flags import PROGRAM, training_flags
 from megatron_ds.cli.help import training_help
 from megatron_ds.cli.scan import scan
-from megatron_ds.config import Config
+from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch.environment import version_text
 from megatron_ds.launch.liveness import find_launchers
@@ -52,9 +53,16 @@ def build_config(
         The configuration and every problem found; without problems the run can start.
     """
     line = scan(argv, training_flags())
-    for warning in line.warnings:
+    files = config_file.read(line.values.get("config", ()), training_flags())
+    for warning in (*line.warnings, *files.warnings):
         warn(warning)
-    config: Config = build(Config(), line.values)
+    config: Config = build(Config(), files.values | line.values)
+    config = dataclasses.replace(
+        config,
+        given=frozenset(files.given | line.values.keys()),
+        origins={k: v for k, v in files.origins.items() if k not in line.values},
+    )
+    unreadable = line.unreadable | (files.unreadable - line.values.keys())
     problems: list[Problem] = []
     if complete is not None:
         config, problems = complete(config, world_size, warn)
@@ -63,14 +71,14 @@ def build_config(
         *config.problems(world_size),
         *schedule_validation.problems(config, config.parallel.data_parallel_size(world_size)),
     ]
-    if check is not None:
+    if check is not None and not config.runtime.print_config:
         problems += check(config, world_size, not problems, warn)
     sound = [
         config.with_origin(problem)
         for problem in problems
-        if line.unreadable.isdisjoint(problem.mentioned)
+        if unreadable.isdisjoint(problem.mentioned)
     ]
-    return config, [*line.problems, *sound]
+    return config, [*line.problems, *files.problems, *sound]
 
 
 def parse(
@@ -89,8 +97,8 @@ def parse(
         program: Name for messages.
 
     Raises:
-        SystemExit: With status 0 after --help or --version; with status 2 after all problems are
-            printed.
+        SystemExit: With status 0 after --help, --version or --print-config; with status 2 after all
+            problems are printed.
     """
     table = dataclasses.replace(training_flags(), program=program)
     requested = next((word for word in argv if word in (*HELP, VERSION)), None)
@@ -110,6 +118,10 @@ def parse(
     if problems:
         reports = rank == 0 or _first_rank_is_silent()
         fail(problems, table, rank=0 if reports else rank)
+    if config.runtime.print_config:
+        if rank == 0:
+            print(yaml_file.dump(config), end="")
+        raise SystemExit(0)
     return config
 
 

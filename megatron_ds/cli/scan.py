@@ -65,34 +65,48 @@ def scan(argv: Sequence[str], table: FlagTable, *, keep_unknown: bool = False) -
         table: The flags of the program.
         keep_unknown: Collect the arguments of unknown flags instead of reporting them.
     """
-    return _Scanner(table, keep_unknown).scan(argv)
+    scanner = Scanner(table, keep_unknown=keep_unknown)
+    for flag, arguments in _options(argv):
+        scanner.read(flag, arguments)
+    return scanner.finish()
 
 
-class _Scanner:
-    """State of one scan."""
+class Scanner:
+    """Reads flags one after the other.
 
-    def __init__(self, table: FlagTable, keep_unknown: bool) -> None:
+    Args:
+        table: The flags of the program.
+        keep_unknown: Collect the arguments of unknown flags instead of reporting them.
+
+    Attributes:
+        line: What was read; complete after `finish`.
+    """
+
+    def __init__(self, table: FlagTable, *, keep_unknown: bool = False) -> None:
+        self.line = ParsedLine()
         self._table = table
         self._keep_unknown = keep_unknown
-        self._line = ParsedLine()
         self._given: dict[str, GivenFlag] = {}
         self._extra: list[tuple[str, Flag | None, str]] = []
         self._ignored: dict[str, list[str]] = {}
         self._misspelt: list[str] = []
         self._readable: list[GivenFlag] = []
 
-    def scan(self, argv: Sequence[str]) -> ParsedLine:
-        line = self._line
-        for option, arguments in _options(argv):
-            flag = self._table.by_name.get(dashed(option)) if option.startswith("--") else None
-            if flag is not None:
-                self._read_flag(flag, option, arguments)
-            elif not option:
-                self._extra += [(argument, None, "") for argument in arguments]
-            elif self._keep_unknown:
-                line.unknown += [option, *arguments]
-            else:
-                self._report_unknown(option)
+    def read(self, option: str, arguments: list[str]) -> None:
+        """Reads a flag as it is written, or the arguments before the first one, with "" for it."""
+        flag = self._table.by_name.get(dashed(option)) if option.startswith("--") else None
+        if flag is not None:
+            self._read_flag(flag, option, arguments)
+        elif not option:
+            self._extra += [(argument, None, "") for argument in arguments]
+        elif self._keep_unknown:
+            self.line.unknown += [option, *arguments]
+        else:
+            self._report_unknown(option)
+
+    def finish(self) -> ParsedLine:
+        """Compares the flags with each other."""
+        line = self.line
         self._read_positionals()
         for reason, options in self._ignored.items():
             has = "has" if len(options) == 1 else "have"
@@ -121,7 +135,7 @@ class _Scanner:
         hint = f"; did you mean --{meant}?" if meant else " (--help-all lists the flags)"
         if name in table.advice:
             meant, hint = "", f": {table.advice[name]}"
-        self._line.problems.append(Problem("unknown-flag", flag=option, hint=hint))
+        self.line.problems.append(Problem("unknown-flag", flag=option, hint=hint))
         if meant:
             self._misspelt.append(table.by_name[dashed(meant)].field)
 
@@ -131,8 +145,8 @@ class _Scanner:
         try:
             value = _value(flag, option, arguments[:count])
         except UserError as error:
-            self._line.problems += error.problems
-            self._line.unreadable.update(*(problem.fields for problem in error.problems))
+            self.line.problems += error.problems
+            self.line.unreadable.update(*(problem.fields for problem in error.problems))
             return
         given = GivenFlag(flag, option, tuple(arguments[:count]), value)
         self._readable.append(given)
@@ -150,7 +164,7 @@ class _Scanner:
             return
         old = self._given.pop(dashed(new.option), new)
         if old.value != new.value:
-            self._line.warnings.append(Problem("repeated-flag", new.flag.field, old=old, new=new))
+            self.line.warnings.append(Problem("repeated-flag", new.flag.field, old=old, new=new))
         self._given[dashed(new.option)] = new
 
     def _read_positionals(self) -> None:
@@ -172,7 +186,7 @@ class _Scanner:
                 expected = ": a flag begins with two hyphens (--), and this is another dash"
             elif argument.isspace():
                 expected = ": a backslash that continues a line must be its last character"
-            self._line.problems.append(
+            self.line.problems.append(
                 Problem("unexpected-argument", argument=argument, expected=expected)
             )
 

@@ -9,8 +9,21 @@ from megatron_ds.config.fields import option_field
 
 @dataclass(frozen=True)
 class RuntimeConfig:
-    """Seed, process groups and compilation."""
+    """Files of settings, seed, process groups and compilation."""
 
+    config: tuple[str, ...] | None = option_field(
+        None,
+        "YAML files of settings: flags without dashes as keys, see docs/configuration.md. Later "
+        "files override earlier ones, and flags override files",
+        nargs="*",
+        metavar="FILE",
+        repeatable=True,
+    )
+    print_config: bool = option_field(
+        False,
+        "print the settings, defaults included, as a file for --config, and exit; neither data nor "
+        "machine are checked",
+    )
     seed: int = option_field(
         1234, "random seed of weights, data order and dropout", minimum=0, below=1 << 32
     )

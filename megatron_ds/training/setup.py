@@ -67,6 +67,7 @@ from megatron_ds.training.startup_report import (
     print_parameter_count,
     warn_of_hosts,
     write_run_files,
+    write_settings,
 )
 from megatron_ds.training.trainer import Trainer
 
@@ -89,7 +90,7 @@ def pretrain(
         life: Handles signals and the loss of other processes.
         startup: Measures the phases of the start.
     """
-    config = config.with_vocab(inputs.tokenizer.vocab_size)
+    settings, config = config, config.with_vocab(inputs.tokenizer.vocab_size)
     require_precision(config.precision)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     context = distributed.init_distributed(config.runtime, life.rendezvous(timeout))
@@ -120,6 +121,8 @@ def pretrain(
         trainer = build_trainer(
             config, inputs, extensions, context, life, startup, events, checkpoints
         )
+        if context.rank == 0 and folders.local_save and config.logging.eval_only is None:
+            write_settings(folders.local_save, settings)
         life.on_training_started(saves=folders.save is not None)
         code = _run(trainer, events)
         dist.barrier()  # the folder is free once no rank writes to it

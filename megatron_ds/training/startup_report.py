@@ -19,12 +19,13 @@ from torch.nn.attention import SDPBackend
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.local_files import write_json
-from megatron_ds.config import Config, ModelConfig
+from megatron_ds.config import Config, ModelConfig, yaml_file
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.usage_report import USAGE_FILE
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.engine.readback import loaded_ops
+from megatron_ds.fileio.atomic import write_atomically
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.packed_attention import PackingOptions
@@ -142,6 +143,12 @@ def write_run_files(folder: Path, engine: Engine, data: Datasets) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "ds_config.json", engine.ds_config)
     write_json(folder / USAGE_FILE, [asdict(file) for file in data.usage])
+
+
+def write_settings(folder: Path, config: Config) -> None:
+    """Writes the settings to --save, for --config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / yaml_file.FILE_NAME, yaml_file.dump(config).encode())
 
 
 def log_timestamp(config: Config, label: str) -> None:

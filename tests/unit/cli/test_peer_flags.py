@@ -247,7 +247,7 @@ HINTS = [
     ("--max_steps 5 --lr 1", "--train-iters"),
     ("--training.seq_len 8", "--seq-length"),
     ("--gradient_accumulation_steps 2", "--global-batch-size"),
-    ("--config x.yml", "shell script"),
+    ("--config_file x.yml", "--config"),
 ]
 
 

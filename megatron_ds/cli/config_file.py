@@ -1,0 +1,185 @@
+"""Reads the files of --config: YAML whose keys are flags without dashes.
+
+Values are read as those of flags are, so that both have the same errors; here with file and line.
+Later files override earlier ones. How a file is written is in `config.yaml_file`. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_ds.cli.flags import Flag, FlagTable, dashed
+from megatron_ds.cli.scan import ParsedLine, Scanner
+from megatron_ds.config.problems import Problem
+from megatron_ds.config.yaml_file import DEFAULTS, NOT_WRITTEN
+
+if TYPE_CHECKING:
+    from yaml.nodes import Node
+
+SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+NULL = ("", "~", "null")
+NUMBERS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
+"""YAML's spellings of floating-point values."""
+
+
+@dataclass
+class ConfigFiles:
+    """What the files of a command line have together.
+
+    Attributes:
+        values: By option field.
+        given: The fields that are set as by flags; the others of `values` are defaults.
+        origins: By field, file and line of its value.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
+    origins: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    warnings: list[Problem] = field(default_factory=list)
+    unreadable: set[str] = field(default_factory=set)
+
+
+def read(paths: Sequence[str], table: FlagTable) -> ConfigFiles:
+    """Reads files in order."""
+    files = ConfigFiles()
+    for path in paths:
+        reader = _Reader(path, table)
+        reader.read()
+        for name in reader.removed:
+            files.values.pop(name, None)
+            files.given.discard(name)
+        # A default does not override what an earlier file sets.
+        defaults = {k: v for k, v in reader.defaults.items() if k not in files.given}
+        files.values |= defaults | reader.values
+        files.given |= reader.values.keys()
+        files.origins |= {name: reader.origin(name) for name in (*defaults, *reader.values)}
+        files.problems += reader.problems
+        files.warnings += reader.warnings
+        files.unreadable |= reader.unreadable
+    return files
+
+
+class _Reader:
+    """State of reading one file."""
+
+    def __init__(self, path: str, table: FlagTable) -> None:
+        self._path, self._table = path, table
+        self._lines: dict[str, int] = {}
+        """By key, and by field."""
+        self.values: dict[str, Any] = {}
+        self.defaults: dict[str, Any] = {}
+        self.removed: set[str] = set()
+        self.problems: list[Problem] = []
+        self.warnings: list[Problem] = []
+        self.unreadable: set[str] = set()
+
+    def origin(self, name: str) -> str:
+        return f"set in {self._path}:{self._lines[name]}"
+
+    def read(self) -> None:
+        import yaml
+
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                # Plain strings: YAML would make off and no booleans, and 1e-3 a text.
+                root = yaml.compose(file, Loader=yaml.BaseLoader)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            self.problems.append(
+                Problem("config-file-unreadable", "config", path=self._path, reason=reason)
+            )
+            return
+        if root is None:
+            return
+        if not isinstance(root, yaml.MappingNode):
+            self._report(root, Problem("config-file-no-mapping", "config"))
+            return
+        entries, nested = [], []
+        for key, value in root.value:
+            if key.value != DEFAULTS:
+                entries.append((key, value))
+            elif isinstance(value, yaml.MappingNode):
+                nested += value.value
+        line = self._scan(entries)
+        self.values = line.values
+        self.defaults = self._scan(nested).values
+
+    def _scan(self, entries: Sequence[tuple[Node, Node]]) -> ParsedLine:
+        """Reads entries as the flags of one command line."""
+        scanner, direct = Scanner(self._table), dict[str, Any]()
+        line = scanner.line
+        for key, value in entries:
+            number = key.start_mark.line + 1
+            name = str(key.value)
+            flag = self._table.by_name.get(dashed(name))
+            if self._lines.setdefault(name, number) != number:
+                self._report(
+                    key, Problem("config-file-repeated-key", key=name, first=self._lines[name])
+                )
+                continue
+            if flag is not None and flag.field in NOT_WRITTEN:
+                self._report(key, Problem("config-file-key-refused", key=name))
+                continue
+            if flag is not None and flag.field:
+                self._lines[flag.field] = number
+            before = len(line.problems)
+            words = self._words(flag, key, value)
+            if words == [] and flag is not None and flag.nargs == "*":
+                direct[flag.field] = ()
+            elif isinstance(words, list):
+                scanner.read(f"--{name}", words)
+            elif flag is not None and flag.field and words is False:
+                direct[flag.field] = not flag.const
+            elif flag is not None and words is None:
+                self.removed.add(flag.field)
+            line.problems[before:] = [
+                self._located(number, each) for each in line.problems[before:]
+            ]
+        count = len(line.problems)
+        scanner.finish()
+        line.values = direct | line.values
+        self.problems += line.problems[:count]
+        self.problems += [each.with_prefix(f"{self._path}: ") for each in line.problems[count:]]
+        self.warnings += [each.with_prefix(f"{self._path}: ") for each in line.warnings]
+        self.unreadable |= line.unreadable
+        return line
+
+    def _words(self, flag: Flag | None, key: Node, value: Node) -> list[str] | bool | None:
+        """The arguments of a key's flag; False for a switch that is off, None for no value."""
+        import yaml
+
+        if isinstance(value, yaml.MappingNode):
+            self._report(key, Problem("config-file-nested", key=key.value))
+            return False
+        if isinstance(value, yaml.SequenceNode):
+            return list(_scalars(value))
+        text = str(value.value)
+        if value.style is None and text in NULL:
+            return None
+        if flag is not None and flag.nargs == 0:
+            if text.lower() not in SWITCHES:
+                self._report(
+                    key, Problem("config-file-not-a-switch", flag.field, key=key.value, value=text)
+                )
+                self.unreadable.add(flag.field)
+                return None
+            return [] if SWITCHES[text.lower()] else False
+        return [NUMBERS.get(text, text)]
+
+    def _report(self, node: Node, problem: Problem) -> None:
+        self.problems.append(self._located(node.start_mark.line + 1, problem))
+
+    def _located(self, number: int, problem: Problem) -> Problem:
+        return problem.with_prefix(f"{self._path}:{number}: ")
+
+
+def _scalars(sequence: Node) -> Iterator[str]:
+    """The texts of a list, also of one in it."""
+    for node in sequence.value:
+        if isinstance(node.value, str):
+            yield NUMBERS.get(node.value, node.value)
+        else:
+            yield from _scalars(node)

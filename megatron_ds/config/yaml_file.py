@@ -1,0 +1,72 @@
+"""The settings of a run as a YAML file, which --config reads; `cli.config_file` is the reader.
+
+Keys are flags without dashes. The mapping `defaults` has the values that no flag set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_ds.config import GROUPS, Config, flag_of
+from megatron_ds.config.fields import option_fields
+
+FILE_NAME = "config.yaml"
+DEFAULTS = "defaults"
+"""Key of the values that no flag set: defaults, and what a DeepSpeed file or a checkpoint gave."""
+END = "\n...\n"
+"""What YAML writes after a document that is one value."""
+NOT_WRITTEN = frozenset({"config", "print_config"})
+HEADER = """\
+# Settings of pretrain_gpt.py, which --config reads; flags of the command line override them.
+"""
+DEFAULTS_HEADER = f"""
+# No flag set these. They have the values that the run had, even if another version has others.
+{DEFAULTS}:
+"""
+
+
+def dump(config: Config) -> str:
+    """The file of a configuration: every value that a flag can set.
+
+    The size of the vocabulary is written only if it was given, because tokenizers add to it.
+    """
+    given, defaults = [], []
+    for group in GROUPS:
+        entries = dict(_entries(getattr(config, group)))
+        own = {key: value for field, (key, value) in entries.items() if field in config.given}
+        if own:
+            given += [f"\n# {group}\n", *_lines(own)]
+        others = {
+            key: value
+            for field, (key, value) in entries.items()
+            if field not in config.given and field != "vocab_size" and value is not None
+        }
+        if others:
+            defaults += [f"  # {group}\n", *(f"  {line}" for line in _lines(others))]
+    return "".join([HEADER, *given, DEFAULTS_HEADER, *defaults])
+
+
+def _entries(group: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """By field of a group its key and its value."""
+    for item, _ in option_fields(group):
+        value = getattr(group, item.name)
+        if item.name in NOT_WRITTEN or value != value:  # NaN: a required flag that is not given
+            continue
+        if isinstance(value, bool):
+            # The flag of a value that is True by default turns it off.
+            value = value is not (item.default is True)
+        elif isinstance(value, range):
+            value = f"{value.start}-{value[-1]}"
+        yield item.name, (flag_of(item.name).removeprefix("--"), value)
+
+
+def _lines(values: dict[str, Any]) -> Iterator[str]:
+    import yaml
+
+    for key, value in values.items():
+        plain = list(value) if isinstance(value, tuple) else value
+        text = yaml.safe_dump(
+            plain, default_flow_style=True, width=float("inf"), allow_unicode=True
+        )
+        yield f"{key}: {text.removesuffix(END)}\n" if text.endswith(END) else f"{key}: {text}"

@@ -1,0 +1,132 @@
+"""Files of --config: every value survives, precedence, and errors with file and line."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.cli.arguments import build_config, parse
+from megatron_ds.config import Config, yaml_file
+from megatron_ds.config.problems import Problem
+from tests.problems import codes
+
+BASE = (
+    "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --micro-batch-size 2 "
+    "--lr 1e-3 --train-iters 4 --data-path x --tokenizer-type NullTokenizer --vocab-size 9 "
+)
+
+
+def built(line: str) -> tuple[Config, list[Problem], list[str]]:
+    """Configuration, problems and warnings of a command line."""
+    warnings: list[str] = []
+    config, problems = build_config(shlex.split(line), world_size=1, warn=warnings.append)
+    return config, problems, warnings
+
+
+def written(folder: Path, content: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(content, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--bf16 --disable-bias-linear --no-save-optim --untie-embeddings-and-output-weights",
+        "--lr-warmup-fraction 0.1 --min-lr 3.3333333333333335e-05 --adam-eps 1e-300 --clip-grad 0",
+        "--train-data-path 0.3 'a b' 0.7 'ä: #off' --loss-scale 12",
+        "--save null --load off --memory-check off --rampup-batch-size 2 2 8 --profile-ranks 0 3",
+        "--global-batch-size 16 --zero-stage 3 --cpu-optimizer --eval-interval 7 --fp16",
+        "--curriculum-seqlen 4 8 10 --split 90,5,5 --save ~ --tensorboard-dir 'a\n b'",
+    ],
+)
+def test_a_written_file_repeats_the_settings(line: str, tmp_path: Path) -> None:
+    config, problems, warnings = built(BASE + line)
+    path = written(tmp_path, yaml_file.dump(config))
+    again, problems_again, warnings_again = built(f"--config {path}")
+
+    runtime = dataclasses.replace(again.runtime, config=None)
+    given = again.given - {"config"}
+    assert dataclasses.replace(again, runtime=runtime, given=given) == config
+    assert codes(problems_again) == codes(problems)
+    assert len(warnings_again) == len(warnings)
+    assert yaml_file.dump(again) == path.read_text("utf-8")
+
+
+def test_flags_override_files_and_files_earlier_ones(tmp_path: Path) -> None:
+    first = written(tmp_path, "lr: 1\nmin_lr: 0.1\nbf16: true\nsplit: 1,1,1\nseed: 5\n", "a.yaml")
+    second = written(
+        tmp_path, "min-lr: 0.2\nbf16: false\nsplit: null\ndefaults: {seed: 6, log-interval: 7}\n"
+    )
+    line = BASE.replace("--lr 1e-3", "--lr 2")
+    config, problems, warnings = built(f"{line} --config {first} {second}")
+
+    assert not problems
+    assert not warnings
+    assert (config.optimizer.lr, config.schedule.min_lr, config.runtime.seed) == (2, 0.2, 5)
+    assert not config.precision.bf16
+    assert config.data.split is None
+    assert config.logging.log_interval == 7
+    assert {"seed", "min_lr", "lr"} <= config.given
+    assert config.given.isdisjoint({"log_interval", "split"})
+
+
+def test_problems_name_file_and_line(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "hiden-size: 64\n"
+        "bf16: maybe\n"
+        "lr: abc\n"
+        "lr: 3\n"
+        "config: x\n"
+        "model:\n"
+        "  a: 1\n"
+        "weight-decay: -3\n"
+        "lr-decay-style: cosin\n",
+    )
+    empty, broken = written(tmp_path, "", "e.yaml"), written(tmp_path, "a: {", "b.yaml")
+    listed = written(tmp_path, "- a\n", "l.yaml")
+    paths = [path, empty, broken, listed, tmp_path / "none.yaml"]
+    _, problems, _ = built(f"{BASE} --config {' '.join(map(str, paths))}")
+
+    located = {each.code: str(each) for each in problems}
+    for code, line in {
+        "unknown-flag": 1,
+        "config-file-not-a-switch": 2,
+        "not-a-number": 3,
+        "config-file-repeated-key": 4,
+        "config-file-key-refused": 5,
+        "config-file-nested": 6,
+        "out-of-range": 8,
+        "invalid-choice": 9,
+    }.items():
+        assert f"{path}:{line}" in located.pop(code)
+    assert "--hidden-size" in str(problems)
+    assert f"{listed}:1" in located.pop("config-file-no-mapping")
+    assert located.keys() == {"config-file-unreadable"}
+    unreadable = [str(each) for each in problems if each.code == "config-file-unreadable"]
+    assert [str(broken) in unreadable[0], "none.yaml" in unreadable[1]] == [True, True]
+
+
+def test_a_contradiction_names_the_line_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, "\nfp16: true\n")
+    _, problems, _ = built(f"{BASE} --bf16 --config {path}")
+    assert [f"--fp16 is set in {path}:2" in str(each) for each in problems] == [True]
+
+
+def test_print_config_prints_a_file_and_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse([*shlex.split(BASE), "--print-config"])
+    first = capsys.readouterr().out
+    path = written(tmp_path, first)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse(["--config", str(path), "--print-config"])
+    assert capsys.readouterr().out == first
+    assert "\nnum-layers: 2\n" in first
+    assert "\n  adam-beta1: 0.9\n" in first
