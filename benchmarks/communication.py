@@ -35,6 +35,7 @@ OPERATIONS = {
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
     "reduce_": ("reduce", 1),
     "broadcast_": ("broadcast", 1),
+    "alltoall_base_": ("all-to-all", 1),
     "send": ("send", 1),
 }
 """Operator of torch.distributed -> name, and how often each rank sends the message on a ring."""
@@ -169,13 +170,13 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
             tensor_model_parallel_size=setting.tp, pipeline_model_parallel_size=setting.pp
         ),
     )
-    engine = build_engine(_as_a_large_model(config), mesh, torch.device("cpu"))
+    engine = build_engine(as_a_large_model(config), mesh, torch.device("cpu"))
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     batch = DeviceBatch(tokens, tokens, None, 0)
     plan = StepPlan(1, samples, setting.accumulation, 1e-3, 0.0, seq_length=16)
     # The first step is different: ZeRO-3 learns the order of the layers in it.
     engine.train_step(itertools.repeat(batch), plan)
-    log, kept = _message_log(), Counter[str]()
+    log, kept = message_log(NEGLIGIBLE), Counter[str]()
     take_step = engine._engine._take_model_step
 
     def step(*arguments: Any) -> None:
@@ -201,7 +202,7 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
     }
 
 
-def _as_a_large_model(config: Any) -> Any:
+def as_a_large_model(config: Any) -> Any:
     """With limits of ZeRO-3 that a small model exceeds as a large one exceeds the usual ones."""
     import dataclasses
     import json
@@ -222,8 +223,12 @@ def _as_a_large_model(config: Any) -> Any:
         return merge_file(dataclasses.replace(config, deepspeed=deepspeed), world_size)[0]
 
 
-def _message_log() -> Any:
-    """A dispatch mode that adds up the messages of torch.distributed's operators."""
+def message_log(negligible: int) -> Any:
+    """A dispatch mode that adds up the messages of torch.distributed's operators.
+
+    Args:
+        negligible: Bytes of the largest messages that are not counted.
+    """
     import torch
     import torch.distributed as dist
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -243,7 +248,7 @@ def _message_log() -> Any:
                 group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
                 is_alone = dist.ProcessGroup.unbox(group).size() == 1
                 bytes_ = max(map(_bytes, args[:2]))
-                if bytes_ > NEGLIGIBLE and not is_alone:
+                if bytes_ > negligible and not is_alone:
                     self.messages[operation] += bytes_
             return func(*args, **(kwargs or {}))
 

@@ -62,6 +62,7 @@ def build_config(
         given=frozenset(files.given | line.values.keys()),
         origins={k: v for k, v in files.origins.items() if k not in line.values},
     )
+    world_size = config.runtime.dry_run or world_size
     unreadable = line.unreadable | (files.unreadable - line.values.keys())
     problems: list[Problem] = []
     if complete is not None:
@@ -71,7 +72,7 @@ def build_config(
         *config.problems(world_size),
         *schedule_validation.problems(config, config.parallel.data_parallel_size(world_size)),
     ]
-    if check is not None and not config.runtime.print_config:
+    if check is not None and not (config.runtime.print_config or config.runtime.dry_run):
         problems += check(config, world_size, not problems, warn)
     sound = [
         config.with_origin(problem)

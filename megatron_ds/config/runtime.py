@@ -24,6 +24,12 @@ class RuntimeConfig:
         "print the settings, defaults included, as a file for --config, and exit; neither data nor "
         "machine are checked",
     )
+    dry_run: int | None = option_field(
+        None,
+        "check the settings for N processes, print what such a run will need and take, and exit; "
+        "tools/plan.py has more options",
+        minimum=1,
+    )
     seed: int = option_field(
         1234, "random seed of weights, data order and dropout", minimum=0, below=1 << 32
     )

@@ -87,6 +87,9 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
             complete=complete,
             check=check,
         )
+        if config.runtime.dry_run is not None:
+            _print_plan(config, config.runtime.dry_run)
+            return
         startup.mark("settings")
         cpp_ops.require_no_stale_locks(ops)
         from megatron_ds.training import setup  # torch takes seconds to import
@@ -97,3 +100,11 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         code = setup.pretrain(config, inputs, extensions, life, startup)
     if code:
         sys.exit(code)
+
+
+def _print_plan(config: Config, world_size: int) -> None:
+    """Prints what a run will need and take, on the first rank."""
+    if environment.rank() == 0:
+        from megatron_ds.planning import plan_report  # imports torch
+
+        plan_report.print_plan(config, world_size)

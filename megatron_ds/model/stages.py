@@ -7,6 +7,7 @@ norm and the output layer. Pure arithmetic, the same on every rank; imports no t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from megatron_ds.config import ModelConfig, MoEConfig, ParallelConfig
 from megatron_ds.model.flops import DENSE, expert_parameters_per_rank, parameter_sizes
 
 
+@functools.cache
 def layers_per_stage(
     model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig = DENSE
 ) -> tuple[int, ...]:
@@ -75,9 +77,10 @@ def stage_parameters(
     return stages
 
 
+@functools.cache
 def rank_parameters(
     model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig = DENSE
-) -> list[int]:
+) -> tuple[int, ...]:
     """Parameters of each pipeline rank, on one tensor-parallel rank.
 
     Args:
@@ -93,10 +96,11 @@ def rank_parameters(
     if {0, len(stages) - 1} <= {*parallel.stages_of_ranks[0]} and len(stages) > 1:
         tied = not model.untie_embeddings_and_output_weights  # both stages use one copy
         result[0] -= tied * model.padded_vocab(tp_size) // tp_size * model.hidden_size
-    return result
+    return tuple(result)
 
 
-def rank_experts(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> list[int]:
+@functools.cache
+def rank_experts(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> tuple[int, ...]:
     """Parameters of the experts of each pipeline rank. Arguments as for `rank_parameters`."""
     tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     ends = [0, *itertools.accumulate(layers_per_stage(model, parallel, moe))]
@@ -107,7 +111,7 @@ def rank_experts(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -
         for end in ends
     ]
     counts = [after - before for before, after in itertools.pairwise(up_to)]
-    return [sum(counts[stage] for stage in held) for held in parallel.stages_of_ranks]
+    return tuple(sum(counts[stage] for stage in held) for held in parallel.stages_of_ranks)
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:

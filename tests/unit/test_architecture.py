@@ -33,7 +33,7 @@ ALLOWED = {
     "data": "config fileio tokenizer",
     "model": "config parallel",
     "evaluation": "cli config data inference launch model parallel preprocess tokenizer",
-    "extend": "cli config data launch loading model parallel train_state training",
+    "extend": "cli config data launch loading model parallel planning train_state training",
     "engine": "config data fileio launch model parallel train_state",
     "preprocess": "config data fileio tokenizer",
     "checkpoint": "config data engine fileio launch model parallel tokenizer train_state",
@@ -41,7 +41,7 @@ ALLOWED = {
     "conversion": "checkpoint config data engine fileio model parallel tokenizer",
     "inference": "checkpoint cli config conversion fileio launch loading model parallel tokenizer",
     "loading": "checkpoint config conversion engine fileio schedules tokenizer train_state",
-    "planning": "config engine launch model parallel",
+    "planning": "config engine launch model parallel schedule_validation tokenizer",
     "reports": "checkpoint config training",
     "training": "checkpoint config data engine evaluation fileio launch loading model parallel "
     "planning schedule_validation schedules tokenizer train_state",

@@ -105,5 +105,7 @@ def test_parameters_of_stages_are_those_of_their_models(
         pipeline_model_parallel_size=2, pipeline_schedule="dualpipev", pp_partition_method="1,3,2,1"
     )
     models = [build_model(config, stages=each, moe=moe) for each in folded]
-    assert rank_parameters(config, parallel, moe) == [count(model) for model in models]
-    assert rank_experts(config, parallel, moe) == [count(model, ".experts.") for model in models]
+    assert rank_parameters(config, parallel, moe) == tuple(map(count, models))
+    assert rank_experts(config, parallel, moe) == tuple(
+        count(model, ".experts.") for model in models
+    )

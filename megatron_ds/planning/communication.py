@@ -1,0 +1,181 @@
+"""What a rank sends in a training step, from the configuration alone.
+
+Counts the messages that hold parameters, gradients and hidden states, with the sizes that
+torch.distributed sees; not the few bytes of a step's norms and flags.
+`tests/dist/test_planned_communication.py` compares them with the messages of trained steps.
+
+Shapes: T tokens of a micro-batch on this rank, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config import Config
+from megatron_ds.config.fields import in_effect
+from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
+from megatron_ds.planning.memory_inputs import FP32, memory_inputs
+
+RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+"""How often a rank sends a message on a ring of many ranks; (n - 1) / n of that on n ranks."""
+
+LOSS_STATISTICS = 2
+"""Numbers of each token that the ranks with parts of the vocabulary exchange for the loss."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Messages of one kind in a step of one rank."""
+
+    operation: str
+    """all-reduce, all-gather, reduce-scatter, all-to-all, or send (to one rank)."""
+    axis: str
+    """Parallel axis whose ranks take part: tp, sp, ep, pp, dp, or those of `axis_groups`."""
+    what: str
+    """What the messages hold."""
+    size: int
+    """Bytes of all messages together, each counted once: the whole tensor of all ranks."""
+    ranks: int
+    """Ranks that take part."""
+    overlaps: bool = False
+    """Whether the messages are sent while the backward or forward pass computes."""
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sends on a ring."""
+        if self.operation == "send":
+            return float(self.size)
+        return self.size * RING[self.operation] * (self.ranks - 1) / self.ranks
+
+
+def step_traffic(config: Config, dp_size: int, device: str, pp_rank: int = 0) -> list[Traffic]:
+    """The messages of a step at the run's final batch size.
+
+    Args:
+        config: Complete configuration, with the vocabulary size.
+        dp_size: Data-parallel size.
+        device: Kind of device, such as "cpu".
+        pp_rank: Pipeline rank.
+    """
+    messages = _Messages(config, dp_size, device, pp_rank)
+    parts = (
+        messages.gradients_and_parameters(),
+        messages.of_tensor_parallelism(),
+        messages.of_ulysses(),
+        messages.of_experts(),
+        messages.of_stages(),
+    )
+    return [each for part in parts for each in part if each.size and each.ranks > 1]
+
+
+def micro_batches(config: Config, dp_size: int) -> int:
+    """Micro-batches of a step on each data-parallel rank, at the final batch size."""
+    samples = config.final_global_batch_size(dp_size)
+    return max(1, samples // (config.schedule.micro_batch_size * dp_size))
+
+
+class _Messages:
+    def __init__(self, config: Config, dp_size: int, device: str, pp_rank: int) -> None:
+        self.config, self.model, self.parallel = config, config.model, in_effect(config.parallel)
+        self.inputs = memory_inputs(config, dp_size, device)
+        self.dp_size, self.pp_rank = dp_size, pp_rank
+        self.replicas = self.inputs.dp_size
+        self.tp_size, self.sp_size = self.inputs.tp_size, self.inputs.sp_size
+        self.count = micro_batches(config, dp_size)
+        of_ranks = self.parallel.stages_of_ranks
+        stages = layers_per_stage(config.model, config.parallel, config.moe)
+        self.own = of_ranks[pp_rank]
+        self.stages = len(stages)
+        self.layers = sum(stages[stage] for stage in self.own)
+        self.tokens = config.schedule.micro_batch_size * config.model.seq_length // self.sp_size
+        self.stream = self.tokens * config.model.hidden_size * self.inputs.param_bytes
+        """Bytes of the hidden states of a micro-batch, [T, H]."""
+        self.is_recomputed = config.recompute.recompute_granularity == "full"
+
+    def gradients_and_parameters(self) -> Iterator[Traffic]:
+        """Of data parallelism, by ZeRO stage. Experts have fewer replicas."""
+        size = rank_parameters(self.model, self.parallel, self.config.moe)[self.pp_rank]
+        experts, ep_size = 0, self.config.expert_parallel_size
+        if ep_size > 1:
+            experts = rank_experts(self.model, self.parallel, self.config.moe)[self.pp_rank]
+        for elements, axis, ranks in (
+            (size - experts, "dp_sp", self.replicas),
+            (experts, "expert_dp", self.replicas // ep_size),
+        ):
+            yield from self._of_replicas(elements, axis, ranks)
+
+    def _of_replicas(self, elements: int, axis: str, ranks: int) -> Iterator[Traffic]:
+        stage, zero = self.inputs.zero_stage, self.inputs.zero
+        gradients = elements * self.inputs.reduction_bytes
+        parameters = elements * self.inputs.param_bytes
+        overlaps = bool(zero.get("overlap_comm")) or stage == 3
+        if stage == 3:
+            gathers = self.count * 2 * parameters
+            yield Traffic("reduce-scatter", axis, "gradients", self.count * gradients, ranks, True)
+            yield Traffic("all-gather", axis, "parameters", gathers, ranks, True)
+            return
+        times = self.count if stage == 2 else 1
+        is_hidden = overlaps and stage == 2
+        yield Traffic("all-reduce", axis, "gradients", times * gradients, ranks, is_hidden)
+        if stage > 0:
+            yield Traffic("all-gather", axis, "parameters", parameters, ranks)
+
+    def of_tensor_parallelism(self) -> Iterator[Traffic]:
+        """Two sums per layer and direction, one of the embedding and one of the output layer."""
+        size, first, last = self.tp_size, 0 in self.own, self.stages - 1 in self.own
+        hidden, tokens = "hidden states", self.tokens * last
+        statistics = self.count * LOSS_STATISTICS * FP32 * tokens * size
+        yield Traffic("all-gather", "tp", "loss statistics", statistics, size)
+        if not self.parallel.sequence_parallel:
+            # Recomputation ends before the last sum of a layer, which no gradient needs.
+            sums = self.layers * (5 if self.is_recomputed else 4) + first + last
+            yield Traffic("all-reduce", "tp", hidden, self.count * sums * self.stream, size)
+            return
+        # What a projection has gathered is gathered again for the gradient of its weight.
+        gathers = self.layers * (8 if self.is_recomputed else 6) + 2 * last
+        scatters = self.layers * (6 if self.is_recomputed else 4) + first + last
+        yield Traffic("all-gather", "tp", hidden, self.count * gathers * self.stream, size)
+        yield Traffic("reduce-scatter", "tp", hidden, self.count * scatters * self.stream, size)
+        vectors = 1 if self.model.normalization == "RMSNorm" else 2
+        norms = self.layers * 2 + last + first * self.model.embed_layernorm
+        elements = norms * vectors * self.model.hidden_size
+        if first and self.model.position_embedding_type == "learned_absolute":
+            elements += self.model.num_positions * self.model.hidden_size
+        replicated = self.count * elements * self.inputs.param_bytes
+        yield Traffic("all-reduce", "tp", "gradients of replicated parameters", replicated, size)
+
+    def of_ulysses(self) -> Iterator[Traffic]:
+        """Queries, keys and values before attention, its output after it, and their gradients."""
+        q = self.model.num_attention_heads * self.model.head_dim // self.tp_size
+        kv = self.model.kv_heads * self.model.head_dim // self.tp_size
+        kv = max(kv, self.sp_size * self.model.head_dim) if self.sp_size > 1 else kv
+        exchanged = self.tokens * self.inputs.param_bytes * (2 * q + 2 * kv)
+        passes = 3 if self.is_recomputed else 2
+        size = self.count * self.layers * passes * exchanged
+        yield Traffic("all-to-all", "sp", "heads", size, self.sp_size)
+
+    def of_experts(self) -> Iterator[Traffic]:
+        """Tokens to their experts and back, in both directions, if all experts get as many."""
+        ep_size, moe = self.config.expert_parallel_size, self.config.moe
+        sparse = -(-self.layers // moe.expert_interval) if moe.is_used else 0
+        passes = 3 if self.is_recomputed else 2
+        routed = self.stream * moe.moe_router_topk * 2 * passes
+        yield Traffic("all-to-all", "ep", "routed tokens", self.count * sparse * routed, ep_size)
+
+    def of_stages(self) -> Iterator[Traffic]:
+        """Hidden states to the next stage, their gradients to the one before."""
+        stages, ranks = self.stages, len(self.parallel.stages_of_ranks)
+        if ranks == 1:
+            return
+        own = set(self.own)
+        edges = [(stage, stage + 1) for stage in range(stages - 1)]
+        # Both ends of an edge may be on one rank, as the middle ones of dualpipev.
+        sends = sum((a in own) != (b in own) for a, b in edges)
+        yield Traffic("send", "pp", "hidden states", self.count * sends * self.stream, ranks)
+        ends = {0, stages - 1} & own
+        if not self.model.untie_embeddings_and_output_weights and len(ends) == 1:
+            table = self.model.padded_vocab(self.tp_size) // self.tp_size * self.model.hidden_size
+            yield Traffic(
+                "all-reduce", "embedding", "gradient of the tied embedding", table * FP32, 2
+            )

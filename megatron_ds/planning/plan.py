@@ -1,0 +1,248 @@
+"""What a run will need and take, computed from its settings: for any number of processes.
+
+Parameters, states and messages follow from the settings. Times are a model: every product at a
+share of the device's peak, every message at the rate of its links, nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ds.config import Config
+from megatron_ds.engine.ds_config.generate import build_ds_config
+from megatron_ds.model import flops
+from megatron_ds.model.stages import layers_per_stage, rank_parameters
+from megatron_ds.planning.communication import Traffic, micro_batches, step_traffic
+from megatron_ds.planning.hardware import Hardware
+from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
+from megatron_ds.planning.memory_inputs import DTYPE_BYTES, FP32, memory_inputs
+
+AXES = ("pp", "dp", "ep", "sp", "tp")
+"""From the slowest to the fastest: neighbouring ranks are tensor-parallel."""
+BACKWARD = 2 / 3
+"""Share of the backward pass, during which gradients are averaged, in a step's products."""
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """Messages of a step and the links that they take."""
+
+    traffic: Traffic
+    between: bool
+    """Whether the ranks are on several machines."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run of some settings on some devices. Sizes are in bytes, times in seconds per step."""
+
+    config: Config
+    world_size: int
+    hardware: Hardware
+    sizes: dict[str, int]
+    """Of the parallel axes, in the order of `AXES`."""
+    layers: tuple[int, ...]
+    """Transformer layers of each stage."""
+    parameters: int
+    """Of the complete model."""
+    rank_parameters: tuple[int, ...]
+    """Of each pipeline rank, on one tensor-parallel rank."""
+    memory: MemoryEstimate
+    """Of the rank that needs the most."""
+    links: tuple[Link, ...]
+    """Of the pipeline rank that communicates the longest."""
+    micro_batches: int
+    samples: int
+    """Per step."""
+    flops: int
+    """Of a step on all ranks, without recomputation."""
+    compute: float
+    """Products of a rank, recomputation included."""
+    bubble: float
+    """Share of a step in which a pipeline rank idles."""
+    optimizer: float
+    """The optimizer step, which reads and writes the states."""
+    exposed: float
+    """Communication that is not hidden behind computation."""
+
+    @property
+    def dp_size(self) -> int:
+        """Ranks with different samples."""
+        return self.sizes["dp"] * self.sizes["ep"]
+
+    @property
+    def seconds(self) -> float:
+        return self.compute / (1 - self.bubble) + self.exposed + self.optimizer
+
+    @property
+    def tokens(self) -> int:
+        """Per step."""
+        return self.samples * self.config.model.seq_length
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """10^12 operations per second and device, without recomputation, as the log shows them."""
+        return self.flops / self.seconds / self.world_size / 1e12
+
+    @property
+    def mfu(self) -> float:
+        return self.tflops / self.hardware.tflops(self.config.precision.name)
+
+    def days(self, tokens: float) -> float:
+        return tokens / self.tokens_per_second / DAY
+
+    @property
+    def weights_size(self) -> int:
+        """Weights of a checkpoint."""
+        return self.parameters * DTYPE_BYTES[self.config.precision.name]
+
+    @property
+    def checkpoint_size(self) -> int:
+        """A complete checkpoint: weights, and master weights and moments in fp32."""
+        moments = memory_inputs(self.config, self.dp_size, self.hardware.kind).moments
+        master = 0 if self.config.precision.name == "fp32" else FP32
+        return self.weights_size + self.parameters * (master + moments * FP32)
+
+    def ds_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration, as the run would write it."""
+        return build_ds_config(self.config, self.dp_size, self.hardware.kind)
+
+    def coordinates(self, rank: int) -> tuple[int, ...]:
+        """The positions of a rank along `AXES`."""
+        found = []
+        for axis in reversed(AXES):
+            rank, position = divmod(rank, self.sizes[axis])
+            found.append(position)
+        return tuple(reversed(found))
+
+    def rank_map(self) -> Iterator[tuple[int, ...]]:
+        """The coordinates of every rank."""
+        return map(self.coordinates, range(self.world_size))
+
+
+def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
+    """Plans a run.
+
+    Args:
+        config: Complete configuration without problems, with the vocabulary size.
+        world_size: Number of processes.
+        hardware: Their devices.
+    """
+    dp_size = config.parallel.data_parallel_size(world_size)
+    axes = config.axis_sizes
+    sizes = {name: axes.get(f"{name}_size", dp_size // axes["ep_size"]) for name in AXES}
+    memory = planned_memory(config, dp_size, hardware.kind)
+    count = micro_batches(config, dp_size)
+    layers = layers_per_stage(config.model, config.parallel, config.moe)
+    compute = _compute_seconds(config, sizes, layers, count, hardware)
+    own_layers = [sum(layers[stage] for stage in own) for own in config.parallel.stages_of_ranks]
+    longest = {0, own_layers.index(max(own_layers)), sizes["pp"] - 1}
+    by_rank = [
+        tuple(
+            Link(each, *_link_time(each, sizes, hardware))
+            for each in step_traffic(config, dp_size, hardware.kind, pp_rank)
+        )
+        for pp_rank in sorted(longest)
+    ]
+    links = max(by_rank, key=lambda links: sum(link.seconds for link in links))
+    samples = config.final_global_batch_size(dp_size)
+    padded = config.model.padded_vocab(sizes["tp"])
+    states = sum(memory.device.values())
+    return Plan(
+        config=config,
+        world_size=world_size,
+        hardware=hardware,
+        sizes=sizes,
+        layers=layers,
+        parameters=flops.parameters_per_rank(config.model, 1, config.moe),
+        rank_parameters=rank_parameters(config.model, config.parallel, config.moe),
+        memory=memory,
+        links=links,
+        micro_batches=count,
+        samples=samples,
+        flops=samples * flops.model_flops_per_sample(config.model, padded, config.moe),
+        compute=compute,
+        bubble=_bubble(config, sizes["pp"], count),
+        optimizer=2 * states / hardware.memory_rate,
+        exposed=_exposed(links, compute),
+    )
+
+
+def _compute_seconds(
+    config: Config, sizes: dict[str, int], layers: Sequence[int], count: int, hardware: Hardware
+) -> float:
+    """Products of the pipeline rank that has the most."""
+    model, moe = config.model, config.moe
+    padded = model.padded_vocab(sizes["tp"])
+    whole = flops.model_flops_per_sample(model, padded, moe)
+    head = flops.model_flops_per_sample(dataclasses.replace(model, num_layers=0), padded, moe)
+    of_layers = (whole - head) * (4 / 3 if config.recompute.recompute_granularity == "full" else 1)
+    slowest = max(
+        sum(layers[stage] * of_layers / model.num_layers for stage in own)
+        + (head if len(layers) - 1 in own else 0)
+        for own in config.parallel.stages_of_ranks
+    )
+    rate = hardware.tflops(config.precision.name) * 1e12 * hardware.efficiency
+    samples = count * config.schedule.micro_batch_size
+    return samples * slowest / (sizes["tp"] * sizes["sp"]) / rate
+
+
+def _bubble(config: Config, ranks: int, count: int) -> float:
+    """Idle share of a pipeline rank: of 1F1B by Narayanan et al. 2021, section 2.2.
+
+    That of DualPipeV is a line through the values of docs/pipeline.md, from DeepSpeed's lists of
+    instructions.
+    """
+    if ranks == 1:
+        return 0.0
+    idle = ranks - 1 if config.parallel.num_stages == ranks else 0.65 * ranks - 0.8
+    return idle / (count + idle)
+
+
+def _link_time(traffic: Traffic, sizes: dict[str, int], hardware: Hardware) -> tuple[bool, float]:
+    """Whether messages leave a machine, and the seconds that they take.
+
+    Ranks of a group that share a machine send to others over all of their network cards.
+    """
+    stride = _stride(traffic.axis, sizes)
+    inside = max(1, min(traffic.ranks, hardware.per_machine // stride))
+    if inside >= traffic.ranks:
+        return False, traffic.sent / hardware.inside
+    rate = min(hardware.inside, inside * hardware.between)
+    return True, traffic.sent / rate
+
+
+def _stride(axis: str, sizes: dict[str, int]) -> int:
+    """Distance of neighbouring ranks of an axis."""
+    tp, sp, ep, dp = (sizes[name] for name in ("tp", "sp", "ep", "dp"))
+    strides = {"tp": 1, "sp": tp, "dp_sp": tp, "expert_dp": tp, "ep": tp * sp}
+    return strides.get(axis, tp * sp * ep * dp)  # of stages
+
+
+def _exposed(links: tuple[Link, ...], compute: float) -> float:
+    """Communication that computation does not hide.
+
+    Sends between stages are hidden, except for what the bubble counts.
+    """
+    hidden = sum(link.seconds for link in links if link.traffic.overlaps)
+    serial = sum(
+        link.seconds
+        for link in links
+        if not link.traffic.overlaps and link.traffic.operation != "send"
+    )
+    return serial + max(0.0, hidden - BACKWARD * compute)
+
+
+def with_values(config: Config, **values: Any) -> Config:
+    """A copy with other values, as if flags had set them."""
+    changed = config.with_values(values)
+    return dataclasses.replace(changed, given=config.given | values.keys())

@@ -1,0 +1,147 @@
+#!/usr/bin/env python
+"""What a run will need and take: memory, communication, time, for any number of processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds import cli
+from megatron_ds.cli import arguments
+from megatron_ds.config import Config
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem
+from megatron_ds.engine.ds_config.merge import merge_file
+from megatron_ds.planning import plan_report
+from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
+from megatron_ds.planning.plan import make_plan, with_values
+from megatron_ds.planning.suggest import suggest
+from megatron_ds.tokenizer import build_tokenizer
+
+UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MIB": 2**20, "GIB": 2**30}
+SIZE = re.compile(r"([0-9.]+)\s*([A-Za-z]*)")
+PLANNED_RATE = 1e-4
+"""Learning rate of a plan, on which nothing depends."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Plans a run on any number of processes in one: ranks, memory, communication, time.
+
+    Nothing is started, and data need not exist. Parameters, states and messages follow from the
+    settings; times assume a share of the device's peak, and are lower bounds where data or
+    checkpoints limit a run.
+
+        python tools/plan.py --world-size 512 --hardware h100 --suggest FLAGS OF pretrain_gpt.py
+
+    All other flags are those of pretrain_gpt.py, of which --lr, the length of the run and the data
+    may be left out.
+    """
+
+    world_size: int = option_field(1, "number of processes of the run", minimum=1)
+    hardware: str = option_field(
+        DEFAULT, "kind of device (docs/planning.md lists their rates)", choices=tuple(HARDWARE)
+    )
+    device_memory: str | None = option_field(
+        None, "memory of a device, such as 80GB or 75GiB (default: that of --hardware)"
+    )
+    peak_tflops: float | None = option_field(
+        None, "peak of a device in 10^12 operations per second", above=0
+    )
+    efficiency: float | None = option_field(
+        None,
+        "share of the peak that products reach; TFLOPS of a log / the peak calibrates it",
+        above=0,
+        maximum=1,
+    )
+    devices_per_machine: int | None = option_field(None, "devices of a machine", minimum=1)
+    tokens: float | None = option_field(
+        None, "tokens of the complete training, such as 15e12, whose days are shown", above=0
+    )
+    suggest: bool = option_field(False, "list layouts that fit the device, the fastest first")
+    print_json: bool = option_field(
+        False, "print JSON, which also has the position of every rank", flag="json"
+    )
+    plot: str | None = option_field(
+        None, "draw the memory by component into this file (PNG or SVG)", metavar="FILE"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.device_memory is not None and _bytes_of(self.device_memory) is None:
+            yield Problem("not-a-size", "device_memory", value=self.device_memory)
+
+    @property
+    def device(self) -> Hardware:
+        """The device with the given rates."""
+        device = HARDWARE[self.hardware]
+        changes: dict[str, float | int | None] = {
+            "memory": None if self.device_memory is None else _bytes_of(self.device_memory),
+            "tflops_16": self.peak_tflops,
+            "tflops_32": self.peak_tflops,
+            "efficiency": self.efficiency,
+            "per_machine": self.devices_per_machine,
+        }
+        given = {name: value for name, value in changes.items() if value is not None}
+        return dataclasses.replace(device, **given)  # type: ignore[arg-type]
+
+
+def _bytes_of(text: str) -> float | None:
+    """Bytes of a text such as 80GB; None if it is none."""
+    found = SIZE.fullmatch(text.strip())
+    unit = UNITS.get(found[2].upper()) if found else None
+    try:
+        return None if found is None or unit is None else float(found[1]) * unit
+    except ValueError:
+        return None
+
+
+def _complete(
+    config: Config, world_size: int, warn: Callable[[str], None]
+) -> tuple[Config, list[Problem]]:
+    """Fills in the DeepSpeed file, and what a plan does not depend on."""
+    config, problems = merge_file(config, world_size, warn)
+    schedule = config.schedule
+    if schedule.train_iters is schedule.train_samples is schedule.train_tokens is None:
+        config = with_values(config, train_iters=1)
+    if "lr" not in config.given:
+        config = with_values(config, lr=PLANNED_RATE)
+    if not any(name.endswith("data_path") for name in config.given):
+        config = with_values(config, data_path=("planned",))
+    return config, problems
+
+
+def main(argv: Sequence[str]) -> None:
+    training: list[str] = []
+    options = cli.parse(Options, argv, unknown=training)
+    config = arguments.parse(
+        training, world_size=options.world_size, complete=_complete, program="plan.py"
+    )
+    tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
+    config = config.with_vocab(tokenizer.vocab_size)
+    plan = make_plan(config, options.world_size, options.device)
+    found = suggest(config, options.world_size, options.device) if options.suggest else []
+    if options.print_json:
+        print(json.dumps(plan_report.as_json(plan, options.tokens, found), indent=1))
+    else:
+        print(plan_report.text(plan, options.tokens), end="")
+        if options.suggest:
+            print(f"\nlayouts\n{plan_report.suggestions_text(found)}", end="")
+    if options.plot is not None:
+        plan_report.draw_memory(plan, Path(options.plot))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
