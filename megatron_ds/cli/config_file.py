@@ -31,7 +31,7 @@ class ConfigFiles:
     Attributes:
         values: By option field.
         given: The fields that are set as by flags; the others of `values` are defaults.
-        origins: By field, file and line of its value.
+        origins: By given field, file and line of its value.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -50,12 +50,13 @@ def read(paths: Sequence[str], table: FlagTable) -> ConfigFiles:
         reader.read()
         for name in reader.removed:
             files.values.pop(name, None)
+            files.origins.pop(name, None)
             files.given.discard(name)
         # A default does not override what an earlier file sets.
         defaults = {k: v for k, v in reader.defaults.items() if k not in files.given}
         files.values |= defaults | reader.values
         files.given |= reader.values.keys()
-        files.origins |= {name: reader.origin(name) for name in (*defaults, *reader.values)}
+        files.origins |= {name: reader.origin(name) for name in reader.values}
         files.problems += reader.problems
         files.warnings += reader.warnings
         files.unreadable |= reader.unreadable
@@ -77,7 +78,9 @@ class _Reader:
         self.unreadable: set[str] = set()
 
     def origin(self, name: str) -> str:
-        return f"set in {self._path}:{self._lines[name]}"
+        # Some flags also set the field of another one.
+        line = f":{self._lines[name]}" if name in self._lines else ""
+        return f"set in {self._path}{line}"
 
     def read(self) -> None:
         import yaml
@@ -99,10 +102,10 @@ class _Reader:
             return
         entries, nested = [], []
         for key, value in root.value:
-            if key.value != DEFAULTS:
-                entries.append((key, value))
-            elif isinstance(value, yaml.MappingNode):
+            if key.value == DEFAULTS and isinstance(value, yaml.MappingNode):
                 nested += value.value
+            elif key.value != DEFAULTS or value.value not in NULL:
+                entries.append((key, value))
         line = self._scan(entries)
         self.values = line.values
         self.defaults = self._scan(nested).values
@@ -153,7 +156,8 @@ class _Reader:
 
         if isinstance(value, yaml.MappingNode):
             self._report(key, Problem("config-file-nested", key=key.value))
-            return False
+            self.unreadable |= {flag.field} if flag else set()
+            return None
         if isinstance(value, yaml.SequenceNode):
             return list(_scalars(value))
         text = str(value.value)

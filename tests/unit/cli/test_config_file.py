@@ -112,6 +112,32 @@ def test_problems_name_file_and_line(tmp_path: Path) -> None:
     assert [str(broken) in unreadable[0], "none.yaml" in unreadable[1]] == [True, True]
 
 
+def test_origins_are_those_of_the_values_in_effect(tmp_path: Path) -> None:
+    first = written(
+        tmp_path, "lr: 1\nmin-lr: 2\nglu-activation: swiglu\nhidden-size: 8\n", "a.yaml"
+    )
+    second = written(tmp_path, "min-lr: null\ndefaults: {seed: 6, log-interval: 7}\n")
+    config, problems, _ = built(f"{BASE.replace('--hidden-size 8', '')} --config {first} {second}")
+    assert not problems
+    assert config.model.ffn_hidden_size == 32
+    assert config.origins == {
+        "activation": f"set in {first}:3",
+        "hidden_size": f"set in {first}:4",
+        "ffn_hidden_size": f"set in {first}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [("lr: {a: 1}", "config-file-nested"), ("defaults: 5", "unknown-flag")],
+)
+def test_a_mapping_in_the_wrong_place_is_one_problem(
+    content: str, code: str, tmp_path: Path
+) -> None:
+    line = BASE.replace("--lr 1e-3", "" if "lr" in content else "--lr 1")
+    assert codes(built(f"{line} --config {written(tmp_path, content)}")[1]) == [code]
+
+
 def test_a_contradiction_names_the_line_of_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, "\nfp16: true\n")
     _, problems, _ = built(f"{BASE} --bf16 --config {path}")
