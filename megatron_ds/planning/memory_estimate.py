@@ -63,6 +63,16 @@ class MemoryEstimate:
         return sum(self.device.values())
 
     @property
+    def temporary(self) -> dict[str, int]:
+        """What the device has at different times of a step, by purpose."""
+        return {
+            "activations": self.activations,
+            "output layer and loss": self.head,
+            "averaging and step": self.reduction,
+            "gathered parameters": self.gathered,
+        }
+
+    @property
     def peak_phase(self) -> str:
         return max(self.phases, key=lambda name: self.phases[name])
 

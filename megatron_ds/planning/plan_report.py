@@ -170,13 +170,7 @@ def _layout(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 def _memory(plan: Plan) -> Iterator[tuple[str, ...]]:
     memory = plan.memory
-    temporary = {
-        "activations": memory.activations,
-        "output layer and loss": memory.head,
-        "averaging and step": memory.reduction,
-        "gathered parameters": memory.gathered,
-    }
-    for name, size in (*memory.device.items(), *temporary.items()):
+    for name, size in (memory.device | memory.temporary).items():
         if size:
             yield name, _bytes(size)
     free = plan.hardware.memory - memory.peak

@@ -305,16 +305,10 @@ def _kernels(facts: BannerData) -> Lines:
 
 
 def _memory(estimate: MemoryEstimate) -> Lines:
-    working = {
-        "activations": estimate.activations,
-        "output layer and loss": estimate.head,
-        "averaging and step": estimate.reduction,
-        "gathered parameters": estimate.gathered,
-    }
     peak = f"{_mib(estimate.peak)} MiB per process, estimated for the {estimate.peak_phase}"
     return [
         ("states", _sum(estimate.device)),
-        ("temporary", f"{', '.join(_sizes(working))} (at different times)"),
+        ("temporary", f"{', '.join(_sizes(estimate.temporary))} (at different times)"),
         *([("on host", _sum(estimate.host))] if estimate.host else []),
         *([("on disk", _sum(estimate.disk))] if estimate.disk else []),
         ("peak", peak),
