@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
-from megatron_ds.planning.memory_inputs import FP32, memory_inputs
+from megatron_ds.planning.memory_inputs import FP32, memory_inputs, micro_batches
 
 RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 """How often a rank sends a message on a ring of many ranks; (n - 1) / n of that on n ranks."""
@@ -67,12 +67,6 @@ def step_traffic(config: Config, dp_size: int, device: str, pp_rank: int = 0) ->
         messages.of_stages(),
     )
     return [each for part in parts for each in part if each.size and each.ranks > 1]
-
-
-def micro_batches(config: Config, dp_size: int) -> int:
-    """Micro-batches of a step on each data-parallel rank, at the final batch size."""
-    samples = config.final_global_batch_size(dp_size)
-    return max(1, samples // (config.schedule.micro_batch_size * dp_size))
 
 
 class _Messages:

@@ -26,7 +26,7 @@ from megatron_ds.model import flops
 from megatron_ds.model.mlp import num_tiles
 from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
 from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
-from megatron_ds.planning.memory_inputs import FP32, MemoryInputs, memory_inputs
+from megatron_ds.planning.memory_inputs import FP32, MemoryInputs, memory_inputs, micro_batches
 
 ALLREDUCE_BUCKET = 500_000_000
 """Elements that DeepSpeed copies into one message if it has no bucket."""
@@ -139,10 +139,9 @@ class _Sizes:
             of_experts = rank_experts(config.model, config.parallel, config.moe)
             experts = of_experts[of_ranks.index(self.full)]
         # A stage keeps the activations of a micro-batch until its gradient returns.
-        samples = config.final_global_batch_size(inputs.dp_size // inputs.sp_size)
-        micro = samples // (config.schedule.micro_batch_size * inputs.dp_size // inputs.sp_size)
+        count = micro_batches(config, inputs.dp_size // inputs.sp_size)
         self.stored_layers = max(
-            sum(stages[stage] * min(len(stages) - stage, max(1, micro)) for stage in own)
+            sum(stages[stage] * min(len(stages) - stage, count) for stage in own)
             for own in config.parallel.stages_of_ranks
         )
         self.partition = self._partition(self.full, experts)
@@ -176,8 +175,8 @@ class _Sizes:
         # ZeRO-3 scatters a bucket from a copy of it.
         self.num_buckets = 2 if inputs.zero.get("overlap_comm") or inputs.zero_stage == 3 else 1
         replicas = inputs.dp_size // inputs.sp_size
-        micro_batches = replicas * config.schedule.micro_batch_size
-        self.is_single = config.final_global_batch_size(replicas) == micro_batches
+        samples = replicas * config.schedule.micro_batch_size
+        self.is_single = config.final_global_batch_size(replicas) == samples
 
     def _partition(self, elements: int, experts: int) -> int:
         """Elements on each rank: an expert is partitioned over the ranks that have it."""

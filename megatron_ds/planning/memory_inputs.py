@@ -79,3 +79,9 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
         sp_size=config.parallel.ds_sequence_parallel_size,
         on_cpu=device == "cpu",
     )
+
+
+def micro_batches(config: Config, dp_size: int) -> int:
+    """Micro-batches of a step on each data-parallel rank, at the final batch size."""
+    samples = config.final_global_batch_size(dp_size)
+    return max(1, samples // (config.schedule.micro_batch_size * dp_size))

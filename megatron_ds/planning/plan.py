@@ -15,10 +15,10 @@ from megatron_ds.config import Config
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model import flops
 from megatron_ds.model.stages import layers_per_stage, rank_parameters
-from megatron_ds.planning.communication import Traffic, micro_batches, step_traffic
+from megatron_ds.planning.communication import Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
-from megatron_ds.planning.memory_inputs import DTYPE_BYTES, FP32, memory_inputs
+from megatron_ds.planning.memory_inputs import DTYPE_BYTES, FP32, memory_inputs, micro_batches
 
 AXES = ("pp", "dp", "ep", "sp", "tp")
 """From the slowest to the fastest: neighbouring ranks are tensor-parallel."""
