@@ -66,15 +66,15 @@ def beam_search(
     Raises:
         UserError: If the model's logits are not finite.
     """
-    device = next(model.parameters()).device
+    weight = next(model.parameters())
     width, penalty = config.width, config.length_penalty
     capacity = len(prompt) + config.max_new_tokens - 1
-    cache = PreallocatedCache(model.config.num_layers, width, capacity)
+    cache = PreallocatedCache(model.config.num_layers, width, capacity, weight)
     beams, ended = [Hypothesis([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
     for _ in range(config.max_new_tokens):
-        tokens_BS = torch.tensor(tokens, device=device)
-        view = cache.view(0, len(tokens), [len(tokens[0])] * len(tokens), device)
+        tokens_BS = torch.tensor(tokens, device=weight.device)
+        view = cache.view(0, [len(tokens[0])] * len(tokens))
         with torch.no_grad():
             last_1BH = model(tokens_BS, cache=view, hidden_only=True)[-1:]
             logprobs_BV = model.logits(last_1BH)[:, 0].log_softmax(dim=-1)

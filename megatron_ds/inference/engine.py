@@ -54,9 +54,10 @@ class GenerationEngine:
         self.running: list[TextSequence] = []
         self.waiting: deque[TextSequence] = deque()
         self._model = model
-        self._device = next(model.parameters()).device
+        weight = next(model.parameters())
+        self._device = weight.device
         self._use_cache = use_cache
-        self._cache = PreallocatedCache(model.config.num_layers, slots, capacity)
+        self._cache = PreallocatedCache(model.config.num_layers, slots, capacity, weight)
         self._partial: TextSequence | None = None
         """A prompt that is being fed in parts, in the slot after those of the running ones."""
 
@@ -152,7 +153,7 @@ class GenerationEngine:
         end = min(last, start + (SCORED_TOKENS if scored else budget))
         if end > start:
             tokens_BS = torch.tensor([sequence.ids[start:end]], device=self._device)
-            view = self._cache.view(slot, 1, [end - start], self._device)
+            view = self._cache.view(slot, [end - start])
             x_SBH = self._model(tokens_BS, cache=view, hidden_only=True)
             if scored:
                 following = sequence.ids[start + 1 : end + 1]
@@ -174,7 +175,7 @@ class GenerationEngine:
             self._cache.lengths[first : first + len(batch)] = [0] * len(batch)
         if longest:
             tokens_BS = self._filled_up([each.ids[:-1] for each in batch])
-            view = self._cache.view(first, len(batch), lengths, self._device)
+            view = self._cache.view(first, lengths)
             self._model(tokens_BS, cache=view, hidden_only=True)
         self.running += batch
         return longest * len(batch)
@@ -197,7 +198,7 @@ class GenerationEngine:
         """The last layer's output at the last token of each sequence, [1, B, H]."""
         if self._use_cache:
             tokens_BS = torch.tensor([each.ids[-1:] for each in sequences], device=self._device)
-            view = self._cache.view(0, len(sequences), [1] * len(sequences), self._device)
+            view = self._cache.view(0, [1] * len(sequences))
             return self._model(tokens_BS, cache=view, hidden_only=True)  # type: ignore[no-any-return]
         x_SBH = self._model(self._filled_up([each.ids for each in sequences]), hidden_only=True)
         last_B = torch.tensor([len(each.ids) - 1 for each in sequences], device=self._device)
@@ -241,13 +242,17 @@ class GenerationEngine:
 
 
 def _best_prefix(sequence: TextSequence, others: Sequence[TextSequence]) -> tuple[int, int]:
-    """The most tokens that a prompt shares with the fed ones of another, and its number.
+    """The most tokens that a prompt shares with the fed ones of another prompt, and its number.
 
-    0, if copying them is not worth a pass of its own for the remainder.
+    New tokens are not shared, because a pass of one token may round differently. 0, if copying them
+    is not worth a pass of its own for the remainder.
     """
     fed = sequence.ids[:-1]
     best = max(
-        ((_shared(fed, other.ids[:-1]), number) for number, other in enumerate(others)),
+        (
+            (_shared(fed, other.ids[: other.prompt_length - 1]), number)
+            for number, other in enumerate(others)
+        ),
         default=(0, 0),
     )
     return best if best[0] >= max(MIN_SHARED_TOKENS, len(fed) // 2) else (0, 0)

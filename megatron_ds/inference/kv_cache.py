@@ -1,20 +1,23 @@
 """Key-value cache in memory that is allocated once.
 
 A cache has slots for texts of different lengths. Its views implement `model.attention.
-KeyValueCache`: each is what one forward pass sees. Device, data type (fp32 on CPUs) and this rank's
-number of heads are taken from the first keys.
+KeyValueCache`: each is what one forward pass sees. On CPUs it is in fp32, and attention to it is
+batch-invariant where the activations are narrower. This rank's number of heads is that of the first
+keys.
 
-Shapes: B texts, k this rank's key-value heads, S new tokens, L tokens of the longest text, D head
-size.
+Shapes: B texts, k this rank's key-value heads, S new tokens, L keys, D head size.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from megatron_ds.model.attention_cores import KEY_BLOCK, round_up
 
 FILLED_TOKENS = 64
 """Tokens of every text that are set to 0 at a time, before they are used."""
@@ -23,34 +26,37 @@ FILLED_TOKENS = 64
 class PreallocatedCache:
     """The cache of all layers of a model. The texts in use have the first slots."""
 
-    def __init__(self, layers: int, slots: int, capacity: int) -> None:
+    def __init__(self, layers: int, slots: int, capacity: int, like: Tensor) -> None:
         """
         Args:
             layers: Number of layers.
             slots: Number of texts.
             capacity: Number of tokens of a text.
+            like: A tensor on the model's device and of the type of its activations.
         """
         self.slots = slots
         self.lengths = [0] * slots
         """Stored tokens of each text."""
+        self.device = like.device
+        # torch's attention of one query takes two to five times as long in bf16 on a CPU.
+        self._dtype = torch.float32 if like.device.type == "cpu" else like.dtype
+        self.is_wider = self._dtype != like.dtype
+        """Than the activations."""
         self._layers = layers
-        self._capacity = capacity
+        self._capacity = round_up(capacity, KEY_BLOCK)
         self._finite = 0
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
-    def view(
-        self, first: int, count: int, tokens: Sequence[int], device: torch.device | None = None
-    ) -> CacheView:
+    def view(self, first: int, tokens: Sequence[int]) -> CacheView:
         """A pass of new tokens of some texts.
 
         Args:
             first: Slot of the first text.
-            count: Number of texts.
-            tokens: New tokens of each text. A pass may have more, which are not stored. Where the
-                texts have different lengths, each has one.
-            device: Device of the model.
+            tokens: New tokens of each text. The pass has those of the longest one for each; what is
+                beyond a text's is not kept. Where the texts have different lengths, each has one.
         """
-        view = CacheView(self, first, self.lengths[first : first + count], device)
+        lengths = self.lengths[first : first + len(tokens)]
+        view = CacheView(self, first, lengths, max(tokens))
         for slot, new in enumerate(tokens, start=first):
             self.lengths[slot] += new
         return view
@@ -59,12 +65,8 @@ class PreallocatedCache:
         """Keys and values of a layer, each [slots, k, capacity, D], finite up to a length."""
         if not self._buffers:
             shape = (self.slots, like.shape[1], self._capacity, like.shape[3])
-            # torch's attention of one query takes two to five times as long in bf16 on a CPU.
-            dtype = torch.float32 if like.device.type == "cpu" else like.dtype
-            self._buffers = [
-                (like.new_empty(shape, dtype=dtype), like.new_empty(shape, dtype=dtype))
-                for _ in range(self._layers)
-            ]
+            empty = partial(like.new_empty, shape, dtype=self._dtype)
+            self._buffers = [(empty(), empty()) for _ in range(self._layers)]
         if self._finite < end:
             # A text does not see what longer texts have beyond its end, but 0 x NaN is NaN. All of
             # the memory is not filled at once, because a CPU provides what is used.
@@ -99,19 +101,20 @@ class CacheView:
     """What one forward pass sees of a cache."""
 
     def __init__(
-        self,
-        cache: PreallocatedCache,
-        first: int,
-        lengths: Sequence[int],
-        device: torch.device | None,
+        self, cache: PreallocatedCache, first: int, lengths: Sequence[int], queries: int
     ) -> None:
         self._cache = cache
         self._slots = slice(first, first + len(lengths))
         self.length = max(lengths)
         self.positions_BS: Tensor | None = None
-        if min(lengths) < self.length:
-            self.positions_BS = torch.tensor(lengths, device=device).unsqueeze(1)
-            self._slots_B = torch.arange(first, self._slots.stop, device=device)
+        self.fp32_keys: int | None = None
+        self._has_equal_lengths = min(lengths) == self.length
+        if cache.is_wider:
+            self.fp32_keys = round_up(self.length + queries, KEY_BLOCK)
+        if cache.is_wider or not self._has_equal_lengths:
+            starts_B1 = torch.tensor(lengths, device=cache.device).unsqueeze(1)
+            self.positions_BS = starts_B1 + torch.arange(queries, device=cache.device)
+            self._slots_B = torch.arange(first, self._slots.stop, device=cache.device)
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends a layer's keys and values.
@@ -122,16 +125,17 @@ class CacheView:
             v: [B, k, S, D].
 
         Returns:
-            Views of the keys and values of the texts, each [B, k, L, D]. What a shorter text does
-            not have is arbitrary but finite.
+            Views of the keys and values of the texts, each [B, k, L, D]. What a text does not have
+            is arbitrary but finite.
         """
         end = self.length + k.shape[2]
-        keys, values = self._cache.buffers(layer, k, end)
-        if self.positions_BS is None:
+        num_keys = self.fp32_keys or end
+        keys, values = self._cache.buffers(layer, k, num_keys)
+        if self.positions_BS is None or self._has_equal_lengths:
             keys[self._slots, :, self.length : end] = k
             values[self._slots, :, self.length : end] = v
         else:
             positions_B = self.positions_BS[:, 0]
             keys[self._slots_B, :, positions_B] = k[:, :, 0].to(keys.dtype)
             values[self._slots_B, :, positions_B] = v[:, :, 0].to(values.dtype)
-        return keys[self._slots, :, :end], values[self._slots, :, :end]
+        return keys[self._slots, :, :num_keys], values[self._slots, :, :num_keys]

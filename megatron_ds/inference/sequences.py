@@ -60,7 +60,7 @@ class TextSequence:
     ids: list[int]
     config: GenerationConfig
     generator: torch.Generator
-    prompt_length: int = 0
+    prompt_length: int
     scores: Scores = field(default_factory=Scores)
     ended_itself: bool = False
     """Whether a token ended the text, not its maximal length."""

@@ -38,11 +38,17 @@ class KeyValueCache(Protocol):
     @property
     def positions_BS(self) -> Tensor | None:
         """Positions of the new tokens, where the texts have different lengths; None where all
-        have `length` tokens."""
+        have `length` tokens and `fp32_keys` is None."""
+        ...
+
+    @property
+    def fp32_keys(self) -> int | None:
+        """L, where the keys are in fp32 and the activations of a CPU are not; otherwise None."""
         ...
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, k, S, D] keys and values of a layer; return all of them, [B, k, L, D]."""
+        """Append [B, k, S, D] keys and values of a layer; return all of them, [B, k, L, D]. L is
+        `length` + S unless `fp32_keys` gives it."""
         ...
 
 

@@ -20,6 +20,12 @@ from torch import Tensor
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
 
+KEY_BLOCK = 64
+QUERY_BLOCK = 8
+"""Keys and queries of the matrix products of `BatchInvariantAttention`: with other numbers the
+kernels of CPUs add in another order."""
+SCORES_AT_ONCE = 2**24
+"""That `BatchInvariantAttention` has in memory."""
 SHORT = 512
 """Positions up to which a compiled graph on a CPU stores all scores in bf16. torch's kernel, which
 does not store them, takes up to twice the time there."""
@@ -64,15 +70,40 @@ class SDPA:
             # Elsewhere it selects that kernel for grouped queries with a bias.
             k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
             has_groups = False
-        if k.dtype != q.dtype:
-            bias = bias if bias is None or bias.dtype == torch.bool else bias.to(k.dtype)
-            core = SDPA(bias, self.is_causal)
-            return core.attend(q.to(k.dtype), k, v, dropout).to(q.dtype)
         if self.is_causal and dropout == 0.0 and _prefers_scores(q):
             return _attend_by_scores(q, k, v)
         return F.scaled_dot_product_attention(
             q, k, v, bias, dropout, self.is_causal, enable_gqa=has_groups
         )
+
+
+@dataclass(frozen=True)
+class BatchInvariantAttention:
+    """Attention to keys and values in fp32 that gives a query the same bits whatever else is
+    computed with it: other texts, other queries of its text, or hidden keys.
+
+    That holds with the kernels of torch for CPUs, except that a single query of a text gets other
+    bits than one of several. torch's scaled_dot_product_attention computes blocks of other sizes
+    for other numbers of queries and keys.
+    """
+
+    bias_BnSL: Tensor
+    """fp32, added to the scores, -inf where a key is hidden; n may be 1. L is a multiple of
+    `KEY_BLOCK`."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        assert dropout == 0.0
+        texts, heads, queries, _ = q.shape
+        bias, q32 = self.bias_BnSL, q.to(k.dtype)
+        if queries == 1:
+            return _attend_in_blocks(q32, k, v, bias).to(q.dtype)
+        missing = (0, 0, 0, round_up(queries, QUERY_BLOCK) - queries)
+        q32, bias = F.pad(q32, missing), F.pad(bias, missing)
+        at_once = SCORES_AT_ONCE // (texts * heads * k.shape[2]) // QUERY_BLOCK * QUERY_BLOCK
+        at_once = max(at_once, QUERY_BLOCK)
+        parts = zip(q32.split(at_once, dim=2), bias.split(at_once, dim=2), strict=True)
+        attended = [_attend_in_blocks(part, k, v, own) for part, own in parts]
+        return torch.cat(attended, dim=2)[:, :, :queries].to(q.dtype)
 
 
 @dataclass(frozen=True)
@@ -109,3 +140,23 @@ def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = scores.masked_fill(position > position.unsqueeze(1), -torch.inf)
     attended: Tensor = scores.softmax(-1).to(q.dtype) @ v
     return attended
+
+
+def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Attention that multiplies weights and values in blocks of keys, added in their order."""
+    (texts, heads, queries, size), (_, groups, num_keys, _) = q.shape, k.shape
+    # The queries that share a head's keys are rows of one matrix.
+    scores = q.reshape(texts, groups, -1, size) @ k.transpose(-1, -2)
+    scores = scores.mul_(size**-0.5).view(texts, heads, queries, num_keys).add_(bias)
+    weights = scores.softmax(dim=-1).view(texts, groups, -1, num_keys)
+    if weights.shape[2] == 1:
+        return weights @ v
+    attended = weights[..., :KEY_BLOCK] @ v[:, :, :KEY_BLOCK]
+    for start in range(KEY_BLOCK, num_keys, KEY_BLOCK):
+        block = slice(start, start + KEY_BLOCK)
+        attended += weights[..., block] @ v[:, :, block]
+    return attended.view(texts, heads, queries, size)
+
+
+def round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

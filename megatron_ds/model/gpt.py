@@ -157,7 +157,8 @@ class GPTModel(nn.Module):
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
         tensor = x_SBH.dtype, x_SBH.device
-        context = self.positions.context(length, offset, *tensor, packed, positions_BS)
+        fp32_keys = None if cache is None else cache.fp32_keys
+        context = self.positions.context(length, offset, *tensor, packed, positions_BS, fp32_keys)
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])

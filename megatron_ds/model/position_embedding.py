@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention_cores import SDPA, AttentionCore, UlyssesAttention
+from megatron_ds.model.attention_cores import (
+    SDPA,
+    AttentionCore,
+    BatchInvariantAttention,
+    UlyssesAttention,
+)
 from megatron_ds.model.packed_attention import PackedBatchInfo, PerDocumentSDPA, document_lengths
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.ulysses import local_slice
@@ -67,6 +72,7 @@ class PositionEncoder:
         device: torch.device,
         packed: PackedBatchInfo | None = None,
         positions_BS: Tensor | None = None,
+        fp32_keys: int | None = None,
     ) -> AttentionContext:
         """Build the context.
 
@@ -78,6 +84,8 @@ class PositionEncoder:
             packed: Documents of the tokens, if their boundaries matter; needs offset 0.
             positions_BS: Positions of the tokens, where they are not offset, offset + 1, ...
                 Without `packed`, a token sees the keys up to its position.
+            fp32_keys: Number of keys of a cache in fp32, where the activations are narrower; needs
+                `positions_BS`.
         """
         rotation = None
         if self._kind == "rope":
@@ -87,7 +95,11 @@ class PositionEncoder:
         core: AttentionCore
         if packed is None and positions_BS is not None:
             slopes = self._slopes_on(device) if self._kind == "alibi" else None
-            core = SDPA(ragged_bias(positions_BS, offset + queries, dtype, slopes))
+            if fp32_keys is None:
+                core = SDPA(ragged_bias(positions_BS, offset + queries, dtype, slopes))
+            else:
+                bias = ragged_bias(positions_BS, fp32_keys, torch.float32, slopes)
+                core = BatchInvariantAttention(bias)
         elif packed is not None and packed.options.reset_attention:
             core = self._document_core(packed, dtype, device)
         elif self._kind == "alibi":

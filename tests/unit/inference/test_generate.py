@@ -128,8 +128,8 @@ def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_keys_and_values_is_allocated_once() -> None:
-    cache, part = PreallocatedCache(layers=1, slots=2, capacity=10), torch.ones(2, 3, 1, 4)
-    kept = [tensor for _ in range(10) for tensor in cache.view(0, 2, [1, 1]).update(0, part, part)]
+    cache, part = PreallocatedCache(1, 2, 10, torch.empty(0)), torch.ones(2, 3, 1, 4)
+    kept = [tensor for _ in range(10) for tensor in cache.view(0, [1, 1]).update(0, part, part)]
     assert len({tensor.untyped_storage().data_ptr() for tensor in kept}) == 2
 
 

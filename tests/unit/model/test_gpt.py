@@ -50,10 +50,10 @@ def test_masked_tokens_are_not_counted() -> None:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_cache_gives_the_logits_of_the_full_sequence(position: str, groups: int | None) -> None:
     model = build(position_embedding_type=position, num_query_groups=groups).eval()
-    tokens, cache = some_tokens(), PreallocatedCache(layers=2, slots=2, capacity=12)
+    tokens, cache = some_tokens(), PreallocatedCache(2, 2, 12, torch.empty(0))
     with torch.no_grad():
         parts = [
-            model(part, cache=cache.view(0, 2, [part.shape[1]] * 2))
+            model(part, cache=cache.view(0, [part.shape[1]] * 2))
             for part in tokens.split([5, 1, 1, 4, 1], dim=1)
         ]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)

@@ -138,8 +138,8 @@ def test_generation_ignores_document_boundaries() -> None:
     """A generator's tokens are one document."""
 
     texts, length = TOKENS.shape
-    cache = PreallocatedCache(layers=2, slots=texts, capacity=length)
-    view = cache.view(0, texts, [length] * texts)
+    cache = PreallocatedCache(2, texts, length, torch.empty(0))
+    view = cache.view(0, [length] * texts)
     packed = build(PackingOptions(EOD, True, True))(TOKENS, cache=view)
     torch.testing.assert_close(packed, build(None)(TOKENS))
 
