@@ -145,7 +145,7 @@ class GPTModel(nn.Module):
             assert x_SBH is not None
             return self._output(x_SBH, None, None, slice(None))
         dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
-        offset = 0 if cache is None else cache.length
+        offset, fp32_keys = (0, None) if cache is None else (cache.length, cache.fp32_keys)
         packing = self.packing if cache is None else None
         packed = None if packing is None else packing.find_documents(tokens_BS, max_documents)
         positions_BS = getattr(cache or packed, "positions_BS", None)
@@ -157,7 +157,6 @@ class GPTModel(nn.Module):
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
         tensor = x_SBH.dtype, x_SBH.device
-        fp32_keys = None if cache is None else cache.fp32_keys
         context = self.positions.context(length, offset, *tensor, packed, positions_BS, fp32_keys)
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
