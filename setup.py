@@ -24,6 +24,7 @@ setup(
         "PyYAML>=6",
         "rich>=13",
         "safetensors>=0.5",
+        "shtab>=1.7",
         "tensorboard>=2.16",
         "tokenizers>=0.21",
         "xxhash>=3.0",

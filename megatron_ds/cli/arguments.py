@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_ds import schedule_validation
 from megatron_ds.cli import config_file
-from megatron_ds.cli.command import HELP, HELP_ALL, build, fail, print_warning
+from megatron_ds.cli.command import HELP, HELP_ALL, build, fail, print_completion, print_warning
 from megatron_ds.cli.flags import PROGRAM, training_flags
 from megatron_ds.cli.help import training_help
 from megatron_ds.cli.scan import scan
@@ -98,8 +98,8 @@ def parse(
         program: Name for messages.
 
     Raises:
-        SystemExit: With status 0 after --help, --version or --print-config; with status 2 after all
-            problems are printed.
+        SystemExit: With status 0 after --help, --version, --print-completion or --print-config;
+            with status 2 after all problems are printed.
     """
     table = dataclasses.replace(training_flags(), program=program)
     requested = next((word for word in argv if word in (*HELP, VERSION)), None)
@@ -108,6 +108,7 @@ def parse(
             described = training_help(table, every_flag=HELP_ALL in argv)
             print(version_text() if requested == VERSION else described)
         raise SystemExit(0)
+    print_completion(argv, table, rank)
 
     def warn(warning: str) -> None:
         if rank == 0:

@@ -31,6 +31,9 @@ and numbers may be written 1_000 or 1e3.
   --help-all              show the same with all flags, and exit
   --version               show the versions of this package, torch and
                           deepspeed, and exit
+  --print-completion {bash,zsh}
+                          show code for the shell, which completes flags and
+                          their values, and exit
 """
 PRETRAIN_EXAMPLE = """\
 For example, with token files of tools/preprocess_data.py:

@@ -1,0 +1,82 @@
+"""Shell completion of flags, for bash and zsh, also behind a launcher.
+
+The completion of a program is made by shtab from its flag table. A launcher or an interpreter is
+given a function that looks for such a program among its arguments. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import textwrap
+
+from megatron_ds.cli.flags import Flag, FlagTable
+
+PRINT_COMPLETION = "--print-completion"
+LAUNCHERS = "deepspeed torchrun python python3 srun"
+FILES = {"FILE", "PATH", "PREFIX", "CHECKPOINT_DIR", "DIR", "FOLDER", "OUTPUT_DIR"}
+"""What values are called that may be files; a prefix is the beginning of a file's name."""
+EXPLANATION = 90
+"""Largest number of characters of a flag's explanation."""
+BEHIND_LAUNCHER = {
+    "bash": """
+        _megatron_ds_behind_launcher() {
+          local place name
+          for ((place = 1; place < COMP_CWORD; place++)); do
+            name=${COMP_WORDS[place]##*/}
+            name=_shtab_${name//[^[:word:]]/_}
+            if declare -F "$name" > /dev/null; then
+              COMP_WORDS=("${COMP_WORDS[@]:place}")
+              ((COMP_CWORD -= place))
+              "$name"
+              return
+            fi
+          done
+        }
+        complete -o bashdefault -o default -F _megatron_ds_behind_launcher LAUNCHERS
+        """,
+    "zsh": """
+        _megatron_ds_behind_launcher() {
+          local place name
+          for ((place = 2; place < CURRENT; place++)); do
+            name=_shtab_${${words[place]:t}//[^[:alnum:]]/_}
+            if (( $+functions[$name] )); then
+              shift $((place - 1)) words
+              (( CURRENT -= place - 1 ))
+              $name
+              return
+            fi
+          done
+          _default
+        }
+        compdef _megatron_ds_behind_launcher LAUNCHERS
+        """,
+}
+
+
+def completion(table: FlagTable, shell: str) -> str:
+    """The code that completes the flags of a program in a shell, one of `BEHIND_LAUNCHER`."""
+    import shtab
+
+    parser = argparse.ArgumentParser(table.program, add_help=False)
+    # Of two flags with one name the first counts.
+    flags = {flag.label: flag for flag in reversed(table.own)}
+    for flag in sorted(flags.values(), key=lambda flag: flag.label):
+        action = _add(parser, flag, table.resolve(flag.help))
+        if flag.metavar in FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    code = shtab.complete(parser, shell)
+    wrapper = textwrap.dedent(BEHIND_LAUNCHER[shell]).replace("LAUNCHERS", LAUNCHERS)
+    return f"{code}\n{wrapper}"
+
+
+def _add(parser: argparse.ArgumentParser, flag: Flag, text: str) -> argparse.Action:
+    # zsh shows the explanation beside the flag.
+    text = textwrap.shorten(re.split(r"[.;:] ", text)[0], EXPLANATION).replace("%", "%%")
+    if flag.nargs == 0:
+        return parser.add_argument(flag.label, action="store_true", help=text)
+    choices = (*flag.choices, *flag.synonyms) or None
+    nargs = None if flag.nargs == 1 else flag.nargs
+    if flag.positional:
+        return parser.add_argument(flag.field, nargs=nargs, choices=choices, help=text)
+    return parser.add_argument(flag.label, nargs=nargs, choices=choices, help=text)
