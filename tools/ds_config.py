@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Print the complete DeepSpeed JSON of a run's command line, without starting anything."""
+"""DeepSpeed's JSON: generate, explain, validate, migrate and compare it, without starting a run."""
 
 from __future__ import annotations
 
@@ -12,36 +12,266 @@ if __name__ == "__main__":
 
     program_start.begin()
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli import arguments
+from megatron_ds.cli.command import print_warning, table_of
 from megatron_ds.config import Config
+from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.engine.ds_config import compare, explain
+from megatron_ds.engine.ds_config import migrate as migration
+from megatron_ds.engine.ds_config.file import did_you_mean, parse_file, read_file
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.optimizers.adam_kernels import available_on, only_torch
 from megatron_ds.launch import device
+from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.tokenizer import build_tokenizer
+
+PROGRAM = "ds_config.py"
+FILE_FLAGS = {"deepspeed_config": "FILE"}
+UNKNOWN_SHAPE = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 1 << 20,
+    "micro_batch_size": 1, "lr": 1e-4, "train_iters": 1 << 40, "data_path": ("unknown",),
+}  # fmt: skip
+"""What a file without the flags of a run is validated with, where it leaves a value open."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """Prints the complete DeepSpeed JSON of a run's command line, without starting anything.
+class Generate:
+    """Prints the complete DeepSpeed JSON of a run's command line.
 
     The JSON goes to the standard output; the origins of its values that are not defaults, and the
     warnings, go to the standard error. The run writes the same JSON as ds_config.json into --save;
     it can be given to --deepspeed_config.
 
-        python tools/ds_config.py --world-size 8 FLAGS OF pretrain_gpt.py > ds_config.json
+        python tools/ds_config.py generate --world-size 8 FLAGS OF pretrain_gpt.py > ds.json
+
+    All other flags are those of pretrain_gpt.py. The word "generate" may be left out.
+    """
+
+    PROGRAM: ClassVar[str] = f"{PROGRAM} generate"
+    world_size: int = option_field(1, "number of processes of the run", minimum=1)
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Explains the DeepSpeed JSON of a run's command line, or single keys.
+
+    For every key of the JSON: its value, its origin (a flag, a line of a file, a default, or what
+    it is derived from) and what it does. With names of keys or blocks and no flags, what is known
+    of them: type, flags, DeepSpeed's default and its former ones.
+
+        python tools/ds_config.py explain --world-size 8 FLAGS OF pretrain_gpt.py
+
+        python tools/ds_config.py explain zero_optimization.stage gradient_clipping
 
     All other flags are those of pretrain_gpt.py.
     """
 
+    PROGRAM: ClassVar[str] = f"{PROGRAM} explain"
+    keys: tuple[str, ...] = option_field(
+        (), "keys or blocks (default: all of the JSON)", nargs="*", metavar="KEY", positional=True
+    )
     world_size: int = option_field(1, "number of processes of the run", minimum=1)
+    print_json: bool = option_field(False, "print JSON", flag="json")
+
+
+@dataclass(frozen=True)
+class Validate:
+    """Reports all problems of a DeepSpeed file, with their lines.
+
+    With the flags of a run also what contradicts them; without, what is wrong for every run. The
+    exit status is 2 if there are problems. Keys without effect are warnings.
+
+        python tools/ds_config.py validate ds.json --world-size 8 FLAGS OF pretrain_gpt.py
+
+    All other flags are those of pretrain_gpt.py.
+    """
+
+    PROGRAM: ClassVar[str] = f"{PROGRAM} validate"
+    FIELD_FLAGS: ClassVar[dict[str, str]] = FILE_FLAGS
+    file: str = option_field("", "DeepSpeed file", metavar="FILE", positional=True, required=True)
+    world_size: int | None = option_field(
+        None, "number of processes of the run (default: 1, or what the file implies)", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class Migrate:
+    """Rewrites a file for an earlier version of DeepSpeed, 0.5 or later, with the same meaning.
+
+    The new file goes to the standard output, the list of changes to the standard error: translated
+    keys, removed features with their successor, and absent keys whose default has changed, which
+    are written with their former default if training would differ.
+
+        python tools/ds_config.py migrate old.json --from-version 0.9 > ds.json
+    """
+
+    PROGRAM: ClassVar[str] = f"{PROGRAM} migrate"
+    FIELD_FLAGS: ClassVar[dict[str, str]] = FILE_FLAGS
+    file: str = option_field("", "DeepSpeed file", metavar="FILE", positional=True, required=True)
+    from_version: str | None = option_field(
+        None,
+        "version of DeepSpeed that the file was written for, such as 0.9 (default: the oldest one "
+        "with all of its keys)",
+        metavar="VERSION",
+    )
+    output: str | None = option_field(
+        None, "new file, which must not exist (default: standard output)", metavar="FILE"
+    )
+    new_defaults: bool = option_field(
+        False, "leave defaults that have changed as they are now, instead of writing former ones"
+    )
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Compares two DeepSpeed configurations: files, folders of runs (their ds_config.json), or a
+    file and a command line.
+
+    Shows the keys that differ with both values; of a key that is absent in one, DeepSpeed's
+    default. Old spellings equal the current ones. The exit status is 1 if values in effect differ
+    and 2 if a file cannot be read.
+
+        python tools/ds_config.py diff runs/first runs/second
+
+        python tools/ds_config.py diff ds.json --world-size 8 FLAGS OF pretrain_gpt.py
+
+    All other flags are those of pretrain_gpt.py.
+    """
+
+    PROGRAM: ClassVar[str] = f"{PROGRAM} diff"
+    FIELD_FLAGS: ClassVar[dict[str, str]] = FILE_FLAGS
+    first: str = option_field("", "file or folder", metavar="A", positional=True, required=True)
+    second: str | None = option_field(
+        None, "file or folder (default: the command line)", metavar="B", positional=True
+    )
+    world_size: int = option_field(1, "number of processes of the run", minimum=1)
+    print_json: bool = option_field(False, "print JSON", flag="json")
+
+
+def generate(options: Generate, training: Sequence[str]) -> None:
+    config, generated = _generated(training, options.world_size)
+    print(json.dumps(generated, indent=2))
+    rows = value_origins(config)
+    width = max((len(key) for key in rows), default=0)
+    for key, source in rows.items():
+        print(f"{key:<{width}}  {source}", file=sys.stderr)
+
+
+def explain_keys(options: Explain, training: Sequence[str]) -> None:
+    names = [key for name in options.keys for key in explain.find(name)]
+    if options.keys and not training:
+        found = [explain.facts(key) for key in dict.fromkeys(names)]
+        print(json.dumps(found, indent=1) if options.print_json else _facts_text(found))
+        return
+    config, generated = _generated(training, options.world_size)
+    rows = [row for row in explain.rows(config, generated) if not options.keys or row.key in names]
+    if options.print_json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    else:
+        shown = [(row.key, json.dumps(row.value), row.origin, row.description) for row in rows]
+        _print_table(("key", "value", "origin", "what it does"), shown)
+
+
+def validate(options: Validate, training: Sequence[str]) -> None:
+    file = parse_file(options.file)
+    argv = [*training, "--deepspeed_config", options.file]
+    if training:
+        arguments.parse(
+            argv, world_size=options.world_size or 1, complete=merge_file, program=Validate.PROGRAM
+        )
+    else:
+        table = table_of(Validate)
+        _, problems = arguments.build_config(
+            argv,
+            world_size=options.world_size or _implied_world_size(file),
+            warn=lambda warning: print_warning(warning, table),
+            complete=_with_unknown_shape,
+        )
+        about_file = [problem for problem in problems if options.file in problem]
+        if about_file:
+            cli.fail(about_file, table)
+    print(f"{options.file}: valid{'' if training else ' (without the flags of a run)'}")
+
+
+def migrate(options: Migrate, _: Sequence[str]) -> None:
+    result = migration.migrate(
+        options.file, options.from_version, new_defaults=options.new_defaults
+    )
+    print(migration.text(result, options.file), end="", file=sys.stderr)
+    text = json.dumps(result.values, indent=2) + "\n"
+    if options.output is None:
+        print(text, end="")
+    else:
+        with Path(options.output).open("x", encoding="utf-8") as output:
+            output.write(text)
+
+
+def diff(options: Diff, training: Sequence[str]) -> int:
+    if (options.second is None) == (not training):
+        raise UserError(Problem("two-configurations-required"))
+    first = compare.read(options.first)
+    if options.second is not None:
+        second, name = compare.read(options.second), options.second
+    else:
+        second, name = _generated(training, options.world_size)[1], "command line"
+    found = compare.differences(first, second)
+    effective = [one for one in found if one.is_effective]
+    if options.print_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
+    else:
+        _print_table(
+            ("key", options.first, name, ""),
+            [
+                (one.key, one.shown(0), one.shown(1), "" if one.is_effective else "same value")
+                for one in found
+            ],
+        )
+    return int(bool(effective))
+
+
+COMMANDS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int | None]]] = {
+    "generate": (Generate, generate),
+    "explain": (Explain, explain_keys),
+    "validate": (Validate, validate),
+    "migrate": (Migrate, migrate),
+    "diff": (Diff, diff),
+}
+
+
+def _generated(training: Sequence[str], world_size: int) -> tuple[Config, Json]:
+    """The configuration of a command line and its DeepSpeed configuration."""
+    config = arguments.parse(
+        training, world_size=world_size, complete=_merge_existing_file, program=PROGRAM
+    )
+    config = _with_vocabulary(config)
+    dp_size = config.parallel.data_parallel_size(world_size)
+    kind = device.kind()
+    is_available = only_torch if kind == "cpu" else available_on(kind)
+    return config, build_ds_config(config, dp_size, kind, is_available)
+
+
+def _merge_existing_file(
+    config: Config, world_size: int, warn: Callable[[str], None]
+) -> tuple[Config, list[Problem]]:
+    """`merge_file`, which leaves a file that does not exist to the checks of a run."""
+    path = config.deepspeed.deepspeed_config
+    if path is not None and not Path(path).is_file():
+        try:
+            read_file(path)
+        except UserError as error:
+            return config, list(error.problems)
+    return merge_file(config, world_size, warn)
 
 
 def _with_vocabulary(config: Config) -> Config:
@@ -55,23 +285,97 @@ def _with_vocabulary(config: Config) -> Config:
     return config.with_vocab(tokenizer.vocab_size)
 
 
-def main(argv: Sequence[str]) -> None:
+def _with_unknown_shape(
+    config: Config, world_size: int, warn: Callable[[str], None]
+) -> tuple[Config, list[Problem]]:
+    return merge_file(config.with_values(UNKNOWN_SHAPE), world_size, warn)
+
+
+def _implied_world_size(file: DeepSpeedFile) -> int:
+    """The number of processes that the batch sizes of a file imply, or else its hpZ groups."""
+
+    def size(key: str) -> int:
+        value = file.get(key)
+        return value if type(value) is int and value > 0 else 1
+
+    per_rank = size("train_micro_batch_size_per_gpu") * size("gradient_accumulation_steps")
+    ranks, rest = divmod(size("train_batch_size"), per_rank)
+    is_implied = "auto" not in (file.values.get("train_batch_size"), None)
+    hpz = size("zero_optimization.zero_hpz_partition_size")
+    return ranks if is_implied and ranks and not rest and ranks % hpz == 0 else hpz
+
+
+def _facts_text(found: Sequence[dict[str, Any]]) -> str:
+    titles = {
+        "type": "type", "flags": "set by", "derived_from": "derived from",
+        "deepspeed_default": "DeepSpeed's default", "defaults_by_version": "since version",
+    }  # fmt: skip
+
+    def lines(fact: dict[str, Any]) -> Iterator[str]:
+        yield fact["key"]
+        yield f"  {fact['description']}"
+        for name, title in titles.items():
+            value = fact[name]
+            if value not in (None, [], {}):
+                if name == "defaults_by_version":
+                    value = ", ".join(f"{first}: {json.dumps(one)}" for first, one in value.items())
+                elif name == "deepspeed_default":
+                    value = json.dumps(value)
+                yield f"  {title}: {', '.join(value) if isinstance(value, list) else value}"
+
+    return "\n\n".join("\n".join(lines(fact)) for fact in found)
+
+
+def _print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table that fills a terminal; without one, a line for each row."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*titles, box=None, padding=(0, 2, 0, 0))
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows) if rows else ():
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _overview() -> str:
+    lines = [f"usage: {PROGRAM} COMMAND ... (COMMAND --help explains it)", ""]
+    for name, (options, _) in COMMANDS.items():
+        summary = " ".join((options.__doc__ or "").split("\n\n")[0].split())
+        lines.append(f"  {name:<10}{summary}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    name = argv[0] if argv else "--help"
+    if name in ("--help", "-h"):
+        print(_overview())
+        return 0
+    rest = argv[1:]
+    if name.startswith("-"):
+        name, rest = "generate", argv
+    if name not in COMMANDS:
+        hint, valid = did_you_mean(name, COMMANDS), ", ".join(COMMANDS)
+        problem = Problem("unknown-command", command=name, hint=hint, valid=valid)
+        print(f"{PROGRAM}: error:\n{problem.render()}", file=sys.stderr)
+        return ExitCode.BAD_SETTINGS
+    options, work = COMMANDS[name]
     training: list[str] = []
-    world_size = cli.parse(Options, argv, unknown=training).world_size
-    config = arguments.parse(
-        training, world_size=world_size, complete=merge_file, program="ds_config.py"
-    )
-    config = _with_vocabulary(config)
-    dp_size = config.parallel.data_parallel_size(world_size)
-    kind = device.kind()
-    is_available = only_torch if kind == "cpu" else available_on(kind)
-    generated = build_ds_config(config, dp_size, kind, is_available)
-    print(json.dumps(generated, indent=2))
-    rows = value_origins(config)
-    width = max((len(key) for key in rows), default=0)
-    for key, source in rows.items():
-        print(f"{key:<{width}}  {source}", file=sys.stderr)
+
+    def checked(options: Any) -> int | None:
+        try:
+            return work(options, training)
+        except UserError as error:
+            cli.fail(error.problems, table_of(type(options)))
+
+    return cli.run(options, checked, rest, None if options is Migrate else training)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

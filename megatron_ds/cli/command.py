@@ -86,7 +86,12 @@ def parse(
     return result
 
 
-def run(options: type[T], work: Callable[[T], int | None], argv: Sequence[str]) -> int:
+def run(
+    options: type[T],
+    work: Callable[[T], int | None],
+    argv: Sequence[str],
+    unknown: list[str] | None = None,
+) -> int:
     """Run a tool and return its exit status.
 
     Args:
@@ -94,12 +99,13 @@ def run(options: type[T], work: Callable[[T], int | None], argv: Sequence[str]) 
         work: The tool. Its result is the exit status; None is 0. Users' errors are `UserError` and
             OSError; their notes are printed, too, and so are those of a KeyboardInterrupt.
         argv: The arguments without the program's name.
+        unknown: Receives the arguments of unknown flags, which are an error otherwise.
     """
     program_start.finish()
     table = table_of(options)
     with output.plain_warnings(lambda text: render(text, table)):
         try:
-            result = work(parse(options, argv)) or 0
+            result = work(parse(options, argv, unknown=unknown)) or 0
             sys.stdout.flush()
         except SystemExit as end:
             return int(end.code or 0)

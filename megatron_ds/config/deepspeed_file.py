@@ -64,9 +64,13 @@ def pop(values: Json, dotted: str) -> Any:
 
 
 def put(values: Json, dotted: str, value: Any) -> None:
-    """Set a dotted key, whose parent must exist."""
-    parent, last = _parent(values, dotted)
-    parent[last] = value
+    """Set a dotted key, in new objects where there are none."""
+    *above, last = dotted.split(".")
+    for part in above:
+        if not isinstance(values.get(part), dict):
+            values[part] = {}
+        values = values[part]
+    values[last] = value
 
 
 def leaves(values: Json, prefix: str = "") -> list[str]:

@@ -55,13 +55,17 @@ All other flags have the same defaults as in Megatron-LM and its forks.
 
 
 def tool_tables() -> dict[str, FlagTable]:
-    """The flags of all tools that have any, by the path of the tool."""
+    """The flags of all tools that have any, by the path of the tool and its command."""
     tables = {}
     for path in sorted((REPOSITORY / "tools").rglob("*.py")):
         name = path.relative_to(REPOSITORY)
-        options = getattr(load(path), "Options", None)
-        if options is not None and (table := table_of(options)).groups:
-            tables[name.as_posix()] = table
+        module = load(path)
+        commands = {
+            f" {word}": options for word, (options, _) in vars(module).get("COMMANDS", {}).items()
+        }
+        for word, options in (commands or {"": vars(module).get("Options")}).items():
+            if options is not None and (table := table_of(options)).groups:
+                tables[f"{name.as_posix()}{word}"] = table
     return tables
 
 

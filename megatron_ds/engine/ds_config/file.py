@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,17 @@ def read_file(path: str) -> DeepSpeedFile:
     Raises:
         UserError: If it is not a JSON object.
     """
+    file = parse_file(path)
+    normalize(file)
+    return file
+
+
+def parse_file(path: str) -> DeepSpeedFile:
+    """Read a file as it is written.
+
+    Raises:
+        UserError: If it is not a JSON object.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         values = json.loads(text, object_pairs_hook=_without_duplicates)
@@ -48,13 +60,21 @@ def read_file(path: str) -> DeepSpeedFile:
         raise _unreadable(path, error) from error
     if not isinstance(values, dict):
         raise _unreadable(path, "not a JSON object")
-    file = DeepSpeedFile(path, values, _key_lines(text))
+    return DeepSpeedFile(path, values, _key_lines(text))
+
+
+def normalize(file: DeepSpeedFile) -> None:
+    """Replace old keys of a parsed file by the current ones, and find its problems."""
     _drop_inactive_curriculum(file)
-    _normalize_blocks(file)
-    _translate_old_keys(file)
+    translate(file)
     _drop_or_refuse_keys(file)
     _check_keys_and_values(file)
-    return file
+
+
+def translate(file: DeepSpeedFile) -> None:
+    """Replace old keys of a parsed file by the current ones."""
+    _normalize_blocks(file)
+    _translate_old_keys(file)
 
 
 def _unreadable(location: str, reason: object) -> UserError:
@@ -143,20 +163,38 @@ def _drop_or_refuse_keys(file: DeepSpeedFile) -> None:
 
 
 def _check_keys_and_values(file: DeepSpeedFile) -> None:
-    has_other_params = not str(file.get("scheduler.type")).startswith("Warmup")
     for block, kinds in {"": TOP_KEYS, **BLOCKS}.items():
-        if block == "scheduler.params" and has_other_params:
-            continue  # the scheduler is refused by its type
-        values = (get(file.values, block) or {}) if block else file.values
-        for key, value in list(values.items()):
-            dotted = f"{block}.{key}" if block else key
+        for dotted, key, value in _entries(file, block):
             if key not in kinds:
-                near = difflib.get_close_matches(key, kinds, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(key, kinds)
                 problem = Problem("ds-key-unknown", key=dotted, hint=hint)
                 file.problems.append(file.at(dotted, problem))
             elif value not in (None, "auto"):
                 _check_value(file, dotted, kinds[key], value)
+
+
+def unknown_keys(file: DeepSpeedFile) -> list[str]:
+    """The dotted keys of a file that are unknown."""
+    return [
+        dotted
+        for block, kinds in {"": TOP_KEYS, **BLOCKS}.items()
+        for dotted, key, _ in _entries(file, block)
+        if key not in kinds
+    ]
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a message about an unknown name."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _entries(file: DeepSpeedFile, block: str) -> list[tuple[str, str, Any]]:
+    """Dotted key, key and value of the keys in a block; none of options that are not read."""
+    if block == "scheduler.params" and not str(file.get("scheduler.type")).startswith("Warmup"):
+        return []  # the scheduler is refused by its type
+    values = (get(file.values, block) or {}) if block else file.values
+    return [(f"{block}.{key}".removeprefix("."), key, value) for key, value in values.items()]
 
 
 def _check_value(file: DeepSpeedFile, key: str, kind: Kind, value: Any) -> bool:

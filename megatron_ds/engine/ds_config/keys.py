@@ -1,7 +1,7 @@
 """The keys of DeepSpeed files: accepted, renamed, ignored and refused ones.
 
-The tables are in keys.toml, and the keys of blocks that DeepSpeed defines as pydantic models in
-keys.json, written by `python tests/versions/make_ds_keys.py`.
+The tables are in keys.toml. The keys of blocks that DeepSpeed defines as pydantic models, and the
+defaults of all keys, are in keys.json, written by `python tests/versions/make_ds_keys.py`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,16 @@ OLD_SWITCHES: dict[str, tuple[str, Any]] = {
 }
 """Old switches -> the key and value that replace them if they are true."""
 OLD_PIN_KEY = "zero_optimization.cpu_offload_use_pin_memory"
+INSTALLED: dict[str, Any] = json.loads(FILE.with_suffix(".json").read_text(encoding="utf-8"))
+"""Keys and defaults of the supported DeepSpeed."""
+VERSION: str = INSTALLED["deepspeed"]
+DEFAULTS: dict[str, Any] = INSTALLED["defaults"]
+"""Default by dotted key, without those that are None."""
 
 
 def _keys_of_models() -> dict[str, dict[str, Kind]]:
     """Keys of DeepSpeed's models but for those of the tables above."""
-    blocks = json.loads(FILE.with_suffix(".json").read_text(encoding="utf-8"))["blocks"]
+    blocks = INSTALLED["blocks"]
     treated = {*REFUSED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS}
     return {
         block: {key: KINDS[kind] for key, kind in keys.items() if f"{block}.{key}" not in treated}
