@@ -1,14 +1,12 @@
 """DeepSpeed files of users: each trains a step or is rejected with its reason.
 
-Legacy files written for this test always run. Those of other projects' examples run if a copy is
-next to the repository; placeholders of templates are filled first.
+Placeholders of templates are filled first.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,69 +22,14 @@ from megatron_ds.train_state import TrainState
 from tests.dist.engine_harness import batches_of, build
 from tests.dist.rank_jobs import JobResults, run_jobs
 from tests.dist.reference import Samples
+from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
 from tests.problems import codes
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDER = REPOSITORY.parent / "shared" / "data" / "peer_ds_configs"
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --train-iters 10 "
     "--tokenizer-type NullTokenizer --vocab-size 90 --allow-fp16-on-cpu --lr 1.5e-4 "
     "--adam-beta2 0.95"
 )
-
-OWN: dict[str, tuple[Any, str]] = {
-    "offload-of-2020": (
-        json.loads((REPOSITORY / "examples" / "deepspeed_config.json").read_text()),
-        "--micro-batch-size 2 --global-batch-size 4",
-    ),
-    "everything-old": (
-        {
-            "train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "bfloat16": {"enabled": True},
-            "zero_optimization": True,
-            "fp32_allreduce": True,
-            "sparse_gradients": False,
-            "dataloader_drop_last": True,
-            "amp": {"enabled": False, "opt_level": "O1"},
-            "optimizer": {
-                "type": "Adam",
-                "params": {"lr": 1.5e-4, "max_grad_norm": 0.5, "betas": [0.9, 0.95]},
-            },
-            "scheduler": {
-                "type": "WarmupLR",
-                "params": {"warmup_num_steps": 4, "warmup_type": "linear"},
-            },
-        },
-        "--micro-batch-size 2",
-    ),
-    "all-auto": (
-        {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "bf16": {"enabled": "auto"},
-            "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-            },
-            "zero_optimization": {
-                "stage": 3,
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-                "sub_group_size": 1e9,
-                "reduce_bucket_size": "auto",
-                "stage3_prefetch_bucket_size": "auto",
-                "stage3_param_persistence_threshold": "auto",
-                "stage3_gather_16bit_weights_on_model_save": True,
-            },
-        },
-        "--bf16 --micro-batch-size 2 --global-batch-size 4",
-    ),
-}
-"""Name -> file and further flags."""
 
 LENGTH = "curriculum-exceeds-sequence"
 UNSUPPORTED = "ds-key-unsupported"
@@ -104,34 +47,6 @@ REJECTED = {
     f"{ROOT}finetune_hf_llama_ds_config": STAGE_0,
 }
 """Files of other projects that are rejected, with the code of the problem. All others train."""
-FILES = [path.stem for path in sorted(FOLDER.glob("*.json"))]
-
-PLACEHOLDERS = {
-    "CONFIG_BATCH_SIZE": "4",
-    "GBSIZE": "4",
-    "CONFIG_MBSIZE": "2",
-    "MBSIZE": "2",
-    "LOG_INTERVAL": "10",
-    "ZERO_STAGE": "1",
-    "PRESCALE_GRAD": "true",
-    "CONFIG_FP16_ENABLED": "false",
-    "CONFIG_BF16_ENABLED": "true",
-    "CONFIG_CL_ENABLED": "false",
-    "CL_ENABLED": "true",
-    "LTD_ENABLED": "true",
-}
-"""Placeholders of the templates; all others are numbers."""
-
-
-def fill_placeholders(text: str) -> str:
-    """A template with its placeholders outside of quotes replaced."""
-    pattern = re.compile(r'"[^"]*"|\b[A-Z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+\b|\bM?G?BSIZE\b')
-
-    def value(match: re.Match[str]) -> str:
-        word = match.group()
-        return word if word.startswith('"') else PLACEHOLDERS.get(word, "8")
-
-    return pattern.sub(value, text)
 
 
 def micro_batch_flag(values: Any) -> str:

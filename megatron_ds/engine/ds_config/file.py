@@ -6,6 +6,7 @@ key means for the run is in `ds_config_merge`. Does not import deepspeed.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import re
@@ -141,7 +142,7 @@ def _replace_key(file: DeepSpeedFile, old: str, new: str, value: Any) -> None:
         file.problems.append(file.at(old, problem))
         return
     if present is None:
-        put(file.values, new, value)
+        put(file.values, new, copy.deepcopy(value))
         children = value if isinstance(value, dict) else ()
         for key in (new, *(f"{new}.{child}" for child in children)):
             file.lines.setdefault(key, file.lines.get(old, 1))

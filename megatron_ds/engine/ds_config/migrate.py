@@ -18,6 +18,7 @@ from megatron_ds.engine.ds_config import history, schedules
 from megatron_ds.engine.ds_config.fields import as_flag
 from megatron_ds.engine.ds_config.file import normalize, parse_file, unknown_keys
 from megatron_ds.engine.ds_config.keys import VERSION
+from megatron_ds.engine.ds_config.values import as_optimizer
 
 UNSUPPORTED, UNKNOWN = "ds-key-unsupported", "ds-key-unknown"
 
@@ -92,6 +93,7 @@ def migrate(path: str, version: str | None = None, *, new_defaults: bool = False
         result.changes.append(file.at(key, Problem("ds-key-is-newer", key=key, version=oldest)))
     result.changes += [*_replaced_keys(file), *_replaced_optimizer(file)]
     normalize(file)
+    _check_optimizer(file)
     result.changes += [*file.warnings, *_replaced_stage(file)]
     result.removed = [problem for problem in file.problems if problem.code == UNSUPPORTED]
     result.unknown = [problem for problem in file.problems if problem.code == UNKNOWN]
@@ -123,6 +125,14 @@ def _replaced_optimizer(file: DeepSpeedFile) -> Iterator[Problem]:
         if str(get(file.values, key)).lower() == old.lower():
             put(file.values, key, new)
             yield _replaced(file, f"{key} {old}", new, effect, key)
+
+
+def _check_optimizer(file: DeepSpeedFile) -> None:
+    key = "optimizer.type"
+    try:
+        as_optimizer(file.get(key) or "adam")
+    except ValueError as error:
+        file.problems.append(file.invalid(key, error))
 
 
 def _replaced_stage(file: DeepSpeedFile) -> Iterator[Problem]:

@@ -1,15 +1,21 @@
-"""tools/ds_config.py prints the configuration of a run and the origin of its values."""
+"""tools/ds_config.py generates, explains, validates, migrates and compares DeepSpeed files."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ds.cli.arguments import build_config
+from megatron_ds.config.deepspeed_file import leaves
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
+from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
 from tools import ds_config
 
 FLAGS = (
@@ -17,6 +23,21 @@ FLAGS = (
     "--lr 1e-4 --train-iters 10 --tokenizer-type NullTokenizer --vocab-size 90 "
     "--data-path nowhere --adam-beta1 0.8 --adam-beta2 0.95"
 )
+REPOSITORY = Path(__file__).resolve().parents[3]
+PUBLISHED = {
+    **{name: json.dumps(file) for name, (file, _) in OWN.items()},
+    **{name: fill_placeholders((FOLDER / f"{name}.json").read_text("utf-8")) for name in FILES},
+}
+"""Text of files for earlier versions, by name."""
+WITHOUT_TORCH = """
+import sys, time
+from tools import ds_config
+for line in sys.argv[1:]:
+    start = time.monotonic()
+    assert ds_config.main(line.split()) in (0, 1), line
+    assert time.monotonic() - start < 3, line
+assert not {"torch", "deepspeed"} & set(sys.modules)
+"""
 
 
 @pytest.fixture
@@ -33,7 +54,7 @@ def line(tmp_path: Path) -> list[str]:
 def test_printed_json_equals_the_configuration_of_a_run(
     line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ds_config.main(["--world-size", "4", *line])
+    assert ds_config.main(["--world-size", "4", *line]) == 0
     printed = json.loads(capsys.readouterr().out)
     config, _ = build_config(line, world_size=4, warn=lambda _: None, complete=merge_file)
     assert printed == build_ds_config(config.with_vocab(91), 4)
@@ -42,7 +63,7 @@ def test_printed_json_equals_the_configuration_of_a_run(
     again = tmp_path / "again.json"
     again.write_text(json.dumps(printed))
     flags = [*line[:-1], str(again), "--lr-decay-style", "constant"]
-    ds_config.main(["--world-size", "4", *flags])
+    ds_config.main(["generate", "--world-size", "4", *flags])
     assert json.loads(capsys.readouterr().out) == printed
 
 
@@ -68,10 +89,202 @@ def test_origin_of_each_value_is_printed(
     assert "[ds-scheduler-translated]" in printed
 
 
+@pytest.mark.parametrize("command", ["generate", "explain", "validate", "diff"])
 def test_all_contradictions_are_reported(
+    command: str, line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*line, "--zero-stage", "1", "--clip-grad", "2"]
+    if command in ("validate", "diff"):
+        flags = [line[-1], *(flags if command == "diff" else [*line[:-2], *flags[-4:]])]
+    assert ds_config.main([command, *flags]) == 2
+    assert capsys.readouterr().err.count("[ds-key-contradicts-flag]") == 2
+
+
+def test_explanation_has_every_key_of_the_json(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        ds_config.main([*line, "--zero-stage", "1", "--clip-grad", "2"])
-    assert exit_info.value.code == 2
-    assert capsys.readouterr().err.count("[ds-key-contradicts-flag]") == 2
+    ds_config.main(["explain", "--json", *line])
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    ds_config.main(line)
+    generated = json.loads(capsys.readouterr().out)
+    assert rows["gradient_clipping"]["value"] == generated["gradient_clipping"] == 0.5
+    assert [*rows] == leaves(generated)
+
+    ds_config.main(["explain", "stage", "gradient_clipping", *line])
+    table = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in table[1:]] == [
+        ["gradient_clipping", "0.5"],
+        ["zero_optimization.stage", "3"],
+    ]
+    assert table[1].endswith("0 disables it.")
+
+
+def test_keys_are_explained_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ds_config.main(["explain", "gradient_clipping"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "  type: number",
+        "  set by: --clip-grad",
+        "  DeepSpeed's default: 1.0",
+        "  since version: 0.5.0: 0.0, 0.19.3: 1.0",
+    ]
+    assert ds_config.main(["explain", "data_types", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    assert ds_config.main(["explain", "gradient_cliping"]) == 2
+    assert "did you mean 'gradient_clipping'" in capsys.readouterr().err
+
+
+def test_validation_reports_all_problems_with_their_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{\n"stepz": 1,\n"zero_optimization": {\n"stage": 0\n},\n"bf16": {"enabled": true},\n'
+        '"amp": {"enabled": true},\n"optimizer": {"type": "Lamb"},\n"gradient_clipping": "x"\n}'
+    )
+    assert ds_config.main(["validate", str(path)]) == 2
+    printed = capsys.readouterr().err
+    lines = {re.split(f"{path}:(.)", row)[1] for row in printed.splitlines()[1:]}
+    assert lines == {"2", "4", "7", "8", "9"}
+
+    path.write_text('{"zero_optimization": {"stage": 3, "allgather_bucket_size": 5}}')
+    assert ds_config.main(["validate", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{path}: valid (without the flags of a run)\n"
+    assert "[ds-keys-ineffective]" in shown.err
+    assert ds_config.main(["validate", str(path), *FLAGS.split()]) == 0
+    assert capsys.readouterr().out == f"{path}: valid\n"
+    path.write_text('{"train_batch_size": 3}')
+    assert ds_config.main(["validate", str(path), *FLAGS.split()]) == 2
+    assert "[batch-size-not-divisible]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "steps", "status"),
+    [(64, 2, 4, 0), (64, 2, "auto", 0), ("auto", 2, 4, 0), (7, 2, 1, 2), (64, 2, 64, 2)],
+)
+def test_validation_assumes_the_processes_that_the_batch_sizes_imply(
+    batch: Any, micro: Any, steps: Any, status: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    values = {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8 if status == 0 else 1},
+    }
+    path.write_text(json.dumps(values))
+    assert ds_config.main(["validate", str(path)]) == status
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_migrated_files_of_other_projects_are_valid(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(PUBLISHED[name])
+    assert ds_config.main(["migrate", str(old)]) == 0
+    printed = capsys.readouterr()
+    assert ds_config.main(["migrate", str(old), "--output", str(new)]) == 0
+    assert new.read_text() == printed.out
+    assert printed.err.startswith(f"{old}: from DeepSpeed 0.")
+    assert ds_config.main(["validate", str(new)]) == 0
+    again = tmp_path / "again.json"
+    assert ds_config.main(["migrate", str(new), "--output", str(again)]) == 0
+    assert again.read_text() == new.read_text()
+    assert ds_config.main(["migrate", str(old), "--output", str(new)]) == 1
+    assert "File exists" in capsys.readouterr().err
+
+
+def test_differences_set_the_exit_status(
+    line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ds_config.main(["generate", *line])
+    complete = tmp_path / "run" / "ds_config.json"
+    complete.parent.mkdir()
+    complete.write_text(capsys.readouterr().out)
+    assert ds_config.main(["diff", str(complete.parent), *line]) == 0
+    assert capsys.readouterr().out == ""
+    assert ds_config.main(["diff", str(complete.parent), str(complete)]) == 0
+    assert capsys.readouterr().out == ""
+    assert ds_config.main(["diff", str(complete), line[-1]]) == 1
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["key", str(complete), line[-1]]
+    (row,) = (row for row in table if row.startswith("zero_optimization.reduce_scatter"))
+    assert re.split(" {2,}", row)[1:] == ["true", "absent (default true)", "same value"]
+    assert ds_config.main(["diff", str(complete), line[-1], "--json"]) == 1
+    found = {one["key"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found["zero_optimization.reduce_scatter"]["given"] == [True, False]
+    assert "gradient_clipping" not in found
+
+
+@pytest.mark.parametrize("command", ["validate", "migrate", "diff"])
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (None, "No such file"),
+        ("folder", "irectory"),
+        ("{", ":1:2:"),
+        ('{"a": 1, "a": 2}', "duplicate key 'a'"),
+        ("[1]", "not a JSON object"),
+        ("\xff", "codec can't decode"),
+    ],
+)
+def test_unreadable_files_are_reported(
+    command: str, text: str | None, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    if text == "folder":
+        path.mkdir()
+        shown = "No such file" if command == "diff" else shown
+    elif text is not None:
+        path.write_bytes(text.encode("latin1"))
+    assert ds_config.main([command, str(path), *([str(path)] if command == "diff" else [])]) == 2
+    printed = capsys.readouterr().err
+    assert shown in printed
+    assert "[ds-config-unreadable]" in printed
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["migrat", "x"], "did you mean 'migrate'"),
+        (["x.json"], "valid: generate, explain, validate, migrate, diff"),
+        (["validate"], "FILE"),
+        (["diff", str(REPOSITORY / "ds_configs" / "zero1.json")], "second configuration"),
+        (["diff", "a", "b", *FLAGS.split()], "second configuration"),
+        (["migrate", "x", "--from-version", "0.4"], "from 0.5.0 to "),
+        (["migrate", "x", "--lr", "1"], "[unknown-flag]"),
+        (["generate", *FLAGS.split(), "--deepspeed_config", "none.json"], "No such file"),
+    ],
+)
+def test_wrong_command_lines_are_reported(
+    argv: list[str], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ds_config.main(argv) == 2
+    assert shown in capsys.readouterr().err
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ds_config.main(["--help"]) == ds_config.main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  {command} " in shown for command in ds_config.COMMANDS)
+    assert ds_config.main(["migrate", "--help"]) == 0
+    assert "--from-version" in capsys.readouterr().out
+
+
+def test_commands_need_neither_torch_nor_much_time(line: list[str]) -> None:
+    lines = [
+        " ".join(["generate", *line]),
+        " ".join(["explain", *line]),
+        f"validate {line[-1]}",
+        f"migrate {line[-1]}",
+        " ".join(["diff", *line[-1:], *line]),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *lines],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
