@@ -25,7 +25,7 @@ from megatron_ds.cli.command import print_warning, table_of
 from megatron_ds.config import Config
 from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_config import compare, explain
 from megatron_ds.engine.ds_config import migrate as migration
 from megatron_ds.engine.ds_config.file import did_you_mean, parse_file, read_file
@@ -51,7 +51,7 @@ class Generate:
 
     The JSON goes to the standard output; the origins of its values that are not defaults, and the
     warnings, go to the standard error. The run writes the same JSON as ds_config.json into --save;
-    it can be given to --deepspeed_config.
+    it can be given to --deepspeed_config, except with Muon and 8-bit Adam.
 
         python tools/ds_config.py generate --world-size 8 FLAGS OF pretrain_gpt.py > ds.json
 
@@ -219,7 +219,7 @@ def migrate(options: Migrate, _: Sequence[str]) -> None:
 
 def diff(options: Diff, training: Sequence[str]) -> int:
     if (options.second is None) == (not training):
-        raise UserError(Problem("two-configurations-required"))
+        raise user_error("two-configurations-required")
     first = compare.read(options.first)
     if options.second is not None:
         second, name = compare.read(options.second), options.second

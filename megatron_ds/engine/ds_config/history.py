@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.deepspeed_file import DeepSpeedFile, get, has
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config.keys import VERSION
 
 Version = tuple[int, ...]
@@ -83,8 +83,13 @@ def known_version(text: str) -> str:
     text = text.removeprefix("v")
     is_version = re.fullmatch(r"\d{1,4}(\.\d{1,4}){1,2}", text) is not None
     if not is_version or not as_version(OLDEST) <= as_version(text) <= as_version(VERSION):
-        problem = Problem("unknown-deepspeed-version", value=text, oldest=OLDEST, newest=VERSION)
-        raise UserError(problem)
+        raise user_error(
+            "unknown-deepspeed-version",
+            "from_version",
+            value=text,
+            oldest=OLDEST,
+            newest=VERSION,
+        )
     return ".".join(map(str, as_version(text)))
 
 

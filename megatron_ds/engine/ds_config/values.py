@@ -15,7 +15,7 @@ Kind = Callable[[Any], Any]
 DTYPE_ALIASES = {"float32": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 ADAM_TYPES = ("adam", "adamw", "fusedadam", "apexfusedadam", "cpuadam", "deepspeedcpuadam")
 """Optimizer types of files, in lower case, that mean `--optimizer adam`."""
-LION_TYPES = ("lion", "fusedlion", "deepspeedcpulion")
+LION_TYPES = ("lion", "fusedlion", "deepspeedcpulion", "megatron_ds.lion")
 
 
 def as_bool(value: Any) -> bool:

@@ -67,6 +67,25 @@ def test_printed_json_equals_the_configuration_of_a_run(
     assert json.loads(capsys.readouterr().out) == printed
 
 
+@pytest.mark.parametrize(
+    "flags",
+    ["--pipeline-model-parallel-size 2", "--optimizer lion", "--optimizer sgd --bf16", "--fp16"],
+)
+def test_json_of_a_run_is_valid_and_has_nothing_to_migrate(
+    flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*FLAGS.partition(" --adam")[0].split(), *flags.split()]
+    assert ds_config.main(["generate", "--world-size", "4", *argv]) == 0
+    path = tmp_path / "ds_config.json"
+    path.write_text(capsys.readouterr().out)
+    assert ds_config.main(["validate", str(path), "--world-size", "4", *argv]) == 0
+    assert ds_config.main(["migrate", str(path), "--from-version", "0.19"]) == 0
+    migrated = json.loads(capsys.readouterr().out.partition("\n")[2])
+    expected = json.loads(path.read_text())
+    expected.pop("pipeline", None)
+    assert migrated == expected
+
+
 def test_origin_of_each_value_is_printed(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
