@@ -118,7 +118,7 @@ def _settings(flags: Iterable[Flag], table: FlagTable) -> str:
         if flag.positional:
             names, values = f"`{flag.metavar}`", ""
         rows.append((names, values, default_of(flag), explanation(flag, table, in_table=True)))
-    return _table(("flag", "value", "default", "meaning"), rows)
+    return markdown_table(("flag", "value", "default", "meaning"), rows)
 
 
 def _choices(flag: Flag) -> str:
@@ -137,7 +137,7 @@ def _defaults() -> str:
         (f"`--{entry['flag']}`", entry["peers"], entry["ours"], entry["note"])
         for entry in declared.different_defaults()
     ]
-    return _table(("flag", "peers' default", "default here", "so"), rows)
+    return markdown_table(("flag", "peers' default", "default here", "so"), rows)
 
 
 def _reasons(table: FlagTable, outcome: str, title: str) -> str:
@@ -149,7 +149,9 @@ def _reasons(table: FlagTable, outcome: str, title: str) -> str:
             reason = flag.help + (f" (accepted: {accepted})" if accepted else "")
             reason += f" (at least {table.flag_of(flag.at_least)})" if flag.at_least else ""
             named.setdefault(reason, []).append(f"`{flag.usage.removesuffix(' ...')}`")
-    return _table(("flags", title), [(" ".join(flags), why) for why, flags in named.items()])
+    return markdown_table(
+        ("flags", title), [(" ".join(flags), why) for why, flags in named.items()]
+    )
 
 
 def _values(values: Mapping[str, Mapping[str, str]]) -> str:
@@ -157,12 +159,13 @@ def _values(values: Mapping[str, Mapping[str, str]]) -> str:
     for field, refused in values.items():
         for value, words in refused.items():
             rows.setdefault((f"`--{field.replace('_', '-')}`", words), []).append(value)
-    return _table(
+    return markdown_table(
         ("flag", "values", "why, and what to do"),
         [(flag, ", ".join(each), words) for (flag, words), each in rows.items()],
     )
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def markdown_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
     lines = [" | ".join(line) for line in (head, tuple("---" for _ in head), *rows)]
     return "".join(f"| {line} |\n".replace("*", "\\*").replace("<", "\\<") for line in lines)
