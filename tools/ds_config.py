@@ -299,10 +299,10 @@ def _implied_world_size(file: DeepSpeedFile) -> int:
         return value if type(value) is int and value > 0 else 1
 
     per_rank = size("train_micro_batch_size_per_gpu") * size("gradient_accumulation_steps")
-    ranks, rest = divmod(size("train_batch_size"), per_rank)
-    is_implied = "auto" not in (file.values.get("train_batch_size"), None)
-    hpz = size("zero_optimization.zero_hpz_partition_size")
-    return ranks if is_implied and ranks and not rest and ranks % hpz == 0 else hpz
+    ranks = size("train_batch_size") // per_rank
+    if file.get("train_batch_size") is None:
+        ranks = size("zero_optimization.zero_hpz_partition_size")
+    return max(1, ranks)
 
 
 def _facts_text(found: Sequence[dict[str, Any]]) -> str:

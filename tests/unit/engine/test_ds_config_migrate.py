@@ -13,7 +13,7 @@ from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_config import history
 from megatron_ds.engine.ds_config.explain import known_keys
 from megatron_ds.engine.ds_config.generate import build_ds_config
-from megatron_ds.engine.ds_config.keys import DEFAULTS
+from megatron_ds.engine.ds_config.keys import DEFAULTS, VERSION
 from megatron_ds.engine.ds_config.migrate import Migration, migrate, text
 from tests.problems import codes
 from tests.unit.engine.ds_files import Merge
@@ -65,6 +65,7 @@ def values_of(path: Path, values: Any) -> Any:
         ),
         ({ZERO: {"mics_shard_size": 4}}, {ZERO: {"zero_hpz_partition_size": 4}}),
         ({ZERO: {"mics_shard_size": -1}}, {ZERO: {}}),
+        ({ZERO: {"mics_shard_size": 1}}, {ZERO: {}}),
         (
             {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1, "freeze_step": 9}}},
             {"optimizer": {"type": "AdamW", "params": {"lr": 1}}},
@@ -182,6 +183,20 @@ def test_former_defaults_depend_on_the_version_and_the_file(
     result = migrated(path, values, version)
     assert get(result.values, key) == written
     assert (key in [one.key for one in result.meanings if one.is_written]) == (written is not None)
+
+
+def test_list_of_changes_names_both_defaults_and_their_owner(path: Path) -> None:
+    result = migrated(path, {"bf16": {"enabled": True}, ZERO: {"stage": 1}})
+    lines = text(result, "old.json").splitlines()
+    assert lines[0] == f"old.json: from DeepSpeed 0.5.0 to {VERSION}"
+    (clipping,) = (line for line in lines if "gradient_clipping" in line)
+    assert ": was 0.0, is 1.0 (DeepSpeed since 0.19.3): " in clipping
+    assert clipping.endswith("; written as 0.0")
+    (dtype,) = (line for line in lines if "- data_types.grad_accum_dtype" in line)
+    assert "under ZeRO, is fp32 (megatron_ds): " in dtype
+    result = migrated(path, {"csv_monitor": {}}, None, new_defaults=True)
+    assert "(assumed: the first version with csv_monitor;" in text(result, "old.json")
+    assert "written as" not in text(result, "old.json")
 
 
 def test_default_without_a_key_is_restored_by_a_flag(path: Path) -> None:

@@ -86,6 +86,16 @@ def test_json_of_a_run_is_valid_and_has_nothing_to_migrate(
     assert migrated == expected
 
 
+def test_vocabulary_is_that_of_the_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    """NullTokenizer adds a token, and the embedding is padded to a multiple of 128."""
+    buckets = []
+    for size in ("127", "128"):
+        assert ds_config.main(FLAGS.replace("--vocab-size 90", f"--vocab-size {size}").split()) == 0
+        printed = json.loads(capsys.readouterr().out)
+        buckets.append(printed["zero_optimization"]["reduce_bucket_size"])
+    assert buckets[1] - buckets[0] == 128 * 32
+
+
 def test_origin_of_each_value_is_printed(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +235,10 @@ def test_differences_set_the_exit_status(
     assert capsys.readouterr().out == ""
     assert ds_config.main(["diff", str(complete.parent), str(complete)]) == 0
     assert capsys.readouterr().out == ""
+    partial = tmp_path / "partial.json"
+    partial.write_text(json.dumps(json.loads(complete.read_text()) | {"prescale_gradients": None}))
+    assert ds_config.main(["diff", str(complete), str(partial)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("same value")
     assert ds_config.main(["diff", str(complete), line[-1]]) == 1
     table = capsys.readouterr().out.splitlines()
     assert table[0].split() == ["key", str(complete), line[-1]]
