@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli import arguments
-from megatron_ds.cli.command import print_warning, table_of
+from megatron_ds.cli.command import print_completion, print_warning, table_of
+from megatron_ds.cli.completion import with_training_flags
+from megatron_ds.cli.flags import FlagTable
 from megatron_ds.config import Config
 from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.fields import option_field
@@ -352,11 +354,20 @@ def _overview() -> str:
     return "\n".join(lines)
 
 
+def _command_tables() -> dict[str, FlagTable]:
+    tables = {name: table_of(options) for name, (options, _) in COMMANDS.items()}
+    return {
+        name: table if name == "migrate" else with_training_flags(table)
+        for name, table in tables.items()
+    }
+
+
 def main(argv: Sequence[str]) -> int:
     name = argv[0] if argv else "--help"
     if name in ("--help", "-h"):
         print(_overview())
         return 0
+    print_completion(argv, FlagTable(PROGRAM, (), ()), commands=_command_tables())
     rest = argv[1:]
     if name.startswith("-"):
         name, rest = "generate", argv

@@ -13,9 +13,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from megatron_ds.cli.completion import BEHIND_LAUNCHER, completion
+from megatron_ds.cli.completion import BEHIND_LAUNCHER, completion, with_training_flags
 from megatron_ds.cli.flags import FlagTable, flag_table
 from megatron_ds.cli.help import tool_help
 from megatron_ds.cli.scan import scan
@@ -67,7 +68,7 @@ def parse(
         if rank == 0:
             print(tool_help(table, options))
         raise SystemExit(0)
-    print_completion(argv, table, rank)
+    print_completion(argv, table if unknown is None else with_training_flags(table), rank)
     line = scan(argv, table, keep_unknown=unknown is not None)
     result: T = build(options(), line.values)
     values = _each(result, field_problems, line.values, table)
@@ -128,7 +129,12 @@ def program(options: type[T], work: Callable[[T], int | None]) -> Callable[[Sequ
     return functools.partial(run, options, work)
 
 
-def print_completion(argv: Sequence[str], table: FlagTable, rank: int) -> None:
+def print_completion(
+    argv: Sequence[str],
+    table: FlagTable,
+    rank: int = 0,
+    commands: Mapping[str, FlagTable] = MappingProxyType({}),
+) -> None:
     """Print the shell completion of a program on rank 0 and exit, if it is requested."""
     if PRINT_COMPLETION not in argv:
         return
@@ -137,7 +143,7 @@ def print_completion(argv: Sequence[str], table: FlagTable, rank: int) -> None:
         known = " or ".join(BEHIND_LAUNCHER)
         fail([Problem("completion-of-no-shell", shell=shell, known=known)], table, rank=rank)
     if rank == 0:
-        print(completion(table, shell))
+        print(completion(table, shell, commands))
     raise SystemExit(0)
 
 

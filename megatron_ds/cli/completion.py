@@ -7,10 +7,13 @@ given a function that looks for such a program among its arguments. Knows no tor
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import textwrap
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from megatron_ds.cli.flags import Flag, FlagTable
+from megatron_ds.cli.flags import Flag, FlagTable, training_flags
 
 PRINT_COMPLETION = "--print-completion"
 LAUNCHERS = "deepspeed torchrun python python3 srun"
@@ -54,20 +57,44 @@ BEHIND_LAUNCHER = {
 }
 
 
-def completion(table: FlagTable, shell: str) -> str:
-    """The code that completes the flags of a program in a shell, one of `BEHIND_LAUNCHER`."""
+def completion(
+    table: FlagTable, shell: str, commands: Mapping[str, FlagTable] = MappingProxyType({})
+) -> str:
+    """The code that completes the flags of a program, and those of its commands.
+
+    Args:
+        table: Flags of the program.
+        shell: One of `BEHIND_LAUNCHER`.
+        commands: Flags of each command.
+    """
     import shtab
 
     parser = argparse.ArgumentParser(table.program, add_help=False)
+    _add_flags(parser, table)
+    if commands:
+        parsers = parser.add_subparsers()
+        for name, own in commands.items():
+            # shtab leaves commands without help out.
+            _add_flags(parsers.add_parser(name, help=name, add_help=False), own)
+    code = shtab.complete(parser, shell)
+    wrapper = textwrap.dedent(BEHIND_LAUNCHER[shell]).replace("LAUNCHERS", LAUNCHERS)
+    return f"{code}\n{wrapper}"
+
+
+def with_training_flags(table: FlagTable) -> FlagTable:
+    """A program that has the flags of pretrain_gpt.py, too."""
+    return dataclasses.replace(table, groups=(*table.groups, *training_flags().groups))
+
+
+def _add_flags(parser: argparse.ArgumentParser, table: FlagTable) -> None:
+    import shtab
+
     # Of two flags with one name the first counts.
     flags = {flag.label: flag for flag in reversed(table.own)}
     for flag in sorted(flags.values(), key=lambda flag: flag.label):
         action = _add(parser, flag, table.resolve(flag.help))
         if flag.metavar in FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    code = shtab.complete(parser, shell)
-    wrapper = textwrap.dedent(BEHIND_LAUNCHER[shell]).replace("LAUNCHERS", LAUNCHERS)
-    return f"{code}\n{wrapper}"
 
 
 def _add(parser: argparse.ArgumentParser, flag: Flag, text: str) -> argparse.Action:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cli import arguments
-from megatron_ds.cli.completion import BEHIND_LAUNCHER, completion
-from megatron_ds.cli.flags import training_flags
+from megatron_ds.cli.completion import BEHIND_LAUNCHER, completion, with_training_flags
+from megatron_ds.cli.flags import FlagTable, training_flags
 from tests.pages.flags import tool_tables
 from tests.problems import printed_codes
 
@@ -19,7 +19,12 @@ def completed(folder: Path, *lines: str) -> list[list[str]]:
     """What bash offers for the last word of each line."""
     if shutil.which("bash") is None:
         pytest.skip("bash is not installed")
-    (folder / "code").write_text(completion(training_flags(), "bash"))
+    commands = {"explain": training_flags()}
+    code = [
+        completion(training_flags(), "bash"),
+        completion(FlagTable("ds_config.py", (), ()), "bash", commands),
+    ]
+    (folder / "code").write_text("\n".join(code))
     script = """
         eval "$(cat code)"
         while read -ra COMP_WORDS; do
@@ -43,6 +48,8 @@ def test_bash_completes_flags_values_and_files(tmp_path: Path) -> None:
         "pretrain_gpt.py --lr 3 --zero-st": ["--zero-stage"],
         "python ./pretrain_gpt.py --lr-decay-style c": ["constant", "cosine"],
         "torchrun --nproc-per-node 2 a/pretrain_gpt.py --data-path 1 corp": ["corpus_text.bin"],
+        "python tools/ds_config.py exp": ["explain"],
+        "python tools/ds_config.py explain --micro": ["--micro-batch-size"],
         "python other.py --micro": [],
         "torchrun --nproc": [],
     }
@@ -53,7 +60,15 @@ def test_bash_completes_flags_values_and_files(tmp_path: Path) -> None:
 def test_the_code_of_every_program_is_valid(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    code = [completion(table, shell) for table in (training_flags(), *tool_tables().values())]
+    tables, commands = [training_flags()], dict[str, FlagTable]()
+    for program, table in tool_tables().items():
+        _, _, command = program.partition(" ")
+        if command:
+            commands[command] = with_training_flags(table)
+        else:
+            tables.append(table)
+    code = [completion(table, shell) for table in tables]
+    code.append(completion(FlagTable("ds_config.py", (), ()), shell, commands))
     (tmp_path / "code").write_text("\n".join(code))
     subprocess.run([shell, "-n", "code"], cwd=tmp_path, check=True, timeout=60)
 
