@@ -120,6 +120,8 @@ def build_ds_config(
         "gradient_predivide_factor": 1.0,
         "steps_per_print": STEPS_PER_PRINT_OFF,
         "wall_clock_breakdown": False,
+        # DeepSpeed's default waits for the device before each micro-batch and after each step.
+        "timers": {"throughput": {"enabled": False}},
         "memory_breakdown": False,
         "dump_state": False,
         "disable_allgather": False,
