@@ -144,9 +144,13 @@ class ForkServer:
         return json.loads(line)
 
 
-@functools.cache
 def shared_fork_server(preload: Path | None = None) -> ForkServer:
     """The server of this test session; it ends with this process."""
+    return _shared_fork_server(preload)
+
+
+@functools.cache  # for which a default and the same value, when given, are two calls
+def _shared_fork_server(preload: Path | None) -> ForkServer:
     server = ForkServer(preload)
     atexit.register(server.close)
     return server
