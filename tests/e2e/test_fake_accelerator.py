@@ -1,0 +1,251 @@
+"""Runs on a device that nobody has named in the code: tests/fake_accelerator.
+
+Its kernels are the CPU's, and so are the losses. It fails where a host tensor meets a device
+tensor, and notes where values or the progress of the device reach the host.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.e2e.runs import (
+    REPOSITORY,
+    Launcher,
+    Record,
+    Run,
+    Settings,
+    checkpoint_differences,
+    evaluations,
+    steps,
+)
+from tests.fake_accelerator import device
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+PROGRAM = REPOSITORY / "tests" / "fake_accelerator" / "run.py"
+GENERATE = REPOSITORY / "tools" / "generate_samples_gpt.py"
+SCHEDULE: Settings = {
+    "train_iters": 6,
+    "global_batch_size": 4,
+    "log_interval": 3,
+    "eval_interval": 3,
+    "eval_iters": 1,
+    "save_interval": 3,
+}
+INSIDE = ("step 2", "step 5")
+"""Steps after which nothing is logged, evaluated or saved, nor after the step before."""
+BF16 = {"bf16": True}
+LAYOUTS: dict[str, tuple[int, Settings]] = {
+    "zero0": (1, {"zero_stage": 0}),
+    "zero1-bf16": (1, {"zero_stage": 1, **BF16}),
+    "zero1-tp2": (
+        *(2, {"zero_stage": 1, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    ),
+    "zero1-pp2": (2, {"zero_stage": 1, "pipeline_model_parallel_size": 2}),
+    "zero2-offload": (1, {"zero_stage": 2, "cpu_optimizer": True}),
+    "zero3-dp2": (2, {"zero_stage": 3}),
+}
+STAGE3 = {"zero_stage": 3, **BF16}
+COPY = {"event.synchronize megatron_ds/engine/device_batches.py start"}
+"""Waits until a pinned buffer has been copied, which was two micro-batches ago."""
+OWN_READS = {"zero0": {*COPY, "item megatron_ds/engine/zero.py _skip_without_zero"}}
+"""Without ZeRO the package decides whether a step is skipped, as DeepSpeed does elsewhere."""
+READS_OF_DEEPSPEED = {
+    *("is_invalid_grad_norm", "clip_tensors_by_global_norm", "mask_nan_or_inf_with_val_inplace"),
+    *("has_overflow", "update_offload_overflow_tracker", "get_grad_norm_direct"),
+    *("complete_grad_norm_calculation_for_cpu_offload", "_wait_for_offload_copies"),
+    *("independent_gradient_partition_epilogue", "_allgather_params_coalesced", "wait"),
+    *("get_lst_from_rank0", "assert_lst_len_same_as_other_ranks"),  # of the trace of stage 3
+    "_aggregate_total_loss",  # of pipeline stages
+}
+"""Functions of DeepSpeed that read values of the device, or wait for it, in each step."""
+COUNTED = {
+    *("streams", "stream switches", "events recorded", "events awaited by streams"),
+    *("record_stream", "pinned buffers", "pinned bytes", "copies from pinned memory"),
+    "memory statistics",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the device noted in a rank."""
+
+    reads: list[tuple[str, str, list[str]]]
+    counts: dict[str, int]
+
+    def places(self, *periods: str) -> Counter[str]:
+        """Kind and innermost function of the reads in periods."""
+        return Counter(
+            f"{kind} {stack[0] if stack else 'elsewhere'}"
+            for period, kind, stack in self.reads
+            if period in periods
+        )
+
+
+def start(
+    launcher: Launcher, settings: Settings, folder: Path, ranks: int = 1, **job: Any
+) -> tuple[Run, Any]:
+    """Starts a program on the device; also returns what reads the reports of its ranks."""
+    report = folder / "report"
+    job = {"library": str(device.library()), "report": str(report), **job}
+    environment = {"DS_ACCELERATOR": device.NAME, "FAKE_ACCELERATOR": json.dumps(job)}
+    run = launcher.start(settings, ranks=ranks, script=PROGRAM, environment=environment)
+
+    def reports() -> list[Report]:
+        files = (folder / f"report.{rank}" for rank in range(ranks))
+        return [Report(**json.loads(file.read_text())) for file in files]
+
+    return run, reports
+
+
+def reads_inside(reports: Sequence[Report]) -> tuple[set[str], set[str]]:
+    """Kinds and places of the reads inside log intervals: the package's, and DeepSpeed's."""
+    places = {place for report in reports for place in report.places(*INSIDE)}
+    own = {place for place in places if "deepspeed/" not in place}
+    return own, places - own
+
+
+def close_to(records: list[Record], tolerance: float) -> list[Record]:
+    return [
+        {
+            key: pytest.approx(value, rel=tolerance) if isinstance(value, float) else value
+            for key, value in record.items()
+        }
+        for record in records
+    ]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_equals_that_on_the_cpu(
+    name: str, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """And it reads no value between logs, and waits for nothing but DeepSpeed's own reads."""
+    ranks, layout = LAYOUTS[name]
+    settings = {**base, **SCHEDULE, **layout}
+    folders = tmp_path / "device", tmp_path / "cpu"
+    run, reports = start(launcher, {**settings, "save": folders[0]}, tmp_path, ranks)
+    on_cpu = launcher.start({**settings, "save": folders[1]}, ranks=ranks)
+    output = run.succeed()
+    on_cpu.succeed()
+
+    assert f"on {device.NAME} (fakeccl)" in output
+    tolerance = 2e-2 if "bf16" in name else 1e-6  # dropout has another scale in bf16
+    for read in (steps, evaluations):
+        found, expected = map(read, folders)
+        assert found == close_to(expected, tolerance)
+    assert {count for report in reports() for count in report.counts} >= COUNTED
+    own, others = reads_inside(reports())
+    assert own == OWN_READS.get(name, COPY)
+    assert {place.split()[-1] for place in others} <= READS_OF_DEEPSPEED
+
+
+def on_the_device(rank: int, library: Path) -> tuple[list[str], list[str]]:
+    """What the device does not refuse, and the kinds of reads that it notes."""
+    from tests.fake_accelerator import accelerator  # imports DeepSpeed
+
+    accelerator.install(library)
+    ones, host, index = torch.ones(3, 3, device=device.NAME), torch.ones(3, 3), torch.tensor([0, 2])
+    calls: dict[str, Callable[[], object]] = {
+        "addition": lambda: ones + host,
+        "addition in place": lambda: host.add_(ones),
+        "matrix product": lambda: ones @ host,
+        "concatenation": lambda: torch.cat([ones, host]),
+        "index": lambda: ones[index],
+        "embedding": lambda: torch.nn.functional.embedding(index, ones),
+        "numpy": ones.numpy,
+        "generator": lambda: ones.normal_(generator=torch.Generator()),
+        "communication": lambda: accelerator.host_views([host]),
+        "another device": lambda: ones + torch.ones(3, 3, device=f"{device.NAME}:1"),
+    }
+    accepted = []
+    for name, call in calls.items():
+        with suppress(RuntimeError, TypeError):
+            call()
+            accepted.append(name)
+    assert ones.device.type == device.NAME
+    assert torch.equal((ones * 2.0 + torch.tensor(1.0)).cpu(), host * 3)
+    device.READS.noted.clear()
+    for read in (
+        ones.sum().item,
+        ones.tolist,
+        ones.cpu,
+        ones.nonzero,
+        torch.accelerator.synchronize,
+    ):
+        read()
+    assert ones[ones > 0].shape == (9,)
+    assert torch.equal(ones, ones)
+    return accepted, [kind for _, kind, _ in device.READS.noted]
+
+
+def test_the_device_refuses_host_tensors_and_notes_reads() -> None:
+    ((accepted, reads),) = run_ranks(on_the_device, 1, device.library())
+    assert accepted == []
+    sized = ["aten::nonzero"]
+    assert reads == ["item", "copy", "copy", *sized, "synchronize", *sized, "aten::equal"]
+
+
+def test_a_read_in_a_step_is_noted(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+    run, reports = start(launcher, {**base, **SCHEDULE}, tmp_path, mistake="read")
+    run.succeed()
+    own, _ = reads_inside(reports())
+    assert own == {*COPY, "item megatron_ds/training/trainer.py _step"}
+
+
+def test_a_host_tensor_in_a_step_is_an_error(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    run, _ = start(launcher, {**base, **SCHEDULE}, tmp_path, mistake="host tensor")
+    result = run.wait()
+    assert result.codes == (1,)
+    assert "Expected all tensors to be on the same device" in result.output
+
+
+@pytest.fixture(scope="module")
+def trained(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on the device, of which the checkpoints of iterations 3 and 6 are kept."""
+    folder = tmp_path_factory.mktemp("trained")
+    run, _ = start(launcher, {**base, **SCHEDULE, **STAGE3, "save": folder}, folder)
+    run.succeed()
+    return folder
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    trained: Path, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    settings = {**base, **SCHEDULE, **STAGE3, "load": trained, "ckpt_step": 3, "save": tmp_path}
+    run, _ = start(launcher, settings, tmp_path)
+    assert "at iteration 3" in run.succeed()
+    assert steps(tmp_path) == steps(trained)[3:]
+    assert evaluations(tmp_path) == evaluations(trained)[1:]
+    found = checkpoint_differences(trained / "global_step6", tmp_path / "global_step6")
+    assert not found, found[:10]
+
+
+def test_the_cpu_continues_a_run_of_the_device(
+    trained: Path, launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    """The files of a checkpoint have no tensors of the device."""
+    settings = {**base, **SCHEDULE, **STAGE3, "load": trained, "ckpt_step": 3, "save": tmp_path}
+    assert "at iteration 3" in launcher.start(settings).succeed()
+    assert steps(tmp_path) == close_to(steps(trained)[3:], 2e-2)
+
+
+def test_texts_are_those_of_the_cpu(trained: Path, launcher: Launcher, tmp_path: Path) -> None:
+    settings = {"load": trained, "prompt": ("1 2 3", "7"), "out_seq_length": 12}
+    for how in ({"greedy": True}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}):
+        run, _ = start(launcher, {**settings, **how}, tmp_path, program=str(GENERATE))
+        on_cpu = launcher.start({**settings, **how}, script=GENERATE)
+        assert run.succeed().count("Generated") == 2
+        assert run.stdout == on_cpu.succeed()
