@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import user_error
 from megatron_ds.launch.environment import prepare_environment
@@ -177,7 +178,7 @@ def process_count() -> int:
     from deepspeed.accelerator import get_accelerator
 
     device = get_accelerator()
-    return 2 if device.device_name() == "cpu" else min(2, device.device_count())
+    return 2 if is_host(device.device_name()) else min(2, device.device_count())
 
 
 def free_port() -> int:

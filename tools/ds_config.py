@@ -26,6 +26,7 @@ from megatron_ds.cli.completion import with_training_flags
 from megatron_ds.cli.flags import FlagTable
 from megatron_ds.config import Config
 from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_config import compare, explain
@@ -259,7 +260,7 @@ def _generated(training: Sequence[str], world_size: int) -> tuple[Config, Json]:
     config = _with_vocabulary(config)
     dp_size = config.parallel.data_parallel_size(world_size)
     kind = device.kind()
-    is_available = only_torch if kind == "cpu" else available_on(kind)
+    is_available = only_torch if is_host(kind) else available_on(kind)
     return config, build_ds_config(config, dp_size, kind, is_available)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config.checks import file_problems
+from megatron_ds.config.devices import HOST, OFFLOAD_TARGETS
 from megatron_ds.config.fields import in_effect, option_field, when
 from megatron_ds.config.problems import Problem
 
@@ -42,7 +43,7 @@ class DeepSpeedConfig:
     remote_device: str = option_field(
         "none",
         "offload ZeRO-3 parameters (offload_param)",
-        choices=("none", "cpu", "nvme"),
+        choices=OFFLOAD_TARGETS,
         only_with=when(zero_stage=3),
     )
     nvme_path: str | None = option_field(
@@ -62,7 +63,7 @@ class DeepSpeedConfig:
     @property
     def optimizer_offload(self) -> str:
         """Device of offloaded optimizer states: "none", "cpu" or "nvme"."""
-        return "nvme" if self.nvme_optimizer else "cpu" if self.cpu_optimizer else "none"
+        return "nvme" if self.nvme_optimizer else HOST if self.cpu_optimizer else "none"
 
     @property
     def uses_nvme(self) -> bool:

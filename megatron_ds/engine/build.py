@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_ds.config import Config, RecomputeConfig
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import readback
@@ -257,7 +258,7 @@ def selective_recompute_note(
     if config.recompute.recompute_granularity != "selective":
         return None
     is_per_document = packing is not None and packing.reset_attention and packing.kernel is None
-    stores_scores = device.type == "cpu" and config.model.attention_dropout > 0
+    stores_scores = is_host(device.type) and config.model.attention_dropout > 0
     if is_per_document or stores_scores:
         return None
     return Problem("selective-recompute-of-fused-attention")
@@ -322,7 +323,7 @@ def _packing_options(
     if eod is None:
         raise user_error("tokenizer-without-eod")
     kernel = warning = None
-    if data.reset_attention_mask and device.type != "cpu":
+    if data.reset_attention_mask and not is_host(device.type):
         dtype = getattr(torch, readback.DTYPES[config.precision.name])
         shards = mesh.sp_tp.size  # of the heads, inside attention
         kernel, warning = select_document_kernel(config.model, micro, shards, dtype, device)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_ds.config import LoggingConfig
+from megatron_ds.config.devices import is_host
 from megatron_ds.engine.states.flats import Flat, own_flats, replicas_of
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
@@ -33,7 +34,7 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     An accelerator computes the norms of hundreds of tensors of a type in one launch; it adds in a
     tree, for which fp32 suffices. A CPU adds one after the other.
     """
-    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    dtype = torch.float64 if is_host(device.type) else torch.float32
     squares = torch.zeros((), dtype=torch.float64, device=device)
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:

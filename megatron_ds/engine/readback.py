@@ -16,6 +16,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor
 
 from megatron_ds.config import Config, PrecisionConfig
+from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config import passthrough
@@ -213,7 +214,7 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
     for setting, (to_disk, *to_host) in OFFLOAD_SWITCHES.items():
         is_on_host = any(getattr(optimizer, name, False) for name in to_host)
         is_on_disk = getattr(optimizer, to_disk, False)
-        yield setting, "nvme" if is_on_disk else "cpu" if is_on_host else "none"
+        yield setting, "nvme" if is_on_disk else HOST if is_on_host else "none"
     yield "loss_scale", _actual_loss_scale(engine)
     yield "hpz_size", getattr(optimizer, "zero_hpz_partition_size", 1)
     yield "passed_keys", _actual_passed_keys(engine)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megatron_ds.config import LoggingConfig
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.logging import FileTask
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.evaluation import texts
@@ -158,7 +159,7 @@ class TaskEvaluation:
 def restored_random_states(device: torch.device) -> Iterator[None]:
     """Restores the random states of Python, NumPy and torch, which the harness seeds."""
     python, numpy = random.getstate(), np.random.get_state()
-    on_device = {} if device.type == "cpu" else {"device_type": device.type}
+    on_device = {} if is_host(device.type) else {"device_type": device.type}
     with torch.random.fork_rng([device] if on_device else [], **on_device):
         try:
             yield

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron_ds.config.devices import is_host
 from megatron_ds.model.attention_cores import KEY_BLOCK, round_up
 
 FILLED_TOKENS = 64
@@ -39,7 +40,7 @@ class PreallocatedCache:
         """Stored tokens of each text."""
         self.device = like.device
         # torch's attention of one query takes two to five times as long in bf16 on a CPU.
-        self._dtype = torch.float32 if like.device.type == "cpu" else like.dtype
+        self._dtype = torch.float32 if is_host(like.device.type) else like.dtype
         self.is_wider = self._dtype != like.dtype
         """Than the activations."""
         self._layers = layers

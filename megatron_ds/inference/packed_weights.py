@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ds.config.devices import is_host
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.output_layer import OutputLayer
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -66,7 +67,7 @@ def pack_weights(model: GPTModel) -> None:
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | OutputLayer):
             continue
         weight = embedding if module.weight is None else module.weight
-        if weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        if not is_host(weight.device.type) or weight.dtype not in DTYPES:
             continue
         try:
             product = PackedProduct(weight)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from megatron_ds.config.devices import HOST
 from megatron_ds.config.problems import user_error
 from megatron_ds.inference.sampling_params import SamplingParams
 
@@ -23,7 +24,7 @@ from megatron_ds.inference.sampling_params import SamplingParams
 def prompt_generator(seed: int, index: int) -> torch.Generator:
     """The random stream of the prompt with this index."""
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "big") >> 1)
+    return torch.Generator(HOST).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 def choose(

@@ -1,6 +1,6 @@
 """The device: its number formats and the memory in use.
 
-The only file that may name a kind of device.
+The only file, with config/devices.py, that may name a kind of device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.devices import HOST, is_host
 from megatron_ds.config.problems import user_error
 
 DEVICE_PACKAGES = (
@@ -44,7 +45,7 @@ def known_without_fp16() -> bool:
 def kind() -> str:
     """Kind of the device, such as "cpu", without importing torch where the answer is known."""
     if _is_known_to_be_cpu():
-        return "cpu"
+        return HOST
     from deepspeed.accelerator import get_accelerator
 
     return str(get_accelerator().device_name())
@@ -127,7 +128,7 @@ def device_memory() -> dict[str, int]:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
+    if is_host(accelerator.device_name()):
         return {}
     stats = accelerator.memory_stats() or {}
     return {
@@ -169,7 +170,7 @@ class PeakMemory:
         from deepspeed.accelerator import get_accelerator
 
         self._accelerator = get_accelerator()
-        self.on_host = self._accelerator.device_name() == "cpu"
+        self.on_host = is_host(self._accelerator.device_name())
         self.restart()
         if self.on_host:
             self._before = proc_bytes("self/status", "VmRSS")
@@ -196,8 +197,8 @@ class PeakMemory:
 def _is_known_to_be_cpu() -> bool:
     requested = os.environ.get("DS_ACCELERATOR")
     if requested is None and version("torch").endswith("+cpu"):
-        requested = None if any(map(find_spec, DEVICE_PACKAGES)) else "cpu"
-    return requested == "cpu"
+        requested = None if any(map(find_spec, DEVICE_PACKAGES)) else HOST
+    return requested == HOST
 
 
 def proc_bytes(file: str, name: str) -> int | None:

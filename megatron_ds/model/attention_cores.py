@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ds.config.devices import is_host
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
 
@@ -66,7 +67,7 @@ class SDPA:
         if bias is not None and bias.dim() == 3:
             # With three dimensions, torch selects the kernel that stores all scores on a CPU.
             bias = bias.unsqueeze(0)
-        if bias is not None and has_groups and q.device.type != "cpu":
+        if bias is not None and has_groups and not is_host(q.device.type):
             # Elsewhere it selects that kernel for grouped queries with a bias.
             k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
             has_groups = False
@@ -124,7 +125,7 @@ class UlyssesAttention:
 
 
 def _prefers_scores(q: Tensor) -> bool:
-    is_short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
+    is_short = is_host(q.device.type) and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
     return is_short and torch.compiler.is_compiling()
 
 

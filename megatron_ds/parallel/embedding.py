@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.collectives import reduce_from_group_, reduce_scatter_sequence
 from megatron_ds.parallel.mesh import Group
@@ -23,7 +24,7 @@ def validate_token_ids(ids: Tensor, vocab_size: int) -> None:
     """
     if ids.numel() == 0:
         return
-    if ids.device.type != "cpu" and _assert_on_device(ids, vocab_size):
+    if not is_host(ids.device.type) and _assert_on_device(ids, vocab_size):
         return
     low, high = (int(bound) for bound in torch.aminmax(ids))
     if low < 0 or high >= vocab_size:

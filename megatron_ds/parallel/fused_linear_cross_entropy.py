@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.collectives import all_gather, start_all_reduce_
 from megatron_ds.parallel.mesh import Group
@@ -82,7 +83,7 @@ EAGER = LossKernels()
 def _row_slices(logits: Tensor) -> list[slice]:
     """Rows that are processed together."""
     size = logits.shape[0]
-    if logits.device.type == "cpu":
+    if is_host(logits.device.type):
         size = max(1, CACHED_LOGITS // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
 

@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CPU = torch.device("cpu")
+from megatron_ds.config.devices import HOST, is_host
+
+CPU = torch.device(HOST)
 
 
 class MicroBatchSeed(NamedTuple):
@@ -117,17 +119,17 @@ class RngStreams:
     def _seed_default(self, seed: int) -> None:
         """Like torch.manual_seed, which formats stack traces for the devices that are not there."""
         torch.default_generator.manual_seed(seed)
-        if self._device.type != "cpu":
+        if not is_host(self._device.type):
             self._set_default_state(self._seeded_state(seed))
 
     def _default_state(self) -> Tensor:
-        if self._device.type == "cpu":
+        if is_host(self._device.type):
             return torch.get_rng_state()
         state: Tensor = torch.get_device_module(self._device).get_rng_state(self._device)
         return state
 
     def _set_default_state(self, state: Tensor) -> None:
-        if self._device.type == "cpu":
+        if is_host(self._device.type):
             torch.set_rng_state(state)
         else:
             torch.get_device_module(self._device).set_rng_state(state, self._device)

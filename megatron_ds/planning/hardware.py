@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_ds.config.devices import HOST
+
 GB = 1e9
 DEFAULT = "h100"
 
@@ -36,7 +38,7 @@ class Hardware:
     @property
     def kind(self) -> str:
         """What decides about kernels and DeepSpeed's defaults: a CPU or another device."""
-        return "cpu" if self.name == "cpu" else "accelerator"
+        return HOST if self.name == HOST else "accelerator"
 
     def tflops(self, precision: str) -> float:
         """The peak in a number format."""
@@ -51,7 +53,7 @@ HARDWARE = {
         Hardware("a100", 312, 19.5, 80 * GB, 2039 * GB, 8, 300 * GB, 25 * GB),
         Hardware("mi300x", 1307, 163, 192 * GB, 5300 * GB, 8, 448 * GB, 50 * GB, 0.4),
         Hardware("910b", 320, 80, 64 * GB, 1600 * GB, 8, 196 * GB, 25 * GB, 0.5),
-        Hardware("cpu", 1, 0.4, 64 * GB, 40 * GB, 1, 10 * GB, 1.25 * GB, 0.6),
+        Hardware(HOST, 1, 0.4, 64 * GB, 40 * GB, 1, 10 * GB, 1.25 * GB, 0.6),
     )
 }
 """By the name of --hardware. Of "cpu", the rates of two cores of a server."""

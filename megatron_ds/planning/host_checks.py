@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.config import Config
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config import generate, passthrough
 from megatron_ds.engine.optimizers.adam_kernels import available_on
@@ -53,7 +54,7 @@ class Host:
             disk: The disk of --nvme-path, which the first of them measures; None on others.
         """
         kind, accelerator, rank = device.kind(), None, environment.local_rank()
-        if kind != "cpu":
+        if not is_host(kind):
             is_shared = environment.has_shared_devices()
             accelerator = device.capacity(rank, processes, is_shared=is_shared)
         memory = (total_memory(), available_memory(), lockable_memory())
@@ -132,7 +133,7 @@ def _passed_key_problems(
 
 def _host_excesses(estimate: MemoryEstimate, host: Host) -> Iterator[tuple[Problem, bool]]:
     """What exceeds the memory of the host, and whether it is certain that the run cannot start."""
-    own = sum(estimate.host.values()) + (estimate.peak if host.kind == "cpu" else 0)
+    own = sum(estimate.host.values()) + (estimate.peak if is_host(host.kind) else 0)
     if host.disk is not None and host.disk.is_in_memory:
         own += sum(estimate.disk.values())
     needed, count, total, free = host.processes * own, host.processes, host.total, host.available

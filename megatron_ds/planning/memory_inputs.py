@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ds.config import Config
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.ds_config.generate import build_ds_config, zero_stage
 
@@ -77,7 +78,7 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
         master_bytes=2 if in_effect(config.precision).bf16_master_weights else FP32,
         immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
         sp_size=config.parallel.ds_sequence_parallel_size,
-        on_cpu=device == "cpu",
+        on_cpu=is_host(device),
     )
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from megatron_ds import schedules
 from megatron_ds.checkpoint.local_files import write_json
 from megatron_ds.config import Config, ModelConfig, yaml_file
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.usage_report import USAGE_FILE
@@ -250,7 +251,7 @@ def _sdpa_backend(
     alibi = config.position_embedding_type == "alibi"
     bias = empty(1, q.shape[1], queries, queries).detach() if alibi else None
     has_groups = q.shape[1] != k.shape[1]
-    if alibi and device.type != "cpu":  # the keys and values are repeated for their queries
+    if alibi and not is_host(device.type):  # the keys and values are repeated for their queries
         k, has_groups = q, False
     try:
         choice = torch._fused_sdp_choice(

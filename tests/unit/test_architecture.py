@@ -73,6 +73,10 @@ NEVER_IN = {
 }
 """Folders and files that do not use some names."""
 
+DEVICES = {
+    *("cpu", "cuda", "hip", "hpu", "klxpu", "mlu", "mps", "mtia", "npu", "privateuseone", "rocm"),
+    *("sdaa", "supa", "xpu"),
+}
 
 ENTRY_POINTS = [*(REPOSITORY / "tools").rglob("*.py"), REPOSITORY / "pretrain_gpt.py"]
 MUTATORS = (
@@ -139,18 +143,28 @@ def test_entry_points_leave_command_lines_to_the_cli_package() -> None:
     assert users("argparse", ENTRY_POINTS) == []
 
 
-def test_only_the_launch_package_names_a_type_of_device() -> None:
-    def names_device(node: ast.AST) -> bool:
-        if isinstance(node, ast.Constant):
-            return isinstance(node.value, str) and node.value.split(":")[0] == "cuda"
-        return isinstance(node, ast.Attribute) and node.attr == "cuda"
+def test_devices_are_named_in_two_files_only() -> None:
+    """Accelerators of DeepSpeed and torch, also as attributes such as `is_cuda`; benchmarks, which
+    measure on a CPU, may name that."""
 
-    assert [
-        f"{path}:{getattr(node, 'lineno', '?')} {ast.unparse(node)}"
-        for path in set(sources()) - files("launch/device.py")
-        for node in ast.walk(tree(path))
-        if names_device(node)
-    ] == []
+    def names(node: ast.AST) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value.split(":")[0]
+        return node.attr.removeprefix("is_") if isinstance(node, ast.Attribute) else ""
+
+    def literals(paths: Iterable[Path], kinds: set[str]) -> list[str]:
+        return [
+            f"{path}:{getattr(node, 'lineno', '?')} {ast.unparse(node)}"
+            for path in paths
+            for node in ast.walk(tree(path))
+            # `.cpu()` copies to the host from any device.
+            if names(node) in kinds and not ast.unparse(node).endswith(".cpu")
+        ]
+
+    folders = [REPOSITORY / name for name in ("tasks", "examples")]
+    paths = {*sources(), *ENTRY_POINTS, *(path for each in folders for path in each.rglob("*.py"))}
+    assert literals(paths - files("config/devices.py launch/device.py"), DEVICES) == []
+    assert literals((REPOSITORY / "benchmarks").rglob("*.py"), DEVICES - {"cpu"}) == []
 
 
 def test_files_are_never_unpickled_into_code() -> None:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from megatron_ds.config.devices import HOST
 from megatron_ds.config.problems import user_error
 
 OPTIMIZER_KEYS = ("base_optimizer_state", "optimizer_state_dict", "optimizer")
@@ -43,7 +44,7 @@ def _enum_member(kind: Any, name: str) -> Enum:
 def read_tensors(
     path: Path | BinaryIO,
     *,
-    map_location: Any = "cpu",
+    map_location: Any = HOST,
     mmap: bool = False,
     classes: Sequence[Any] | None = None,
     name: str = "",

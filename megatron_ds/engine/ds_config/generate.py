@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig, PrecisionConfig, flag_of
 from megatron_ds.config.deepspeed_file import Json, leaves
+from megatron_ds.config.devices import HOST, is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
@@ -90,7 +91,7 @@ PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_siz
 
 
 def build_ds_config(
-    config: Config, dp_size: int, device: str = "cpu", is_available: IsAvailable = only_torch
+    config: Config, dp_size: int, device: str = HOST, is_available: IsAvailable = only_torch
 ) -> Json:
     """Generate the DeepSpeed configuration.
 
@@ -130,7 +131,7 @@ def build_ds_config(
         "communication_data_type": accumulation,
         "data_types": {"grad_accum_dtype": accumulation},
         **_precision_blocks(precision, user),
-        "zero_optimization": _zero_block(config, user, ranks, is_cpu=device == "cpu"),
+        "zero_optimization": _zero_block(config, user, ranks, is_cpu=is_host(device)),
         "optimizer": _optimizer_block(config, user, is_available),
         "activation_checkpointing": _checkpointing_block(config),
     }

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ds.config.devices import OFFLOAD_TARGETS
+
 Kind = Callable[[Any], Any]
 """Checks and converts a value. Raises ValueError with the reason if the value is invalid."""
 
@@ -60,7 +62,7 @@ def as_dtype(value: Any) -> str:
 
 
 def as_device(value: Any) -> str:
-    if value not in ("none", "cpu", "nvme"):
+    if value not in OFFLOAD_TARGETS:
         raise ValueError('must be "none", "cpu" or "nvme"')
     return str(value)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
+from megatron_ds.config.devices import is_host
 from megatron_ds.model.apex import apex_class
 
 
@@ -73,8 +74,8 @@ def available_on(device: str) -> IsAvailable:
         if kernel is AdamKernel.TORCH_FUSED:
             return device in _torch_fused_devices()
         if kernel is AdamKernel.APEX:
-            return device != "cpu" and apex_adam() is not None
-        return kernel is AdamKernel.DEEPSPEED and device != "cpu" and _can_build_fused_adam()
+            return not is_host(device) and apex_adam() is not None
+        return kernel is AdamKernel.DEEPSPEED and not is_host(device) and _can_build_fused_adam()
 
     return is_available
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron_ds.config.devices import is_host
 from megatron_ds.launch.environment import available_cores, local_world_size
 
 Item = TypeVar("Item")
@@ -31,7 +32,7 @@ def copy_tensors(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for target, source in pairs:
             is_flat = target.is_contiguous() and source.is_contiguous()
-            if not (target.is_cpu and source.is_cpu and is_flat):
+            if not (is_host(target.device.type) and is_host(source.device.type) and is_flat):
                 target.copy_(source, non_blocking=True)
                 continue
             size = max(1, CHUNK // target.element_size())

@@ -1,0 +1,17 @@
+"""The names of devices. Only this file and launch/device.py have any."""
+
+from __future__ import annotations
+
+HOST = "cpu"
+"""Kind of the device whose memory is that of the host; DeepSpeed's name of that memory, too."""
+OFFLOAD_TARGETS = ("none", HOST, "nvme")
+"""Where DeepSpeed keeps what it offloads: on the device, in host memory, on a disk."""
+
+
+def is_host(kind: str) -> bool:
+    """Whether a kind of device is the CPU, whose tensors are in host memory.
+
+    Args:
+        kind: The type of a `torch.device`.
+    """
+    return kind == HOST
