@@ -91,17 +91,22 @@ def init_distributed(
 
 
 def _select_backend(config: RuntimeConfig, accelerator: Any) -> str:
-    """The accelerator's communication backend, or gloo if it is requested or the other missing."""
+    """The accelerator's communication backend, or gloo if it is requested or the other missing.
+
+    Raises:
+        UserError: If gloo does not communicate tensors of the device.
+    """
     import torch.distributed as dist
 
-    backend: str = accelerator.communication_backend_name()
-    if config.distributed_backend == "gloo" or (
-        backend in ("ccl", "mpi") and not dist.is_backend_available(backend)
-    ):
-        backend = "gloo"
+    own: str = accelerator.communication_backend_name()
+    is_missing = own in ("ccl", "mpi") and not dist.is_backend_available(own)
+    backend = "gloo" if config.distributed_backend == "gloo" or is_missing else own
+    device = accelerator.device_name()
+    if backend != own and device not in dist.Backend.backend_capability[backend]:
+        raise user_error("gloo-without-device", device=device, backend=own)
     if config.distributed_backend not in (None, backend):
-        name = accelerator.device_name()
-        warn_on_rank(Problem("backend-unsupported", settings=config, device=name, backend=backend))
+        problem = Problem("backend-unsupported", settings=config, device=device, backend=backend)
+        warn_on_rank(problem)
     return backend
 
 

@@ -212,6 +212,15 @@ def test_a_host_tensor_in_a_step_is_an_error(
     assert "Expected all tensors to be on the same device" in result.output
 
 
+def test_gloo_is_refused(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
+    """It communicates tensors of the CPU and of CUDA only."""
+    settings = {**base, **SCHEDULE, "distributed_backend": "gloo"}
+    result = start(launcher, settings, tmp_path)[0].wait()
+    assert result.codes == (1,)
+    assert "gloo does not communicate tensors of fakedev: install" in result.output
+    assert "Traceback" not in result.output
+
+
 @pytest.fixture(scope="module")
 def trained(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the device, of which the checkpoints of iterations 3 and 6 are kept."""
