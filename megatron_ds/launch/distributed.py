@@ -60,7 +60,7 @@ def init_distributed(
         rendezvous: Entered while this process waits for the other ones.
 
     Raises:
-        UserError: If the launcher set an incomplete environment.
+        UserError: If the launcher set an incomplete environment, or the device does not serve.
     """
     _set_single_process_env()
     if find_spec("deepspeed") is None:
@@ -71,6 +71,8 @@ def init_distributed(
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
+    if not accelerator.is_fp64_supported():
+        raise user_error("device-without-fp64", device=accelerator.device_name(), host=HOST)
     backend = _select_backend(config, accelerator)
     if config.deterministic_mode:
         # cuBLAS reads it when it is first used.

@@ -212,12 +212,25 @@ def test_a_host_tensor_in_a_step_is_an_error(
     assert "Expected all tensors to be on the same device" in result.output
 
 
-def test_gloo_is_refused(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
-    """It communicates tensors of the CPU and of CUDA only."""
-    settings = {**base, **SCHEDULE, "distributed_backend": "gloo"}
-    result = start(launcher, settings, tmp_path)[0].wait()
+@pytest.mark.parametrize(
+    ("settings", "job", "message"),
+    [
+        ({"distributed_backend": "gloo"}, {}, "gloo does not communicate tensors of fakedev: "),
+        ({}, {"has_fp64": False}, "fakedev has no fp64, in which losses and norms are summed: "),
+    ],
+    ids=["gloo", "fp64"],
+)
+def test_what_the_device_lacks_is_an_error_at_the_start(
+    settings: Settings,
+    job: dict[str, Any],
+    message: str,
+    launcher: Launcher,
+    base: Settings,
+    tmp_path: Path,
+) -> None:
+    result = start(launcher, {**base, **SCHEDULE, **settings}, tmp_path, **job)[0].wait()
     assert result.codes == (1,)
-    assert "gloo does not communicate tensors of fakedev: install" in result.output
+    assert message in result.output
     assert "Traceback" not in result.output
 
 

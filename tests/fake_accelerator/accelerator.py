@@ -24,8 +24,9 @@ BACKEND = "fakeccl"
 class FakeAccelerator(CPU_Accelerator):
     """Asynchronous, as real ones are; has none of DeepSpeed's operations on the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_fp64: bool = True) -> None:
         super().__init__()
+        self._has_fp64 = has_fp64
         self._name, self._communication_backend_name = NAME, BACKEND
 
     def is_synchronized_device(self) -> bool:
@@ -107,6 +108,9 @@ class FakeAccelerator(CPU_Accelerator):
 
     def is_fp16_supported(self) -> bool:
         return True
+
+    def is_fp64_supported(self) -> bool:
+        return self._has_fp64
 
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float, torch.half, torch.bfloat16]
@@ -196,8 +200,8 @@ for _name in (
     setattr(FakeCCL, _name, _forwarded(_name))
 
 
-def install(library: Path) -> None:
+def install(library: Path, *, has_fp64: bool = True) -> None:
     """Makes the device that of torch and of DeepSpeed in this process, once."""
     device.install(library)
     dist.Backend.register_backend(BACKEND, FakeCCL, devices=[NAME])
-    set_accelerator(FakeAccelerator())
+    set_accelerator(FakeAccelerator(has_fp64=has_fp64))

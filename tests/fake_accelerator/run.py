@@ -1,7 +1,7 @@
 """Runs a program of the package on the fake accelerator, and writes what the device has noted.
 
 FAKE_ACCELERATOR is a JSON object: the library of the device, a file for the report, and the path of
-the program; without one it is a training, which may have a `mistake`.
+the program; without one it is a training, which may have a `mistake`. The device may have no fp64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main() -> None:
     job = json.loads(os.environ["FAKE_ACCELERATOR"])
     from tests.fake_accelerator import accelerator, device  # imports torch
 
-    accelerator.install(Path(job["library"]))
+    accelerator.install(Path(job["library"]), has_fp64=job.get("has_fp64", True))
     try:
         if job.get("program"):
             runpy.run_path(job["program"], run_name="__main__")
