@@ -169,11 +169,13 @@ def _silence_libraries() -> None:
     """Suppresses library output that is of no use in a log; must run before the imports.
 
     DeepSpeed logs a hundred lines per process at its default level and warns that it found no GPU.
-    torch warns about each collective that DeepSpeed calls by a deprecated name, and prints thirty
-    C++ frames when a peer is gone, for which this package has messages of its own.
+    torch warns about each collective that DeepSpeed calls by a deprecated name and that a barrier
+    uses the current device, and prints thirty C++ frames when a peer is gone, for which this
+    package has messages of its own.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logger = logging.getLogger("DeepSpeed")
     logger.addFilter(lambda record: record.levelno >= logging.WARNING)
     logger.addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
     warnings.filterwarnings("ignore", message=".*is deprecated", module="torch.distributed")
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")

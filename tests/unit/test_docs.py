@@ -179,6 +179,21 @@ def test_the_code_map_lists_every_folder() -> None:
             assert (REPOSITORY / "megatron_ds" / folder / file).is_file(), file
 
 
+def test_the_page_of_accelerators_lists_what_is_asked_of_one() -> None:
+    objects = {"accelerator", "get_accelerator()", "self._accelerator"}
+    asked = {
+        node.attr
+        for path in (REPOSITORY / "megatron_ds").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in objects
+    }
+    page = (DOCS / "accelerators.md").read_text(encoding="utf-8")
+    _, _, table = page.partition("methods of DeepSpeed's accelerator |")
+    rows = re.findall(r"^\|.*\|([^|]*)\|$", table.partition("\n\n")[0], re.MULTILINE)
+    listed = [name for cell in rows for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(listed) == sorted(asked - {"type"})  # of torch's accelerator
+
+
 def commands() -> list[list[str]]:
     blocks = re.findall(r"```\n(.*?)```", README, flags=re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
