@@ -237,9 +237,10 @@ def test_what_the_device_lacks_is_an_error_at_the_start(
 
 @pytest.fixture(scope="module")
 def trained(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on the device, of which the checkpoints of iterations 3 and 6 are kept."""
+    """A run on the device, which saves iterations 3 and 6 in the background."""
     folder = tmp_path_factory.mktemp("trained")
-    run, _ = start(launcher, {**base, **SCHEDULE, **STAGE3, "save": folder}, folder)
+    settings = {**base, **SCHEDULE, **STAGE3, "save": folder, "async_save": True}
+    run, _ = start(launcher, settings, folder)
     run.succeed()
     return folder
 

@@ -18,7 +18,9 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <torch/library.h>
 
-#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <limits>
 #include <map>
 #include <mutex>
 
@@ -199,9 +201,59 @@ void swap_default_generators() {
 }
 
 // Devices, streams and events.
+//
+// An asynchronous copy is done as late as its stream allows: before the next operation in it, or
+// when something waits for an event after it. Until then the target has no numbers.
+
+using StreamKey = std::pair<DeviceIndex, c10::StreamId>;
+
+struct Event {
+  StreamKey stream;
+  int64_t position;
+};
+
+struct Copy {
+  int64_t position;
+  Tensor source;
+  std::function<void()> run;
+};
 
 thread_local std::array<c10::StreamId, DEVICES> streams{};
-std::atomic<int64_t> last_stream{0};
+std::atomic<int64_t> last_stream{0}, last_copy{0};
+std::map<StreamKey, std::deque<Copy>> pending;
+
+StreamKey current_stream() { return {current, streams[current]}; }
+
+void finish_copies(StreamKey stream, int64_t position = std::numeric_limits<int64_t>::max()) {
+  std::deque<Copy> due;
+  {
+    std::lock_guard guard(mutex);
+    auto& copies = pending[stream];
+    while (!copies.empty() && copies.front().position <= position) {
+      due.push_back(std::move(copies.front()));
+      copies.pop_front();
+    }
+  }
+  for (auto& copy : due) copy.run();
+}
+
+// Whether a copy has yet to read a tensor's memory.
+bool is_to_be_copied(const Tensor& tensor) {
+  std::lock_guard guard(mutex);
+  for (const auto& copy : pending[current_stream()])
+    if (copy.source.storage().is_alias_of(tensor.storage())) return true;
+  return false;
+}
+
+void finish_copies_of(DeviceIndex device) {
+  std::vector<StreamKey> found;
+  {
+    std::lock_guard guard(mutex);
+    for (const auto& [stream, copies] : pending)
+      if (stream.first == device) found.push_back(stream);
+  }
+  for (const auto& stream : found) finish_copies(stream);
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return KIND; }
@@ -239,20 +291,40 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     streams[stream.device_index()] = stream.id();
     return before;
   }
-  void record(void** event, const c10::Stream&, DeviceIndex, c10::EventFlag) const override {
+  void record(
+      void** event, const c10::Stream& stream, DeviceIndex, c10::EventFlag) const override {
     count("events recorded");
-    *event = new int;
+    if (!*event) *event = new Event;
+    *static_cast<Event*>(*event) = {{stream.device_index(), stream.id()}, last_copy};
   }
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
-    delete static_cast<int*>(event);
+    delete static_cast<Event*>(event);
   }
-  void block(void*, const c10::Stream&) const override { count("events awaited by streams"); }
-  bool queryEvent(void*) const override { return true; }
+  static void wait(void* event) {
+    if (event) finish_copies(static_cast<Event*>(event)->stream, static_cast<Event*>(event)->position);
+  }
+  void block(void* event, const c10::Stream&) const override {
+    count("events awaited by streams");
+    wait(event);
+  }
+  bool queryEvent(void* event) const override {
+    wait(event);
+    return true;
+  }
   DeviceIndex deviceCount() const noexcept override { return DEVICES; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { on_read("stream.synchronize"); }
-  void synchronizeEvent(void*) const override { on_read("event.synchronize"); }
-  void synchronizeDevice(DeviceIndex) const override { on_read("synchronize"); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    on_read("stream.synchronize");
+    finish_copies({stream.device_index(), stream.id()});
+  }
+  void synchronizeEvent(void* event) const override {
+    on_read("event.synchronize");
+    wait(event);
+  }
+  void synchronizeDevice(DeviceIndex device) const override {
+    on_read("synchronize");
+    finish_copies_of(index_or_current(device));
+  }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {
     count("record_stream");
   }
@@ -389,6 +461,7 @@ bool waits(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  finish_copies(current_stream());
   const auto& schema = op.schema();
   auto begin = stack->end() - schema.arguments().size();
   Views views(op);
@@ -439,7 +512,7 @@ Tensor empty_strided(
       c10::dtype_or_default(dtype));
 }
 
-Tensor host_view(const Tensor& tensor) {
+Tensor view_on_host(const Tensor& tensor) {
   if (tensor.device().type() != KIND) return tensor;
   if (!tensor.storage().nbytes())
     return at::empty(tensor.sizes(), tensor.options().device(c10::kCPU));
@@ -451,18 +524,31 @@ Tensor host_view(const Tensor& tensor) {
   return Views::over(view, DispatchKey::CPU, tensor);
 }
 
+// For what runs in the current stream.
+Tensor host_view(const Tensor& tensor) {
+  finish_copies(current_stream());
+  return view_on_host(tensor);
+}
+
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   const bool from_host = source.device().is_cpu(), to_host = target.device().is_cpu();
-  if (to_host && target.numel()) {
-    const bool waits = !(non_blocking && is_pinned(target.const_data_ptr()));
-    if (waits) on_read("copy");
-    else count("copies to pinned memory");
-  } else if (from_host && source.numel()) {
-    const bool waits = !(non_blocking && is_pinned(source.const_data_ptr()));
-    if (waits) on_read("copy to the device");
-    else count("copies from pinned memory");
+  const auto& on_host = from_host ? source : target;
+  auto copy = [source, target] { view_on_host(target).copy_(view_on_host(source)); };
+  const bool crosses = (from_host || to_host) && target.numel();
+  if (crosses && non_blocking && is_pinned(on_host.const_data_ptr())) {
+    count(to_host ? "copies to pinned memory" : "copies from pinned memory");
+    if (is_to_be_copied(target)) finish_copies(current_stream());
+    if (target.is_non_overlapping_and_dense()) {
+      auto bytes = view_on_host(target);
+      std::memset(bytes.mutable_data_ptr(), 0xff, target.numel() * target.element_size());
+    }
+    std::lock_guard guard(mutex);
+    pending[current_stream()].push_back({++last_copy, source, copy});
+    return target;
   }
-  host_view(target).copy_(host_view(source));
+  finish_copies(current_stream());
+  if (crosses) on_read(to_host ? "copy" : "copy to the device");
+  copy();
   return target;
 }
 
