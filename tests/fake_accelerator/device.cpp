@@ -202,8 +202,9 @@ void swap_default_generators() {
 
 // Devices, streams and events.
 //
-// An asynchronous copy is done as late as its stream allows: before the next operation in it, or
-// when something waits for an event after it. Until then the target has no numbers.
+// An asynchronous copy is done as late as its stream allows: one to the device before the next
+// operation in the stream, or when another stream waits for an event after it; one to the host when
+// the host waits. Until then the target has no numbers.
 
 using StreamKey = std::pair<DeviceIndex, c10::StreamId>;
 
@@ -214,7 +215,7 @@ struct Event {
 
 struct Copy {
   int64_t position;
-  Tensor source;
+  Tensor source, target;
   std::function<void()> run;
 };
 
@@ -224,24 +225,31 @@ std::map<StreamKey, std::deque<Copy>> pending;
 
 StreamKey current_stream() { return {current, streams[current]}; }
 
-void finish_copies(StreamKey stream, int64_t position = std::numeric_limits<int64_t>::max()) {
-  std::deque<Copy> due;
+enum class Waits { STREAM, HOST };
+
+void finish_copies(
+    StreamKey stream, Waits who = Waits::HOST,
+    int64_t position = std::numeric_limits<int64_t>::max()) {
+  std::deque<Copy> due, left;
   {
     std::lock_guard guard(mutex);
-    auto& copies = pending[stream];
-    while (!copies.empty() && copies.front().position <= position) {
-      due.push_back(std::move(copies.front()));
-      copies.pop_front();
+    for (auto& copy : pending[stream]) {
+      const bool is_due = copy.position <= position &&
+          (who == Waits::HOST || !copy.target.device().is_cpu());
+      (is_due ? due : left).push_back(std::move(copy));
     }
+    pending[stream].swap(left);
   }
   for (auto& copy : due) copy.run();
 }
 
-// Whether a copy has yet to read a tensor's memory.
-bool is_to_be_copied(const Tensor& tensor) {
+// Whether a copy of the stream reads what another one writes, or writes what it has yet to read.
+bool follows_another(const Tensor& source, const Tensor& target) {
   std::lock_guard guard(mutex);
   for (const auto& copy : pending[current_stream()])
-    if (copy.source.storage().is_alias_of(tensor.storage())) return true;
+    if (copy.source.storage().is_alias_of(target.storage()) ||
+        copy.target.storage().is_alias_of(source.storage()))
+      return true;
   return false;
 }
 
@@ -300,15 +308,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
   }
-  static void wait(void* event) {
-    if (event) finish_copies(static_cast<Event*>(event)->stream, static_cast<Event*>(event)->position);
+  static void wait(void* event, Waits who) {
+    auto* recorded = static_cast<Event*>(event);
+    if (recorded) finish_copies(recorded->stream, who, recorded->position);
   }
   void block(void* event, const c10::Stream&) const override {
     count("events awaited by streams");
-    wait(event);
+    wait(event, Waits::STREAM);
   }
   bool queryEvent(void* event) const override {
-    wait(event);
+    wait(event, Waits::HOST);
     return true;
   }
   DeviceIndex deviceCount() const noexcept override { return DEVICES; }
@@ -319,7 +328,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     on_read("event.synchronize");
-    wait(event);
+    wait(event, Waits::HOST);
   }
   void synchronizeDevice(DeviceIndex device) const override {
     on_read("synchronize");
@@ -461,7 +470,7 @@ bool waits(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  finish_copies(current_stream());
+  finish_copies(current_stream(), Waits::STREAM);
   const auto& schema = op.schema();
   auto begin = stack->end() - schema.arguments().size();
   Views views(op);
@@ -526,35 +535,37 @@ Tensor view_on_host(const Tensor& tensor) {
 
 // For what runs in the current stream.
 Tensor host_view(const Tensor& tensor) {
-  finish_copies(current_stream());
+  finish_copies(current_stream(), Waits::STREAM);
   return view_on_host(tensor);
 }
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   const bool from_host = source.device().is_cpu(), to_host = target.device().is_cpu();
   const auto& on_host = from_host ? source : target;
-  auto copy = [source, target] { view_on_host(target).copy_(view_on_host(source)); };
   const bool crosses = (from_host || to_host) && target.numel();
   if (crosses && non_blocking && is_pinned(on_host.const_data_ptr())) {
     count(to_host ? "copies to pinned memory" : "copies from pinned memory");
-    if (is_to_be_copied(target)) finish_copies(current_stream());
-    if (target.is_non_overlapping_and_dense()) {
-      auto bytes = view_on_host(target);
-      std::memset(bytes.mutable_data_ptr(), 0xff, target.numel() * target.element_size());
-    }
+    if (follows_another(source, target)) finish_copies(current_stream());
+    // What the stream does next may change a source on the device.
+    auto values = to_host ? view_on_host(source).clone() : source;
+    auto view = view_on_host(target);
+    if (target.is_non_overlapping_and_dense())
+      std::memset(view.mutable_data_ptr(), 0xff, target.numel() * target.element_size());
+    auto copy = [values, view] { view.copy_(values); };
     std::lock_guard guard(mutex);
-    pending[current_stream()].push_back({++last_copy, source, copy});
+    pending[current_stream()].push_back({++last_copy, source, target, copy});
     return target;
   }
-  finish_copies(current_stream());
+  finish_copies(current_stream(), crosses ? Waits::HOST : Waits::STREAM);
   if (crosses) on_read(to_host ? "copy" : "copy to the device");
-  copy();
+  view_on_host(target).copy_(view_on_host(source));
   return target;
 }
 
 at::Scalar local_scalar_dense(const Tensor& tensor) {
   on_read("item");
-  return host_view(tensor).item();
+  finish_copies(current_stream());
+  return view_on_host(tensor).item();
 }
 
 Tensor& set_storage(
