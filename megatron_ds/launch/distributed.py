@@ -133,15 +133,22 @@ def _select_device(accelerator: Any, backend: str) -> int:
 
 
 def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
-    """Initializes the process group by torch alone, which is enough for text generation."""
-    import torch.distributed
+    """Initializes the process group by torch alone, which is enough for text generation.
 
-    timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    torch.distributed.init_process_group("gloo", timeout=timeout)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    name = f"{accelerator.type}:{environment.local_rank()}" if accelerator else HOST
+    gloo communicates tensors of some devices, and those of the others their default backend.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device, backend = torch.device(HOST), "gloo"
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
+        device = torch.device(accelerator.type, environment.local_rank())
+        torch.accelerator.set_device_index(device.index)
+        if accelerator.type not in dist.Backend.backend_capability[backend]:
+            backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, timeout=timedelta(minutes=config.distributed_timeout_minutes))
     locations = tuple(_gather(HostLocation.here()))
-    return ProcessContext(rank(), world_size(), torch.device(name), "gloo", locations)
+    return ProcessContext(rank(), world_size(), device, backend, locations)
 
 
 def choose_threads(own: HostLocation, all_ranks: Iterable[HostLocation]) -> None:

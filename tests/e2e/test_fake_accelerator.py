@@ -7,6 +7,7 @@ tensor, and notes where values or the progress of the device reach the host.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -283,3 +284,17 @@ def test_texts_and_perplexity_are_those_of_the_cpu(
     on_cpu.succeed()
     found, expected = (json.loads(file.read_text()) for file in files)
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_ranks_without_deepspeed_generate_the_same_text(
+    launcher: Launcher, base: Settings, tmp_path: Path
+) -> None:
+    launcher.start({**base, **SCHEDULE, "zero_stage": 1, "save": tmp_path}).succeed()
+    settings = {"load": tmp_path, "prompt": ("1 2 3",), "out_seq_length": 12, "greedy": True}
+    job = {"program": str(GENERATE), "without_deepspeed": True}
+    run, _ = start(launcher, settings, tmp_path, ranks=2, **job)
+    on_cpu = launcher.start(settings, script=GENERATE)
+    run.succeed()
+    on_cpu.succeed()
+    (text,) = re.findall("^Generated: .*$", on_cpu.stdout, re.MULTILINE)
+    assert text in run.stdout

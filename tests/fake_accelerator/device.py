@@ -58,15 +58,13 @@ class Reads:
         self._lock = threading.Lock()
 
     def note(self, kind: str) -> None:
-        import deepspeed
-
-        import megatron_ds
-
+        packages = (sys.modules.get(name) for name in ("megatron_ds", "deepspeed"))
+        roots = [Path(package.__path__[0]) for package in packages if package is not None]
         frame: Any = sys._getframe(1)
         stack = []
         while frame is not None:
             path = Path(frame.f_code.co_filename)
-            for root in (Path(package.__path__[0]) for package in (megatron_ds, deepspeed)):
+            for root in roots:
                 if path.is_relative_to(root):
                     stack.append(f"{path.relative_to(root.parent)} {frame.f_code.co_name}")
             frame = frame.f_back
