@@ -82,6 +82,9 @@ class _Messages:
         self.own = of_ranks[pp_rank]
         self.stages = len(stages)
         self.layers = sum(stages[stage] for stage in self.own)
+        moe = config.moe
+        self.sparse = -(-self.layers // moe.expert_interval) if moe.is_used else 0
+        """Layers with experts."""
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // self.sp_size
         self.stream = self.tokens * config.model.hidden_size * self.inputs.param_bytes
         """Bytes of the hidden states of a micro-batch, [T, H]."""
@@ -116,19 +119,27 @@ class _Messages:
             yield Traffic("all-gather", axis, "parameters", parameters, ranks)
 
     def of_tensor_parallelism(self) -> Iterator[Traffic]:
-        """Two sums per layer and direction, one of the embedding and one of the output layer."""
+        """Two sums per layer and direction, one of the embedding and one of the output layer.
+
+        The experts' sums are of all rows that they compute.
+        """
         size, first, last = self.tp_size, 0 in self.own, self.stages - 1 in self.own
         hidden, tokens = "hidden states", self.tokens * last
+        expert_sums = self.config.moe.moe_router_topk * (3 if self.is_recomputed else 2)
         statistics = self.count * LOSS_STATISTICS * FP32 * tokens * size
         yield Traffic("all-gather", "tp", "loss statistics", statistics, size)
         if not self.parallel.sequence_parallel:
             # Recomputation ends before the last sum of a layer, which no gradient needs.
             sums = self.layers * (5 if self.is_recomputed else 4) + first + last
+            sums += self.sparse * (expert_sums - 2)
             yield Traffic("all-reduce", "tp", hidden, self.count * sums * self.stream, size)
             return
         # What a projection has gathered is gathered again for the gradient of its weight.
-        gathers = self.layers * (8 if self.is_recomputed else 6) + 2 * last
+        gathers = self.layers * (8 if self.is_recomputed else 6) + first + last - self.sparse
         scatters = self.layers * (6 if self.is_recomputed else 4) + first + last
+        scatters -= self.sparse * (3 if self.is_recomputed else 2)
+        routed = self.count * self.sparse * expert_sums * self.stream
+        yield Traffic("all-reduce", "tp", "rows of experts", routed, size)
         yield Traffic("all-gather", "tp", hidden, self.count * gathers * self.stream, size)
         yield Traffic("reduce-scatter", "tp", hidden, self.count * scatters * self.stream, size)
         vectors = 1 if self.model.normalization == "RMSNorm" else 2
@@ -151,11 +162,10 @@ class _Messages:
 
     def of_experts(self) -> Iterator[Traffic]:
         """Tokens to their experts and back, in both directions, if all experts get as many."""
-        ep_size, moe = self.config.expert_parallel_size, self.config.moe
-        sparse = -(-self.layers // moe.expert_interval) if moe.is_used else 0
         passes = 3 if self.is_recomputed else 2
-        routed = self.stream * moe.moe_router_topk * 2 * passes
-        yield Traffic("all-to-all", "ep", "routed tokens", self.count * sparse * routed, ep_size)
+        routed = self.stream * self.config.moe.moe_router_topk * 2 * passes
+        size = self.count * self.sparse * routed
+        yield Traffic("all-to-all", "ep", "routed tokens", size, self.config.expert_parallel_size)
 
     def of_stages(self) -> Iterator[Traffic]:
         """Hidden states to the next stage, their gradients to the one before."""
@@ -166,7 +176,9 @@ class _Messages:
         edges = [(stage, stage + 1) for stage in range(stages - 1)]
         # Both ends of an edge may be on one rank, as the middle ones of dualpipev.
         sends = sum((a in own) != (b in own) for a, b in edges)
-        yield Traffic("send", "pp", "hidden states", self.count * sends * self.stream, ranks)
+        # With sequence parallelism, a slice from each tensor-parallel rank.
+        part = self.stream // (self.tp_size if self.parallel.sequence_parallel else 1)
+        yield Traffic("send", "pp", "hidden states", self.count * sends * part, ranks)
         ends = {0, stages - 1} & own
         if not self.model.untie_embeddings_and_output_weights and len(ends) == 1:
             table = self.model.padded_vocab(self.tp_size) // self.tp_size * self.model.hidden_size

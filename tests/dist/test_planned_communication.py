@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from megatron_ds.config import (
     Config,
     DeepSpeedConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -23,13 +26,14 @@ from megatron_ds.config import (
 )
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.device_batches import DeviceBatch
+from megatron_ds.model.moe import Router, Routing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.communication import step_traffic
 from megatron_ds.train_state import StepPlan
 from tests.dist.rank_jobs import JobResults, run_jobs
 
-NEGLIGIBLE = 16
-"""Bytes of norms and flags."""
+NEGLIGIBLE = 40
+"""Bytes of norms, flags, and the loads of experts."""
 LENGTH, VOCAB = 16, 256
 MODEL: dict[str, Any] = {
     "num_layers": 4,
@@ -53,6 +57,8 @@ TP, PP, SP = (
     "pipeline_model_parallel_size",
     "ds_sequence_parallel_size",
 )
+EP = "expert_model_parallel_size"
+EXPERTS: dict[str, Any] = {"num_experts": (4,), "moe_router_topk": 2}
 FULL = {"recompute_granularity": "full"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero0 fp32": {"zero_stage": 0, "fp32": True},
@@ -73,10 +79,37 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1 tp2 full recomputation": {"zero_stage": 1, TP: 2, "recompute": FULL},
     "zero1 pp2": {"zero_stage": 1, PP: 2},
     "zero1 pp2 tp2": {"zero_stage": 1, PP: 2, TP: 2},
+    "zero1 pp2 tp2 sequence parallel": {
+        "zero_stage": 1,
+        PP: 2,
+        TP: 2,
+        "sequence_parallel": True,
+    },
     "zero1 pp4, llama": {"zero_stage": 1, PP: 4, "model": LLAMA},
     "zero1 sp2": {"zero_stage": 1, SP: 2},
     "zero3 sp2, llama": {"zero_stage": 3, SP: 2, "model": LLAMA},
     "zero2 sp2 tp2": {"zero_stage": 2, SP: 2, TP: 2},
+    "zero1 pp2 tp2 experts": {"zero_stage": 1, PP: 2, TP: 2, "moe": EXPERTS},
+    "zero1 ep2 sp2": {"zero_stage": 1, SP: 2, EP: 2, "moe": EXPERTS},
+    "zero2 ep4, every second layer": {
+        "zero_stage": 2,
+        EP: 4,
+        "moe": {**EXPERTS, "expert_interval": 2},
+    },
+    "zero1 ep2 tp2 full recomputation": {
+        "zero_stage": 1,
+        TP: 2,
+        EP: 2,
+        "moe": EXPERTS,
+        "recompute": FULL,
+    },
+    "zero1 ep2 tp2 sequence parallel": {
+        "zero_stage": 1,
+        TP: 2,
+        EP: 2,
+        "sequence_parallel": True,
+        "moe": EXPERTS,
+    },
 }
 ACCUMULATION = 3
 
@@ -95,7 +128,20 @@ def config_of(name: str, world_size: int) -> Config:
         deepspeed=DeepSpeedConfig(zero_stage=settings["zero_stage"]),
         recompute=RecomputeConfig(**settings.get("recompute", {})),
         parallel=parallel,
+        moe=MoEConfig(**settings.get("moe", {})),
     )
+
+
+def balanced(forward: Callable[..., Routing]) -> Callable[..., Routing]:
+    """A router that assigns as many tokens to each expert."""
+
+    def route(router: Router, x_TH: torch.Tensor) -> Routing:
+        routing = forward(router, x_TH)
+        shape = routing.experts_TK.shape
+        experts = torch.arange(shape.numel()).view(shape) % router.moe.experts
+        return routing._replace(experts_TK=experts)
+
+    return route
 
 
 def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]]:
@@ -108,10 +154,11 @@ def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]
     batch = DeviceBatch(tokens, tokens, None, 0)
     samples = mesh.dp.size * ACCUMULATION
     plan = StepPlan(1, samples, ACCUMULATION, 1e-3, 0.0, seq_length=LENGTH)
-    # The first step is different: ZeRO-3 learns the order of the layers in it.
-    engine.train_step(itertools.repeat(batch), plan)
-    with message_log(NEGLIGIBLE) as log:
+    with mock.patch.object(Router, "forward", balanced(Router.forward)):
+        # The first step is different: ZeRO-3 learns the order of the layers in it.
         engine.train_step(itertools.repeat(batch), plan)
+        with message_log(NEGLIGIBLE) as log:
+            engine.train_step(itertools.repeat(batch), plan)
     sent: Counter[str] = Counter()
     for (operation, _), size in log.messages.items():
         sent[operation] += size
