@@ -33,6 +33,7 @@ from megatron_ds.tokenizer import build_tokenizer
 
 UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MIB": 2**20, "GIB": 2**30}
 SIZE = re.compile(r"([0-9.]+)\s*([A-Za-z]*)")
+RATES = {each.name for each in dataclasses.fields(Hardware)} - {"name"}
 PLANNED_RATE = 1e-4
 """Learning rate of a plan, on which nothing depends."""
 
@@ -54,6 +55,12 @@ class Options:
     world_size: int = option_field(1, "number of processes of the run", minimum=1)
     hardware: str = option_field(
         DEFAULT, "kind of device (docs/planning.md lists their rates)", choices=tuple(HARDWARE)
+    )
+    rates: str | None = option_field(
+        None,
+        "JSON file with rates that replace those of --hardware, such as measured ones "
+        "(benchmarks/planned_time.py writes one)",
+        metavar="FILE",
     )
     device_memory: str | None = option_field(
         None, "memory of a device, such as 80GB or 75GiB (default: that of --hardware)"
@@ -82,11 +89,33 @@ class Options:
     def problems(self) -> Iterator[Problem]:
         if self.device_memory is not None and _bytes_of(self.device_memory) is None:
             yield Problem("not-a-size", "device_memory", value=self.device_memory)
+        try:
+            self._rates()
+        except (OSError, ValueError) as error:
+            names = ", ".join(sorted(RATES))
+            yield Problem("rates-unreadable", "rates", path=self.rates, error=error, names=names)
+
+    def _rates(self) -> dict[str, float]:
+        """The content of the file.
+
+        Raises:
+            OSError: If it cannot be read.
+            ValueError: If it is not an object of known rates.
+        """
+        if self.rates is None:
+            return {}
+        found = json.loads(Path(self.rates).read_text("utf-8"))
+        if not isinstance(found, dict) or not found.keys() <= RATES | {"name"}:
+            raise ValueError("unknown keys")
+        rates = {name: value for name, value in found.items() if name != "name"}
+        if not all(type(value) in (int, float) and value > 0 for value in rates.values()):
+            raise ValueError("values that are not positive numbers")
+        return rates
 
     @property
     def device(self) -> Hardware:
         """The device with the given rates."""
-        device = HARDWARE[self.hardware]
+        device = dataclasses.replace(HARDWARE[self.hardware], **self._rates())  # type: ignore[arg-type]
         changes: dict[str, float | int | None] = {
             "memory": None if self.device_memory is None else _bytes_of(self.device_memory),
             "tflops_16": self.peak_tflops,

@@ -1,7 +1,8 @@
 """Devices for which a run can be planned: data-sheet rates, and how much of them runs reach.
 
-The peaks are those of dense matrix products, from the vendors' data sheets. `efficiency` is an
-assumption: the share of the peak that the products of large models reach.
+The peaks are those of dense matrix products, from the vendors' data sheets. `efficiency`, the share
+of the peak that the products of large models reach, and the machines' memory and storage are
+assumptions.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ class Hardware:
     between: float
     """Bytes per second to other machines."""
     efficiency: float = 0.55
+    host: float = 25 * GB
+    """Bytes per second between a device and the memory of its machine."""
+    host_memory: float = 250 * GB
+    """Bytes of the machine's memory for each device."""
+    storage: float = 2 * GB
+    """Bytes per second that a machine writes to the file system of checkpoints."""
 
     @property
     def kind(self) -> str:

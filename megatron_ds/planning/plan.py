@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import Config
+from megatron_ds.config.devices import is_host
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model import flops
 from megatron_ds.model.stages import layers_per_stage, rank_parameters
@@ -66,9 +67,13 @@ class Plan:
     bubble: float
     """Share of a step in which a pipeline rank idles."""
     optimizer: float
-    """The optimizer step, which reads and writes the states."""
+    """The optimizer step, which reads and writes the states, also those in the host's memory."""
     exposed: float
     """Communication that is not hidden behind computation."""
+
+    @property
+    def machines(self) -> int:
+        return -(-self.world_size // self.hardware.per_machine)
 
     @property
     def dp_size(self) -> int:
@@ -111,6 +116,16 @@ class Plan:
         moments = memory_inputs(self.config, self.dp_size, self.hardware.kind).moments
         master = 0 if self.config.precision.name == "fp32" else FP32
         return self.weights_size + self.parameters * (master + moments * FP32)
+
+    @property
+    def save_seconds(self) -> float:
+        """To write a complete checkpoint; reading it takes as long or less."""
+        return self.checkpoint_size / (self.machines * self.hardware.storage)
+
+    @property
+    def async_save_seconds(self) -> float:
+        """For which an asynchronous save stops the run: a copy of each rank's part."""
+        return self.checkpoint_size / self.world_size / self.hardware.host
 
     def ds_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration, as the run would write it."""
@@ -156,7 +171,7 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     links = max(by_rank, key=lambda links: sum(link.seconds for link in links))
     samples = config.final_global_batch_size(dp_size)
     padded = config.model.padded_vocab(sizes["tp"])
-    states = sum(memory.device.values())
+    states, host = sum(memory.device.values()), sum(memory.host.values())
     return Plan(
         config=config,
         world_size=world_size,
@@ -172,8 +187,9 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         flops=samples * flops.model_flops_per_sample(config.model, padded, config.moe),
         compute=compute,
         bubble=_bubble(config, sizes["pp"], count),
-        optimizer=2 * states / hardware.memory_rate,
-        exposed=_exposed(links, compute),
+        optimizer=2 * states / hardware.memory_rate + 2 * host / hardware.host,
+        # The processor that computes sends as well.
+        exposed=_exposed(links, 0.0 if is_host(hardware.kind) else compute),
     )
 
 
@@ -229,7 +245,7 @@ def _stride(axis: str, sizes: dict[str, int]) -> int:
 
 
 def _exposed(links: tuple[Link, ...], compute: float) -> float:
-    """Communication that computation does not hide.
+    """Communication that so many seconds of computation do not hide.
 
     Sends between stages are hidden, except for what the bubble counts.
     """

@@ -110,7 +110,12 @@ def as_json(plan: Plan, tokens: float | None, suggestions: Sequence[Suggestion])
         "tflops_per_device": plan.tflops,
         "mfu": plan.mfu,
         "days": None if tokens is None else plan.days(tokens),
-        "checkpoint": {"weights": plan.weights_size, "complete": plan.checkpoint_size},
+        "checkpoint": {
+            "weights": plan.weights_size,
+            "complete": plan.checkpoint_size,
+            "save_seconds": plan.save_seconds,
+            "async_save_seconds": plan.async_save_seconds,
+        },
         "ds_config": plan.ds_config(),
         "suggestions": [
             {
@@ -149,8 +154,7 @@ def draw_memory(plan: Plan, path: Path) -> None:
 
 def _layout(plan: Plan) -> Iterator[tuple[str, ...]]:
     sizes = ", ".join(f"{AXIS_NAMES[axis]} {size}" for axis, size in plan.sizes.items())
-    machines = -(-plan.world_size // plan.hardware.per_machine)
-    yield "processes", f"{plan.world_size:,} on {machines:,} machines: {sizes}"
+    yield "processes", f"{plan.world_size:,} on {plan.machines:,} machines: {sizes}"
     order = " x ".join(AXIS_NAMES[axis] for axis in AXES)
     yield "ranks", f"in the order {order}, the last one fastest"
     for rank in range(min(SHOWN_RANKS, plan.world_size)):
@@ -214,6 +218,8 @@ def _checkpoints(plan: Plan) -> Iterator[tuple[str, ...]]:
     size = plan.checkpoint_size
     yield "weights", _bytes(plan.weights_size)
     yield "complete", f"{_bytes(size)}, {_bytes(size / plan.world_size)} per rank"
+    rate = f"{_bytes(plan.hardware.storage)}/s of each machine"
+    yield "save", f"{plan.save_seconds:.3g} s at {rate}, {plan.async_save_seconds:.3g} s if async"
 
 
 def _bytes(size: float) -> str:

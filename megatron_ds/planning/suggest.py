@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ds import schedule_validation
 from megatron_ds.config import Config
 from megatron_ds.config.checks import divisors
+from megatron_ds.config.problems import with_default_flags
+from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.plan import Plan, make_plan, with_values
 
 STAGES = (1, 2, 3)
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTATION = (None, "selective", "full")
+OFFLOADING: tuple[dict[str, Any], ...] = (
+    {},
+    {"cpu_optimizer": True},
+    {"cpu_optimizer": True, "remote_device": "cpu"},
+)
+"""Each is tried only if nothing fits with the one before."""
+SEQUENCE_SIZES = (1, 2, 4, 8)
+FLAGS = {
+    "ds_sequence_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "recompute_granularity": None,
+    "cpu_optimizer": False,
+    "remote_device": "none",
+}
+"""Fields that the flags of a layout give if they have another value than this one."""
 MARGIN = 0.92
 """Share of a device's memory that may be planned: libraries and fragmentation need the rest."""
 
@@ -36,55 +56,78 @@ class Suggestion:
             f"--zero-stage {config.deepspeed.zero_stage}",
             f"--micro-batch-size {config.schedule.micro_batch_size}",
         ]
-        if config.parallel.sequence_parallel:
-            given.append("--sequence-parallel")
-        if config.recompute.recompute_granularity:
-            given.append(f"--recompute-granularity {config.recompute.recompute_granularity}")
+        given += [
+            with_default_flags(as_flag(name, value))
+            for name, default in FLAGS.items()
+            if (value := field_value(config, name)) != default
+        ]
         return " ".join(given)
 
 
 def suggest(config: Config, world_size: int, hardware: Hardware) -> list[Suggestion]:
-    """The fastest layout of each tensor- and pipeline-parallel size that fits, best first.
+    """The fastest layout of each combination of parallel sizes that fits, best first.
 
     Args:
         config: Complete configuration; its sizes, ZeRO stage, micro-batch size and recomputation
-            are varied, its global batch size is kept.
+            are varied, and what is in the host's memory; its global batch size is kept.
         world_size: Number of processes.
         hardware: Their devices, with the memory that may be used.
     """
     samples = config.schedule.global_batch_size or config.schedule.micro_batch_size * world_size
-    best: list[Plan] = []
+    config = with_values(config, global_batch_size=samples)
+    for offloading in OFFLOADING:
+        best = list(_best_of_each_size(with_values(config, **offloading), world_size, hardware))
+        if best:
+            break
+    best.sort(key=lambda plan: plan.seconds)
+    return [Suggestion(plan, _reason(plan, best[0])) for plan in best]
+
+
+def _best_of_each_size(config: Config, world_size: int, hardware: Hardware) -> Iterator[Plan]:
+    """The fastest layout of each tensor-, pipeline-, sequence- and expert-parallel size."""
+    model, moe = config.model, config.moe
     tensor_sizes = [
         size
-        for size in divisors(config.model.num_attention_heads)
-        if size <= hardware.per_machine and config.model.kv_heads % size == 0
+        for size in divisors(model.num_attention_heads)
+        if size <= hardware.per_machine and model.kv_heads % size == 0
     ]
-    pipeline_sizes = [size for size in divisors(world_size) if size <= config.model.num_layers]
-    for tp_size, pp_size in itertools.product(tensor_sizes, pipeline_sizes):
-        if world_size % (tp_size * pp_size):
+    pipeline_sizes = [size for size in divisors(world_size) if size <= model.num_layers]
+    expert_sizes = [1]
+    if moe.is_used:
+        near = min(moe.experts, hardware.per_machine)
+        expert_sizes = sorted({1, math.gcd(moe.experts, near), moe.experts})
+    for tp_size, pp_size, sp_size, ep_size in itertools.product(
+        tensor_sizes, pipeline_sizes, SEQUENCE_SIZES, expert_sizes
+    ):
+        size = tp_size * sp_size
+        is_possible = world_size % (size * pp_size) == 0 and size <= hardware.per_machine
+        if not is_possible or (sp_size > 1 and pp_size > 1):
             continue
         layout = with_values(
             config,
             tensor_model_parallel_size=tp_size,
             pipeline_model_parallel_size=pp_size,
-            sequence_parallel=tp_size > 1 and config.parallel.ds_sequence_parallel_size == 1,
-            global_batch_size=samples,
+            ds_sequence_parallel_size=sp_size,
+            expert_model_parallel_size=ep_size,
+            sequence_parallel=tp_size > 1 and sp_size == 1,
         )
-        plans = [
+        plans = (make_plan(each, world_size, hardware) for each in _variants(layout, world_size))
+        fitting = [
             plan
-            for variant in _variants(layout, world_size)
-            if (plan := make_plan(variant, world_size, hardware)).memory.peak
-            <= MARGIN * hardware.memory
+            for plan in plans
+            if plan.memory.peak <= MARGIN * hardware.memory
+            and sum(plan.memory.host.values()) <= MARGIN * hardware.host_memory
         ]
-        best += sorted(plans, key=lambda plan: plan.seconds)[:1]
-    best.sort(key=lambda plan: plan.seconds)
-    return [Suggestion(plan, _reason(plan, best[0])) for plan in best]
+        if fitting:
+            yield min(fitting, key=lambda plan: plan.seconds)
 
 
 def _variants(config: Config, world_size: int) -> Iterator[Config]:
     """The settings without problems that a layout may have."""
     has_stages = config.parallel.pipeline_model_parallel_size > 1
-    for stage, size, recompute in itertools.product(STAGES, MICRO_BATCHES, RECOMPUTATION):
+    # Sequences are split where a micro-batch of one is too large.
+    batches = MICRO_BATCHES if config.parallel.ds_sequence_parallel_size == 1 else (1,)
+    for stage, size, recompute in itertools.product(STAGES, batches, RECOMPUTATION):
         if stage > 1 and has_stages:
             continue  # gradients of several micro-batches are accumulated
         variant = with_values(

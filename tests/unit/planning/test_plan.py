@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -67,6 +68,8 @@ def test_figures_of_a_known_model() -> None:
     assert plan.tokens_per_second * plan.seconds == pytest.approx(1024 * 4096)
     assert plan.weights_size == 2 * plan.parameters
     assert plan.checkpoint_size == 14 * plan.parameters
+    assert plan.save_seconds == pytest.approx(plan.checkpoint_size / 64 / 2e9)
+    assert plan.async_save_seconds == pytest.approx(plan.checkpoint_size / 512 / 25e9)
     inside = {link.traffic.axis: not link.between for link in plan.links}
     assert inside == {"tp": True, "dp_sp": False, "pp": False}
 
@@ -92,7 +95,30 @@ def test_suggestions_fit_and_are_sorted() -> None:
         assert each.plan.samples == 1024
         again = planned(f"{LLAMA_70B.replace('--micro-batch-size 1', '')} {each.flags}", 512)
         assert (again.seconds, again.memory.peak) == (each.plan.seconds, each.plan.memory.peak)
-    assert not suggest(config, 8, HARDWARE["h100"])
+    assert not suggest(config, 2, HARDWARE["h100"])
+
+
+def test_suggestions_offload_what_does_not_fit() -> None:
+    config = config_of(LLAMA_70B.replace("--global-batch-size 1024", "--global-batch-size 64"), 8)
+    first = suggest(config, 8, HARDWARE["h100"])[0]
+    assert "--zero-stage 3" in first.flags
+    assert "--cpu-optimizer" in first.flags
+    assert first.plan.memory.host
+    assert first.plan.optimizer > sum(first.plan.memory.host.values()) / 25e9
+
+
+def test_suggestions_partition_experts_and_long_sequences() -> None:
+    experts = config_of(f"{SMALL} --num-experts 4 --global-batch-size 64", 64)
+    flags = [each.flags for each in suggest(experts, 64, HARDWARE["h100"])]
+    assert any("--expert-model-parallel-size 4" in each for each in flags)
+    line = SMALL.replace("--seq-length 32", "--seq-length 1048576 --position-embedding-type rope")
+    line = line.replace("heads 4", "heads 8")
+    split = f"{line} --bf16 --global-batch-size 1 --ds-sequence-parallel-size"
+    long = config_of(f"{split} 8", 8)
+    small = dataclasses.replace(HARDWARE["h100"], memory=4e9)
+    first = suggest(long, 8, small)[0]
+    assert "--ds-sequence-parallel-size 8" in first.flags
+    assert first.plan.memory.peak < 4e9
 
 
 def test_the_tool_prints_a_page_json_and_a_picture(
@@ -111,6 +137,21 @@ def test_the_tool_prints_a_page_json_and_a_picture(
     assert len(values["rank_map"]["ranks"]) == 65536
     assert values["ds_config"]["train_batch_size"] == 65536
     assert values["memory"]["peak"] == max(values["memory"]["phases"].values())
+
+
+def test_rates_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rates.json"
+    file.write_text('{"name": "mine", "tflops_32": 2, "efficiency": 0.25, "per_machine": 3}')
+    line = [*shlex.split(SMALL), "--json", "--hardware", "cpu", "--rates", str(file)]
+    tool.main(line)
+    hardware = json.loads(capsys.readouterr().out)["hardware"]
+    given = {"tflops_32": 2, "efficiency": 0.25, "per_machine": 3}
+    assert hardware == {**vars(HARDWARE["cpu"]), **given}
+    for content in ("[]", "{", '{"speed": 1}', '{"efficiency": 0}', '{"efficiency": "x"}'):
+        file.write_text(content)
+        with pytest.raises(SystemExit):
+            tool.main(line)
+        assert printed_codes(capsys.readouterr().err) == ["rates-unreadable"]
 
 
 def test_problems_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
