@@ -10,6 +10,7 @@ from typing import Any
 from megatron_ds.config import Config
 from megatron_ds.config.problems import counted
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE
+from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.planning.plan import AXES, Plan, make_plan
 from megatron_ds.planning.suggest import Suggestion
 from megatron_ds.tokenizer import build_tokenizer
@@ -66,7 +67,6 @@ def suggestions_text(suggestions: Sequence[Suggestion], count: int = 10) -> str:
 
 def as_json(plan: Plan, tokens: float | None, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
     """The plan as plain values; see `Plan` for the units."""
-    memory = plan.memory
     return {
         "world_size": plan.world_size,
         "hardware": vars(plan.hardware),
@@ -75,17 +75,7 @@ def as_json(plan: Plan, tokens: float | None, suggestions: Sequence[Suggestion])
         "layers_per_stage": plan.layers,
         "parameters": plan.parameters,
         "parameters_per_pipeline_rank": plan.rank_parameters,
-        "memory": {
-            "device": memory.device,
-            "host": memory.host,
-            "disk": memory.disk,
-            "activations": memory.activations,
-            "output_layer_and_loss": memory.head,
-            "gathered_parameters": memory.gathered,
-            "reduction": memory.reduction,
-            "phases": memory.phases,
-            "peak": memory.peak,
-        },
+        "memory": _memory_values(plan.memory),
         "communication": [
             {
                 **vars(link.traffic),
@@ -126,6 +116,20 @@ def as_json(plan: Plan, tokens: float | None, suggestions: Sequence[Suggestion])
             }
             for each in suggestions
         ],
+    }
+
+
+def _memory_values(memory: MemoryEstimate) -> dict[str, Any]:
+    return {
+        "device": memory.device,
+        "host": memory.host,
+        "disk": memory.disk,
+        "activations": memory.activations,
+        "output_layer_and_loss": memory.head,
+        "gathered_parameters": memory.gathered,
+        "reduction": memory.reduction,
+        "phases": memory.phases,
+        "peak": memory.peak,
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ds import schedule_validation
 from megatron_ds.config import Config
 from megatron_ds.config.checks import divisors
+from megatron_ds.config.devices import HOST
 from megatron_ds.config.problems import with_default_flags
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.planning.hardware import Hardware
@@ -22,7 +23,7 @@ RECOMPUTATION = (None, "selective", "full")
 OFFLOADING: tuple[dict[str, Any], ...] = (
     {},
     {"cpu_optimizer": True},
-    {"cpu_optimizer": True, "remote_device": "cpu"},
+    {"cpu_optimizer": True, "remote_device": HOST},
 )
 """Each is tried only if nothing fits with the one before."""
 SEQUENCE_SIZES = (1, 2, 4, 8)
