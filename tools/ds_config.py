@@ -258,7 +258,7 @@ def _generated(training: Sequence[str], world_size: int) -> tuple[Config, Json]:
         training, world_size=world_size, complete=_merge_existing_file, program=PROGRAM
     )
     config = _with_vocabulary(config)
-    dp_size = config.parallel.data_parallel_size(world_size)
+    dp_size = config.parallel.data_parallel_size(config.runtime.dry_run or world_size)
     kind = device.kind()
     is_available = only_torch if is_host(kind) else available_on(kind)
     return config, build_ds_config(config, dp_size, kind, is_available)

@@ -160,8 +160,9 @@ def main(argv: Sequence[str]) -> None:
     )
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
     config = config.with_vocab(tokenizer.vocab_size)
-    plan = make_plan(config, options.world_size, options.device)
-    found = suggest(config, options.world_size, options.device) if options.suggest else []
+    world_size = config.runtime.dry_run or options.world_size
+    plan = make_plan(config, world_size, options.device)
+    found = suggest(config, world_size, options.device) if options.suggest else []
     if options.print_json:
         print(json.dumps(plan_report.as_json(plan, options.tokens, found), indent=1))
     else:

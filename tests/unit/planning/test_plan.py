@@ -154,6 +154,11 @@ def test_rates_are_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert printed_codes(capsys.readouterr().err) == ["rates-unreadable"]
 
 
+def test_a_dry_run_is_planned_for_its_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    tool.main([*shlex.split(SMALL), "--dry-run", "4", "--json"])
+    assert json.loads(capsys.readouterr().out)["world_size"] == 4
+
+
 def test_problems_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tool.main(shlex.split("--device-memory 80Gx --hardware h1000"))
