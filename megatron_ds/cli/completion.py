@@ -15,7 +15,6 @@ from types import MappingProxyType
 
 from megatron_ds.cli.flags import Flag, FlagTable, training_flags
 
-PRINT_COMPLETION = "--print-completion"
 LAUNCHERS = "deepspeed torchrun python python3 srun"
 FILES = {"FILE", "PATH", "PREFIX", "CHECKPOINT_DIR", "DIR", "FOLDER", "OUTPUT_DIR"}
 """What values are called that may be files; a prefix is the beginning of a file's name."""

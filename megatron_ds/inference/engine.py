@@ -152,12 +152,10 @@ class GenerationEngine:
         start, last = self._cache.lengths[slot], len(sequence.ids) - 1
         end = min(last, start + (SCORED_TOKENS if scored else budget))
         if end > start:
-            tokens_BS = torch.tensor([sequence.ids[start:end]], device=self._device)
-            view = self._cache.view(slot, [end - start])
-            x_SBH = self._model(tokens_BS, cache=view, hidden_only=True)
+            x_SBH = self._feed(slot, [sequence.ids[start:end]])
             if scored:
                 following = sequence.ids[start + 1 : end + 1]
-                logits_SV = self._model.logits(x_SBH)[0]
+                logits_SV = self._model.logits(x_SBH[: len(following)])[0]
                 self._add_scores([sequence] * len(following), logits_SV, following)
         if end == last or sequence.error is not None:
             self._partial = None
@@ -174,11 +172,20 @@ class GenerationEngine:
         if self._use_cache:
             self._cache.lengths[first : first + len(batch)] = [0] * len(batch)
         if longest:
-            tokens_BS = self._filled_up([each.ids[:-1] for each in batch])
-            view = self._cache.view(first, lengths)
-            self._model(tokens_BS, cache=view, hidden_only=True)
+            self._feed(first, [each.ids[:-1] for each in batch])
         self.running += batch
         return longest * len(batch)
+
+    def _feed(self, first: int, parts: Sequence[Sequence[int]]) -> Tensor:
+        """Feeds parts of prompts to consecutive slots: the last layer's output [S, B, H].
+
+        A pass has at least two tokens, because one may be rounded differently (`kv_cache`).
+        """
+        tokens_BS = self._filled_up(parts)
+        if tokens_BS.shape[1] == 1:
+            tokens_BS = nn.functional.pad(tokens_BS, (0, 1))
+        view = self._cache.view(first, [len(part) for part in parts], tokens_BS.shape[1])
+        return self._model(tokens_BS, cache=view, hidden_only=True)  # type: ignore[no-any-return]
 
     def _extend(self, sequences: list[TextSequence]) -> None:
         """Appends a token to each of all running sequences."""

@@ -48,16 +48,17 @@ class PreallocatedCache:
         self._finite = 0
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
-    def view(self, first: int, tokens: Sequence[int]) -> CacheView:
+    def view(self, first: int, tokens: Sequence[int], queries: int | None = None) -> CacheView:
         """A pass of new tokens of some texts.
 
         Args:
             first: Slot of the first text.
-            tokens: New tokens of each text. The pass has those of the longest one for each; what is
-                beyond a text's is not kept. Where the texts have different lengths, each has one.
+            tokens: New tokens of each text. Where the texts have different lengths, each has one.
+            queries: Tokens of the pass for each text, of which those beyond the new ones are not
+                kept. None: as many as the most new tokens.
         """
         lengths = self.lengths[first : first + len(tokens)]
-        view = CacheView(self, first, lengths, max(tokens))
+        view = CacheView(self, first, lengths, queries or max(tokens))
         for slot, new in enumerate(tokens, start=first):
             self.lengths[slot] += new
         return view

@@ -57,6 +57,9 @@ HEAD_TIMEOUT_S = 20.0
 """Within which a connection must send the head of a request."""
 BODY_TIMEOUT_S = 60.0
 """Within which the body must follow."""
+KEEP_ALIVE_S = 30
+"""After which an idle connection is closed: later than clients close theirs (5 s), which would
+otherwise use one that is being closed."""
 SHUTDOWN_TIMEOUT_S = 10
 """For open connections, after a signal."""
 
@@ -126,6 +129,7 @@ class TextServer(Generic[Job]):
         config = uvicorn.Config(
             self.app, http=_HeadTimeout, ws="none", log_level="warning", lifespan="off"
         )
+        config.timeout_keep_alive = KEEP_ALIVE_S
         config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
         server = _Server(config)
         with server.stopping(self._backend.stop):

@@ -99,8 +99,11 @@ def test_half_precision_has_the_texts_of_single_requests(
     model = model.to(torch.bfloat16)
     pack_weights(model)
     draw = random.Random(1)
-    prompts = [draw.choices(range(EOD), k=draw.randint(1, 90)) for _ in range(12)]
-    prompts += [[*prompt[: len(prompt) * 2 // 3], 7] for prompt in prompts[:4]]
+    prompts = []
+    for _ in range(6):
+        prompt = draw.choices(range(EOD), k=draw.randint(1, 90))
+        # Of the last one, a token is left to be fed.
+        prompts += [prompt, [*prompt[: len(prompt) * 2 // 3], 7], [*prompt, 7]]
     engine = GenerationEngine(model, slots=5, capacity=150)
     sequences = [TextSequence.of(prompt, config(50), 0) for prompt in prompts]
     for sequence in sequences:

@@ -125,6 +125,9 @@ def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # The prompts but for their last tokens in one pass, and then a token of each text at a time.
     assert fed == [(2, 8), (2, 1), (2, 1), (2, 1), (2, 1)]
+    del fed[:]
+    generate(model, [[1, 2]], GenerationConfig(2, GREEDY))
+    assert fed == [(1, 2), (1, 1), (1, 1)]  # a prompt's pass has at least two tokens
 
 
 def test_memory_of_keys_and_values_is_allocated_once() -> None:
