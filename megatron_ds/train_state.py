@@ -9,6 +9,9 @@ from typing import Any, NamedTuple, SupportsFloat
 
 from megatron_ds.config.problems import user_error
 
+STEP, COMMUNICATION = "step", "communication"
+"""Names of times: of a whole step, and of its collectives."""
+
 
 class SpikeLimits(NamedTuple):
     """The largest loss and gradient norm with which a step is applied."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_ds.config.checks import file_problems, folder_problems
-from megatron_ds.config.fields import ANY_VALUE, NON_ZERO, option_field, when
+from megatron_ds.config.fields import ANY_VALUE, NON_ZERO, Condition, option_field, when
 from megatron_ds.config.problems import Problem
 
 TENSORBOARD = when(tensorboard_dir=ANY_VALUE)
@@ -136,6 +136,20 @@ class LoggingConfig:
         False, "log the number of processes to TensorBoard"
     )
     log_memory_to_tensorboard: bool = _tensorboard(False, "log device memory to TensorBoard")
+    log_dir: str | None = option_field(
+        None, "folder for a log file of each rank (default: none)", metavar="FOLDER"
+    )
+    log_straggler: bool = option_field(
+        False,
+        "log the times of the ranks without communication, and name the slowest ranks and hosts",
+        only_with=Condition({"compile": (False,)}, without_flags=True),
+    )
+    straggler_minmax_count: int = option_field(
+        1,
+        "number of slowest ranks that --log-straggler names",
+        minimum=1,
+        only_with=when(log_straggler=True),
+    )
     log_params_norm: bool = option_field(
         False, "log the norm of all parameters to the console and TensorBoard"
     )
@@ -220,6 +234,11 @@ class LoggingConfig:
         )
 
     @property
+    def times_parts(self) -> bool:
+        """Whether the step that ends a log interval is timed."""
+        return self.timing_log_level > 0 or self.log_straggler
+
+    @property
     def reads_optimizer(self) -> bool:
         """Whether gradients and updates are read in the optimizer's step."""
         return self.log_num_zeros_in_grad or self.log_layer_norms_interval is not None
@@ -245,6 +264,7 @@ class LoggingConfig:
         if self.skip_train and self.eval_iters == 0 and not has_tasks:
             yield Problem("nothing-to-evaluate")
         yield from folder_problems("tensorboard_dir", self.tensorboard_dir)
+        yield from folder_problems("log_dir", self.log_dir)
         for name in ("metrics_jsonl", "metrics_csv"):
             yield from _new_file_problems(name, getattr(self, name))
         if None is not self.metrics_csv == self.metrics_jsonl:

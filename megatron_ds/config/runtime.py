@@ -42,6 +42,12 @@ class RuntimeConfig:
     distributed_timeout_minutes: float = option_field(
         10.0, "timeout of collective operations in minutes", above=0
     )
+    hang_timeout: float | None = option_field(
+        None,
+        "seconds without a step, or a part of an evaluation, after which all ranks write where "
+        "they are, and the run ends (default: no limit)",
+        above=0,
+    )
     memory_check: str = option_field(
         "error",
         "what to do if the estimated memory of the host, or that of the states on the device, is "

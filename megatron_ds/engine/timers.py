@@ -11,8 +11,8 @@ from deepspeed.utils.timer import SynchronizedWallClockTimer
 from megatron_ds.config import LoggingConfig
 from megatron_ds.engine.regions import BACKWARD, FORWARD, OPTIMIZER, mark_collectives, mark_passes
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.train_state import COMMUNICATION, STEP
 
-COMMUNICATION = "communication"
 COARSE = (FORWARD, BACKWARD, OPTIMIZER)
 
 
@@ -23,12 +23,13 @@ class StepTimers:
     `wall_clock_breakdown` uses them, too, but waits for the device in every step.
 
     Args:
-        logging: Log interval, and how much is timed.
+        logging: Log interval, and how much is timed. --log-straggler needs steps and communication.
         is_compiled: Layers are compiled, for which collectives must stay what they are.
     """
 
     def __init__(self, logging: LoggingConfig, *, is_compiled: bool) -> None:
         self._level, self._log_interval = logging.timing_log_level, logging.log_interval
+        self._is_on = logging.times_parts
         self._is_compiled = is_compiled
         self._timers = SynchronizedWallClockTimer()
 
@@ -36,8 +37,10 @@ class StepTimers:
     def measuring(self, engine: Any, mesh: Mesh, iteration: int) -> Iterator[None]:
         """Times what happens inside, if this iteration is due."""
         with ExitStack() as stack:
-            if self._level > 0 and iteration % self._log_interval == 0:
-                stack.enter_context(mark_passes(engine, self._time_pass))
+            if self._is_on and iteration % self._log_interval == 0:
+                stack.enter_context(self._time(STEP))
+                if self._level > 0:
+                    stack.enter_context(mark_passes(engine, self._time_pass))
                 if not self._is_compiled:
                     stack.enter_context(mark_collectives(mesh, self._time_collective))
             yield

@@ -14,7 +14,7 @@ from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.dataset_request import DatasetRequest
-from megatron_ds.launch import cpp_ops, environment
+from megatron_ds.launch import cpp_ops, environment, rank_log
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading import plan as loading
@@ -51,8 +51,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         argv: Flags of pretrain_gpt.py. None: those of the command line.
 
     Raises:
-        SystemExit: If the run ends otherwise than by finishing; docs/stopping_and_failures.md lists
-            the statuses. Problems with the settings are printed, all at once.
+        SystemExit: If the run does not finish; docs/stopping_and_failures.md has the statuses.
     """
     startup = StartupTimer()
     plans: list[loading.LoadPlan] = []
@@ -90,6 +89,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         if config.runtime.dry_run is not None:
             _print_plan(config, config.runtime.dry_run)
             return
+        rank_log.open_log(config.logging.log_dir)
         startup.mark("settings")
         cpp_ops.require_no_stale_locks(ops)
         from megatron_ds.training import setup  # torch takes seconds to import

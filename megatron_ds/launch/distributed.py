@@ -9,9 +9,10 @@ import hashlib
 import json
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.launch import cpp_ops, environment, liveness
 from megatron_ds.launch.device import device_index
 from megatron_ds.launch.environment import rank, world_size
+from megatron_ds.launch.host_variables import HostVariables, find_missing
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
 from megatron_ds.launch.output import warn_on_rank
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 THREADS = "OMP_NUM_THREADS"
+RECORDED_COLLECTIVES = 100
+"""Collectives that torch's flight recorder keeps for the report of a rank that hangs."""
 IN_TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Set by torchrun in its ranks, and not in its own environment."""
 
@@ -46,6 +50,8 @@ class ProcessContext:
     backend: str
     locations: tuple[HostLocation, ...]
     """By rank."""
+    missing_variables: Mapping[str, list[str]] = field(default_factory=dict)
+    """Variables of the launcher or of rank 0, with the hosts that lack them."""
 
 
 def init_distributed(
@@ -70,6 +76,8 @@ def init_distributed(
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
+    if config.hang_timeout is not None:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))
     accelerator = get_accelerator()
     if not accelerator.is_fp64_supported():
         raise user_error("device-without-fp64", device=accelerator.device_name(), host=HOST)
@@ -86,10 +94,12 @@ def init_distributed(
             # it, which gloo cannot.
             dist.init_process_group(backend, timeout=timeout)
         deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
-    locations = tuple(_gather(HostLocation.here()))
+    gathered = _gather((HostLocation.here(), HostVariables.here()))
+    locations = tuple(location for location, _ in gathered)
     choose_threads(locations[rank()], locations)
     device = torch.device(accelerator.device_name(index))
-    return ProcessContext(rank(), world_size(), device, backend, locations)
+    missing = find_missing([variables for _, variables in gathered])
+    return ProcessContext(rank(), world_size(), device, backend, locations, missing)
 
 
 def _select_backend(config: RuntimeConfig, accelerator: Any) -> str:
@@ -233,6 +243,33 @@ class ExitBoard:
     def is_first_report(self) -> bool:
         """Whether no rank has asked this before."""
         return int(self._store.add("reported", 1)) == 1
+
+    def exchange_reports(
+        self, report: str, expected: int | None, timeout_s: float
+    ) -> tuple[list[str], list[int]]:
+        """Posts the report of a rank that hangs.
+
+        Args:
+            report: Of this rank.
+            expected: Reports for which this rank waits to read them; None if another rank does.
+            timeout_s: Longest wait for the other ranks.
+
+        Returns:
+            The reports, if this rank reads them, and the ranks that have posted none.
+        """
+        keys = [f"report of rank {number}" for number in range(world_size())]
+        self._store.set(keys[rank()], report)
+        count, end = self._store.add("reports", 1), time.monotonic() + timeout_s
+        if expected is None:
+            while not self._store.check(["silent ranks"]) and time.monotonic() < end + 1.0:
+                time.sleep(0.1)
+            return [], json.loads(self._store.get("silent ranks"))
+        while count < expected and time.monotonic() < end:
+            time.sleep(0.1)
+            count = self._store.add("reports", 0)
+        silent = [number for number, key in enumerate(keys) if not self._store.check([key])]
+        self._store.set("silent ranks", json.dumps(silent))
+        return [self._store.get(key).decode() for key in keys if self._store.check([key])], silent
 
 
 def watched_peers(context: ProcessContext) -> tuple[ExitBoard | None, dict[int, ProcessHandle]]:

@@ -31,6 +31,9 @@ class ExitCode(IntEnum):
     SAVE_FAILED = 5
     """A checkpoint could not be saved (disk full, I/O error)."""
 
+    HUNG = 6
+    """A rank made no progress for --hang-timeout."""
+
     INTERRUPTED = 130
     """Stopped by SIGINT, with the state saved once training had started."""
 

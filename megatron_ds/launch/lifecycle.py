@@ -10,6 +10,7 @@ States of a process, and which event leads to which exit::
        ├ signal: raised as an exception    ├ signal or launcher lost: stop request, the loop
        │   (or after GRACE_S by the        │   saves and ends the run
        │   monitor thread): 130, 143       ├ second SIGINT: exits at once: 130
+       │                                   ├ no progress: all ranks report where they are: HUNG
        ├ launcher lost: PEER_LOST          │
        └───────────────┬───────────────────┘
                        ├ own error: posted on the exit board, printed: status of the error
@@ -25,6 +26,7 @@ wait.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import queue
@@ -41,11 +43,24 @@ from enum import Enum
 from typing import NoReturn, TypeVar
 
 from megatron_ds.config.problems import Problem, catalogue
-from megatron_ds.launch import environment, error_report, output
+from megatron_ds.launch import environment, error_report, output, rank_log
 from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.error_report import ErrorReport
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.liveness import ProcessHandle, RankExit, find_dead_peer, find_launchers
+from megatron_ds.launch.hang_watch import (
+    EXCHANGE_S,
+    HangReport,
+    HangWatch,
+    exchange_reports,
+    hang_problem,
+)
+from megatron_ds.launch.liveness import (
+    ProcessHandle,
+    RankExit,
+    describe_silence,
+    find_dead_peer,
+    find_launchers,
+)
 
 Result = TypeVar("Result")
 
@@ -126,6 +141,8 @@ class ProcessLifecycle:
 
     def __init__(self) -> None:
         self.stop_request = StopRequest()
+        self.hang_watch = HangWatch()
+        """Replaced before the ranks know each other, if the run has --hang-timeout."""
         self.started_at = time.monotonic()
         # While starting there is no state to lose: a signal ends the process.
         self._starting = True
@@ -140,6 +157,8 @@ class ProcessLifecycle:
         # Signal handlers are inherited by forked data loaders, where they must not raise.
         self._interruptible_pid = os.getpid()
         self._finished = threading.Event()
+        # Held while the monitor thread looks at other processes.
+        self._checks = threading.Lock()
         self._board_thread: threading.Thread | None = None
         self._wakeup, self._wakeup_writer = socket.socketpair()
         # Held by the thread that ends the process; never released.
@@ -202,8 +221,9 @@ class ProcessLifecycle:
         """All ranks are done: from now on the exit of another rank is not an error."""
         _ignore_signals()
         self._finished.set()
+        # The interpreter aborts at exit if a thread is still inside the store's C++ code.
+        self._checks.acquire(timeout=GRACE_S)
         if self._board_thread is not None:
-            # The interpreter aborts at exit if this thread is still inside the store's C++ code.
             self._board_thread.join(GRACE_S)
 
     def exit_with_error(self, error: BaseException) -> NoReturn:
@@ -239,6 +259,8 @@ class ProcessLifecycle:
         if first_exit == own_exit:
             if board is not None or not report.is_common or environment.local_rank() == 0:
                 output.print_error(report.full_text())
+            else:
+                rank_log.note(report.full_text())
             output.write_torchelastic_error_file(report.full_text())
         elif first_exit.reason != report.summary and report.code not in REQUESTED_EXITS:
             also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.rank)
@@ -250,13 +272,66 @@ class ProcessLifecycle:
 
     def _exit_after_peer(self, peer: RankExit) -> NoReturn:
         """Ends a rank because another one exited. The first rank to do so names that one."""
+        if peer.code == ExitCode.HUNG:
+            self._exit_hung(peer)
         process, board = self._peers.get(peer.rank), self._board
         if process is not None:
             _wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
-        if board is None or _call_with_timeout(board.is_first_report, default=True):
-            lost = Problem("peer-lost", peer=peer.rank, reason=peer.reason)
-            output.print_error(output.with_rank_prefix(lost.render()))
+        lost = output.with_rank_prefix(
+            Problem("peer-lost", peer=peer.rank, reason=peer.reason).render()
+        )
+        is_first = board is None or _call_with_timeout(board.is_first_report, default=True)
+        (output.print_error if is_first else rank_log.note)(lost)
         _end_process(ExitCode(peer.code) if peer.code in REQUESTED_EXITS else ExitCode.PEER_LOST)
+
+    def _check_hang(self) -> None:
+        """Ends the process if it is overdue, or if another rank has said that it is."""
+        peer, seconds = self._peer_exit, self.hang_watch.overdue_s()
+        announced = peer is not None and peer.code == ExitCode.HUNG
+        if (announced or seconds) and self._exit_lock.acquire(blocking=False):
+            self._exit_hung(peer if announced else None)
+
+    def _exit_hung(self, first: RankExit | None) -> NoReturn:
+        """Ends a rank of a run that hangs, after it has reported where it is.
+
+        The first rank to announce it collects the reports. A rank that is stopped cannot exit: the
+        other ranks of its host end it.
+
+        Args:
+            first: The announcement of another rank, if there is one.
+        """
+        rank, watch, board = environment.rank(), self.hang_watch, self._board
+        own = RankExit(rank, f"has made no progress for {watch.timeout_s:g} s", ExitCode.HUNG)
+        report = watch.write_report(rank)
+        stopped = {number for number, process in self._peers.items() if process.is_stopped()}
+        found: tuple[list[HangReport], list[int]] | None = None
+        if board is not None:
+            first = first or _call_with_timeout(lambda: board.post(own), default=None)
+            if first is not None and first.code != ExitCode.HUNG:
+                self._exit_after_peer(first)
+            if first is not None:
+                exchange = functools.partial(
+                    exchange_reports, board, report, collects=first == own, without=len(stopped)
+                )
+                found = _call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
+        is_first = first == own
+        if found is None:  # the store does not answer: each host reports what it sees
+            found = [report], sorted(stopped | ({0} if board is not None else set()))
+            is_first = rank == min({rank, *self._peers} - stopped)
+        reports, silent = found
+        if is_first:
+            states = {number: describe_silence(self._peers.get(number)) for number in silent}
+            text = hang_problem(reports, states, watch.timeout_s or 0.0).render()
+            output.print_error(output.with_rank_prefix(text))
+            output.write_torchelastic_error_file(text)
+        elif first is not None:
+            lost = Problem("peer-lost", peer=first.rank, reason=first.reason)
+            rank_log.note(output.with_rank_prefix(lost.render()))
+        if rank == 0:  # the store lives in its process
+            time.sleep(2.5 * POLL_S)
+        for number in stopped.union(self._peers.keys() & silent):
+            self._peers[number].kill()  # at last, for a launcher that reports the first exit
+        _end_process(ExitCode.HUNG)
 
     def _find_failed_peer(self, error: BaseException) -> RankExit | None:
         """The rank whose exit made a collective of this one fail; None if the error is our own."""
@@ -278,10 +353,12 @@ class ProcessLifecycle:
             for number in self._wakeup.recv(64) if readable else b"":
                 if number in SIGNALS:
                     self._on_signal_received(SIGNALS[number])
-            if not self._finished.is_set():
-                self._check_launchers()
-                self._check_peers()
-                self._kill_if_stuck()
+            with self._checks:
+                if not self._finished.is_set():
+                    self._check_launchers()
+                    self._check_peers()
+                    self._check_hang()
+                    self._kill_if_stuck()
 
     def _on_signal_received(self, reason: StopReason) -> None:
         now = time.monotonic()
@@ -372,7 +449,9 @@ def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
         time.sleep(0.05)
 
 
-def _call_with_timeout(function: Callable[[], Result], *, default: Result) -> Result:
+def _call_with_timeout(
+    function: Callable[[], Result], *, default: Result, timeout_s: float = 1.0
+) -> Result:
     """Calls a function of the store, which may fail or never return."""
     results: queue.SimpleQueue[Result] = queue.SimpleQueue()
 
@@ -384,7 +463,7 @@ def _call_with_timeout(function: Callable[[], Result], *, default: Result) -> Re
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        return results.get(timeout=1.0)
+        return results.get(timeout=timeout_s)
     except queue.Empty:
         return default
 

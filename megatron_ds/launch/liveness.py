@@ -1,7 +1,7 @@
 """Liveness checks of the other ranks of this host and of the launcher.
 
-Reads /proc where it exists and sends signal 0 elsewhere. Knows no process group, starts no thread
-and ends no process.
+Reads /proc where it exists and sends signal 0 elsewhere. Knows no process group, and
+starts no thread.
 """
 
 from __future__ import annotations
@@ -50,6 +50,17 @@ class ProcessHandle:
             return _exists(self.pid)
         return fields[STAT_START_TIME] == self.started and fields[STAT_STATE] not in "ZX"
 
+    def is_stopped(self) -> bool:
+        """Whether the process was stopped by a signal (SIGSTOP), until another one continues it."""
+        fields = _stat(self.pid)
+        return bool(fields) and fields[STAT_START_TIME] == self.started and fields[0] == "T"
+
+    def kill(self) -> None:
+        """Ends the process, if it is alive."""
+        with suppress(OSError):
+            if self.is_alive():
+                os.kill(self.pid, signal.SIGKILL)
+
     def exit_status(self) -> int | None:
         """Status as of subprocess: negative for a signal. None once the zombie was reaped."""
         fields = _stat(self.pid)
@@ -66,6 +77,11 @@ class HostLocation:
     process: ProcessHandle
     cores: frozenset[int] = frozenset()
     """Numbers of the cores that the process may use."""
+
+    @property
+    def name(self) -> str:
+        """The name of the host."""
+        return self.host.partition(" ")[0]
 
     @classmethod
     def here(cls) -> HostLocation:
@@ -124,6 +140,19 @@ def describe_death(process: ProcessHandle) -> str:
     return f"(process {process.pid}) {known}. {Problem('out-of-host-memory')}"
 
 
+def describe_silence(process: ProcessHandle | None) -> str:
+    """Describes a rank that does not answer.
+
+    Args:
+        process: Of the rank; None on another host.
+    """
+    if process is None:
+        return "does not answer: its process is stopped, or its host cannot be reached"
+    if process.is_stopped():
+        return f"(process {process.pid}) is stopped (SIGSTOP), and does not answer"
+    return f"(process {process.pid}) does not answer"
+
+
 def find_launchers() -> tuple[ProcessHandle, ...]:
     """The launcher processes of this rank, which must exit when they do.
 
@@ -153,14 +182,16 @@ def initial_environment(pid: int) -> frozenset[str]:
     return frozenset()
 
 
-def _runs(pid: int, programs: tuple[str, ...]) -> bool:
-    try:
+def command_of(pid: int) -> list[str]:
+    """Program and arguments of a process; empty if unreadable."""
+    with suppress(OSError):
         line = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return False
-    return any(
-        Path(argument).name in programs for argument in line.split("\0")[:LAUNCHER_ARGUMENTS]
-    )
+        return line.rstrip("\0").split("\0")
+    return []
+
+
+def _runs(pid: int, programs: tuple[str, ...]) -> bool:
+    return any(Path(word).name in programs for word in command_of(pid)[:LAUNCHER_ARGUMENTS])
 
 
 def _stat(pid: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +44,12 @@ class ExitConditions:
     """All ranks, for tensors in host memory; None: the default group."""
     started_at: float
     """Start of the program, by time.monotonic()."""
+    progress: Callable[[int], object] = str
+    """Called with the iteration whenever the ranks have agreed."""
 
     def external_stop(self, iteration: int) -> StopDecision | None:
         """The external request to stop, if there is one. May be called at any time."""
-        return self._any_rank(self._external_conditions(iteration))
+        return self._any_rank(self._external_conditions(iteration), iteration)
 
     def after_step(self, iteration: int) -> StopDecision | None:
         """The first condition that holds after an iteration.
@@ -62,7 +65,7 @@ class ExitConditions:
                 (is_late, StopDecision(f"exiting program after {limit} minutes")),
                 (is_due, StopDecision(f"exiting program at iteration {iteration}")),
             ]
-        return self._any_rank(conditions)
+        return self._any_rank(conditions, iteration)
 
     def seconds_left(self, seconds: float) -> float:
         """Seconds until the run ends if its steps take this long: --exit-duration-in-mins may end
@@ -88,11 +91,14 @@ class ExitConditions:
             (is_killed, StopDecision(detected, urgent=True)),
         ]
 
-    def _any_rank(self, conditions: list[tuple[bool, StopDecision]]) -> StopDecision | None:
+    def _any_rank(
+        self, conditions: list[tuple[bool, StopDecision]], iteration: int
+    ) -> StopDecision | None:
         holds = [float(holds_here) for holds_here, _ in conditions]
         if dist.get_world_size() > 1:
             seen = torch.tensor(holds)
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
             holds = seen.tolist()
+        self.progress(iteration)
         decisions = [decision for _, decision in conditions]
         return next(itertools.compress(decisions, holds), None)

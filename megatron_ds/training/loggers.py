@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from megatron_ds.training.csv_logger import CsvTable
 from megatron_ds.training.extensions import OpenLogger, qualified_name
 from megatron_ds.training.jsonl_logger import JsonLines
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
+from megatron_ds.training.stragglers import straggler_lines
 
 TENSORBOARD_WAIT = WaitPolicy(timeout=10.0)
 """For a run that is ending."""
@@ -262,21 +263,44 @@ def times_block(times: Mapping[str, Sequence[float]], option: str) -> str:
     return "\n".join([f"{head} time across ranks (ms):", *lines])
 
 
+Times = Mapping[str, Sequence[float]]
+Details = Callable[[Times], Iterable[str]]
+
+
+def no_details(times: Times) -> Iterable[str]:
+    """No lines about the times of the ranks."""
+    return ()
+
+
+def time_details(logging: LoggingConfig, hosts: Sequence[str], times: Times) -> Iterator[str]:
+    """The lines of --timing-log-level and of --log-straggler.
+
+    Args:
+        logging: Options of the log.
+        hosts: Names of the hosts, by rank.
+        times: Milliseconds of the ranks, by name; empty if none were measured.
+    """
+    if times and logging.timing_log_level > 0:
+        yield times_block(times, logging.timing_log_option)
+    if logging.log_straggler:
+        yield from straggler_lines(times, hosts, logging.straggler_minmax_count)
+
+
 class Console(Logger):
     """Passes lines to a function that prints and flushes them.
 
     Args:
         write: Prints a line and flushes it.
-        timing: Which ranks' times are printed, as --timing-log-option.
+        details: The lines about the times of the ranks.
     """
 
-    def __init__(self, write: Callable[[str], object], timing: str = "minmax") -> None:
-        self._write, self._timing = write, timing
+    def __init__(self, write: Callable[[str], object], details: Details = no_details) -> None:
+        self._write, self._details = write, details
 
     def log_interval(self, record: IntervalRecord) -> None:
         self._write(interval_line(record))
-        if record.times:
-            self._write(times_block(record.times, self._timing))
+        for text in self._details(record.times):
+            self._write(text)
 
     def log_eval(self, record: EvalRecord) -> None:
         self._write(evaluation_block(record))
@@ -293,19 +317,19 @@ class ShortConsole(Logger):
     Args:
         write: Prints a line and flushes it.
         total_iterations: Iterations of the run.
-        timing: Which ranks' times are printed, as --timing-log-option.
+        details: The lines about the times of the ranks.
     """
 
     def __init__(
-        self, write: Callable[[str], object], total_iterations: int, timing: str = "minmax"
+        self, write: Callable[[str], object], total_iterations: int, details: Details = no_details
     ) -> None:
-        self._write, self._total, self._timing = write, total_iterations, timing
+        self._write, self._total, self._details = write, total_iterations, details
         self._evaluated: set[tuple[str, str, int]] = set()
 
     def log_interval(self, record: IntervalRecord) -> None:
         self._write(short_interval_line(record))
-        if record.times:
-            self._write(times_block(record.times, self._timing))
+        for text in self._details(record.times):
+            self._write(text)
 
     def log_eval(self, record: EvalRecord) -> None:
         key = record.split, record.group, record.iteration

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_ds.engine.timers import COARSE, COMMUNICATION
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.records import (
     SPLITS,
@@ -23,6 +21,7 @@ from megatron_ds.training.records import (
     StepRecord,
     TaskRecord,
 )
+from megatron_ds.training.stragglers import slowest_rank
 
 MeanOverDp = Callable[[list[float]], list[float]]
 """Element-wise mean of a list over the data-parallel ranks; collective."""
@@ -108,7 +107,7 @@ class Metrics:
         self._times = times
         last = self._pending[-1]
         found = {f"time/{name}": max(values) for name, values in times.items()}
-        found |= _slowest_rank(times)
+        found |= slowest_rank(times)
         result = dataclasses.replace(last.result, extras={**last.result.extras, **found})
         self._pending[-1] = dataclasses.replace(last, result=result)
 
@@ -252,22 +251,3 @@ def _mean_extras(steps: Sequence[StepRecord]) -> dict[str, float]:
         name: _mean(step.extras[name] for step in steps if name in step.extras) for name in names
     }
     return {name: mean for name, mean in means.items() if mean is not None}
-
-
-def _slowest_rank(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The rank with the longest forward, backward and optimizer times, collectives excluded, and
-    the share by which it exceeds the median. Nothing for a single rank."""
-    parts = [times[name] for name in COARSE if name in times]
-    ranks = {len(part) for part in parts}
-    if len(ranks) != 1 or ranks == {1}:
-        return {}
-    sums = [sum(each) for each in zip(*parts, strict=True)]
-    waits = times.get(COMMUNICATION, ())
-    own = [all_ - wait for all_, wait in zip(sums, waits or [0.0] * len(sums), strict=False)]
-    median = statistics.median(own)
-    if len(own) < len(sums) or median <= 0:
-        return {}
-    return {
-        "time/slowest_rank": float(own.index(max(own))),
-        "time/slowest_rank_excess": max(own) / median - 1,
-    }

@@ -33,6 +33,7 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.evaluation.in_training import TaskEvaluation
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.hang_watch import HangWatch
 from megatron_ds.launch.lifecycle import ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.initial_load import InitialLoad
@@ -53,6 +54,7 @@ from megatron_ds.training.loggers import (
     is_short,
     open_loggers,
     owned_tensorboard_folder,
+    time_details,
 )
 from megatron_ds.training.metrics import Metrics, ThroughputModel
 from megatron_ds.training.preflight import RunInputs
@@ -94,6 +96,9 @@ def pretrain(
     require_precision(config.precision)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     context = distributed.init_distributed(config.runtime, life.rendezvous(timeout))
+    folder = config.logging.log_dir or inputs.plan.folders.local_save or Path()
+    limit = config.runtime.hang_timeout
+    life.hang_watch = HangWatch(limit, timeout.total_seconds(), Path(folder))
     life.on_group_joined(*distributed.watched_peers(context))
     rank_settings.require_equal(config, inputs)
     startup.mark("process group")
@@ -126,7 +131,7 @@ def pretrain(
         life.on_training_started(saves=folders.save is not None)
         code = _run(trainer, events)
         dist.barrier()  # the folder is free once no rank writes to it
-    life.on_finished()
+        life.on_finished()
     distributed.destroy_process_group()
     return code
 
@@ -235,6 +240,7 @@ def build_trainer(
         profiling=open_profiling(config, engine, save, context.rank, state, last),
         callbacks=tuple(extensions.callbacks),
         tasks=_build_tasks(config, inputs, engine, mesh, context.device),
+        watch=life.hang_watch,
     )
 
 
@@ -249,7 +255,10 @@ def _exit_conditions(
 ) -> ExitConditions:
     """The conditions that end a run before its last iteration. Collective."""
     hosts = distributed.create_host_group(timeout)
-    return ExitConditions(config.logging, last, life.stop_request, hosts, life.started_at)
+    return ExitConditions(
+        *(config.logging, last, life.stop_request, hosts, life.started_at),
+        progress=life.hang_watch.progress,
+    )
 
 
 def _find_start(
@@ -364,11 +373,12 @@ def _build_metrics(
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     loggers: list[Logger] = []
     if context.rank == 0:
-        write, option = output.print_on_rank, config.logging.timing_log_option
+        write, hosts = output.print_on_rank, [each.name for each in context.locations]
+        details = functools.partial(time_details, config.logging, hosts)
         loggers.append(
-            ShortConsole(write, total_iterations, option)
+            ShortConsole(write, total_iterations, details)
             if is_short(config)
-            else Console(write, option)
+            else Console(write, details)
         )
     if context.rank == context.world_size - 1:
         loggers += open_loggers(
@@ -398,7 +408,7 @@ def _build_metrics(
         mean_over_dp=functools.partial(mean_over_group, group=mesh.dp_sp, device=context.device),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         step_times=(
-            functools.partial(times_of_ranks, engine) if config.logging.timing_log_level else None
+            functools.partial(times_of_ranks, engine) if config.logging.times_parts else None
         ),
         loggers=loggers,
     )

@@ -28,6 +28,7 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.engine.readback import loaded_ops
 from megatron_ds.fileio.atomic import write_atomically
 from megatron_ds.launch import device, distributed, environment, output
+from megatron_ds.launch.host_variables import describe
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
@@ -87,7 +88,7 @@ def print_parameter_count(config: Config, mesh: Mesh, engine: Engine) -> None:
 
 
 def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
-    """Warns of tensor-parallel groups that communicate between hosts."""
+    """Warns of tensor-parallel groups that span hosts, and of variables that some hosts lack."""
     groups = axis_groups(context.world_size, config.parallel.tensor_model_parallel_size)["tp"]
     hosts = [location.host for location in context.locations]
     if across := groups_across_hosts(groups, hosts):
@@ -95,6 +96,8 @@ def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
         output.warn_on_rank(
             Problem("tensor-parallel-group-spans-hosts", settings=config.parallel, ranks=ranks)
         )
+    if missing := context.missing_variables:
+        output.warn_on_rank(Problem("variables-missing-on-hosts", names=describe(missing)))
 
 
 def print_banner(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager
@@ -25,6 +25,7 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.evaluation.in_training import Stopped, TaskEvaluation
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.hang_watch import HangWatch
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
@@ -59,6 +60,7 @@ class Trainer:
     callbacks: Sequence[Callback] = ()
     tasks: TaskEvaluation | None = None
     """--eval-tasks and --eval-only."""
+    watch: HangWatch = field(default_factory=HangWatch)
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -75,6 +77,10 @@ class Trainer:
             UserError: If the training data ends early.
             RunAborted: If too many steps are skipped, or the last checkpoint cannot be saved.
         """
+        with self.watch.running():
+            return self._run()
+
+    def _run(self) -> ExitCode:
         stop = self.exits.external_stop(self.state.iteration)
         batches = self._train_batches()
         if self.state.iteration >= self.total_iterations and self.config.logging.trains:
@@ -95,16 +101,19 @@ class Trainer:
             stop = stop or self._evaluate_tasks()
         if stop is not None:
             output.print_on_rank(stop.message)
-        for callback in self.callbacks:
-            callback.on_end(self.state)
-        self.metrics.close()
+        with self.watch.patient():
+            for callback in self.callbacks:
+                callback.on_end(self.state)
+            self.metrics.close()
         return ExitCode.FINISHED if stop is None else stop.code
 
     def _train(self, batches: DeviceBatches, stop: StopDecision | None) -> StopDecision | None:
         """Trains until the last iteration, or until there is a reason to stop, which it returns."""
         while self.state.iteration < self.total_iterations and stop is None:
             if schedules.skipped_range(self.config, self.state.iteration + 1) is None:
-                self._step(batches)
+                is_first = self.state.iteration + 1 == self.first_iteration
+                with self.watch.patient() if is_first else nullcontext():
+                    self._step(batches)
             else:
                 self._skip(batches)
             stop = self.exits.after_step(self.state.iteration)
@@ -116,13 +125,16 @@ class Trainer:
                 stop = self._evaluate_tasks() or stop
             if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
                 self.metrics.write_pending()
-                self.checkpoints.save_local(self.engine, self.state, self._blend_history)
+                with self.watch.patient():
+                    self.checkpoints.save_local(self.engine, self.state, self._blend_history)
             if self.saver.is_due(self.state.iteration) or self._is_last(stop):
-                self._save(final=self._is_last(stop))
+                with self.watch.patient():
+                    self._save(final=self._is_last(stop))
                 stop = stop or self.exits.external_stop(self.state.iteration)
         if self.profiling is not None:
             self.profiling.finish()
-        self.saver.finish(final=True)
+        with self.watch.patient():
+            self.saver.finish(final=True)
         return stop
 
     def _train_batches(self) -> DeviceBatches | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from pathlib import Path
@@ -120,3 +121,30 @@ def test_timeout_of_a_collective_names_the_flag(launcher: Launcher, endless: Set
     assert "rank 1: a collective timed out" in result.output
     assert "--distributed-timeout-minutes" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_stopped_rank_ends_the_run_with_the_stacks_of_all_others(
+    victim: int, launcher: Launcher, endless: Settings, tmp_path: Path
+) -> None:
+    """Rank 0 hosts the store through which the ranks communicate."""
+    settings = {**endless, "hang_timeout": 2, "log_dir": tmp_path / "logs"}
+    run = launcher.start(settings, ranks=2, fault="iteration:3:stop", fault_rank=victim)
+    result = run.wait()
+    other = 1 - victim
+    assert result.codes == ((-9, 6) if victim == 0 else (6, -9))
+    (line,) = [line for line in result.output.splitlines() if "[run-hung]" in line]
+    assert f"rank {other}: no progress within 2 s (--hang-timeout) after iteration 2: " in line
+    assert f"rank {victim} (process {run.pids[victim]}) is stopped (SIGSTOP)" in line
+    last = rf"the last collective of rank {other} is all\w+ number \d+ of ranks 0, 1, "
+    assert re.search(last, line)
+    logs = [(tmp_path / "logs" / f"rank{rank}.log").read_text() for rank in (0, 1)]
+    assert [line in log for log in logs] == [other == 0, other == 1]
+    assert [" iteration        2/" in log for log in logs] == [True, False]
+    for rank, log in enumerate(logs):
+        assert f" rank {rank} of 2 on {socket.gethostname()}, process {run.pids[rank]}: " in log
+    (report,) = (tmp_path / "logs").glob("hang-rank*.txt")
+    assert report.name == f"hang-rank{other}.txt"
+    text = report.read_text()
+    assert "in train_step" in text
+    assert "last iteration that was completed: 2\n" in text

@@ -58,7 +58,8 @@ def test_what_is_measured_changes_nothing(
         "timing_log_level": 2,
     }
     first = launcher.start({**measured, "exit_interval": EXIT}, ranks=2).succeed()
-    second = launcher.start({**measured, "timing_log_option": "all"}, ranks=2).succeed()
+    measured |= {"timing_log_option": "all", "log_straggler": True}
+    second = launcher.start(measured, ranks=2).succeed()
     assert without_measured(save) == without_measured(plain)
 
     # The exit ends the profile before its last step, and the resumed run takes the rest.
@@ -86,14 +87,19 @@ def test_what_is_measured_changes_nothing(
     assert "own %" in first
     assert "own %" in second
 
-    assert "(min, max) time across ranks (ms):\n    batch-generator ...." in first
+    assert "(min, max) time across ranks (ms):\n    step ...." in first
     for name in ("forward-compute", "backward-compute", "optimizer", "all_reduce[tp]"):
         assert re.search(
             rf"  {re.escape(name)}:\n     rank  0 \.+: \d+\.\d\d\n     rank  1 ", second
         )
+    spread = r" \| min: \S+ \| median: \S+ \| max: \S+ \| slowest: rank [01] on \S+ "
+    assert (
+        len(re.findall(rf"\n step without communication \(ms\) \| ranks: 2{spread}", second)) == 2
+    )
     for step in (record for record in records(save) if "lm_loss" in record):
         passes = step["time/forward-compute"] + step["time/backward-compute"]
         assert 0 < passes + step["time/optimizer"] <= 1000 * step["seconds"] * 1.05
+        assert max(passes, step["time/communication"]) < step["time/step"]
         assert 0 < step["time/all_reduce[tp]"] <= step["time/communication"]
         assert (step["iteration"] % 2 == 0) == ("layer_grad_norm/0" in step)
         assert step["num_zeros_in_grad"] > 0

@@ -127,11 +127,8 @@ def test_collectives_are_marked_by_axis(one_process: None) -> None:
     ("level", "expected"),
     [
         (0, set()),
-        (1, {*COARSE, "communication"}),
-        (
-            2,
-            {"forward-compute", "backward-compute", "optimizer", "communication", "all_reduce[tp]"},
-        ),
+        (1, {*COARSE, "step", "communication"}),
+        (2, {*COARSE, "step", "communication", "all_reduce[tp]"}),
     ],
 )
 def test_steps_that_end_an_interval_are_timed(

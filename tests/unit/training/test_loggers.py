@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import resource
 import shutil
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.checkpoint.collective_io import CollectiveIO
-from megatron_ds.config import Config
+from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.fileio.file_lock import WaitPolicy
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import loggers
@@ -26,6 +27,7 @@ from megatron_ds.training.loggers import (
     open_loggers,
     owned_tensorboard_folder,
     short_interval_line,
+    time_details,
 )
 from megatron_ds.training.records import IntervalRecord, Logger
 from tests.problems import raises_problem
@@ -251,8 +253,10 @@ def test_the_document_lists_the_fields_in_order(full: IntervalRecord) -> None:
 def test_times_have_the_format_of_megatron(option: str, lines: list[str]) -> None:
     printed: list[str] = []
     record = interval(1, times={"optimizer": [3.0, 5.25]})
-    Console(printed.append, option).log_interval(record)
-    ShortConsole(printed.append, 10, option).log_interval(record)
+    logging = LoggingConfig(timing_log_level=1, timing_log_option=option)
+    details = functools.partial(time_details, logging, ["a", "a"])
+    Console(printed.append, details).log_interval(record)
+    ShortConsole(printed.append, 10, details).log_interval(record)
     assert printed[1::2] == ["\n".join(lines)] * 2
     assert len(printed) == 4
 

@@ -1,0 +1,94 @@
+"""Environment variables that a launcher does not pass on to all hosts.
+
+`deepspeed` starts the ranks over ssh, and `mpirun` those of other hosts: they get the variables of
+a new shell and the few that the launcher exports.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_ds.launch import environment, liveness
+
+PREFIXES = (
+    *("NCCL_", "TORCH_NCCL_", "GLOO_", "MEGATRON_DS_", "HF_", "WANDB_", "PYTORCH_", "TRITON_"),
+    *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "DS_ACCELERATOR"),
+)
+"""The beginnings of the names that change what a run does, or where it reads and writes."""
+SSH_CLIENTS = ("pdsh", "pdsh.bin", "ssh")
+AGENT_ARGUMENTS = ("--world_info=", "--master_addr=", "--master_port=")
+"""Of a DeepSpeed agent, which tell the runs of a host apart."""
+SHOWN_HOSTS = 3
+
+
+@dataclass(frozen=True)
+class HostVariables:
+    """Names of relevant variables of a rank, and of the command that started it."""
+
+    host: str
+    own: frozenset[str]
+    """As the rank was started: libraries set some of them later."""
+    launcher: frozenset[str]
+    """Only of a `deepspeed` command that runs on this host and started this rank over ssh."""
+
+    @classmethod
+    def here(cls) -> HostVariables:
+        """Those of this process, which looks for the command if it is the first one of its host."""
+        own = liveness.initial_environment(os.getpid())
+        names = _launcher_names() if environment.local_rank() == 0 else frozenset()
+        return cls(socket.gethostname(), _relevant(own), _relevant(names))
+
+
+def find_missing(ranks: Sequence[HostVariables]) -> dict[str, list[str]]:
+    """Variables of the command that ranks lack, and those of rank 0 that other hosts lack.
+
+    Args:
+        ranks: By rank.
+
+    Returns:
+        By variable, the hosts that lack it, in the order of their ranks.
+    """
+    first, found = ranks[0], {}
+    for name in sorted(first.own.union(*(rank.launcher for rank in ranks))):
+        lacking = [rank.host for rank in ranks if name not in rank.own]
+        if name in first.own:
+            lacking = [host for host in lacking if host != first.host]
+        if lacking:
+            found[name] = list(dict.fromkeys(lacking))
+    return found
+
+
+def describe(missing: Mapping[str, list[str]]) -> str:
+    """Variables and hosts in one line: `HF_HOME (node1, node2), NCCL_DEBUG (node2)`."""
+    return ", ".join(f"{name} ({_shortened(hosts)})" for name, hosts in missing.items())
+
+
+def _shortened(hosts: list[str]) -> str:
+    more = len(hosts) - SHOWN_HOSTS
+    return ", ".join([*hosts[:SHOWN_HOSTS], *([f"{more} more"] if more > 0 else [])])
+
+
+def _relevant(names: frozenset[str]) -> frozenset[str]:
+    return frozenset(name for name in names if name.startswith(PREFIXES))
+
+
+def _launcher_names() -> frozenset[str]:
+    """Variables of the client of ssh, on this host, that started this rank's DeepSpeed agent.
+
+    It has those of the `deepspeed` command, and that of the agent among its arguments. Empty if
+    there is none: the command runs on another host, or started the agent without ssh.
+    """
+    launchers = liveness.find_launchers()
+    agent = liveness.command_of(launchers[0].pid) if len(launchers) == 1 else []
+    key = [word for word in agent if word.startswith(AGENT_ARGUMENTS)]
+    if len(key) < len(AGENT_ARGUMENTS):
+        return frozenset()
+    for folder in liveness.PROC.glob("[0-9]*"):
+        program, *words = liveness.command_of(int(folder.name)) or [""]
+        line = " ".join(words)
+        if os.path.basename(program) in SSH_CLIENTS and all(word in line for word in key):
+            return liveness.initial_environment(int(folder.name))
+    return frozenset()
