@@ -15,6 +15,9 @@ INTEROP := build/interop
 S3 := build/s3
 # What the tests need besides the product.
 TESTED = $(VENV)/.dev-installed $(VENV)/.ops-built $(S3)/.installed
+# What tests/cluster needs besides, of Debian.
+CLUSTER_PACKAGES := iproute2 openmpi-bin openssh-client openssh-server pdsh slurm-client slurmctld slurmd
+AS_ROOT = $(shell [ "$$(id -u)" = 0 ] || ! sudo -n true 2>/dev/null || echo sudo -n)
 # One thread per process: two processes with two threads each would compete for two cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest
 # Files run in two workers, each with its own fork server; fixtures of a file are built once.
@@ -26,8 +29,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test proofs test-libaio test-deepspeed test-gpu test-interop mutants lint unit \
-  install ops clean
+.PHONY: help demo quick test proofs test-libaio test-deepspeed test-gpu test-interop \
+  cluster-packages test-cluster mutants lint unit install ops clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -56,6 +59,13 @@ test-gpu: $(VENV)/.dev-installed ## the tests that need an accelerator, on the o
 
 test-interop: $(INTEROP)/.installed ## compare token files, samples and checkpoints with megatron-core, which it downloads
 	PYTHONPATH=$(INTEROP) $(PYTEST) -m interop tests/interop
+
+cluster-packages: ## install what test-cluster needs; Debian, as root or with sudo
+	$(AS_ROOT) apt-get update
+	$(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(CLUSTER_PACKAGES)
+
+test-cluster: $(VENV)/.dev-installed ## runs on two nodes, which are namespaces of this machine; as root or with sudo
+	$(AS_ROOT) env $(PYTEST) tests/cluster  # in one worker: a run has four ranks
 
 test-deepspeed: $(VENV)/.dev-installed ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/development/deepspeed_versions.md
 	$(RUN)/python tests/versions/run.py $(VERSIONS)

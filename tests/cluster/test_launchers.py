@@ -1,0 +1,193 @@
+"""All ways to start a run on two nodes train with the losses of one machine, bit for bit."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.cluster import NODES, SLOTS, Cluster, Node, find_obstacle, start_slurm
+from tests.e2e.runs import (
+    ENDLESS,
+    PRETRAIN,
+    PROGRAMS,
+    REPOSITORY,
+    Settings,
+    has_trained,
+    losses,
+    steps,
+    to_flags,
+)
+from tests.fork_server import DEADLINE
+
+Losses = Callable[[str], list[float]]
+RunSettings = Callable[[str, Path], Settings]
+
+EXAMPLE = REPOSITORY / "examples" / "slurm" / "pretrain_gpt.sbatch"
+RANKS = f"--nodes 2 --ntasks-per-node {SLOTS}"
+BIGSCIENCE = f"""{sys.executable} -u -m torch.distributed.run --nproc_per_node {SLOTS} --nnodes 2
+    --rdzv_endpoint node1:6000 --rdzv_backend c10d --max_restarts 0 --tee 3"""
+"""The launcher of the tutorial of bigscience's Megatron-DeepSpeed."""
+DEEPSPEED = f"{PROGRAMS}/deepspeed --hostfile"
+ON_FIRST = {
+    "deepspeed": ("data", f"{DEEPSPEED} hosts"),
+    "deepspeed --include": ("tensor", f"{DEEPSPEED} hosts3 --include node1:0,1@node2:0,1"),
+    "deepspeed --exclude": ("pipeline", f"{DEEPSPEED} hosts3 --exclude node3"),
+    "deepspeed --num_nodes": ("ulysses", f"{DEEPSPEED} hosts3 --num_nodes 2"),
+    "deepspeed --launcher slurm": ("data", f"{DEEPSPEED} hosts --launcher slurm"),
+    "deepspeed --launcher openmpi": (
+        *("data", f"{DEEPSPEED} hosts --launcher openmpi --launcher_args '-x MASTER_ADDR=node1'"),
+    ),
+    "torch.distributed.run": ("pipeline", f"srun --nodes 2 --ntasks-per-node 1 {BIGSCIENCE}"),
+    "srun": ("tensor", f"srun {RANKS} {sys.executable}"),
+    "mpirun": (
+        "ulysses",
+        f"mpirun --host node1:{SLOTS},node2:{SLOTS} --bind-to none "
+        f"-x MASTER_ADDR=node1 -x DS_ACCELERATOR -x OMP_NUM_THREADS {sys.executable}",
+    ),
+}
+"""Layout and launcher that one command on the first node starts; there is no node3."""
+ALLOW_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+VARIABLES = {"HF_HOME": "/tmp", "NCCL_DEBUG": "WARN", **ALLOW_ROOT}
+"""Of the commands on the first node; .deepspeed_env has only NCCL_DEBUG."""
+MISSING = {
+    **{
+        f"deepspeed{choice}": [("HF_HOME", "node1, node2")]
+        for choice in ("", " --include", " --exclude", " --num_nodes")
+    },
+    "deepspeed --launcher openmpi": [("HF_HOME", "node2")],
+    "mpirun": [("HF_HOME", "node2"), ("NCCL_DEBUG", "node2")],
+}
+"""Variables, and the nodes that lack them, of which a launcher's run warns."""
+AGENT = f"{PROGRAMS}/torchrun --nnodes 2 --nproc-per-node {SLOTS}"
+ON_BOTH = {
+    "torchrun": ("tensor", f"{AGENT} --node-rank {{node}} --master-addr node1 --master-port 29500"),
+    "torchrun c10d": (
+        *("data", f"{AGENT} --rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id run"),
+    ),
+    "deepspeed --no_ssh": (
+        *("pipeline", f"{DEEPSPEED} hosts --no_ssh --node_rank {{node}} --master_addr node1"),
+    ),
+}
+"""Layout and launcher, which is started on both nodes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(cluster: Cluster) -> None:
+    """Hostfiles and variables, in the folder of the commands."""
+    hosts = "".join(f"{node} slots={SLOTS}\n" for node in NODES)
+    (cluster.shared / "hosts").write_text(hosts)
+    (cluster.shared / "hosts3").write_text(f"{hosts}node3 slots={SLOTS}\n")
+    (cluster.shared / ".deepspeed_env").write_text(
+        "DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nNCCL_DEBUG=WARN\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def slurm(cluster: Cluster) -> None:
+    """Slurm on both nodes."""
+    if (obstacle := find_obstacle("slurmctld", "slurmd", "srun")) is not None:
+        pytest.skip(obstacle)
+    start_slurm(cluster)
+
+
+@pytest.mark.parametrize("name", ON_FIRST)
+def test_one_command_trains_on_both_nodes(
+    name: str,
+    cluster: Cluster,
+    one_machine: Losses,
+    run_settings: RunSettings,
+    request: pytest.FixtureRequest,
+) -> None:
+    layout, command = ON_FIRST[name]
+    words = shlex.split(command)
+    if "srun" in words or "slurm" in words:
+        request.getfixturevalue("slurm")
+    elif obstacle := find_obstacle("mpirun" if "mpi" in name else "pdsh"):
+        pytest.skip(obstacle)
+    save = cluster.shared / name
+    flags = to_flags(run_settings(layout, save))
+    done = cluster.nodes[0].run(*words, PRETRAIN, *flags, environment=VARIABLES)
+    assert "4 processes on cpu" in done.succeed()
+    assert losses(save) == one_machine(layout)
+    assert ("[tensor-parallel-group-spans-hosts]" in done.output) == (layout == "tensor")
+    warned = re.findall(r"(HF_HOME|NCCL_DEBUG) \(([^)]*)\)", done.output)
+    assert warned == MISSING.get(name, [])
+
+
+@pytest.mark.parametrize("name", ON_BOTH)
+def test_a_command_on_each_node_trains_on_both(
+    name: str, cluster: Cluster, one_machine: Losses, run_settings: RunSettings
+) -> None:
+    layout, command = ON_BOTH[name]
+    save = cluster.shared / name
+    done = cluster.run_on_all(*command.split(), PRETRAIN, *to_flags(run_settings(layout, save)))
+    assert "4 processes on cpu" in "".join(each.succeed() for each in done)
+    assert losses(save) == one_machine(layout)
+
+
+@pytest.mark.parametrize(("flags", "host"), [((), "node1"), (("--force_multi",), "node2")])
+def test_deepspeed_leaves_its_host_for_a_single_one_only_if_forced(
+    flags: tuple[str, ...], host: str, cluster: Cluster
+) -> None:
+    if (obstacle := find_obstacle("pdsh")) is not None:
+        pytest.skip(obstacle)
+    script = cluster.shared / "host.py"
+    script.write_text("import socket; print('runs on', socket.gethostname())")
+    command = f"{DEEPSPEED} hosts --include node2:0".split()
+    assert f"runs on {host}" in cluster.nodes[0].run(*command, *flags, script).succeed()
+
+
+def submit(node: Node, output: Path, settings: Settings) -> str:
+    """Submits the example for sbatch; returns the number of the job."""
+    smaller = ["--ntasks-per-node", SLOTS, "--gpus-per-node", 0, "--cpus-per-task", 1]
+    options = [*smaller, "--parsable", "--chdir", REPOSITORY, "--output", output]
+    command = ["sbatch", *options, EXAMPLE, *to_flags(settings)]
+    return node.run(*command, environment={"PYTHON": sys.executable}).succeed().strip()
+
+
+def wait_for(
+    node: Node, job: str, state: str, output: Path, reached: Callable[[], bool] = lambda: True
+) -> None:
+    """Waits until a job has a state of Slurm, such as `RUNNING`, and a condition holds."""
+    end = time.monotonic() + DEADLINE
+    while True:
+        found = node.run("scontrol", "show", "job", job).output
+        if f"JobState={state} " in found and reached():
+            return
+        assert time.monotonic() < end, f"{found}\n{output.read_text()}"
+        assert "JobState=FAILED" not in found, output.read_text()
+        time.sleep(0.2)
+
+
+def test_the_example_for_sbatch_trains(
+    slurm: None, cluster: Cluster, one_machine: Losses, run_settings: RunSettings
+) -> None:
+    save, output = cluster.shared / "sbatch", cluster.shared / "sbatch.out"
+    job = submit(cluster.nodes[0], output, run_settings("data", save))
+    wait_for(cluster.nodes[0], job, "COMPLETED", output)
+    assert losses(save) == one_machine("data")
+
+
+def test_the_example_for_sbatch_resumes_after_the_signal_of_its_time_limit(
+    slurm: None, cluster: Cluster, run_settings: RunSettings
+) -> None:
+    """Slurm delays a job that is queued again by two minutes, which the test shortens."""
+    save, output, stop = (cluster.shared / name for name in ("again", "again.out", "stop"))
+    node, settings = cluster.nodes[0], dict(run_settings("data", save))
+    settings |= {"load": save, "train_iters": ENDLESS, "kill_switch_path": stop}
+    job = submit(node, output, settings)
+    wait_for(node, job, "RUNNING", output, has_trained(save))
+    node.run("scancel", "--signal=TERM", job).succeed()
+    wait_for(node, job, "PENDING", output)
+    before = len(losses(save))
+    node.run("scontrol", "update", f"JobId={job}", "StartTime=now+2").succeed()
+    wait_for(node, job, "RUNNING", output, has_trained(save, before + 1))
+    stop.touch()
+    wait_for(node, job, "COMPLETED", output)
+    assert [step["iteration"] for step in steps(save)] == list(range(1, len(steps(save)) + 1))
