@@ -61,7 +61,7 @@ def load_tokenizer(
 def load_model(
     source: SourceCheckpoint, mesh: Mesh, device: torch.device, *, precision: str | None = None
 ) -> GPTModel:
-    """Loads this rank's shard of a model.
+    """Loads this rank's shard of a model that will not be trained.
 
     Args:
         source: The weights.
@@ -82,4 +82,4 @@ def load_model(
     model = model.to(device=device, dtype=dtype)
     weights = ((name, tensor.read()) for name, tensor in source.tensors.items())
     load_full_weights(model, weights, mesh.tp.rank, mesh.tp.size)
-    return model.eval()
+    return model.requires_grad_(False).eval()

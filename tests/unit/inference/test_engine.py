@@ -118,8 +118,9 @@ def test_half_precision_has_the_texts_of_single_requests(
     assert sum(equal) >= 0.9 * len(equal), equal  # all, with the processors tried
 
 
-def test_removed_sequences_free_their_slots() -> None:
-    model = model_of("rope")
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_removed_sequences_free_their_slots(is_trained: bool) -> None:
+    model = model_of("rope").requires_grad_(is_trained)
     engine = GenerationEngine(model, slots=2, capacity=30)
     sequences = [TextSequence.of([number], config(20), index=0) for number in range(4)]
     for sequence in sequences:
@@ -134,6 +135,14 @@ def test_removed_sequences_free_their_slots() -> None:
     for sequence in (sequences[1], sequences[3]):
         (alone,) = continue_prompts(model, [sequence.ids[:1]], config(20))
         assert sequence.ids == alone.ids
+
+
+def test_a_trained_model_can_be_trained_after_generation() -> None:
+    """Its tables of positions are those that generation has made."""
+    model = model_of("rope")
+    continue_prompts(model, [[1, 2, 3]], config(5))
+    model(torch.arange(8).view(1, 8)).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
 
 
 def test_a_prompt_can_be_removed_while_it_is_fed(monkeypatch: pytest.MonkeyPatch) -> None:
