@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose
@@ -56,10 +57,11 @@ class GenerationEngine:
         self._model = model
         weight = next(model.parameters())
         self._device = weight.device
-        # Inference mode takes a tenth off a token of a small model. Parameters that ZeRO-3 gathers
-        # in it could not be trained afterwards.
+        # Inference mode takes a tenth off a token of a small model on a CPU. Not every device's
+        # views support it, and parameters that ZeRO-3 gathers in it cannot be trained afterwards.
         is_trained = any(each.requires_grad for each in model.parameters())
-        self._without_gradients = torch.no_grad if is_trained else torch.inference_mode
+        has_inference_mode = is_host(weight.device.type) and not is_trained
+        self._without_gradients = torch.inference_mode if has_inference_mode else torch.no_grad
         self._use_cache = use_cache
         self._cache = PreallocatedCache(model.config.num_layers, slots, capacity, weight)
         self._partial: TextSequence | None = None
