@@ -27,11 +27,11 @@ from megatron_ds.checkpoint.store.mirror import (
     mirror,
     staging_folder,
 )
-from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.checkpoint import hub_model, is_remote, is_url, split_location
 from megatron_ds.config.problems import Problem, UserError, renaming_fields, user_error
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
+from megatron_ds.fileio.object_store import ObjectStore
 from megatron_ds.tokenizer.base import library_errors
 from megatron_ds.tokenizer.huggingface import HUB_FILES
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.metadata import MANIFEST, iteration_of, list_checkpoints
-from megatron_ds.checkpoint.store.object_store import ObjectStore
+from megatron_ds.fileio.object_store import ObjectStore
 from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Run, Settings, assert_equal_runs
 from tests.object_server import BUCKET, s3_server
 

@@ -15,9 +15,9 @@ from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.store import mirror as staging
 from megatron_ds.checkpoint.store.fetch import StoreFolder
 from megatron_ds.checkpoint.store.lock import StoreLockFile
-from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.checkpoint.store.save import upload_metrics
 from megatron_ds.config.problems import Problem, collect, raise_if_any, user_error
+from megatron_ds.fileio.object_store import ObjectStore
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.nodes import Nodes
 from megatron_ds.checkpoint.metadata import MANIFEST, find_record_damage, read_manifest
 from megatron_ds.checkpoint.store import mirror as staging
-from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.config.problems import Problem, counted
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.fileio.object_store import ObjectStore
 
 IsNeeded = Callable[[str, int], bool]
 """Whether a rank loads a file of a checkpoint."""

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 
 from megatron_ds.checkpoint.run_lock import LOCK
-from megatron_ds.checkpoint.store.object_store import ObjectStore
+from megatron_ds.fileio.object_store import ObjectStore
 
 SETTLE_S = 1.0
 """Time after which the content of a new lock is compared: a run that removed the lock of the same

@@ -12,8 +12,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
-import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,10 +25,11 @@ from megatron_ds.checkpoint.metadata import (
     list_checkpoints,
     read_manifest,
 )
-from megatron_ds.checkpoint.store.object_store import PARALLEL, ObjectStore
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.fileio.atomic import FileRecord, write_atomically
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
+from megatron_ds.fileio.node_folder import create_node_folder, default_node_folder
+from megatron_ds.fileio.object_store import PARALLEL, ObjectStore
 from megatron_ds.launch import environment
 
 METRICS = "metrics.jsonl"
@@ -46,16 +45,11 @@ def staging_folder(url: str, staging_dir: str | None) -> Path:
     """
     name = re.sub(r"[^A-Za-z0-9.]+", "-", url).strip("-")[-60:]
     name += f"-{hashlib.sha256(url.rstrip('/').encode()).hexdigest()[:8]}"
-    base = Path(tempfile.gettempdir()) / f"megatron_ds-{os.getuid()}"
+    base = default_node_folder()
+    if staging_dir is not None:
+        base = Path(environment.expand_variables(staging_dir))
     try:
-        if staging_dir is not None:
-            base = Path(environment.expand_variables(staging_dir))
-            base.mkdir(parents=True, exist_ok=True)
-        else:
-            base.mkdir(mode=0o700, exist_ok=True)
-            status = base.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-                raise PermissionError(f"{base} belongs to another user")
+        create_node_folder(base)
         (base / name).mkdir(exist_ok=True)
     except OSError as error:
         raise user_error("staging-folder-unusable", url=url, folder=base, error=error) from error

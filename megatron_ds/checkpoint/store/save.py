@@ -36,9 +36,9 @@ from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.checkpoint.save_steps import SaveSteps, Steps
 from megatron_ds.checkpoint.store.fetch import StoreFolder
 from megatron_ds.checkpoint.store.mirror import CHECKPOINT_FOLDER, METRICS
-from megatron_ds.checkpoint.store.object_store import PARALLEL, ObjectStore
 from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.fileio.object_store import PARALLEL, ObjectStore
 
 
 class _Completed(NamedTuple):

@@ -26,13 +26,13 @@ from megatron_ds.checkpoint.native_settings import select_native
 from megatron_ds.checkpoint.run_lock import LOCK, acquire_lock
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.store import lock as store_lock
-from megatron_ds.checkpoint.store import object_store
 from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.checkpoint.store.lock import StoreLockFile
 from megatron_ds.checkpoint.store.mirror import fetch
-from megatron_ds.checkpoint.store.object_store import ObjectStore
 from megatron_ds.config import Config
+from megatron_ds.fileio import object_store
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.fileio.object_store import ObjectStore
 from megatron_ds.loading.locations import staged_location
 from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
 from megatron_ds.loading.plan import make_plan

@@ -17,8 +17,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megatron_ds.checkpoint.store import object_store
-from megatron_ds.checkpoint.store.object_store import ObjectStore
+from megatron_ds.fileio import object_store
+from megatron_ds.fileio.object_store import ObjectStore
 from tests.fork_server import REPOSITORY
 from tests.object_server import BUCKET, SERVER, s3_server
 from tests.problems import raises_problem
@@ -127,9 +127,9 @@ def test_s3_is_a_store_with_the_client_of_fsspec(server: Mapping[str, str], tmp_
         put_object(server, f"names/{name}")
     code = (
         "import sys; from pathlib import Path; import s3fs\n"
-        "from megatron_ds.checkpoint.store import object_store\n"
+        "from megatron_ds.fileio import object_store\n"
         "object_store.FIRST_PAUSE_S, object_store.RANGE = 0.01, 2**20\n"
-        "from tests.unit.checkpoint.test_object_store import check_contract\n"
+        "from tests.unit.fileio.test_object_store import check_contract\n"
         f"check_contract('s3://{BUCKET}/s3fs', Path({str(tmp_path)!r}))\n"
         f"store = object_store.ObjectStore('s3://{BUCKET}/s3fs')\n"
         "assert isinstance(store._fs, s3fs.S3FileSystem)\n"

@@ -7,15 +7,17 @@ file is in memory entirely. Knows nothing of file contents.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +41,29 @@ PARALLEL = 4
 """Files, or ranges of a file, that are transferred at once."""
 FINAL_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)
 """Errors that another attempt does not change."""
+RETRY_OF_OBSTORE: Any = {"retry_timeout": timedelta(seconds=30)}
+"""Time that a request of obstore may take."""
+VERSION_KEYS = ("e_tag", "ETag", "etag", "mtime", "last_modified", "LastModified", "created")
+"""What clients call that which differs between two contents of a file, the best first."""
+
+
+@dataclass(frozen=True)
+class FileVersion:
+    """The content that a file has now.
+
+    Attributes:
+        size: Bytes.
+        tag: Another one for another content, as far as the store knows.
+    """
+
+    size: int
+    tag: str
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> FileVersion:
+        """The version in a client's description of a file."""
+        tags = (str(info[key]) for key in VERSION_KEYS if info.get(key))
+        return cls(int(info["size"]), next(tags, ""))
 
 
 class ObjectStore:
@@ -91,6 +116,36 @@ class ObjectStore:
         """
         return self._attempt(name, lambda: bytes(self._fs.cat_file(self._path(name))))
 
+    def version(self, name: str) -> FileVersion | None:
+        """The version of a file; None if there is none.
+
+        Raises:
+            OSError: If the store does not answer.
+        """
+
+        with suppress(FileNotFoundError):
+            return self._attempt(name, lambda: self._look(name))
+        return None
+
+    def read_range(self, name: str, start: int, end: int) -> tuple[bytes, FileVersion]:
+        """The bytes from `start` to before `end` of a file, and the version that has them.
+
+        Raises:
+            FileNotFoundError: If there is no file.
+            OSError: If it ends before, or the store does not answer.
+        """
+
+        def read() -> tuple[bytes, FileVersion]:
+            if self._is_obstore:
+                return self._read_by_obstore(name, start, end)
+            content = bytes(self._fs.cat_file(self._path(name), start=start, end=end))
+            return content, self._look(name)
+
+        content, version = self._attempt(name, read)
+        if len(content) != end - start:
+            raise OSError(f"{self.url}/{name} ends at byte {start + len(content)}")
+        return content, version
+
     def write(self, name: str, content: bytes) -> None:
         """Creates or replaces a small file, which appears complete in an object store."""
         self._attempt(name, lambda: self._fs.pipe_file(self._path(name), content))
@@ -104,7 +159,7 @@ class ObjectStore:
         path = self._path(name)
         try:
             with _as_os_error(f"{self.url}/{name}"):
-                if type(self._fs).__module__.startswith("obstore"):
+                if self._is_obstore:
                     _create_by_obstore(f"{self.url}/{name}", content)
                 else:
                     self._fs.invalidate_cache()
@@ -160,6 +215,32 @@ class ObjectStore:
                 self._fs.rm_file(self._path(name))
 
         self._attempt(name, delete)
+
+    @property
+    def _is_obstore(self) -> bool:
+        return type(self._fs).__module__.startswith("obstore")
+
+    @functools.cached_property
+    def _obstore_client(self) -> Any:
+        from obstore.store import from_url
+
+        return from_url(self.url, retry_config=RETRY_OF_OBSTORE)
+
+    def _look(self, name: str) -> FileVersion:
+        """The version of a file, by one request that needs no permission to list the folder."""
+        if self._is_obstore:
+            import obstore
+
+            return FileVersion.of(obstore.head(self._obstore_client, name))
+        self._fs.invalidate_cache()
+        return FileVersion.of(self._fs.info(self._path(name)))
+
+    def _read_by_obstore(self, name: str, start: int, end: int) -> tuple[bytes, FileVersion]:
+        """A range with its version in one request, which fsspec has no method for."""
+        import obstore
+
+        done = obstore.get(self._obstore_client, name, options={"range": (start, end)})
+        return bytes(done.bytes()), FileVersion.of(done.meta)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -234,8 +315,7 @@ def _open_filesystem(url: str, scheme: str) -> Any:
 
             obstore.fsspec.register(scheme)
             kind = fsspec.get_filesystem_class(scheme)
-            # A request may take 30 s.
-            options["retry_config"] = {"retry_timeout": timedelta(seconds=30)}
+            options["retry_config"] = RETRY_OF_OBSTORE
         options |= kind._get_kwargs_from_urls(url)
         filesystem = kind(skip_instance_cache=True, **options)
     except ImportError as error:
