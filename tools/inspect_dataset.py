@@ -122,7 +122,8 @@ class Inspection:
         summary = summarize(self._data)
         self.found["summary"] = dataclasses.asdict(summary)
         self._print(*summary_lines(summary))
-        if (splitter := read_sentence_splitter(self._data.prefix)) is not None:
+        splitter = read_sentence_splitter(self._data.prefix, self._data.tokenizer_path)
+        if splitter is not None:
             self.found["sentences"] = splitter
             shown = ", ".join(f"{name} {value}" for name, value in splitter.items())
             self._print(f"  sentences split by: {shown}")

@@ -34,7 +34,7 @@ class DataConfig:
 
     data_path: tuple[str, ...] | None = _paths(
         "prefix of a .bin/.idx pair, several prefixes (weighted by their size), or WEIGHT PREFIX "
-        "WEIGHT PREFIX ..."
+        "WEIGHT PREFIX ...; a prefix may be a URL such as s3://BUCKET/PREFIX"
     )
     split: str | None = option_field(
         None,
@@ -89,6 +89,19 @@ class DataConfig:
         "folder of the index cache (default: index-cache next to the data, or in --save if the "
         "data's folder is read-only)",
         metavar="FOLDER",
+    )
+    object_storage_cache_path: str | None = option_field(
+        None,
+        "folder of each node for the parts that were read of token files whose prefix is a URL; "
+        "environment variables in it are expanded (default: below the folder for temporary files)",
+        metavar="FOLDER",
+    )
+    object_storage_cache_gb: float | None = option_field(
+        None,
+        "size that this folder may have, in 10^9 bytes (default: 50, or half of the disk's free "
+        "space if that is less)",
+        above=0,
+        metavar="GB",
     )
     num_workers: int = option_field(
         2, "number of data loader processes; 0 loads in the training process", minimum=0

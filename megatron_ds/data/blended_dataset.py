@@ -51,6 +51,7 @@ class RoutingDataset:
         self._datasets = tuple(datasets)
         self.seq_length = datasets[0].seq_length
         self.vocab_size = datasets[0].vocab_size
+        self.cache = next((each.cache for each in datasets if each.cache is not None), None)
 
     def __getitem__(self, position: int) -> SampleArray:
         number, sample = self._locate(position)

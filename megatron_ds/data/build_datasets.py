@@ -45,6 +45,7 @@ from megatron_ds.data.lazy_indexes import (
     OpenedFile,
 )
 from megatron_ds.data.megatron_blend import core_samples_per_source, normalized
+from megatron_ds.data.remote.token_cache import is_url
 from megatron_ds.data.sample_index import samples_per_source, total_samples
 from megatron_ds.data.usage_report import FileUsage, describe_change
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
@@ -142,6 +143,7 @@ def build_datasets(
             others[group.split][group.name] = builder.blend(group, needed[group.split])[0]
     if needed["train"] and train is None:
         raise user_error("no-training-data")
+    files.cache.release()
     changes = describe_change(history, progress.history) if history and progress else []
     return Datasets(
         train, others["valid"], others["test"], tuple(builder.usage), progress, tuple(changes)
@@ -376,7 +378,8 @@ class _DatasetBuilder:
         self.pending.clear()
 
     def _cache(self, prefix: str) -> ArrayCache:
-        folder = str(self.files.config.data_cache_path or Path(prefix).parent / CACHE_FOLDER)
+        parent = self.files.cache.folder if is_url(prefix) else Path(prefix).parent
+        folder = str(self.files.config.data_cache_path or parent / CACHE_FOLDER)
         if folder not in self.caches:
             folders = [Path(folder)]
             if self.fallback_cache and not self.files.config.data_cache_path:

@@ -19,14 +19,20 @@ import numpy.typing as npt
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
+from megatron_ds.data.remote.block_cache import USED
+from megatron_ds.data.remote.token_cache import Item, RemoteTokens, TokenCache
 from megatron_ds.data.sample_index import IntArray, SampleIndexes
 
 SampleArray = npt.NDArray[np.int32]
 MAX_TOKEN = int(np.iinfo(np.int32).max)
-_FastViews = tuple[memoryview, memoryview, memoryview, memoryview, memoryview, Tokens, int]
+_FastViews = tuple[
+    *tuple[memoryview, memoryview, memoryview, memoryview, memoryview],
+    *tuple[Tokens, int, memoryview | None, int],
+]
 """Memory views of a file and its indexes, whose elements are read faster than numpy's: shuffle
 index, documents, sample starts (position in the documents and token offset of sample i at 2 i and
-2 i + 1), lengths and pointers of the sequences; the tokens and their size in bytes."""
+2 i + 1), lengths and pointers of the sequences; the tokens and their size in bytes; of a file by
+URL the marks of its blocks and the shift that makes a token's number that of its block."""
 
 
 class TokenDataset(Protocol):
@@ -35,6 +41,8 @@ class TokenDataset(Protocol):
     seq_length: int
     vocab_size: int | None
     """Exclusive upper bound of the token ids; None if unknown."""
+    cache: TokenCache | None
+    """Through which samples are read, by `SampleReading`, if their files have URLs."""
 
     def __len__(self) -> int: ...
 
@@ -52,25 +60,62 @@ class TokenDataset(Protocol):
         """A name of the sample that does not depend on its position in the data order."""
 
 
+class SampleReading:
+    """Reads samples, of which some may have to be downloaded first.
+
+    Args:
+        dataset: The samples.
+        positions: Positions of the samples.
+        rows: [len(positions), seq_length + 1], for their tokens.
+    """
+
+    def __init__(
+        self, dataset: TokenDataset, positions: Sequence[int], rows: SampleArray | None = None
+    ) -> None:
+        if rows is None:
+            rows = np.empty((len(positions), dataset.seq_length + 1), dtype=np.int32)
+        self.rows = rows
+        self._dataset, self._positions = dataset, positions
+        self._rest: list[Item] = []
+        if dataset.cache is None:
+            for position, row in zip(positions, rows, strict=True):
+                dataset.read_into(position, row)
+        else:
+            items = list(zip(positions, rows, strict=True))
+            self._rest = dataset.cache.read_present(items, dataset.read_into)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no sample is missing."""
+        return not self._rest
+
+    def finish(self) -> SampleArray:
+        """The samples, [len(positions), seq_length + 1], when all are read.
+
+        Token ids are checked for all samples at once: a numpy call takes about as long for one
+        sample as for ten.
+
+        Raises:
+            UserError: If a token id is not below the dataset's `vocab_size`, or a download fails.
+        """
+        dataset = self._dataset
+        if self._rest and dataset.cache is not None:
+            dataset.cache.read(self._rest, dataset.read_into)
+        if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, self.rows):
+            for position in self._positions:
+                dataset[position]  # raises the error, which names token and file
+        return self.rows
+
+
 def read_samples(
     dataset: TokenDataset, positions: Sequence[int], rows: SampleArray | None = None
 ) -> SampleArray:
     """Reads samples: [len(positions), seq_length + 1], into `rows` if given.
 
-    Token ids are checked for all samples at once: a numpy call takes about as long for one sample
-    as for ten.
-
     Raises:
-        UserError: If a token id is not below the dataset's `vocab_size`.
+        UserError: If a token id is not below the dataset's `vocab_size`, or a download fails.
     """
-    if rows is None:
-        rows = np.empty((len(positions), dataset.seq_length + 1), dtype=np.int32)
-    for position, row in zip(positions, rows, strict=True):
-        dataset.read_into(position, row)
-    if dataset.vocab_size is not None and not _all_below(dataset.vocab_size, rows):
-        for position in positions:
-            dataset[position]  # raises the error, which names token and file
-    return rows
+    return SampleReading(dataset, positions, rows).finish()
 
 
 class IndexProvider(Protocol):
@@ -90,15 +135,21 @@ class NumberedDataset(ABC):
 
     Args:
         prefix: The token file of the text.
+        cache: Through which its tokens are read if it has a URL.
         indexes: Loaded when the first sample is read.
         seq_length: Tokens per sample, without the last label.
         vocab_size: Exclusive upper bound of the token ids; None for no check.
     """
 
     def __init__(
-        self, prefix: str, indexes: IndexProvider, seq_length: int, vocab_size: int | None
+        self,
+        prefix: str,
+        cache: TokenCache | None,
+        indexes: IndexProvider,
+        seq_length: int,
+        vocab_size: int | None,
     ) -> None:
-        self.prefix, self.name = prefix, os.path.basename(prefix)
+        self.prefix, self.name, self.cache = prefix, os.path.basename(prefix), cache
         self.seq_length, self.vocab_size = seq_length, vocab_size
         self._indexes = indexes
         self._size = len(indexes)
@@ -124,7 +175,10 @@ class NumberedDataset(ABC):
 
     def __getitem__(self, position: int) -> SampleArray:
         row = np.empty(self.seq_length + 1, dtype=np.int32)
-        self.read_into(position, row)
+        if self.cache is None:
+            self.read_into(position, row)
+        else:
+            self.cache.read([(position, row)], self.read_into)
         if self.vocab_size is not None and not _all_below(self.vocab_size, row):
             raise user_error(
                 "sample-token-outside-vocabulary",
@@ -168,32 +222,50 @@ class GPTDataset(NumberedDataset):
         seq_length: int,
         vocab_size: int | None = None,
     ) -> None:
-        super().__init__(tokens.prefix, indexes, seq_length, vocab_size)
-        self._tokens = tokens
+        super().__init__(tokens.prefix, tokens.cache, indexes, seq_length, vocab_size)
+        self._file = tokens
 
     def read_numbered(self, sample: int, row: SampleArray) -> None:
-        _, documents, starts, lengths, pointers, tokens, item = self._views or self.open()
+        _, documents, starts, lengths, pointers, tokens, item, marks, shift = (
+            self._views or self.open()
+        )
+        if marks is not None and marks[-1] == USED:
+            marks = None  # no block is missing
         at, offset = starts[2 * sample], starts[2 * sample + 1]
         filled, wanted = 0, self.seq_length + 1
         while filled < wanted:
             sequence = documents[at]
             begin = pointers[sequence] // item + offset
             size = min(lengths[sequence] - offset, wanted - filled)
-            part = tokens[begin : begin + size]
-            # Cut off to 32 bits, an invalid 64-bit id might be valid.
-            row[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
+            if (
+                marks is None
+                or marks[begin >> shift] == USED == marks[(begin + size - 1) >> shift]
+                or self._has(begin, size)
+            ):
+                part = tokens[begin : begin + size]
+                # Cut off to 32 bits, an invalid 64-bit id might be valid.
+                row[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
             filled += size
             at, offset = at + 1, 0
 
     def sample_id(self, position: int) -> str:
         return f"{self.name}:{self._sample(position)}"
 
+    def _has(self, begin: int, size: int) -> bool:
+        """Whether tokens are on this machine; if not, they are requested."""
+        tokens = self._file.tokens
+        return not isinstance(tokens, RemoteTokens) or tokens.has(begin, size)
+
     def _load(self) -> _FastViews:
         indexes: SampleIndexes = self._indexes.load()
-        file = self._tokens
+        file, marks, shift = self._file, None, 0
+        tokens = file.tokens
+        if isinstance(tokens, RemoteTokens):
+            marks, shift, tokens = tokens.marks, tokens.shift, tokens.content
         return (
             *(_view(indexes.shuffle), _view(indexes.documents), _view(indexes.samples)),
-            *(_view(file.lengths), _view(file.pointers), file.tokens, file.dtype.itemsize),
+            *(_view(file.lengths), _view(file.pointers), tokens, file.dtype.itemsize),
+            *(marks, shift),
         )
 
 
@@ -224,7 +296,7 @@ class RemainingDataset(NumberedDataset):
     """
 
     def __init__(self, dataset: NumberedDataset, indexes: IndexProvider, seq_length: int) -> None:
-        super().__init__(dataset.prefix, indexes, seq_length, dataset.vocab_size)
+        super().__init__(dataset.prefix, dataset.cache, indexes, seq_length, dataset.vocab_size)
         self._dataset = dataset
 
     def read_numbered(self, sample: int, row: SampleArray) -> None:

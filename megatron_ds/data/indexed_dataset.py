@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.data.remote.token_cache import RemoteContent, RemoteTokens, TokenCache, is_url
 from megatron_ds.fileio.memory_map import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -47,6 +48,8 @@ UINT16_VOCAB = 65500
 """Vocabularies below this size are stored as uint16, as in Megatron."""
 PROBED_DOCUMENTS = 1000
 """Documents whose last token is compared to recognize a pair that does not count its EODs."""
+PROBED_REMOTE_DOCUMENTS = 32
+"""The same for a pair by URL, of which each may be a download."""
 CHECKED_SEQUENCES = 1 << 20
 """Sequences checked at once, which bounds the memory for an index of any size."""
 
@@ -67,22 +70,35 @@ class IndexedDataset:
     warning.
 
     Args:
-        prefix: Path of the pair without `.bin` and `.idx`.
+        prefix: Path or URL of the pair without `.bin` and `.idx`.
+        cache: Where the files of a URL are; None for the cache in the default folder.
 
     Attributes:
+        index_path: The `.idx` on this machine.
+        tokenizer_path: The `.tokenizer.json` on this machine, which the pair may not have.
+        cache: Where the files of a URL are; None for those of a path.
         lengths: [n], tokens of each sequence.
         pointers: [n], byte offset of each sequence in the `.bin` file.
-        tokens: All tokens of the file, as one read-only array.
+        tokens: All tokens of the file: one read-only array or, by URL, what reads like one.
         document_index: [d + 1], first sequence of each document, and n.
 
     Raises:
         UserError: If the files are missing, damaged or of another format.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], cache: TokenCache | None = None) -> None:
         self.prefix = os.fspath(prefix)
-        self.dtype, self.lengths, self.pointers, self.document_index = _read_index(self.prefix)
-        content = _map(self.prefix + ".bin")
+        self.cache = (cache or TokenCache()) if is_url(self.prefix) else None
+        self.index_path, self.tokenizer_path = f"{prefix}.idx", f"{prefix}{TOKENIZER_SUFFIX}"
+        content: npt.NDArray[np.uint8] | RemoteContent
+        if self.cache is None:
+            index = _read_index(self.index_path, self.index_path)
+            content = _map(f"{self.prefix}.bin")
+        else:
+            pair = self.cache.open(self.prefix)
+            self.index_path, self.tokenizer_path, content = pair
+            index = _read_index(self.index_path, f"{prefix}.idx")
+        self.dtype, self.lengths, self.pointers, self.document_index = index
         expected = 0
         if len(self.lengths):
             expected = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
@@ -90,27 +106,43 @@ class IndexedDataset:
             raise user_error(
                 "token-file-size-mismatch", prefix=self.prefix, size=content.size, expected=expected
             )
-        self.tokens: Tokens = content.view(self.dtype)
+        self.content = content
+        self.tokens: Tokens | RemoteTokens = content.view(self.dtype)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
-        return IndexedDataset, (self.prefix,)
+    def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str, TokenCache | None]]:
+        return IndexedDataset, (self.prefix, self.cache)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of the `.bin` and of the `.idx`."""
+        return self.content.size, os.path.getsize(self.index_path)
+
+    @property
+    def version(self) -> str:
+        """What identifies the content of a URL besides its size; empty for a path."""
+        return self.content.file.version.tag if isinstance(self.content, RemoteContent) else ""
 
     def get(self, index: int) -> Tokens:
-        """Tokens of a sequence, as a read-only view of the file."""
+        """Tokens of a sequence, read-only."""
         start = int(self.pointers[index]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[index])]
+        tokens: Tokens = self.tokens[start : start + int(self.lengths[index])]
+        return tokens
 
     def warm_up(self) -> None:
-        """Read the token file once, to load it into the page cache."""
+        """Read the token file once, to load it into the page cache; that of a URL into its cache,
+        as far as it has room."""
+        if isinstance(self.content, RemoteContent):
+            self.content.warm_up()
+            return
         with open(self.prefix + ".bin", "rb", buffering=0) as file:
             buffer = bytearray(1 << 24)
             while file.readinto(buffer):
                 pass
 
-    def _count_missing_eod(self, content: npt.NDArray[np.uint8]) -> bool:
+    def _count_missing_eod(self, content: npt.NDArray[np.uint8] | RemoteContent) -> bool:
         """Corrects the lengths if exactly one EOD per document is not counted.
 
         Returns:
@@ -124,7 +156,8 @@ class IndexedDataset:
             return False
         lengths[last] += 1
         pointers = sequence_offsets(lengths, item)
-        probed = last[:: max(1, len(last) // PROBED_DOCUMENTS)]
+        most = PROBED_DOCUMENTS if self.cache is None else PROBED_REMOTE_DOCUMENTS
+        probed = last[:: max(1, len(last) // most)]
         finals = content.view(self.dtype)[pointers[probed] // item + lengths[probed] - 1]
         if len(np.unique(finals)) != 1:
             return False
@@ -134,9 +167,16 @@ class IndexedDataset:
         return True
 
 
-def _read_index(prefix: str) -> tuple[np.dtype[np.generic], IntArray, IntArray, IntArray]:
-    path = prefix + ".idx"
-    data = _map(path)
+def _read_index(
+    local_path: str, path: str
+) -> tuple[np.dtype[np.generic], IntArray, IntArray, IntArray]:
+    """Reads an index.
+
+    Args:
+        local_path: Where it is.
+        path: Path or URL that messages name.
+    """
+    data = _map(local_path)
     head = data[: HEADER.size].tobytes()
     if head.startswith(LEGACY_MAGIC):
         raise user_error("legacy-token-file", path=path)

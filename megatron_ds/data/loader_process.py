@@ -8,12 +8,11 @@ no torch.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import mmap
 import multiprocessing
 import os
-import signal
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -21,15 +20,54 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from megatron_ds.config.problems import UserError
-from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset, read_samples
+from megatron_ds.data.child_process import die_with_parent
+from megatron_ds.data.gpt_dataset import SampleArray, SampleReading, TokenDataset
 
 TOKENS_AHEAD = 1 << 20
 """Tokens that a process reads ahead, 4 MiB; it reads 2 to 256 micro-batches ahead in any case."""
 COMPLETE, FAILED = b"\0", b"\1"
 """Reports of the process: a micro-batch is complete; an error was sent instead."""
 PIPE_READ = 1 << 12
-PR_SET_PDEATHSIG = 1
-"""Option of prctl(2): the signal that a process gets when its parent exits."""
+
+
+class ReadAhead:
+    """Micro-batches that are read, or begun because parts of them have to be downloaded.
+
+    Args:
+        dataset: The samples.
+        micro_batch_size: Samples per micro-batch, from consecutive positions.
+    """
+
+    def __init__(self, dataset: TokenDataset, micro_batch_size: int) -> None:
+        self._dataset, self._micro_batch_size = dataset, micro_batch_size
+        self._begun: deque[SampleReading] = deque()
+
+    def __len__(self) -> int:
+        return len(self._begun)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a further micro-batch would only wait for the downloads before it."""
+        cache = self._dataset.cache
+        return bool(self._begun) and cache is not None and cache.fetcher.is_busy
+
+    @property
+    def is_next_complete(self) -> bool:
+        """Whether `take` does not wait."""
+        return bool(self._begun) and self._begun[0].is_complete
+
+    def begin(self, first: int, rows: SampleArray | None = None) -> None:
+        """Begins to read a micro-batch into `rows`, or into new memory."""
+        positions = range(first, first + self._micro_batch_size)
+        self._begun.append(SampleReading(self._dataset, positions, rows))
+
+    def take(self) -> SampleArray:
+        """Finishes the oldest micro-batch, [B, S + 1].
+
+        Raises:
+            UserError: If a sample is invalid, or a download fails.
+        """
+        return self._begun.popleft().finish()
 
 
 class LoaderProcess:
@@ -124,34 +162,26 @@ class LoaderProcess:
         die_with_parent()
         for end in (self._reports, self._free):  # here they would hide that the parent closed them
             os.close(end)
-        micro_batch_size, free_slots = self._ring.shape[1], len(self._ring)
+        ahead, free_slots, number = ReadAhead(dataset, self._ring.shape[1]), len(self._ring), 0
         try:
-            for number, first in enumerate(firsts):
-                if not free_slots:
+            while number < len(firsts) or ahead:
+                if number < len(firsts) and free_slots and not ahead.is_busy:
+                    ahead.begin(firsts[number], self._ring[number % len(self._ring)])
+                    number, free_slots = number + 1, free_slots - 1
+                elif not ahead:
                     free_slots = len(os.read(free, PIPE_READ))
                     if not free_slots:
                         return
-                rows = self._ring[number % len(self._ring)]
-                read_samples(dataset, range(first, first + micro_batch_size), rows)
-                free_slots -= 1
-                os.write(reports, COMPLETE)
+                    continue
+                else:
+                    ahead.take()
+                    os.write(reports, COMPLETE)
+                while ahead.is_next_complete:
+                    ahead.take()
+                    os.write(reports, COMPLETE)
         except BrokenPipeError:
             return
         except Exception as error:
             text = f"the data loader process failed:\n{traceback.format_exc()}"
             os.write(reports, FAILED)
             errors.send(error if isinstance(error, UserError) else RuntimeError(text))
-
-
-def die_with_parent() -> None:
-    """Makes this process exit with its parent, neither before nor after it.
-
-    Launchers and terminals send signals to every process of a run, but the trainer still needs its
-    loader to finish the step and save. If the trainer is killed, the loader must exit at once
-    (supported by Linux only): it holds the trainer's connections open, and the other ranks would
-    keep waiting for them.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -14,6 +14,7 @@ from megatron_ds.data.blended_dataset import SingleSourceOrder
 from megatron_ds.data.build_datasets import BlendProgress, Datasets
 from megatron_ds.data.dataset_request import BuildDataset, DatasetRequest, MapStyle
 from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset
+from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.sample_index import IntArray
 from megatron_ds.tokenizer import Tokenizer
 
@@ -22,6 +23,7 @@ class MapDataset:
     """The items of a dataset, shuffled in each epoch. Implements `TokenDataset`."""
 
     vocab_size: int | None = None  # the ids of each item are checked here
+    cache: TokenCache | None = None
 
     def __init__(self, items: MapStyle, request: DatasetRequest) -> None:
         self.seq_length = request.seq_length

@@ -7,11 +7,16 @@ and no device. Shapes: B micro-batch, S sequence, T = S + 1.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset, read_samples
-from megatron_ds.data.loader_process import LoaderProcess
+from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset
+from megatron_ds.data.loader_process import LoaderProcess, ReadAhead
+
+BEGUN_AHEAD = 32
+"""Micro-batches of data by URL that are begun before the first of them is needed, in this process.
+More would not stay in the processor's caches."""
 
 
 class Batch(NamedTuple):
@@ -100,8 +105,15 @@ def _read_all(
 ) -> Generator[tuple[int, SampleArray], None, None]:
     """Reads all micro-batches: position of the first sample, and samples [B, S + 1]."""
     if not num_workers:
+        begun, ahead = deque[int](), ReadAhead(dataset, micro_batch_size)
+        most = 1 if dataset.cache is None else BEGUN_AHEAD
         for first in firsts:
-            yield first, read_samples(dataset, range(first, first + micro_batch_size))
+            begun.append(first)
+            ahead.begin(first)
+            if len(ahead) == most or ahead.is_busy:
+                yield begun.popleft(), ahead.take()
+        while ahead:
+            yield begun.popleft(), ahead.take()
         return
     processes: list[LoaderProcess] = []
     try:

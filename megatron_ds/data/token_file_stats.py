@@ -6,7 +6,7 @@ torch, and writes nothing.
 
 from __future__ import annotations
 
-import os
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -117,8 +117,8 @@ def summarize(data: IndexedDataset) -> Summary:
         version=VERSION,
         dtype=str(data.dtype),
         dtype_code=DTYPE_CODES[data.dtype],
-        index_bytes=os.path.getsize(data.prefix + ".idx"),
-        token_bytes=os.path.getsize(data.prefix + ".bin"),
+        index_bytes=data.sizes[1],
+        token_bytes=data.sizes[0],
         sequences=len(data),
         documents=lengths.size,
         tokens=data.tokens.size,
@@ -158,9 +158,11 @@ def check(
     limit = vocab_size if vocab_size is not None else int(np.iinfo(np.int64).max)
     problems: list[Problem] = []
     outside, first_outside = 0, -1
-    lows, highs = [], []
+    lows, highs, sha256 = [], [], hashlib.sha256()
     for start in range(0, data.tokens.size, BLOCK_TOKENS):
-        block = data.tokens[start : start + BLOCK_TOKENS].astype(np.int64)
+        stored = data.tokens[start : start + BLOCK_TOKENS]
+        sha256.update(stored.view(np.uint8).data)
+        block = stored.astype(np.int64)
         lows.append(int(block.min()))
         highs.append(int(block.max()))
         wrong = np.flatnonzero((block < 0) | (block >= limit))
@@ -185,8 +187,8 @@ def check(
         lowest=min(lows, default=None),
         highest=max(highs, default=None),
         documents_ending_with_eod=None if eod is None else _count_eod_endings(data, eod),
-        sha256_bin=sha256_of(data.prefix + ".bin"),
-        sha256_idx=sha256_of(data.prefix + ".idx"),
+        sha256_bin=sha256.hexdigest(),
+        sha256_idx=sha256_of(data.index_path),
     )
 
 

@@ -21,15 +21,19 @@ SENTENCES_KEY = "sentences"
 """Key of the sentence splitter, present if sequences are sentences. Training does not read it."""
 
 
-def read_tokenizer(prefix: str) -> TokenizerFingerprint | None:
+def read_tokenizer(prefix: str, path: str | None = None) -> TokenizerFingerprint | None:
     """The tokenizer of a pair; None if it is not recorded.
+
+    Args:
+        prefix: Prefix of the pair.
+        path: Where the file is, if not next to the pair.
 
     Raises:
         UserError: If the file is unreadable or damaged.
     """
-    path = Path(prefix + TOKENIZER_SUFFIX)
+    path = path or f"{prefix}{TOKENIZER_SUFFIX}"
     try:
-        return TokenizerFingerprint.from_json(path.read_bytes())
+        return TokenizerFingerprint.from_json(Path(path).read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -40,15 +44,16 @@ def read_tokenizer(prefix: str) -> TokenizerFingerprint | None:
         raise user_error("tokenizer-metadata-damaged", path=path, error=error) from error
 
 
-def read_sentence_splitter(prefix: str) -> SplitterDescription | None:
+def read_sentence_splitter(prefix: str, path: str | None = None) -> SplitterDescription | None:
     """The sentence splitter of a pair; None if not recorded, or for one sequence per document.
 
     Raises:
         UserError: As `read_tokenizer` does.
     """
-    if read_tokenizer(prefix) is None:
+    path = path or f"{prefix}{TOKENIZER_SUFFIX}"
+    if read_tokenizer(prefix, path) is None:
         return None
-    splitter = json.loads(Path(prefix + TOKENIZER_SUFFIX).read_bytes()).get(SENTENCES_KEY)
+    splitter = json.loads(Path(path).read_bytes()).get(SENTENCES_KEY)
     return splitter if isinstance(splitter, dict) else None
 
 
@@ -65,10 +70,12 @@ def metadata_json(identity: TokenizerFingerprint, sentences: SplitterDescription
     return f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
 
 
-def tokenizer_mismatch(prefix: str, identity: TokenizerFingerprint) -> Iterator[Problem]:
+def tokenizer_mismatch(
+    prefix: str, identity: TokenizerFingerprint, path: str | None = None
+) -> Iterator[Problem]:
     """Problems of a pair that was made with another tokenizer, or whose record is unreadable."""
     try:
-        recorded = read_tokenizer(prefix)
+        recorded = read_tokenizer(prefix, path)
     except UserError as error:
         yield from error.problems
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.blend_spec import SPLITS, DatasetGroup, DocumentSelection, read_groups
 from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
+from megatron_ds.data.remote.token_cache import RemoteTokens, TokenCache, is_url
 from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
 from megatron_ds.data.usage_report import join_limited
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
@@ -23,6 +24,8 @@ from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 MAX_BLOCKS_PER_FILE = 64
 MAX_BLOCKS = 4096
 """Blocks of all files together; every file has at least one."""
+REMOTE_BLOCKS = 4
+"""Blocks of a file by URL, each of which may be a download."""
 BLOCK_TOKENS = 4096
 """Tokens of a block. Token ids are checked in blocks that are spread evenly over a file."""
 CHECKED_DOCUMENTS = 64
@@ -36,6 +39,7 @@ class DataFiles:
 
     Args:
         config: The data flags.
+        cache: For the files of URLs; None for one that the flags name.
 
     Attributes:
         groups: Dataset groups of the flags.
@@ -43,27 +47,32 @@ class DataFiles:
         prefixes: Prefixes of all token files, without duplicates.
         probed_blocks: Blocks of each file whose token ids are checked: fewer if there are many.
         open: Opens a token file, or returns it if it is open; raises UserError if it is damaged.
+        cache: The cache.
         checked_vocab_size: Vocabulary size against which the token ids of all files were checked.
     """
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, cache: TokenCache | None = None) -> None:
         self.config = config
+        self.cache = cache or TokenCache(
+            config.object_storage_cache_path, config.object_storage_cache_gb
+        )
         self.groups, self.problems = read_groups(config)
         sources = (source for group in self.groups for source in group.sources)
         self.prefixes = list(dict.fromkeys(source.prefix for source in sources))
         blocks = MAX_BLOCKS // max(1, len(self.prefixes))
         self.probed_blocks = max(1, min(MAX_BLOCKS_PER_FILE, blocks))
         self.checked_vocab_size: int | None = None
-        self.open = functools.cache(IndexedDataset)
+        self.open = functools.cache(functools.partial(IndexedDataset, cache=self.cache))
 
     def identities(self) -> Iterator[tuple[str, str]]:
         """Each source of the data, and what identifies its files, which may be in any folder."""
         for group in self.groups:
             for number, source in enumerate(group.sources, 1):
-                sizes = [os.path.getsize(f"{source.prefix}{end}") for end in (".bin", ".idx")]
+                file = self.open(source.prefix)
+                sizes = file.sizes
                 name, weight = os.path.basename(source.prefix), source.given_weight
                 files = f"{name}.bin ({sizes[0]} bytes) and {name}.idx ({sizes[1]} bytes)"
-                value = f"{files}, weight {weight}, documents {source.documents.text}"
+                value = f"{files}, weight {weight}, documents {source.documents.text}{file.version}"
                 yield f"source {number} of {group.flag} ({group.split} {group.name})", value
 
     def with_text(self, group: DatasetGroup) -> DatasetGroup:
@@ -99,6 +108,8 @@ def data_problems(
         fingerprint: Compared with the tokenizer recorded with each pair of files.
     """
     yield from files.problems
+    files.cache.find(files.prefixes)
+    yield from files.cache.space_problems(files.prefixes)
     samples = dict(zip(SPLITS, num_samples or (0, 0, 0), strict=True))
     uses: dict[tuple[str, str], dict[tuple[str, int, DocumentSelection], None]] = {}
     for group in files.groups:
@@ -128,15 +139,19 @@ def _file_problems(
         fingerprint: As for `data_problems`.
         needed: Splits that read the file, their samples, and the documents that they read.
     """
-    if missing := list(_missing_files(prefix)):
-        yield from missing
-        return
     try:
+        if missing := list(_missing_files(prefix, files.cache)):
+            yield from missing
+            return
         file = files.open(prefix)
     except UserError as error:
         yield from (problem.with_prefix(f"{prefix}: ") for problem in error.problems)
         return
-    mismatch = [] if fingerprint is None else list(tokenizer_mismatch(prefix, fingerprint))
+    mismatch = (
+        []
+        if fingerprint is None
+        else list(tokenizer_mismatch(prefix, fingerprint, file.tokenizer_path))
+    )
     yield from mismatch
     if vocab_size is not None and not mismatch:
         yield from out_of_vocabulary(file, vocab_size, files.probed_blocks)
@@ -199,26 +214,38 @@ def _has_tokens(file: IndexedDataset, documents: DocumentSelection) -> bool:
     return bool(file.lengths[first:end].any())
 
 
-def _missing_files(prefix: str) -> Iterator[Problem]:
-    """Checks that both files exist; suggests the prefix that was probably meant."""
+def _missing_files(prefix: str, cache: TokenCache) -> Iterator[Problem]:
+    """Checks that both files exist; suggests the prefix that was probably meant.
+
+    Raises:
+        UserError: If the store of a URL does not answer.
+    """
+    exists: Callable[[str], bool] = cache.exists if is_url(prefix) else os.path.exists
+    is_file: Callable[[str], bool] = cache.exists if is_url(prefix) else os.path.isfile
     stem, suffix = os.path.splitext(prefix)
     document = f"{prefix}_text_document"
     hint = ""
-    if suffix in (".bin", ".idx") and os.path.isfile(prefix):
+    if all(exists(f"{prefix}{end}") for end in (".bin", ".idx")):
+        return
+    if suffix in (".bin", ".idx") and is_file(prefix):
         hint = f" (give the prefix only: {stem})"
-    elif os.path.isfile(f"{document}.idx"):
+    elif is_file(f"{document}.idx"):
         hint = f" (did you mean {document}?)"
     for suffix in (".bin", ".idx"):
-        if not os.path.exists(prefix + suffix):
+        if not exists(prefix + suffix):
             yield Problem("data-file-missing", prefix=prefix, path=prefix + suffix, hint=hint)
 
 
 def _probe(file: IndexedDataset, blocks: int) -> Tokens:
     """All tokens of a small file; otherwise evenly spread blocks."""
     tokens = file.tokens
+    if isinstance(tokens, RemoteTokens):
+        blocks = min(blocks, REMOTE_BLOCKS)
     if tokens.size <= blocks * BLOCK_TOKENS:
-        return tokens
+        return tokens[:]
     starts = np.linspace(0, tokens.size - BLOCK_TOKENS, blocks, dtype=np.int64)
+    if isinstance(tokens, RemoteTokens):
+        return np.concatenate([tokens[at : at + BLOCK_TOKENS] for at in starts.tolist()])
     item = file.dtype.itemsize
     # Mapped memory would be read ahead: with thousands of files, megabytes around each block.
     with open(f"{file.prefix}.bin", "rb", buffering=0) as content:

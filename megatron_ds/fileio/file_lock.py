@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 import time
 import warnings
 import weakref
@@ -89,6 +90,24 @@ def _unlock(file: IO[bytes]) -> None:
         # Closing is not enough: a forked process may have the file open, too.
         fcntl.flock(file, fcntl.LOCK_UN)
     file.close()
+
+
+@contextmanager
+def byte_locked(descriptor: int, offset: int) -> Iterator[None]:
+    """Hold the lock of one byte, against those who have opened the file themselves. Linux only.
+
+    Unlike `fcntl.lockf`, the kernel looks for no deadlocks, of which it would see one where threads
+    of two processes wait for different bytes.
+    """
+    layout = struct.Struct("@hhqqi4x")  # flock of fcntl(2)
+    held, free = (
+        layout.pack(kind, os.SEEK_SET, offset, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
+    )
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, held)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, free)
 
 
 @contextmanager

@@ -17,8 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 
-def map_file(file: IO[Any]) -> npt.NDArray[np.uint8]:
-    """Map an open file, read-only and shared. The mapping outlives the open file.
+def map_file(file: IO[Any], *, writable: bool = False) -> npt.NDArray[np.uint8]:
+    """Map an open file, shared with other processes. The mapping outlives the open file.
+
+    Args:
+        file: The file, open for reading, and for writing if `writable`.
+        writable: Whether the array may be changed, and the file with it.
 
     Returns:
         [size] bytes, as a plain array, since slicing np.memmap is slow.
@@ -33,19 +37,22 @@ def map_file(file: IO[Any]) -> npt.NDArray[np.uint8]:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    address = libc.mmap(None, size, access, mmap.MAP_SHARED, file.fileno(), 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return np.asarray(_UnmapOnRelease(address, size, libc.munmap))
+    return np.asarray(_UnmapOnRelease(address, size, writable, libc.munmap))
 
 
 class _UnmapOnRelease:
     """Base object of arrays over mapped memory; unmaps when the last of them is deleted."""
 
-    def __init__(self, address: int, size: int, unmap: Callable[[int, int], int]) -> None:
+    def __init__(
+        self, address: int, size: int, writable: bool, unmap: Callable[[int, int], int]
+    ) -> None:
         self.__array_interface__ = {
             "version": 3,
-            "data": (address, True),  # read-only
+            "data": (address, not writable),
             "typestr": "|u1",
             "shape": (size,),
         }

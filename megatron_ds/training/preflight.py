@@ -17,6 +17,7 @@ from megatron_ds.checkpoint.compatibility import resume_conflicts, tokenizer_con
 from megatron_ds.config import Config, DataConfig, LoggingConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from megatron_ds.engine.ds_config.generate import bucket_warnings
 from megatron_ds.launch import device, environment
@@ -72,7 +73,12 @@ def check(
             warn(warning)
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
     reads_data = config.logging.eval_only is None
-    data = DataFiles(config.data if reads_data else DataConfig())
+    options = config.data if reads_data else DataConfig()
+    folder = options.object_storage_cache_path
+    cache = TokenCache(
+        folder and environment.expand_variables(folder), options.object_storage_cache_gb
+    )
+    data = DataFiles(options, cache)
     problems += data_problems(data, samples, vocab_size, fingerprint)
     if not problems:
         for warning in data_warnings(data, samples or (0, 0, 0), eod):

@@ -25,7 +25,7 @@ class CountingDataset:
     """Sample i consists of i, i + 1, ...: its first token is its id."""
 
     seq_length = SEQUENCE
-    vocab_size = None
+    vocab_size = cache = None
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -1,0 +1,204 @@
+"""A process that downloads blocks of token files into the cache of its node.
+
+Every process that reads has one of its own: clients of stores have threads, which do not survive
+the fork of a loader process, and downloads must not take the time of the training loop. It is
+started when the first block is missing, and ends with the process that it serves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config.problems import user_error
+from megatron_ds.data.child_process import die_with_parent
+from megatron_ds.data.remote.block_cache import BlockCache, BlockFile
+from megatron_ds.fileio.file_lock import byte_locked
+from megatron_ds.fileio.object_store import FileVersion, ObjectStore
+
+PARALLEL = 32
+"""Requests at once."""
+AHEAD = 4 * PARALLEL
+"""Blocks that are requested before a reader waits for one."""
+PIPE_READ = 1 << 16
+DOWNLOADS = "downloads.lock"
+"""File whose byte N a process locks while it downloads block N."""
+CHANGED = "changed"
+"""Instead of an error's text: the file has another content than at the start."""
+PROGRAM = "import sys; sys.path[:0] = [sys.argv[1]]; from {module} import serve; serve(sys.argv[2])"
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file in a store, and its copy.
+
+    Attributes:
+        url: Of the file.
+        version: The content that this run reads.
+        copy: Its blocks on this node.
+    """
+
+    url: str
+    version: FileVersion
+    copy: BlockFile
+
+
+class Fetcher:
+    """Requests blocks from the process, which is started for the first one.
+
+    Args:
+        cache: Where it puts them.
+    """
+
+    def __init__(self, cache: BlockCache) -> None:
+        self._cache = cache
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._files: dict[str, int] = {}
+        self._pending: dict[tuple[int, int], RemoteFile] = {}
+        self._unread = b""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether so many blocks are requested that more would only wait."""
+        return len(self._pending) >= AHEAD and self._owner == os.getpid()
+
+    def request(self, file: RemoteFile, block: int) -> None:
+        """Asks for a block, which another process may download as well."""
+        if self._owner != os.getpid():  # not started, or that of the process that forked this one
+            self._start()
+        number = self._files.get(file.url)
+        if number is None:
+            number = self._files[file.url] = len(self._files)
+            version, folder = file.version, str(file.copy.folder)
+            self._send(url=file.url, size=version.size, tag=version.tag, folder=folder)
+        if (number, block) not in self._pending:
+            self._pending[number, block] = file
+            self._send(file=number, block=block)
+
+    def wait(self) -> None:
+        """Waits until a block has come.
+
+        Raises:
+            UserError: If one cannot be had.
+        """
+        *lines, self._unread = self._received().split(b"\n")
+        for line in lines:
+            done = json.loads(line)
+            file = self._pending.pop((done["file"], done["block"]))
+            start, end = file.copy.span(done["block"])
+            if done["error"] == CHANGED:
+                raise user_error("token-object-changed", url=file.url)
+            if done["error"] is not None:
+                error = done["error"]
+                raise user_error(
+                    "token-block-unreadable", url=file.url, start=start, end=end, error=error
+                )
+
+    def stop(self) -> None:
+        """Ends the process."""
+        if self._process is not None and self._owner == os.getpid():
+            atexit.unregister(self.stop)
+            self._process.kill()
+            self._process.wait()
+            self._owner = 0
+
+    def _received(self) -> bytes:
+        """At least one line, and what else has come."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        content = self._unread
+        while b"\n" not in content:
+            part = os.read(self._process.stdout.fileno(), PIPE_READ)
+            if not part:
+                raise RuntimeError("the process that downloads token files has ended")
+            content += part
+        return content
+
+    def _start(self) -> None:
+        cache = {
+            "folder": str(self._cache.folder),
+            "limit": self._cache.limit,
+            "block_bytes": self._cache.block_bytes,
+        }
+        program = PROGRAM.format(module=__name__)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program, str(ROOT), json.dumps(cache)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._owner, self._files, self._pending, self._unread = os.getpid(), {}, {}, b""
+        atexit.register(self.stop)
+
+    def _send(self, **message: Any) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        self._process.stdin.flush()
+
+
+class _Server:
+    """The work of the process."""
+
+    def __init__(self, cache: BlockCache, replies: int) -> None:
+        self._cache, self._replies = cache, replies
+        self._stores: dict[str, ObjectStore] = {}
+        self._files: list[tuple[RemoteFile, int]] = []
+        self._writing = threading.Lock()
+
+    def add(self, url: str, size: int, tag: str, folder: Path) -> None:
+        """Makes a file known, by the number of those before it."""
+        copy = BlockFile(folder, size, self._cache.block_bytes)
+        downloads = os.open(folder / DOWNLOADS, os.O_RDWR | os.O_CREAT, 0o666)
+        self._files.append((RemoteFile(url, FileVersion(size, tag), copy), downloads))
+
+    def bring(self, number: int, block: int) -> None:
+        """Replies when a block is in the cache."""
+        file, downloads = self._files[number]
+        error = None
+        try:
+            with byte_locked(downloads, block):  # against other processes
+                if not self._cache.has(file.copy, block):
+                    error = self._download(file, block)
+        except Exception as caught:
+            error = str(caught) or type(caught).__name__
+        reply = json.dumps({"file": number, "block": block, "error": error})
+        with self._writing:
+            os.write(self._replies, reply.encode() + b"\n")
+
+    def _download(self, file: RemoteFile, block: int) -> str | None:
+        folder, _, name = file.url.rpartition("/")
+        store = self._stores.get(folder) or self._stores.setdefault(folder, ObjectStore(folder))
+        content, version = store.read_range(name, *file.copy.span(block))
+        if version != file.version:
+            return CHANGED
+        self._cache.store(file.copy, block, content)
+        return None
+
+
+def serve(cache: str) -> None:
+    """Serves the requests of the standard input, one per line."""
+    die_with_parent()
+    options = json.loads(cache)
+    server = _Server(
+        BlockCache(Path(options["folder"]), options["limit"], options["block_bytes"]),
+        os.dup(sys.stdout.fileno()),
+    )
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a client library prints is no reply
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        for line in sys.stdin:
+            message = json.loads(line)
+            if "url" in message:
+                server.add(**{**message, "folder": Path(message["folder"])})
+            else:
+                pool.submit(server.bring, message["file"], message["block"])
+        os._exit(0)  # nobody waits for the rest
