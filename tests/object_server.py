@@ -88,7 +88,7 @@ class FolderServer(ThreadingHTTPServer):
         self.requests: list[str] = []
         self.failing: int | None = None
         self.variables = client_variables(f"http://{address}:{self.server_port}")
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
 
 class _FolderRequest(BaseHTTPRequestHandler):

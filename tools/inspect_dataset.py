@@ -29,8 +29,10 @@ from megatron_ds.config.problems import Problem, counted, user_error
 from megatron_ds.data.blend_spec import SPLITS
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.token_file_stats import check, compare, document, summarize, summary_lines
 from megatron_ds.data.tokenizer_metadata import read_sentence_splitter
+from megatron_ds.data.validation import DataFiles
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -70,7 +72,7 @@ class Options:
 
     prefix: str = option_field(
         "",
-        "path of the pair without .bin and .idx",
+        "path or URL of the pair without .bin and .idx",
         metavar="PREFIX",
         positional=True,
         required=True,
@@ -85,6 +87,12 @@ class Options:
     )
     max_tokens: int | None = option_field(
         None, "truncate the shown documents and samples to this length", minimum=1
+    )
+    object_storage_cache_path: str | None = option_field(
+        None,
+        "folder for the parts that are read of pairs by URL (default: below the folder for "
+        "temporary files)",
+        metavar="FOLDER",
     )
     vocab_size: int | None = option_field(
         None, "number of ids of NullTokenizer or TikTokenizer", minimum=1
@@ -114,7 +122,8 @@ class Inspection:
         self._tokenizer: Tokenizer | None = None
         if options.has_tokenizer:
             self._tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
-        self._data = IndexedDataset(options.prefix)
+        self._cache = TokenCache(options.object_storage_cache_path)
+        self._data = IndexedDataset(options.prefix, self._cache)
         self.found: dict[str, Any] = {}
         self.good = True
 
@@ -130,7 +139,7 @@ class Inspection:
         if self._options.check:
             self._check()
         if self._options.compare:
-            self._compare(IndexedDataset(self._options.compare))
+            self._compare(IndexedDataset(self._options.compare, self._cache))
         self._show("document", self._options.documents, lambda at: document(self._data, at))
         if wanted := self._options.sample.samples:
             with tempfile.TemporaryDirectory() as folder:
@@ -178,13 +187,15 @@ class Inspection:
         sample_counts = [0, 0, 0]
         sample_counts[SPLITS.index(args.part)] = args.num_samples or last + 1
         tokenizer = self._tokenizer
+        config = DataConfig(data_path=(data.prefix,), split=args.split, data_cache_path=cache)
         built = build_datasets(
-            DataConfig(data_path=(data.prefix,), split=args.split, data_cache_path=cache),
+            config,
             seq_length=args.seq_length,
             seed=args.seed,
             num_samples=(sample_counts[0], sample_counts[1], sample_counts[2]),
             tokenizer_fingerprint=tokenizer.fingerprint.digest if tokenizer else "",
             vocab_size=tokenizer.vocab_size if tokenizer else (check(data).highest or 0) + 1,
+            files=DataFiles(config, self._cache),
         )
         samples = built.train if args.part == "train" else getattr(built, args.part).get("")
         if samples is None:

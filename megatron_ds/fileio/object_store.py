@@ -41,6 +41,11 @@ PARALLEL = 4
 """Files, or ranges of a file, that are transferred at once."""
 FINAL_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)
 """Errors that another attempt does not change."""
+DENIED = (
+    "AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|NoCred|"
+    "PermissionDeniedError|UnauthenticatedError"
+)
+"""Names of errors of clients, and what servers write, of missing permissions."""
 RETRY_OF_OBSTORE: Any = {"retry_timeout": timedelta(seconds=30)}
 """Time that a request of obstore may take."""
 VERSION_KEYS = ("e_tag", "ETag", "etag", "mtime", "last_modified", "LastModified", "created")
@@ -130,6 +135,8 @@ class ObjectStore:
     def read_range(self, name: str, start: int, end: int) -> tuple[bytes, FileVersion]:
         """The bytes from `start` to before `end` of a file, and the version that has them.
 
+        Prints no line if it takes long: many ranges may be read at once.
+
         Raises:
             FileNotFoundError: If there is no file.
             OSError: If it ends before, or the store does not answer.
@@ -141,7 +148,7 @@ class ObjectStore:
             content = bytes(self._fs.cat_file(self._path(name), start=start, end=end))
             return content, self._look(name)
 
-        content, version = self._attempt(name, read)
+        content, version = self._attempt(name, read, is_announced=False)
         if len(content) != end - start:
             raise OSError(f"{self.url}/{name} ends at byte {start + len(content)}")
         return content, version
@@ -248,7 +255,14 @@ class ObjectStore:
     def _name(self, path: str) -> str:
         return path[len(self._root) + 1 :]
 
-    def _attempt(self, name: str, work: Callable[[], T], *, is_transfer: bool = False) -> T:
+    def _attempt(
+        self,
+        name: str,
+        work: Callable[[], T],
+        *,
+        is_transfer: bool = False,
+        is_announced: bool = True,
+    ) -> T:
         """Calls a function until it succeeds, `ATTEMPTS` times at most.
 
         Args:
@@ -256,12 +270,13 @@ class ObjectStore:
             work: The function.
             is_transfer: Whether it may take long. Otherwise a line is printed if it does, and the
                 last attempt begins within `LAST_ATTEMPT_S`.
+            is_announced: Whether that line is printed.
         """
         shown = f"{self.url}/{name}"
         pauses = [FIRST_PAUSE_S * 2**number for number in range(ATTEMPTS - 1)]
         end = time.monotonic() + (math.inf if is_transfer else LAST_ATTEMPT_S)
         notice = threading.Timer(NOTICE_S, lambda: print(f"waiting for {shown}", file=sys.stderr))
-        if not is_transfer:
+        if is_announced and not is_transfer:
             notice.start()
         while True:
             try:
@@ -289,7 +304,7 @@ def _as_os_error(name: str) -> Iterator[None]:
         kind = next((each for each in FINAL_ERRORS if isinstance(error, each)), _Transient)
         if "NoSuchBucket" in str(error):
             text, kind = "there is no such bucket", PermissionError
-        elif re.search("AccessDenied|InvalidAccessKeyId|SignatureDoesNotMatch|NoCred", str(error)):
+        elif re.search(DENIED, f"{type(error).__name__} {error}"):
             kind = PermissionError
         elif type(error).__name__ == "InvalidPathError":
             text = f"{text}. Rename or delete this object, or install s3fs, by which it is left out"

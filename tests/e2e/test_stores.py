@@ -83,6 +83,25 @@ def test_a_killed_run_resumes_from_the_store_on_new_nodes(
         assert not list(staged.glob("global_step[24]/*.pt"))
 
 
+def test_training_data_in_a_store_gives_the_run_of_local_files(
+    launcher: Launcher,
+    base: Settings,
+    url: str,
+    corpus: Path,
+    uninterrupted: Path,
+    tmp_path: Path,
+) -> None:
+    """Each rank has a cache and an index cache of its own, as on two nodes."""
+    for end in (".bin", ".idx"):
+        ObjectStore(url).upload(Path(f"{corpus}{end}"), f"{corpus.name}{end}")
+    own = {"object_storage_cache_path": tmp_path / "cache-$RANK", "num_workers": 1}
+    data = {"data_path": f"{url}/{corpus.name}", **own}
+    launcher.start({**base, **SCHEDULE, **data, "save": tmp_path / "run"}, ranks=RANKS).succeed()
+    assert_equal_runs(tmp_path / "run", uninterrupted)
+    for rank in range(RANKS):
+        assert list((tmp_path / f"cache-{rank}" / "index-cache").glob("*.npy"))
+
+
 def newest_complete(url: str) -> int:
     folders = [Path(name).parent for name in ObjectStore(url).sizes() if name.endswith(MANIFEST)]
     return max(map(iteration_of, folders), default=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.data.child_process import die_with_parent
 from megatron_ds.data.remote.block_cache import BlockCache, BlockFile
 from megatron_ds.fileio.file_lock import byte_locked
-from megatron_ds.fileio.object_store import FileVersion, ObjectStore
+from megatron_ds.fileio.object_store import NOTICE_S, FileVersion, ObjectStore
 
 PARALLEL = 32
 """Requests at once."""
@@ -118,7 +119,10 @@ class Fetcher:
         assert self._process.stdout is not None
         content = self._unread
         while b"\n" not in content:
-            part = os.read(self._process.stdout.fileno(), PIPE_READ)
+            reply = self._process.stdout.fileno()
+            if not select.select([reply], [], [], NOTICE_S)[0]:
+                print(f"waiting for {next(iter(self._pending.values())).url}", file=sys.stderr)
+            part = os.read(reply, PIPE_READ)
             if not part:
                 raise RuntimeError("the process that downloads token files has ended")
             content += part

@@ -129,13 +129,17 @@ class TokenCache:
             copied = folder, content.size, self._block_bytes
             with locked(self.blocks.folder / f"{name}.lock", WaitPolicy()):
                 lock, is_first = self.blocks.use(name)
-                if not (_is_complete(folder, is_first) and BlockFile.is_sound(*copied)):
-                    self._create(prefix, folder, content.size)
+                if not _is_complete(folder, is_first):
+                    self._download_index(prefix, folder)
+                if not BlockFile.is_sound(*copied):
+                    BlockFile.create(*copied)
                 copy = BlockFile(*copied)
                 if is_first:
                     copy.distrust()
             self.blocks.recount()
         except OSError as error:
+            if error.errno is None:  # of the store, not of the disk
+                raise user_error("store-unusable", url=prefix, error=error) from error
             raise user_error("token-cache-unusable", folder=self.folder, error=error) from error
         file = RemoteContent(self, RemoteFile(f"{prefix}.bin", content, copy), lock)
         return RemotePair(str(folder / INDEX), str(folder / TOKENIZER), file)
@@ -256,7 +260,7 @@ class TokenCache:
                 return None
             return UserError(Problem("store-unusable", url=url, error=error))
 
-    def _create(self, prefix: str, folder: Path, size: int) -> None:
+    def _download_index(self, prefix: str, folder: Path) -> None:
         """Downloads what a copy has besides its blocks.
 
         Raises:
@@ -274,7 +278,6 @@ class TokenCache:
         os.replace(partial, folder / INDEX)
         if self.version(f"{prefix}.tokenizer.json") is not None:
             write_atomically(folder / TOKENIZER, store.read(f"{name}.tokenizer.json"))
-        BlockFile.create(folder, size, self._block_bytes)
         about = {"prefix": prefix, "index_crc32": _crc32(folder / INDEX)}
         write_atomically(folder / COMPLETE, json.dumps(about).encode())
 
