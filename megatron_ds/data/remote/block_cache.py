@@ -12,6 +12,7 @@ Knows no network, and nothing of the content.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -37,6 +38,8 @@ FREED_FRACTION = 64
 """A 64th of the limit is removed at once, since choosing takes some milliseconds."""
 CONTENT, MARKS, CHECKSUMS, USERS = "content", "marks", "checksums", "users"
 SPACE, READERS = "space.lock", "readers.lock"
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+"""Linux's identifier of a running machine, the same in its containers."""
 TOTAL = struct.Struct("<q")
 
 
@@ -161,12 +164,20 @@ class BlockCache:
 
         Returns:
             The lock, and whether no other process has it.
+
+        Raises:
+            OSError: If a process of another machine has it.
         """
         with self.allocating():
-            path = self.folder / name / USERS
+            path, machine = self.folder / name / USERS, Path(BOOT_ID).read_text()
             path.parent.mkdir(exist_ok=True)
             path.touch()
             is_first = not _has_users(path.parent)
+            if is_first:
+                path.write_text(machine)
+            elif path.read_text() != machine:  # whose maps and marks would not show here
+                reason = "another machine uses it, but each needs a folder on a disk of its own"
+                raise OSError(errno.EREMOTE, reason)
             return SharedLock(path), is_first
 
     def recount(self) -> int:

@@ -139,6 +139,7 @@ class Fetcher:
             [sys.executable, "-c", program, str(ROOT), json.dumps(cache)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,  # signals to the group of this process are not for it
         )
         self._owner, self._files, self._pending, self._unread = os.getpid(), {}, {}, b""
         atexit.register(self.stop)

@@ -184,6 +184,15 @@ def test_a_file_without_blocks_and_users_is_forgotten(cache: BlockCache) -> None
     lock.release()
 
 
+def test_two_machines_do_not_share_a_folder(cache: BlockCache) -> None:
+    lock, _ = cache.use("a")
+    (cache.folder / "a" / "users").write_text("of another kernel")
+    with pytest.raises(OSError, match="another machine"):
+        cache.use("a")
+    lock.release()
+    assert cache.use("a")[1]
+
+
 def test_a_limit_below_the_indexes_is_an_error(cache: BlockCache) -> None:
     file = new_file(cache, "a")
     (file.folder / "index").write_bytes(bytes(41 * BLOCK))

@@ -27,7 +27,8 @@ from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 from tools import inspect_dataset
 
-BLOCK = 4096
+BLOCK = 1 << 14
+PAGE = 1 << 12
 URL = "s3://bucket"
 SAMPLES, SEQUENCE, VOCABULARY = 400, 64, 60_000
 
@@ -51,8 +52,8 @@ def server(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FolderServ
         server.shutdown()
 
 
-def new_cache(folder: Path, blocks: int = 10_000) -> TokenCache:
-    return TokenCache(str(folder / "cache"), blocks * BLOCK / 1e9, BLOCK)
+def new_cache(folder: Path, limit: int = 10**9, block_bytes: int = BLOCK) -> TokenCache:
+    return TokenCache(str(folder / "cache"), limit / 1e9, block_bytes)
 
 
 def dataset(place: object, cache: TokenCache | None = None) -> TokenDataset:
@@ -98,8 +99,10 @@ def test_samples_equal_those_of_local_files_and_each_block_comes_once(
         name: -(-(folder / name).stat().st_size // BLOCK) for name in ("web.bin", "books.bin")
     }
     assert all(0 < ranges[name] <= count for name, count in blocks.items())
+    # A resumed run on another node reads the rest.
+    resumed = dataset(URL, TokenCache(str(tmp_path / "other")))
+    assert samples(resumed, workers, consumed=200).tolist() == local[200:].tolist()
     before = len(server.requests)
-    assert samples(train, workers, consumed=200).tolist() == local[200:].tolist()
     # The next run on this node looks for the files, and downloads nothing.
     again = dataset(URL, new_cache(tmp_path))
     assert samples(again, workers).tolist() == local.tolist()
@@ -109,13 +112,13 @@ def test_samples_equal_those_of_local_files_and_each_block_comes_once(
 def test_a_cache_that_is_smaller_than_the_data_keeps_its_limit(
     server: FolderServer, folder: Path, tmp_path: Path
 ) -> None:
-    # Its indexes have two blocks.
-    train, largest, done = dataset(URL, new_cache(tmp_path, 70)), 0, threading.Event()
+    limit = 70 * PAGE
+    train, largest, done = dataset(URL, new_cache(tmp_path, limit, PAGE)), 0, threading.Event()
 
     def watch() -> None:
         nonlocal largest
         while not done.wait(0.002):
-            files = (tmp_path / "cache" / f"blocks-{BLOCK}").rglob("*")
+            files = (tmp_path / "cache" / f"blocks-{PAGE}").rglob("*")
             largest = max(largest, sum(path.stat().st_blocks * 512 for path in files))
 
     watcher = threading.Thread(target=watch)
@@ -126,7 +129,7 @@ def test_a_cache_that_is_smaller_than_the_data_keeps_its_limit(
         done.set()
         watcher.join()
     # Besides, a block of the file system for each small file.
-    assert 40 * BLOCK < largest <= (70 + 16) * BLOCK
+    assert limit / 2 < largest <= limit + 16 * PAGE
 
 
 def test_a_failing_store_is_tried_again_then_named(
@@ -183,7 +186,7 @@ def problems(cache: TokenCache, *paths: str) -> list[str]:
 def test_errors_of_the_start_come_together(server: FolderServer, tmp_path: Path) -> None:
     missing = ["data-file-missing"] * 2
     assert problems(new_cache(tmp_path), f"{URL}/web", f"{URL}/a", "b") == [*missing, *missing]
-    assert problems(new_cache(tmp_path, 1), f"{URL}/web") == ["token-cache-too-small"]
+    assert problems(new_cache(tmp_path, BLOCK), f"{URL}/web") == ["token-cache-too-small"]
     huge = TokenCache(str(tmp_path / "huge"), 1e9)
     huge._versions[f"{URL}/web.bin"] = object_store.FileVersion(10**18, "")
     assert codes(huge.space_problems([f"{URL}/web"])) == ["token-cache-disk-too-small"]
