@@ -211,7 +211,7 @@ class BlockCache:
 
     def _total(self) -> int:
         content = os.pread(self._space, TOTAL.size, 0)
-        return int(TOTAL.unpack(content)[0]) if len(content) == TOTAL.size else self.limit
+        return int(TOTAL.unpack(content)[0]) if content else self._count()
 
     def _set_total(self, total: int) -> None:
         os.pwrite(self._space, TOTAL.pack(total), 0)
