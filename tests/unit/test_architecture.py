@@ -64,9 +64,9 @@ NEVER_IN = {
         checkpoint/selection.py checkpoint/store/ config/ fileio/ train_state.py schedules.py
         schedule_validation.py extend/__init__.py
         training/extensions.py training/records.py data/blend_schedule.py data/blend_spec.py
-        data/build_datasets.py data/index_cache.py data/indexed_dataset.py data/loader_process.py
-        data/merge.py data/sample_index.py data/token_file_stats.py data/tokenizer_metadata.py
-        data/validation.py preprocess/
+        data/build_datasets.py data/child_process.py data/index_cache.py data/indexed_dataset.py
+        data/loader_process.py data/merge.py data/sample_index.py data/token_file_stats.py
+        data/tokenizer_metadata.py data/remote/ data/validation.py preprocess/
         reports/ training/events.py""",
     "torch.distributed deepspeed megatron_ds.parallel": "data/ preprocess/ tokenizer/ cleaning/ "
     "fileio/",

@@ -187,6 +187,16 @@ class BlockCache:
             self._set_total(total)
         return total
 
+    def make_room(self, size: int) -> None:
+        """Removes blocks before other files of so many bytes are written.
+
+        Raises:
+            OSError: If there are not enough blocks.
+        """
+        with self.allocating():
+            if self._count() + size > self.limit:
+                self._set_total(self._remove_blocks(size))
+
     def has(self, file: BlockFile, block: int) -> bool:
         """Whether a block is here; compares it with its checksum if it is old."""
         if file.marks[block] == UNVERIFIED and file.matches(block):
@@ -205,7 +215,7 @@ class BlockCache:
             if not file.marks[block]:
                 total = self._total() + self.block_bytes
                 if total > self.limit:
-                    total = self._remove_blocks() + self.block_bytes
+                    total = self._remove_blocks(self.block_bytes) + self.block_bytes
                 self._set_total(total)
             file.write(block, content)
 
@@ -216,12 +226,8 @@ class BlockCache:
     def _set_total(self, total: int) -> None:
         os.pwrite(self._space, TOTAL.pack(total), 0)
 
-    def _folders(self) -> list[Path]:
-        """Of all copies that are complete but for their blocks."""
-        return sorted(path.parent for path in self.folder.glob(f"*/{MARKS}"))
-
-    def _remove_blocks(self) -> int:
-        """Makes room for one block and some more; returns the bytes that remain.
+    def _remove_blocks(self, room: int) -> int:
+        """Removes blocks until so many bytes and some more fit; returns the bytes that remain.
 
         First go blocks that were not used since the last time, in random order: samples are in
         random order, too, so that the time of a use says little of the next one.
@@ -229,23 +235,27 @@ class BlockCache:
         Raises:
             OSError: If there are not enough blocks.
         """
-        files = [self._opened(path) for path in self._folders()]
-        goal = self.limit - self.limit // FREED_FRACTION - self.block_bytes
+        files = self._files()
+        goal = self.limit - self.limit // FREED_FRACTION - room
         surplus = max(0, -(-(sum(map(_size, files)) - goal) // self.block_bytes))
-        owners = np.concatenate([np.full(each.count, n) for n, each in enumerate(files)])
-        blocks = np.concatenate([np.arange(each.count) for each in files])
-        marks = np.concatenate([np.maximum(each.marks[:-1], each.marks[-1]) for each in files])
+        none = [np.empty(0, np.int64)]
+        owners = np.concatenate(none + [np.full(each.count, n) for n, each in enumerate(files)])
+        blocks = np.concatenate(none + [np.arange(each.count) for each in files])
+        marks = np.concatenate(
+            none + [np.maximum(each.marks[:-1], each.marks[-1]) for each in files]
+        )
         keys = (marks == USED) + np.random.default_rng().random(len(marks))
         order = np.argsort(np.where(marks == ABSENT, np.inf, keys))[:surplus]
         if len(order) < surplus or np.any(marks[order] == ABSENT):
             raise OSError(f"{self.folder} needs more than {self.limit} bytes for index files alone")
+        is_aged = np.any(marks[order] == USED)
         chosen = [np.sort(blocks[order][owners[order] == n]) for n in range(len(files))]
         fcntl.lockf(self._readers, fcntl.LOCK_EX)
         try:
             for file, removed in zip(files, chosen, strict=True):
                 if len(removed):
                     file.marks[removed] = file.marks[-1] = ABSENT
-                if np.any(marks[order] == USED):
+                if is_aged:
                     file.marks[:-1][file.marks[:-1] == USED] = IDLE
         finally:
             fcntl.lockf(self._readers, fcntl.LOCK_UN)
@@ -256,14 +266,19 @@ class BlockCache:
         return self._count()
 
     def _count(self) -> int:
-        return sum(_size(self._opened(path)) for path in self._folders())
+        return sum(map(_size, self._files()))
 
-    def _opened(self, folder: Path) -> BlockFile:
-        return BlockFile(folder, (folder / CONTENT).stat().st_size, self.block_bytes)
+    def _files(self) -> list[BlockFile]:
+        """All copies, but those that a killed process has not completed."""
+        found = [
+            (path.parent, path.stat().st_size, self.block_bytes)
+            for path in sorted(self.folder.glob(f"*/{CONTENT}"))
+        ]
+        return [BlockFile(*each) for each in found if BlockFile.is_sound(*each)]
 
 
 def _sizes(size: int, block_bytes: int) -> dict[str, int]:
-    """Bytes of the files of a copy, without its index; the one by which it is found is last."""
+    """Bytes of the files of a copy, without its index."""
     count = -(-size // block_bytes)
     return {CHECKSUMS: 4 * count, CONTENT: size, MARKS: count + 1}
 

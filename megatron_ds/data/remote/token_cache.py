@@ -104,8 +104,10 @@ class TokenCache:
         return found
 
     def exists(self, url: str) -> bool:
-        """Raises:
-        UserError: If the store does not answer.
+        """Whether there is such a file.
+
+        Raises:
+            UserError: If the store does not answer.
         """
         return self.version(url) is not None
 
@@ -131,11 +133,12 @@ class TokenCache:
                 lock, is_first = self.blocks.use(name)
                 if not _is_complete(folder, is_first):
                     self._download_index(prefix, folder)
-                if not BlockFile.is_sound(*copied):
-                    BlockFile.create(*copied)
-                copy = BlockFile(*copied)
-                if is_first:
-                    copy.distrust()
+                with self.blocks.allocating():
+                    if not BlockFile.is_sound(*copied):
+                        BlockFile.create(*copied)
+                    copy = BlockFile(*copied)
+                    if is_first:
+                        copy.distrust()
             self.blocks.recount()
         except OSError as error:
             if error.errno is None:  # of the store, not of the disk
@@ -149,18 +152,17 @@ class TokenCache:
         urls = [f"{prefix}{end}" for prefix in prefixes if is_url(prefix) for end in ENDINGS[:2]]
         found = {url: self._versions.get(url) for url in urls}
         sizes = {url: each.size for url, each in found.items() if isinstance(each, FileVersion)}
-        if not sizes or self._limit_gb is None:
+        if not sizes:
             return
-        limit = int(self._limit_gb * 1e9)
+        try:
+            limit, available = self.blocks.limit, self._available(self.blocks)
+        except OSError:
+            return  # reported when a pair is opened
         least = MIN_BLOCKS * self._block_bytes
         least += sum(size for url, size in sizes.items() if url.endswith(ENDINGS[1]))
         if limit < least:
-            yield Problem("token-cache-too-small", given=self._limit_gb, least=least / 1e9)
+            yield Problem("token-cache-too-small", given=limit / 1e9, least=least / 1e9)
         needed = min(limit, sum(sizes.values()))
-        try:
-            available = self._available(self.blocks)
-        except OSError:
-            return  # reported when a pair is opened
         if available < needed:
             yield Problem(
                 "token-cache-disk-too-small",
@@ -270,6 +272,7 @@ class TokenCache:
         (folder / COMPLETE).unlink(missing_ok=True)
         index = self.version(f"{prefix}.idx")
         assert index is not None
+        self.blocks.make_room(index.size)
         store, name = self._store_of(prefix)
         partial = folder / f"{INDEX}.partial"
         store.download(f"{name}.idx", partial, index.size)
@@ -333,7 +336,8 @@ class RemoteTokens:
     def __getitem__(self, key: Any) -> Any:
         """A copy of one token, of consecutive ones, or of those whose numbers are an array."""
         if isinstance(key, slice):
-            start, stop, _ = key.indices(self.size)
+            start, stop, step = key.indices(self.size)
+            assert step == 1
             return self._consecutive(start, max(start, stop))
         if np.ndim(key):
             parts = [self._consecutive(number, number + 1) for number in np.asarray(key).tolist()]

@@ -210,6 +210,12 @@ def test_two_machines_do_not_share_a_folder(cache: BlockCache) -> None:
 
 def test_a_limit_below_the_indexes_is_an_error(cache: BlockCache) -> None:
     file = new_file(cache, "a")
+    for block in range(38):
+        cache.store(file, block, content(block))
+    cache.make_room(20 * BLOCK)
+    assert 10 < len(held(file)) < 20
+    with pytest.raises(OSError, match="index files"):
+        cache.make_room(41 * BLOCK)
     (file.folder / "index").write_bytes(bytes(41 * BLOCK))
     cache.recount()
     with pytest.raises(OSError, match="index files"):
