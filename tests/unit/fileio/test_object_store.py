@@ -55,6 +55,20 @@ def check_contract(url: str, folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"{url}/absent"):
         store.read("absent")
 
+    assert store.version("absent") is None
+    before = store.version("a/one")
+    assert before is not None
+    assert before.size == 2
+    assert store.read_range("a/one", 1, 2) == (b"2", before)
+    with pytest.raises(OSError, match="a/one"):
+        store.read_range("a/one", 1, 9)
+    store.write("a/one", b"33")
+    content, after = store.read_range("a/one", 0, 2)
+    assert (content, after) == (b"33", store.version("a/one"))
+    assert after != before
+    with pytest.raises(FileNotFoundError, match="absent"):
+        store.read_range("absent", 0, 1)
+
     assert store.create("lock", b"first")
     assert not store.create("lock", b"second")
     assert store.read("lock") == b"first"
