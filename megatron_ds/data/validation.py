@@ -72,7 +72,8 @@ class DataFiles:
                 sizes = file.sizes
                 name, weight = os.path.basename(source.prefix), source.given_weight
                 files = f"{name}.bin ({sizes[0]} bytes) and {name}.idx ({sizes[1]} bytes)"
-                value = f"{files}, weight {weight}, documents {source.documents.text}{file.version}"
+                value = f"{files}, weight {weight}, documents {source.documents.text}"
+                value += file.version and f", version {file.version}"
                 yield f"source {number} of {group.flag} ({group.split} {group.name})", value
 
     def with_text(self, group: DatasetGroup) -> DatasetGroup:
