@@ -166,7 +166,11 @@ def test_a_damaged_copy_is_downloaded_again(
     server: FolderServer, folder: Path, tmp_path: Path
 ) -> None:
     prefix, expected = f"{URL}/web", IndexedDataset(folder / "web").tokens.tolist()
-    assert IndexedDataset(prefix, new_cache(tmp_path)).tokens[:].tolist() == expected
+    data = IndexedDataset(prefix, new_cache(tmp_path))
+    data.warm_up()
+    server.failing = 403
+    assert data.tokens[:].tolist() == expected
+    server.failing = None
     (copy,) = (tmp_path / "cache").rglob("content")
     for path in (copy, copy.with_name("index")):
         with path.open("r+b") as file:
