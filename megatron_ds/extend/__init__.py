@@ -70,10 +70,17 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         config: Config, world_size: int, is_sound: bool, warn: Callable[[str], None]
     ) -> list[Problem]:
         """Checks files and machine; imported here, after --help has been answered."""
-        from megatron_ds.training import preflight
+        from megatron_ds.checkpoint.shared_folders import SharedFolders
+        from megatron_ds.training import preflight, rank_settings
 
         problems, inputs = preflight.check(config, plans[0], world_size, is_sound, warn)
         opened.append(inputs)
+        life.roll_call.probe = SharedFolders(plans[0].folders)
+        life.roll_call.describe("settings", dict(rank_settings.settings(config, plans[0])))
+        if inputs is not None and not problems:
+            life.roll_call.describe("data", dict(rank_settings.data(inputs)))
+            if environment.spans_hosts() and environment.local_rank() == 0:
+                life.roll_call.describe("content", dict(rank_settings.data(inputs, reads=True)))
         return [*extensions.problems(), *problems]
 
     with process_lifecycle() as life:
@@ -85,6 +92,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
             rank=environment.local_rank(),  # a file may be missing on one machine only
             complete=complete,
             check=check,
+            raises=environment.spans_hosts(),  # so that one message has the problems of all hosts
         )
         if config.runtime.dry_run is not None:
             _print_plan(config, config.runtime.dry_run)

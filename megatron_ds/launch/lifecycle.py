@@ -61,6 +61,7 @@ from megatron_ds.launch.liveness import (
     find_dead_peer,
     find_launchers,
 )
+from megatron_ds.launch.roll_call import RollCall
 
 Result = TypeVar("Result")
 
@@ -141,6 +142,8 @@ class ProcessLifecycle:
 
     def __init__(self) -> None:
         self.stop_request = StopRequest()
+        self.roll_call = RollCall()
+        """Of the ranks, before they know each other."""
         self.hang_watch = HangWatch()
         """Replaced before the ranks know each other, if the run has --hang-timeout."""
         self.started_at = time.monotonic()
@@ -247,11 +250,14 @@ class ProcessLifecycle:
 
     def _end_rendezvous(self, timeout: timedelta) -> None:
         if self._exit_lock.acquire(blocking=False):
+            self.roll_call.is_over = True
             error = f"nothing there answered as a run of this program within {timeout}"
             self._exit_as_cause(error_report.rendezvous_report(error))
 
     def _exit_as_cause(self, report: ErrorReport) -> NoReturn:
         """Ends a rank that failed by itself."""
+        if self._board is None and report.code not in REQUESTED_EXITS:
+            self._exit_with_verdict(report)
         own_exit = RankExit(environment.rank(), report.summary, report.code)
         board, first_exit = self._board, own_exit
         if board is not None:
@@ -269,6 +275,21 @@ class ProcessLifecycle:
             # The store lives in rank 0's process: it must outlast the other ranks' next two polls.
             time.sleep(2.5 * POLL_S)
         _end_process(report.code)
+
+    def _exit_with_verdict(self, report: ErrorReport) -> None:
+        """Ends a rank of a run that cannot start on all hosts; the first rank says why.
+
+        Returns if there is no verdict, as in a run on one host.
+        """
+        problems = report.problems or [report.traceback + (report.text or report.summary)]
+        verdict = self.roll_call.report(problems, report.code)
+        if verdict is None or not verdict.text:
+            return
+        text = output.with_rank_prefix(verdict.text)
+        (output.print_error if environment.rank() == 0 else rank_log.note)(text)
+        output.write_torchelastic_error_file(text)
+        self.roll_call.say_goodbye()
+        _end_process(ExitCode(verdict.code))
 
     def _exit_after_peer(self, peer: RankExit) -> NoReturn:
         """Ends a rank because another one exited. The first rank to do so names that one."""

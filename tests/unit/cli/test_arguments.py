@@ -14,7 +14,7 @@ from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import ESSENTIAL, training_help
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.launch.environment import version_text
+from megatron_ds.launch.software import version_text
 from tests.problems import codes, printed_codes
 
 REPOSITORY = Path(__file__).parents[3]

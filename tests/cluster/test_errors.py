@@ -1,0 +1,110 @@
+"""A fault of one node ends the run on all nodes, with one message that names the node."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from megatron_ds.launch.exit_codes import ExitCode
+from tests.cluster.cluster import Cluster, Done, find_obstacle
+from tests.e2e.runs import PRETRAIN, PROGRAMS, REPOSITORY, Settings, to_flags
+from tests.problems import printed_codes
+
+RANK = f"""env NODE_FAULTS= WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 RANK={{node}} LOCAL_RANK=0
+    MASTER_ADDR=node1 MASTER_PORT=29500 {sys.executable}"""
+"""What starts one process on each node."""
+DEEPSPEED = f"{PROGRAMS}/deepspeed --hostfile hosts".split()
+CHANGED = REPOSITORY / "megatron_ds" / "schedules.py"
+"""A file that is another one on the second node."""
+
+
+@pytest.fixture(scope="module")
+def settings(cluster: Cluster, base: Settings) -> Settings:
+    """Of a run on two nodes with a copy of the data on each."""
+    folder = Path(base["data_path"]).parent
+    cluster.run_on_all("cp", "-r", folder, cluster.scratch / "data")
+    (cluster.shared / "hosts").write_text("node1 slots=1\nnode2 slots=1\n")
+    (cluster.shared / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\n")
+    data = cluster.scratch / "data" / Path(base["data_path"]).name
+    return {**base, "data_path": data, "global_batch_size": 4, "train_iters": 1}
+
+
+def start(
+    cluster: Cluster, settings: Settings, environment: Mapping[str, str] | None = None
+) -> list[Done]:
+    """Runs a process on each node."""
+    flags = to_flags(settings)
+    return cluster.run_on_all(*RANK.split(), PRETRAIN, *flags, environment=environment)
+
+
+def message(done: list[Done]) -> str:
+    """The only message of a run that cannot start, which the first node prints."""
+    assert [each.code for each in done] == [ExitCode.HOSTS_DIFFER] * 2, done
+    assert printed_codes(done[1].output) == []
+    output = done[0].output
+    assert output.count("the run cannot start") == 1
+    assert "Traceback" not in output
+    return output
+
+
+@pytest.fixture
+def faulty(cluster: Cluster) -> Iterator[dict[str, str]]:
+    """Variables that inject `node_faults`, of the second node only."""
+    faults = cluster.scratch / "faults"
+    source = Path(__file__).with_name("node_faults.py")
+    cluster.run_on_all("mkdir", faults)
+    cluster.run_on_all("cp", source, faults / "sitecustomize.py")
+    yield {"PYTHONPATH": str(faults)}
+    cluster.run_on_all("rm", "-r", faults)
+
+
+def test_all_differences_of_the_nodes_are_one_message(
+    cluster: Cluster, settings: Settings, faulty: dict[str, str]
+) -> None:
+    """Nothing is left of it in the folders, either."""
+    node, scratch = cluster.nodes[1], cluster.scratch
+    package = scratch / "faults" / "numpy-1.0.dist-info"
+    changes = f"""
+        mkdir {package}; printf 'Metadata-Version: 2.1\\nName: numpy\\nVersion: 1.0\\n' > {package}/METADATA
+        (cat {CHANGED}; echo) > {scratch}/changed.py; mount --bind {scratch}/changed.py {CHANGED}
+        printf '\\1' | dd of={settings["data_path"]}.bin bs=1 seek=100 conv=notrunc status=none
+        sed -i 's/^FAULTS = .*/FAULTS = ["clock", "devices"]/' {scratch}/faults/sitecustomize.py
+    """
+    node.run("sh", "-ec", changes).succeed()
+    own = {**settings, "save": scratch / "save", "weight_decay": "0.{node}"}
+    found = message(start(cluster, own, faulty))
+    Path("/tmp/found.txt").write_text(found)
+    node.run("umount", CHANGED).succeed()
+    assert sorted(printed_codes(found)) == [
+        *("clocks-differ-between-hosts", "data-differs-between-hosts", "folder-not-shared"),
+        *("hosts-differ", "more-processes-than-devices", "settings-differ-between-ranks"),
+        *("software-differs-between-hosts", "source-differs-between-hosts"),
+    ]
+    for part in (
+        "--weight-decay is 0.0 on node1 and 0.1 on node2",
+        r"numpy is [\d.]+ on node1 and 1.0 on node2",
+        r"schedules.py is \w+ on node1 and \w+ on node2",
+        "node2 is 3[56].. s ahead",
+        rf"{scratch}/save on node1\b.* not visible to node2 \({scratch}/save\)",
+        "on node2: 2 processes on this host, but 1 visible device",
+    ):
+        assert re.search(part, found), f"{part}\n{found}"
+    assert all(d.output == "" for d in cluster.run_on_all("sh", "-c", f"ls {scratch} | grep save"))
+
+
+def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
+    cluster: Cluster, settings: Settings
+) -> None:
+    """With a problem that all nodes have, and a warning of the node that another one does not."""
+    node, prefix = cluster.nodes[1], settings["data_path"]
+    node.run("mv", f"{prefix}.bin", f"{prefix}.away").succeed()
+    found = message(start(cluster, {**settings, "lr": -1}))
+    node.run("mv", f"{prefix}.away", f"{prefix}.bin").succeed()
+    assert sorted(printed_codes(found)) == ["data-file-missing", "hosts-differ", "value-too-small"]
+    assert re.search(rf"on node2: .*{prefix}.bin", found)
+    assert re.search(r"- --lr", found)
