@@ -39,12 +39,9 @@ class SharedFolders:
     """
 
     def __init__(self, folders: RunFolders) -> None:
-        by_field = {"save": folders.save, "load": folders.load}
-        if folders.load == folders.save:
-            del by_field["load"]
         self._folders = {
             field: location.folder
-            for field, location in by_field.items()
+            for field, location in (("save", folders.save), ("load", folders.load))
             if location is not None and location.url is None
         }
         self._created: list[Path] = []
@@ -53,6 +50,8 @@ class SharedFolders:
         """By option field, a file and its digest."""
         question = {}
         for field, folder in self._folders.items():
+            if field == "load" and folder == self._folders.get("save"):
+                continue
             with suppress(OSError):  # the run reports it when it claims the folder
                 if field == "save":
                     self._create(folder)

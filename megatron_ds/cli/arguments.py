@@ -107,7 +107,7 @@ def parse(
     Args:
         rank: Only rank 0 prints.
         program: Name for messages.
-        raises: Raise the problems instead of printing them.
+        raises: Raise the problems instead of printing them, for a message about all hosts.
 
     Raises:
         SettingsRejected: If there are problems, and `raises`.

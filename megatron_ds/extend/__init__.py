@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_ds.cli import arguments
+from megatron_ds.cli.arguments import Warn
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.dataset_request import DatasetRequest
@@ -57,30 +58,20 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
     plans: list[loading.LoadPlan] = []
     opened: list[RunInputs | None] = []
 
-    def complete(
-        config: Config, world_size: int, warn: Callable[[str], None]
-    ) -> tuple[Config, list[Problem]]:
+    def complete(config: Config, size: int, warn: Warn) -> tuple[Config, list[Problem]]:
         """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
         config = dataclasses.replace(config, custom_parts=extensions.custom_parts())
-        config, plan, problems = loading.complete(config, world_size, warn)
+        config, plan, problems = loading.complete(config, size, warn)
         plans.append(plan)
         return config, problems
 
-    def check(
-        config: Config, world_size: int, is_sound: bool, warn: Callable[[str], None]
-    ) -> list[Problem]:
+    def check(config: Config, size: int, is_sound: bool, warn: Warn) -> list[Problem]:
         """Checks files and machine; imported here, after --help has been answered."""
-        from megatron_ds.checkpoint.shared_folders import SharedFolders
         from megatron_ds.training import preflight, rank_settings
 
-        problems, inputs = preflight.check(config, plans[0], world_size, is_sound, warn)
+        problems, inputs = preflight.check(config, plans[0], size, is_sound, warn)
         opened.append(inputs)
-        life.roll_call.probe = SharedFolders(plans[0].folders)
-        life.roll_call.describe("settings", dict(rank_settings.settings(config, plans[0])))
-        if inputs is not None and not problems:
-            life.roll_call.describe("data", dict(rank_settings.data(inputs)))
-            if environment.spans_hosts() and environment.local_rank() == 0:
-                life.roll_call.describe("content", dict(rank_settings.data(inputs, reads=True)))
+        rank_settings.describe(life.roll_call, config, plans[0], None if problems else inputs)
         return [*extensions.problems(), *problems]
 
     with process_lifecycle() as life:
@@ -92,7 +83,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
             rank=environment.local_rank(),  # a file may be missing on one machine only
             complete=complete,
             check=check,
-            raises=environment.spans_hosts(),  # so that one message has the problems of all hosts
+            raises=environment.spans_hosts(),
         )
         if config.runtime.dry_run is not None:
             _print_plan(config, config.runtime.dry_run)

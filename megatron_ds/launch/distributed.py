@@ -22,6 +22,7 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.launch import cpp_ops, environment, liveness
 from megatron_ds.launch.device import device_index
 from megatron_ds.launch.environment import rank, world_size
+from megatron_ds.launch.host_differences import DEVICES
 from megatron_ds.launch.host_variables import HostVariables, find_missing
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
 from megatron_ds.launch.output import warn_on_rank
@@ -93,7 +94,7 @@ def init_distributed(
     index = _select_device(accelerator, backend)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if roll_call is not None:
-        roll_call.describe("devices", {"the type of devices": accelerator.device_name()})
+        roll_call.describe(DEVICES, {"the type of devices": accelerator.device_name()})
         roll_call.attend(timeout, rendezvous)
     with rendezvous():
         if backend == "gloo":

@@ -17,16 +17,9 @@ fail from 5 and 15 minutes on, during the run; logs of several hosts are already
 SHOWN_PLACES = 3
 SHOWN_FILES = 3
 MISSING = "missing"
+SETTINGS, DATA, CONTENT, SOFTWARE, DEVICES = "settings", "data", "content", "software", "devices"
 SOURCE = "source"
 """The section of the package's files, whose differences are one problem."""
-SECTION_CODES = {
-    "settings": "settings-differ-between-ranks",
-    "data": "data-differs-between-hosts",
-    "content": "data-differs-between-hosts",
-    "software": "software-differs-between-hosts",
-    "devices": "software-differs-between-hosts",
-}
-"""Code of a fact that differs, by section."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +83,8 @@ def judge(
     lines += [difference.render() for difference in found]
     if len(lines) > PROBLEMS_SHOWN:
         lines[PROBLEMS_SHOWN:] = [f"and {len(lines) - PROBLEMS_SHOWN} more"]
+    if is_common and len(lines) == 1:
+        return Verdict(lines[0], max(entry.code for entry in entries))
     listed = "\n".join(f"  - {line}".replace("\n", "\n    ") for line in lines)
     if is_common:
         code = max(entry.code for entry in entries)
@@ -109,8 +104,13 @@ def find_differences(entries: Sequence[RankEntry]) -> Iterator[Problem]:
             yield _source_problem(members, differing)
             continue
         for name in differing:
-            values = _values(section, name, members)
-            yield Problem(SECTION_CODES[section], name=name, values=values)
+            values = {"name": name, "values": _values(section, name, members)}
+            if section == SETTINGS:
+                yield Problem("settings-differ-between-ranks", **values)
+            elif section in (DATA, CONTENT):
+                yield Problem("data-differs-between-hosts", **values)
+            else:
+                yield Problem("software-differs-between-hosts", **values)
 
 
 def clock_problems(

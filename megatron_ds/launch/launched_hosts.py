@@ -9,15 +9,17 @@ from __future__ import annotations
 import base64
 import json
 import os
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from megatron_ds.launch import liveness
+from megatron_ds.launch import environment, liveness
 
 SSH_CLIENTS = ("pdsh", "pdsh.bin", "ssh")
 WORLD = "--world_info="
 AGENT_ARGUMENTS = (WORLD, "--master_addr=", "--master_port=")
 """Of a DeepSpeed agent, which tell the runs of a host apart."""
+WATCH_INTERVAL_S = 1.0
 SHOWN_RANKS = 8
 
 
@@ -37,7 +39,9 @@ def ssh_clients() -> dict[int, list[str]]:
     Empty if there are none: the command runs on another host, or started the agents without ssh.
     """
     key = [word for word in _agent() if word.startswith(AGENT_ARGUMENTS)]
-    if len(key) < len(AGENT_ARGUMENTS) or len(liveness.find_launchers()) > 1:
+    above = liveness.find_launchers()[1:]
+    is_local = any(liveness.runs(each.pid, liveness.DEEPSPEED_WRAPPERS) for each in above)
+    if len(key) < len(AGENT_ARGUMENTS) or is_local:
         return {}
     found = {}
     for folder in liveness.PROC.glob("[0-9]*"):
@@ -48,14 +52,29 @@ def ssh_clients() -> dict[int, list[str]]:
     return found
 
 
-def find_lost_hosts() -> list[str]:
-    """Hosts whose client of ssh has ended, while clients of other hosts run on this host."""
-    hosts = list(dict.fromkeys(hosts_of_ranks()))
-    if len(hosts) < 2:
-        return []
-    clients = [words for words in ssh_clients().values() if words[0] == "ssh"]
-    connected = {host for host in hosts if any(host in words for words in clients)}
-    return [host for host in hosts if host not in connected] if connected else []
+class HostWatch:
+    """Watches the connections of the `deepspeed` command to its hosts.
+
+    Only the first rank of the host where the command runs sees them.
+    """
+
+    def __init__(self) -> None:
+        self._due = 0.0
+        self._lost: list[int] = []
+
+    def find_lost_ranks(self) -> list[int]:
+        """Ranks of hosts whose client of ssh has ended while clients of other hosts run.
+
+        Looks once in `WATCH_INTERVAL_S`, and finds what two looks have seen.
+        """
+        if environment.local_rank() or time.monotonic() < self._due:
+            return []
+        self._due = time.monotonic() + WATCH_INTERVAL_S
+        hosts, before = hosts_of_ranks(), self._lost
+        clients = [words for words in ssh_clients().values() if words[0] == "ssh"]
+        connected = {host for host in hosts if any(host in words for words in clients)}
+        self._lost = [n for n, host in enumerate(hosts) if connected and host not in connected]
+        return [rank for rank in self._lost if rank in before]
 
 
 def describe(ranks: Iterable[int]) -> str:

@@ -29,21 +29,20 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import queue
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import Enum
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from megatron_ds.config.problems import Problem, catalogue
-from megatron_ds.launch import environment, error_report, output, rank_log
+from megatron_ds.launch import environment, error_report, launched_hosts, output, rank_log
 from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.error_report import ErrorReport
 from megatron_ds.launch.exit_codes import ExitCode
@@ -54,6 +53,7 @@ from megatron_ds.launch.hang_watch import (
     exchange_reports,
     hang_problem,
 )
+from megatron_ds.launch.launched_hosts import HostWatch
 from megatron_ds.launch.liveness import (
     ProcessHandle,
     RankExit,
@@ -62,8 +62,7 @@ from megatron_ds.launch.liveness import (
     find_launchers,
 )
 from megatron_ds.launch.roll_call import RollCall
-
-Result = TypeVar("Result")
+from megatron_ds.launch.time_limits import call_with_timeout, wait_until
 
 POLL_S = 0.5
 """Interval at which the other processes are checked."""
@@ -151,6 +150,7 @@ class ProcessLifecycle:
         self._starting = True
         self._saves = False
         self._launchers = find_launchers()
+        self._host_watch = HostWatch()
         self._peers: Mapping[int, ProcessHandle] = {}
         self._board: ExitBoard | None = None
         self._peer_exit: RankExit | None = None
@@ -261,7 +261,7 @@ class ProcessLifecycle:
         own_exit = RankExit(environment.rank(), report.summary, report.code)
         board, first_exit = self._board, own_exit
         if board is not None:
-            first_exit = _call_with_timeout(lambda: board.post(own_exit), default=own_exit)
+            first_exit = call_with_timeout(lambda: board.post(own_exit), default=own_exit)
         if first_exit == own_exit:
             if board is not None or not report.is_common or environment.local_rank() == 0:
                 output.print_error(report.full_text())
@@ -276,13 +276,13 @@ class ProcessLifecycle:
             time.sleep(2.5 * POLL_S)
         _end_process(report.code)
 
-    def _exit_with_verdict(self, report: ErrorReport) -> None:
+    def _exit_with_verdict(self, report: ErrorReport, lost: int = 0) -> None:
         """Ends a rank of a run that cannot start on all hosts; the first rank says why.
 
         Returns if there is no verdict, as in a run on one host.
         """
         problems = report.problems or [report.traceback + (report.text or report.summary)]
-        verdict = self.roll_call.report(problems, report.code)
+        verdict = self.roll_call.report(problems, report.code, lost)
         if verdict is None or not verdict.text:
             return
         text = output.with_rank_prefix(verdict.text)
@@ -297,11 +297,11 @@ class ProcessLifecycle:
             self._exit_hung(peer)
         process, board = self._peers.get(peer.rank), self._board
         if process is not None:
-            _wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
+            wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
         lost = output.with_rank_prefix(
             Problem("peer-lost", peer=peer.rank, reason=peer.reason).render()
         )
-        is_first = board is None or _call_with_timeout(board.is_first_report, default=True)
+        is_first = board is None or call_with_timeout(board.is_first_report, default=True)
         (output.print_error if is_first else rank_log.note)(lost)
         _end_process(ExitCode(peer.code) if peer.code in REQUESTED_EXITS else ExitCode.PEER_LOST)
 
@@ -327,14 +327,14 @@ class ProcessLifecycle:
         stopped = {number for number, process in self._peers.items() if process.is_stopped()}
         found: tuple[list[HangReport], list[int]] | None = None
         if board is not None:
-            first = first or _call_with_timeout(lambda: board.post(own), default=None)
+            first = first or call_with_timeout(lambda: board.post(own), default=None)
             if first is not None and first.code != ExitCode.HUNG:
                 self._exit_after_peer(first)
             if first is not None:
                 exchange = functools.partial(
                     exchange_reports, board, report, collects=first == own, without=len(stopped)
                 )
-                found = _call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
+                found = call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
         is_first = first == own
         if found is None:  # the store does not answer: each host reports what it sees
             found = [report], sorted(stopped | ({0} if board is not None else set()))
@@ -358,7 +358,7 @@ class ProcessLifecycle:
         """The rank whose exit made a collective of this one fail; None if the error is our own."""
         if not error_report.is_collective_error(error):
             return None
-        _wait_until(lambda: self._check_peers() is not None, BLAME_TIMEOUT_S)
+        wait_until(lambda: self._check_peers() is not None, BLAME_TIMEOUT_S)
         return self._peer_exit or (STORE_LOST if self._store_lost else None)
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -377,6 +377,7 @@ class ProcessLifecycle:
             with self._checks:
                 if not self._finished.is_set():
                     self._check_launchers()
+                    self._check_hosts()
                     self._check_peers()
                     self._check_hang()
                     self._kill_if_stuck()
@@ -406,6 +407,15 @@ class ProcessLifecycle:
                 output.print_error(output.with_rank_prefix(Problem("launcher-lost").render()))
                 _end_process(ExitCode.PEER_LOST)
 
+    def _check_hosts(self) -> None:
+        """Ends the run if the launcher has lost a host before its ranks have come."""
+        lost = self._host_watch.find_lost_ranks() if self.roll_call.is_waiting else []
+        if lost and self._exit_lock.acquire(blocking=False):
+            text = Problem("ssh-ended", missing=launched_hosts.describe(lost)).render()
+            report = ErrorReport("lost a host", ExitCode.HOSTS_DIFFER, text)
+            self._exit_with_verdict(report, lost=len(lost))
+            self._exit_as_cause(report)
+
     def _check_peers(self) -> RankExit | None:
         """The exit of another rank, as far as this one knows."""
         board = self._board
@@ -413,7 +423,7 @@ class ProcessLifecycle:
             dead = find_dead_peer(self._peers)
             if dead is not None:
                 # The dead rank may have posted its reason, or another one may have exited first.
-                posted = _call_with_timeout(board.read, default=None)
+                posted = call_with_timeout(board.read, default=None)
                 self._record_peer_exit(posted or dead)
         return self._peer_exit
 
@@ -462,31 +472,6 @@ def process_lifecycle() -> Iterator[ProcessLifecycle]:
         yield lifecycle
     except BaseException as error:
         lifecycle.exit_with_error(error)
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def _call_with_timeout(
-    function: Callable[[], Result], *, default: Result, timeout_s: float = 1.0
-) -> Result:
-    """Calls a function of the store, which may fail or never return."""
-    results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-
-    def run() -> None:
-        with suppress(RuntimeError, OSError):
-            results.put(function())
-            return
-        results.put(default)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return results.get(timeout=timeout_s)
-    except queue.Empty:
-        return default
 
 
 def _ignore_signals() -> None:

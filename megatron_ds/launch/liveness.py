@@ -157,15 +157,30 @@ def find_launchers() -> tuple[ProcessHandle, ...]:
     """The launcher processes of this rank, which must exit when they do.
 
     The `deepspeed` command has two: a wrapper, which the user sees and signals, and an agent below
-    it, which does not notice the wrapper's death. Other parents (a shell, a scheduler's step) are
-    not launchers: they may exit while their program continues.
+    it, which does not notice the wrapper's death. On other hosts the session of sshd, in which the
+    agent was started, ends with it. Other parents (a shell, a scheduler's step) are not launchers:
+    they may exit while their program continues.
     """
     parent = os.getppid()
-    if _runs(parent, (DEEPSPEED_AGENT,)):
+    if runs(parent, (DEEPSPEED_AGENT,)):
         above = parent_of(parent) or 0
-        pids = (parent, above) if _runs(above, DEEPSPEED_WRAPPERS) else (parent,)
+        found = above if runs(above, DEEPSPEED_WRAPPERS) else _ssh_session(above)
+        pids = (parent, found) if found else (parent,)
         return tuple(ProcessHandle.of(pid) for pid in pids)
-    return (ProcessHandle.of(parent),) if _runs(parent, TORCHRUN) else ()
+    return (ProcessHandle.of(parent),) if runs(parent, TORCHRUN) else ()
+
+
+def _ssh_session(pid: int) -> int | None:
+    """The session of sshd that started a process as its command, or as its shell's."""
+    shell = command_of(pid)
+    if len(shell) > 1 and shell[1] == "-c":
+        pid = parent_of(pid) or 0
+    return pid if command_of(pid)[0:1] and command_of(pid)[0].startswith("sshd") else None
+
+
+def runs(pid: int, programs: tuple[str, ...]) -> bool:
+    """Whether a process runs one of some programs, or a module of such a name."""
+    return any(Path(word).name in programs for word in command_of(pid)[:LAUNCHER_ARGUMENTS])
 
 
 def parent_of(pid: int) -> int | None:
@@ -188,10 +203,6 @@ def command_of(pid: int) -> list[str]:
         line = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace")
         return line.rstrip("\0").split("\0")
     return []
-
-
-def _runs(pid: int, programs: tuple[str, ...]) -> bool:
-    return any(Path(word).name in programs for word in command_of(pid)[:LAUNCHER_ARGUMENTS])
 
 
 def _stat(pid: int) -> list[str]:

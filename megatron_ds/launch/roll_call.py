@@ -9,11 +9,13 @@ facts that many ranks have are sent once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,13 +24,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch import environment, launched_hosts, output, software
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
-from megatron_ds.launch.host_differences import RankEntry, Verdict, clock_problems, judge
+from megatron_ds.launch.host_differences import (
+    SOFTWARE,
+    SOURCE,
+    RankEntry,
+    Verdict,
+    clock_problems,
+    judge,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 POLL_S = 0.05
-SLICE_S = 5.0
+SLICE_S = 1.0
 """Time after which a wait inside torch returns to Python, where a signal may be waiting."""
 FAILURE_GRACE_S = 15.0
 """Time for further ranks to come once one has said that it cannot start."""
@@ -38,6 +47,10 @@ ANSWER_S = 45.0
 """Longest wait for the answers of the hosts: a file system may show a file late."""
 GOODBYE_S = 20.0
 """How long the first rank keeps the store for ranks that have yet to read the verdict."""
+LEADER = "leader"
+"""Key of the token of the first rank, below which it reads and writes. A store that outlives its
+ranks, as that of torchrun's agent, has those of earlier attempts: a rank begins again when the
+token changes, and only takes what the first rank has written for its own token."""
 SILENT_S, REMINDER_S = 5.0, 60.0
 """When the first rank first says which ranks it waits for, and how often again."""
 
@@ -60,7 +73,7 @@ class Probe(Protocol):
 
 
 class RollCall:
-    """The roll call of one process, which takes part at most once."""
+    """The roll call of one process, which takes part once."""
 
     def __init__(self) -> None:
         self.probe: Probe | None = None
@@ -68,14 +81,16 @@ class RollCall:
         """Whether there is a verdict, or no way to get one."""
         self._verdict: Verdict | None = None
         self._facts: dict[str, Mapping[str, str]] = {}
+        self._is_attended = False
         self._store: Store | None = None
-        self._has_posted = self._leads = False
+        self._leader: _Leader | None = None
+        self._counted: set[str] = set()
 
     def describe(self, section: str, facts: Mapping[str, str]) -> None:
         """Adds what this rank was started with.
 
         Args:
-            section: A key of `SECTION_CODES`.
+            section: As in `host_differences`.
             facts: Names and values, which must be equal on all ranks.
         """
         self._facts[section] = facts
@@ -95,6 +110,7 @@ class RollCall:
         """
         if environment.world_size() == 1:
             return
+        self._is_attended = True
         try:
             self._verdict = verdict = self._take_part(timeout.total_seconds(), meeting=meeting)
         finally:
@@ -102,24 +118,27 @@ class RollCall:
         if verdict.text:
             raise HostsDiffer(verdict.text, ExitCode(verdict.code))
 
-    def close(self) -> None:
-        """Leaves the store, which the process group has opened meanwhile."""
-        self._store = None
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank waits for other ones."""
+        return self._is_attended and not self.is_over
 
-    def report(self, problems: Sequence[str], code: int) -> Verdict | None:
-        """Says why this rank cannot start, if the other hosts do not know yet.
+    def report(self, problems: Sequence[str], code: int, lost: int = 0) -> Verdict | None:
+        """Says why this rank, or the run, cannot start, if the other hosts do not know yet.
 
         Args:
             problems: Messages for the user.
             code: Exit status of them.
+            lost: Number of ranks that will not come.
 
         Returns:
             The verdict on the run; None if there is none within `REPORT_S`.
         """
-        if self.is_over or not environment.spans_hosts():
+        is_cut_off = self._is_attended and self._store is None
+        if self.is_over or is_cut_off or not environment.spans_hosts():
             return self._verdict
         try:
-            return self._take_part(REPORT_S, tuple(problems), code)
+            return self._take_part(REPORT_S, tuple(problems), code, lost)
         except Exception:  # the report of this rank is what matters
             return None
         finally:
@@ -127,143 +146,177 @@ class RollCall:
 
     def say_goodbye(self) -> None:
         """On the first rank: keeps the store until all ranks have read the verdict."""
-        end = time.monotonic() + GOODBYE_S
-        with suppress(RuntimeError):
-            while self._leads and self._store is not None and time.monotonic() < end:
-                if self._store.add("read", 0) >= environment.world_size():
-                    return
-                time.sleep(POLL_S)
+        if self._leader is not None and self._verdict is not None:
+            with suppress(RuntimeError):
+                self._leader.say_goodbye(self._verdict)
+
+    def close(self) -> None:
+        """Leaves the store, which the process group has opened meanwhile."""
+        self._store = self._leader = None
 
     def _take_part(
         self,
         timeout_s: float,
         problems: tuple[str, ...] = (),
         code: int = ExitCode.FINISHED,
+        lost: int = 0,
         meeting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Verdict:
         with meeting():
-            store = _connect(timeout_s)
-        self._store = store
-        self._post(store, problems, code)
-        if environment.rank() == 0 and not self._leads:
-            self._leads = True
-            verdict = self._lead(store, timeout_s)
-            store.set("verdict", json.dumps(asdict(verdict)))
-            store.add("read", 1)
-            return verdict
+            self._store = store = _connect(timeout_s)
+        rank, own = environment.rank(), secrets.token_hex(8)
+        entry = RankEntry(rank, socket.gethostname(), self._all_facts(), problems, code)
+        if rank == 0 and self._leader is None:
+            self._leader = leader = _Leader(_below(own, store), self.probe)
+            self._post(own, own, entry, lost)
+            store.set(LEADER, own)
+            self._verdict = leader.decide(timeout_s)
+            return self._verdict
         end = time.monotonic() + timeout_s + ANSWER_S + FAILURE_GRACE_S
-        if environment.local_rank() == 0:
-            question = json.loads(_wait_for(store, "question", end))
-            store.set(f"answer {environment.rank()}", json.dumps(self._answer(question)))
-        verdict = Verdict(**json.loads(_wait_for(store, "verdict", end)))
-        store.add("read", 1)
-        return verdict
+        while True:
+            first = _wait_for(store, LEADER, end).decode()
+            self._post(first, own, entry, lost)
+            call, is_current = _below(first, store), functools.partial(_is_leader, store, first)
+            with suppress(_AnotherAttempt):
+                if environment.local_rank() == 0 and rank != 0:
+                    question = json.loads(_wait_for(call, f"question {own}", end, is_current))
+                    call.set(f"answer {own}", json.dumps(_answer(self.probe, question)))
+                text = _wait_for(call, f"verdict {own}", end, is_current)
+                call.add("read", 1)
+                return Verdict(**json.loads(text))
 
-    def _post(self, store: Store, problems: tuple[str, ...], code: int) -> None:
-        """Says what this rank was started with; of the files of a host one rank knows."""
-        facts: dict[str, Mapping[str, str]] = dict(self._facts)
-        facts["software"] = software.versions()
+    def _all_facts(self) -> dict[str, Mapping[str, str]]:
+        """What this rank was started with; of the files of a host one rank knows."""
+        facts = {**self._facts, SOFTWARE: software.versions()}
         if environment.local_rank() == 0 and environment.spans_hosts():
-            facts["source"] = software.source_digests()
-        digests = {}
-        for section, values in facts.items():
+            facts[SOURCE] = software.source_digests()
+        return facts
+
+    def _post(self, first: str, own: str, entry: RankEntry, lost: int) -> None:
+        """Writes an entry; facts that another rank has written are only named."""
+        assert self._store is not None
+        call, digests = _below(first, self._store), {}
+        for section, values in entry.facts.items():
             text = json.dumps(values)
             digests[section] = hashlib.sha256(text.encode()).hexdigest()
-            if not store.check([digests[section]]):
-                store.set(digests[section], text)
-        entry = RankEntry(environment.rank(), socket.gethostname(), {}, problems, code)
-        store.set(f"entry {environment.rank()}", json.dumps({**asdict(entry), "facts": digests}))
-        store.add("failed", bool(problems))
-        store.add("present", not self._has_posted)
-        self._has_posted = True
+            if not call.check([digests[section]]):
+                call.set(digests[section], text)
+        words = {**asdict(entry), "facts": digests, "token": own}
+        call.set(f"entry {entry.rank}", json.dumps(words))
+        call.add("lost", lost)
+        call.add("failed", bool(entry.problems))
+        call.add("present", first not in self._counted)
+        self._counted.add(first)
 
-    def _lead(self, store: Store, timeout_s: float) -> Verdict:
-        absent = self._wait_for_all(store, timeout_s)
-        entries = self._entries(store)
+
+class _Leader:
+    """The first rank's part: it collects what the ranks say, asks the hosts, and decides.
+
+    Args:
+        call: What is below the token of the first rank.
+        probe: A question to the hosts.
+    """
+
+    def __init__(self, call: Store, probe: Probe | None) -> None:
+        self._call, self._probe = call, probe
+        self._size = environment.world_size()
+        self._tokens: dict[int, str] = {}
+        """Of the ranks that have read, or will read, the verdict."""
+
+    def decide(self, timeout_s: float) -> Verdict:
+        """Waits for all ranks, and gives them the verdict."""
+        absent = self._wait_for_all(timeout_s)
+        entries = self._read_entries()
         hosts = {entry.rank: entry.host for entry in entries}
-        first_of_host = {hosts[rank]: rank for rank in sorted(hosts, reverse=True)}.values()
         asked, question, found = time.time(), None, list[Problem]()
-        if self.probe is not None and environment.spans_hosts():
-            question = self.probe.ask()
-        store.set("question", json.dumps(question))
-        own = self._answer(question)
-        end = time.monotonic() + ANSWER_S
-        answers = {hosts[0]: own}
-        for rank in first_of_host:
-            with suppress(RuntimeError):  # it has failed since
-                if rank != 0:
-                    answer = _wait_for(store, f"answer {rank}", end)
-                    answers[hosts[rank]] = json.loads(answer)
+        if self._probe is not None and environment.spans_hosts():
+            question = self._probe.ask()
+        answers = self._ask(question, {hosts[rank]: rank for rank in sorted(hosts, reverse=True)})
         clocks = {host: float(answer["time"]) for host, answer in answers.items()}
         found += clock_problems(asked, clocks, time.time(), hosts[0])
-        if self.probe is not None and question is not None:
-            views = {host: answer["view"] for host, answer in answers.items()}
-            found += self.probe.find_problems(question, views)
-        return judge(entries, found, absent)
+        if self._probe is not None and question is not None:
+            views = {host: answer["view"] for host, answer in answers.items() if answer["view"]}
+            found += self._probe.find_problems(question, views)
+        verdict = judge(entries, found, absent)
+        self._announce(verdict, self._tokens)
+        return verdict
 
-    def _answer(self, question: Any) -> dict[str, Any]:
-        now = time.time()
-        view = None
-        if self.probe is not None and question is not None:
-            view = self.probe.answer(question)
-        return {"time": now, "view": view}
+    def say_goodbye(self, verdict: Verdict) -> None:
+        """Waits until all ranks have read the verdict, also those that come now."""
+        end = time.monotonic() + GOODBYE_S
+        while time.monotonic() < end:
+            read = self._call.add("read", 0) + self._call.add("lost", 0)
+            if read >= self._size - 1:
+                return
+            late = {rank for rank in self._ranks(present=True) if rank not in self._tokens}
+            self._read_entries()
+            self._announce(verdict, late)
+            time.sleep(10 * POLL_S)
 
-    def _wait_for_all(self, store: Store, timeout_s: float) -> Problem | None:
+    def _announce(self, verdict: Verdict, ranks: Iterable[int]) -> None:
+        text = json.dumps(asdict(verdict))
+        for rank in ranks:
+            self._call.set(f"verdict {self._tokens[rank]}", text)
+
+    def _ask(self, question: Any, first_of_host: Mapping[str, int]) -> dict[str, Any]:
+        """The answers of the hosts, by name."""
+        others = {host: self._tokens[rank] for host, rank in first_of_host.items() if rank}
+        for token in others.values():
+            self._call.set(f"question {token}", json.dumps(question))
+        own = next(host for host, rank in first_of_host.items() if rank == 0)
+        answers = {own: _answer(self._probe, question)}
+        end = time.monotonic() + ANSWER_S
+        for host, token in others.items():
+            with suppress(RuntimeError):  # it has failed since
+                answers[host] = json.loads(_wait_for(self._call, f"answer {token}", end))
+        return answers
+
+    def _wait_for_all(self, timeout_s: float) -> Problem | None:
         """Waits until all ranks are there, or some cannot start and no others come."""
-        start = time.monotonic()
+        start, size, failed, missing = time.monotonic(), self._size, False, ""
         end, reminder = start + timeout_s, start + SILENT_S
-        failed = False
-        while store.add("present", 0) < environment.world_size():
+        while self._call.add("present", 0) + self._call.add("lost", 0) < size:
             now = time.monotonic()
-            if not failed and store.add("failed", 0):
+            if not failed and self._call.add("failed", 0):
                 failed, end = True, min(end, now + FAILURE_GRACE_S)
-            if now > reminder or now > end:
-                missing = launched_hosts.describe(_ranks(store, present=False))
+            if now > min(reminder, end):
+                missing = launched_hosts.describe(self._ranks(present=False))
             if now > end:
-                return Problem(
-                    "ranks-missing",
-                    missing=missing,
-                    size=environment.world_size(),
-                    seconds=timeout_s,
-                    address=environment.rendezvous(),
-                )
+                address = environment.rendezvous()
+                values = {"missing": missing, "size": size, "address": address}
+                return Problem("ranks-missing", seconds=timeout_s, **values)
             if now > reminder:
                 reminder += REMINDER_S
-                size, seconds = environment.world_size(), now - start
-                text = f"waiting for {missing} of {size} processes, for {seconds:.0f} s"
+                text = f"waiting for {missing} of {size} processes, for {now - start:.0f} s"
                 output.print_error(output.with_rank_prefix(text))
             time.sleep(POLL_S)
         return None
 
-    def _missing(self, store: Store) -> list[int]:
-        return [
-            rank for rank in range(environment.world_size()) if not store.check([f"entry {rank}"])
-        ]
+    def _ranks(self, *, present: bool) -> list[int]:
+        """The ranks that have come, or the other ones."""
+        ranks = range(self._size)
+        return [rank for rank in ranks if self._call.check([f"entry {rank}"]) == present]
 
-    def _entries(self, store: Store) -> list[RankEntry]:
+    def _read_entries(self) -> list[RankEntry]:
         """What the ranks that are there have said."""
-        present = [
-            rank for rank in range(environment.world_size()) if store.check([f"entry {rank}"])
-        ]
-        given = [json.loads(store.get(f"entry {rank}")) for rank in present]
-        digests = {digest for entry in given for digest in entry["facts"].values()}
-        sections = {digest: json.loads(store.get(digest)) for digest in digests}
-        return [
-            RankEntry(
-                entry["rank"],
-                entry["host"],
-                {name: sections[digest] for name, digest in entry["facts"].items()},
-                tuple(entry["problems"]),
-                entry["code"],
-            )
-            for entry in given
-        ]
+        given = [json.loads(self._call.get(f"entry {n}")) for n in self._ranks(present=True)]
+        self._tokens |= {words["rank"]: words.pop("token") for words in given}
+        digests = {digest for words in given for digest in words["facts"].values()}
+        sections = {digest: json.loads(self._call.get(digest)) for digest in digests}
+        for words in given:
+            words["facts"] = {name: sections[key] for name, key in words["facts"].items()}
+            words["problems"] = tuple(words["problems"])
+        return [RankEntry(**words) for words in given]
 
 
-def _ranks(store: Store, *, present: bool) -> list[int]:
-    """The ranks that have come, or the other ones."""
-    ranks = range(environment.world_size())
-    return [rank for rank in ranks if store.check([f"entry {rank}"]) == present]
+class _AnotherAttempt(Exception):
+    """The first rank has another token."""
+
+
+def _answer(probe: Probe | None, question: Any) -> dict[str, Any]:
+    now = time.time()
+    asked = probe is not None and question is not None
+    return {"time": now, "view": probe.answer(question) if probe is not None and asked else None}
 
 
 def _connect(timeout_s: float) -> Store:
@@ -271,26 +324,32 @@ def _connect(timeout_s: float) -> Store:
 
     torch opens it again for the process group.
     """
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, _, port = environment.rendezvous().rpartition(":")
     is_host = environment.rank() == 0 and not environment.is_store_of_agent()
-    store = TCPStore(
-        host,
-        int(port),
-        None,
-        is_host,
-        timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    return PrefixStore("roll call", store)
+    timeout, options = timedelta(seconds=timeout_s), {"multi_tenant": True}
+    store = TCPStore(host, int(port), None, is_host, timeout, wait_for_workers=False, **options)
+    return _below("roll call", store)
 
 
-def _wait_for(store: Store, key: str, end: float) -> bytes:
+def _below(prefix: str, store: Store) -> Store:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore(prefix, store)
+
+
+def _is_leader(store: Store, token: str) -> bool:
+    return bool(store.get(LEADER).decode() == token)
+
+
+def _wait_for(
+    store: Store, key: str, end: float, is_current: Callable[[], bool] = lambda: True
+) -> bytes:
     """The value of a key, once it is there.
 
     Raises:
+        _AnotherAttempt: If it will not come.
         torch.distributed.DistError: If it is not there at the end, or the store is gone.
     """
     while not store.check([key]):
@@ -300,4 +359,6 @@ def _wait_for(store: Store, key: str, end: float) -> bytes:
         except RuntimeError:
             if left <= SLICE_S:
                 raise
+            if not is_current():
+                raise _AnotherAttempt from None
     return bytes(store.get(key))

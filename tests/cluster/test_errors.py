@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,7 +70,7 @@ def test_all_differences_of_the_nodes_are_one_message(
     node, scratch = cluster.nodes[1], cluster.scratch
     package = scratch / "faults" / "numpy-1.0.dist-info"
     changes = f"""
-        mkdir {package}; printf 'Metadata-Version: 2.1\\nName: numpy\\nVersion: 1.0\\n' > {package}/METADATA
+        mkdir {package}; echo 'Version: 1.0' > {package}/METADATA
         (cat {CHANGED}; echo) > {scratch}/changed.py; mount --bind {scratch}/changed.py {CHANGED}
         printf '\\1' | dd of={settings["data_path"]}.bin bs=1 seek=100 conv=notrunc status=none
         sed -i 's/^FAULTS = .*/FAULTS = ["clock", "devices"]/' {scratch}/faults/sitecustomize.py
@@ -78,7 +78,6 @@ def test_all_differences_of_the_nodes_are_one_message(
     node.run("sh", "-ec", changes).succeed()
     own = {**settings, "save": scratch / "save", "weight_decay": "0.{node}"}
     found = message(start(cluster, own, faulty))
-    Path("/tmp/found.txt").write_text(found)
     node.run("umount", CHANGED).succeed()
     assert sorted(printed_codes(found)) == [
         *("clocks-differ-between-hosts", "data-differs-between-hosts", "folder-not-shared"),
@@ -103,8 +102,38 @@ def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
     """With a problem that all nodes have, and a warning of the node that another one does not."""
     node, prefix = cluster.nodes[1], settings["data_path"]
     node.run("mv", f"{prefix}.bin", f"{prefix}.away").succeed()
-    found = message(start(cluster, {**settings, "lr": -1}))
+    found = message(start(cluster, {**settings, "seed": -1}))
     node.run("mv", f"{prefix}.away", f"{prefix}.bin").succeed()
-    assert sorted(printed_codes(found)) == ["data-file-missing", "hosts-differ", "value-too-small"]
+    assert sorted(printed_codes(found)) == [
+        *("data-file-missing", "hosts-differ", "out-of-range"),
+    ]
     assert re.search(rf"on node2: .*{prefix}.bin", found)
-    assert re.search(r"- --lr", found)
+    assert re.search(r"- --seed", found)
+
+
+@pytest.mark.parametrize(
+    ("fault", "broken", "status"),
+    # pdsh returns the highest status: ssh's own is 255.
+    [("no deepspeed", 0, 7), ("no sshd", 1, 255)],
+)
+def test_node_that_does_not_start_ends_the_launch(
+    fault: str, broken: int, status: int, cluster: Cluster, settings: Settings
+) -> None:
+    """Before the ranks of the other node have waited for --distributed-timeout-minutes.
+
+    The command runs on the other node, and the first node is where the ranks meet.
+    """
+    if obstacle := find_obstacle("pdsh"):
+        pytest.skip(obstacle)
+    (package,) = find_spec("deepspeed").submodule_search_locations or ()
+    node, other = cluster.nodes[broken], cluster.nodes[1 - broken]
+    if fault == "no deepspeed":
+        node.run("mount", "-t", "tmpfs", "tmpfs", package).succeed()
+    else:
+        node.run("pkill", "sshd").succeed()
+    done = other.run(*DEEPSPEED, PRETRAIN, *to_flags(settings))
+    if fault == "no deepspeed":
+        node.run("umount", package).succeed()
+    assert done.code == status, done.output
+    assert printed_codes(done.output) == ["ssh-ended"]
+    assert f"rank {broken} on node{broken + 1} did not start" in done.output
