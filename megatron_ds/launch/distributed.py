@@ -282,16 +282,20 @@ class ExitBoard:
         return [self._store.get(key).decode() for key in keys if self._store.check([key])], silent
 
 
-def watched_peers(context: ProcessContext) -> tuple[ExitBoard | None, dict[int, ProcessHandle]]:
-    """The exit board (None for a single process) and the other ranks of this host."""
+def watched_peers(
+    context: ProcessContext,
+) -> tuple[ExitBoard | None, dict[int, ProcessHandle], list[str]]:
+    """The exit board (None for a single process), the other ranks of this host, and all hosts."""
+    hosts = [location.name for location in context.locations]
     if context.world_size == 1:
-        return None, {}
+        return None, {}, hosts
     here = context.locations[context.rank]
-    return ExitBoard(), {
+    peers = {
         number: location.process
         for number, location in enumerate(context.locations)
         if number != context.rank and location.host == here.host
     }
+    return ExitBoard(), peers, hosts
 
 
 def _gather(value: T) -> list[T]:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import socket
 import sys
 import warnings
 from contextlib import suppress
@@ -71,6 +72,11 @@ def expand_variables(path: str) -> str:
 def spans_hosts() -> bool:
     """Whether the run has processes on other hosts; False if the launcher does not say."""
     return world_size() > (local_world_size() or world_size())
+
+
+def host_suffix() -> str:
+    """` on HOST` for messages of a run that has several hosts; empty otherwise."""
+    return f" on {socket.gethostname()}" if spans_hosts() else ""
 
 
 def is_store_of_agent() -> bool:

@@ -35,7 +35,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import Enum
@@ -79,9 +79,8 @@ SECOND_SIGINT_S = 1.0
 by the terminal to all processes and passed on by the launcher."""
 REQUESTED_EXITS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 """Statuses of requested exits, for which no rank is blamed."""
-STORE_LOST = RankExit(
-    0, "or its launcher has exited: the store of the run does not answer", ExitCode.PEER_LOST
-)
+STORE_GONE = "or its launcher has exited: the store of the run does not answer"
+STORE_LOST = RankExit(0, STORE_GONE, ExitCode.PEER_LOST, host="")
 
 
 class StopReason(Enum):
@@ -152,6 +151,7 @@ class ProcessLifecycle:
         self._launchers = find_launchers()
         self._host_watch = HostWatch()
         self._peers: Mapping[int, ProcessHandle] = {}
+        self._hosts: Sequence[str] = ()
         self._board: ExitBoard | None = None
         self._peer_exit: RankExit | None = None
         self._peer_exit_at = 0.0
@@ -198,14 +198,17 @@ class ProcessLifecycle:
         with output.calling_after(end, self._end_rendezvous, timeout), waiting:
             yield
 
-    def on_group_joined(self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle]) -> None:
+    def on_group_joined(
+        self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle], hosts: Sequence[str]
+    ) -> None:
         """Starts watching the other ranks.
 
         Args:
             board: Exit board of all ranks; None for a run of one process.
             peers: The other ranks of this host.
+            hosts: Names of the hosts, by rank.
         """
-        self._board, self._peers = board, peers
+        self._board, self._peers, self._hosts = board, peers, hosts
         if board is not None:
             self._board_thread = threading.Thread(
                 target=self._watch_board, args=(board,), daemon=True
@@ -269,7 +272,7 @@ class ProcessLifecycle:
                 rank_log.note(report.full_text())
             output.write_torchelastic_error_file(report.full_text())
         elif first_exit.reason != report.summary and report.code not in REQUESTED_EXITS:
-            also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.rank)
+            also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.place)
             output.print_error(output.with_rank_prefix(also.render()))
         if board is not None:
             # The store lives in rank 0's process: it must outlast the other ranks' next two polls.
@@ -299,7 +302,7 @@ class ProcessLifecycle:
         if process is not None:
             wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
         lost = output.with_rank_prefix(
-            Problem("peer-lost", peer=peer.rank, reason=peer.reason).render()
+            Problem("peer-lost", peer=peer.place, reason=peer.reason).render()
         )
         is_first = board is None or call_with_timeout(board.is_first_report, default=True)
         (output.print_error if is_first else rank_log.note)(lost)
@@ -341,12 +344,12 @@ class ProcessLifecycle:
             is_first = rank == min({rank, *self._peers} - stopped)
         reports, silent = found
         if is_first:
-            states = {number: describe_silence(self._peers.get(number)) for number in silent}
+            states = describe_silence(silent, self._peers, self._hosts)
             text = hang_problem(reports, states, watch.timeout_s or 0.0).render()
             output.print_error(output.with_rank_prefix(text))
             output.write_torchelastic_error_file(text)
         elif first is not None:
-            lost = Problem("peer-lost", peer=first.rank, reason=first.reason)
+            lost = Problem("peer-lost", peer=first.place, reason=first.reason)
             rank_log.note(output.with_rank_prefix(lost.render()))
         if rank == 0:  # the store lives in its process
             time.sleep(2.5 * POLL_S)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.launch.environment import core_numbers
+from megatron_ds.launch.environment import core_numbers, host_suffix
 from megatron_ds.launch.exit_codes import ExitCode
 
 PROC = Path("/proc")
@@ -106,11 +106,18 @@ class RankExit:
         rank: Global rank.
         reason: What happened to it: `failed: ...`, `was killed by ...`.
         code: Exit status.
+        host: ` on HOST`, if the run has several.
     """
 
     rank: int
     reason: str
     code: int
+    host: str = field(default_factory=host_suffix)
+
+    @property
+    def place(self) -> str:
+        """Rank and host, for messages."""
+        return f"{self.rank}{self.host}"
 
 
 def find_dead_peer(peers: Mapping[int, ProcessHandle]) -> RankExit | None:
@@ -140,17 +147,25 @@ def describe_death(process: ProcessHandle) -> str:
     return f"(process {process.pid}) {known}. {Problem('out-of-host-memory')}"
 
 
-def describe_silence(process: ProcessHandle | None) -> str:
-    """Describes a rank that does not answer.
+def describe_silence(
+    ranks: Iterable[int], peers: Mapping[int, ProcessHandle], hosts: Sequence[str]
+) -> dict[int, str]:
+    """Describes ranks that do not answer.
 
     Args:
-        process: Of the rank; None on another host.
+        ranks: Their numbers.
+        peers: Processes of the ranks of this host.
+        hosts: Names of the hosts, by rank.
     """
-    if process is None:
-        return "does not answer: its process is stopped, or its host cannot be reached"
-    if process.is_stopped():
-        return f"(process {process.pid}) is stopped (SIGSTOP), and does not answer"
-    return f"(process {process.pid}) does not answer"
+    found = {}
+    for rank in ranks:
+        process, host = peers.get(rank), hosts[rank]
+        if process is None:
+            found[rank] = f"on {host} does not answer: it is stopped, or {host} cannot be reached"
+        else:
+            stopped = " is stopped (SIGSTOP), and" if process.is_stopped() else ""
+            found[rank] = f"(process {process.pid}){stopped} does not answer"
+    return found
 
 
 def find_launchers() -> tuple[ProcessHandle, ...]:

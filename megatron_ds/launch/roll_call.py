@@ -138,11 +138,12 @@ class RollCall:
         if self.is_over or is_cut_off or not environment.spans_hosts():
             return self._verdict
         try:
-            return self._take_part(REPORT_S, tuple(problems), code, lost)
+            self._verdict = self._take_part(REPORT_S, tuple(problems), code, lost)
         except Exception:  # the report of this rank is what matters
-            return None
+            self._verdict = None
         finally:
             self.is_over = True
+        return self._verdict
 
     def say_goodbye(self) -> None:
         """On the first rank: keeps the store until all ranks have read the verdict."""
@@ -248,10 +249,11 @@ class _Leader:
             read = self._call.add("read", 0) + self._call.add("lost", 0)
             if read >= self._size - 1:
                 return
-            late = {rank for rank in self._ranks(present=True) if rank not in self._tokens}
-            self._read_entries()
-            self._announce(verdict, late)
-            time.sleep(10 * POLL_S)
+            if self._call.add("present", 0) > len(self._tokens):
+                known = set(self._tokens)
+                self._read_entries()
+                self._announce(verdict, self._tokens.keys() - known)
+            time.sleep(POLL_S)
 
     def _announce(self, verdict: Verdict, ranks: Iterable[int]) -> None:
         text = json.dumps(asdict(verdict))

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch.exit_codes import ExitCode
-from tests.cluster.cluster import Cluster, Done, find_obstacle
-from tests.e2e.runs import PRETRAIN, PROGRAMS, REPOSITORY, Settings, to_flags
+from tests.cluster.cluster import SLOTS, Cluster, Done, find_obstacle
+from tests.e2e.runs import ENDLESS, FAULTS, PRETRAIN, PROGRAMS, REPOSITORY, Settings, to_flags
 from tests.problems import printed_codes
 
 RANK = f"""env NODE_FAULTS= WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 RANK={{node}} LOCAL_RANK=0
     MASTER_ADDR=node1 MASTER_PORT=29500 {sys.executable}"""
 """What starts one process on each node."""
+TORCHRUN = f"""{PROGRAMS}/torchrun --nnodes 2 --nproc-per-node {SLOTS} --node-rank {{node}}
+    --master-addr node1 --master-port 29500"""
 DEEPSPEED = f"{PROGRAMS}/deepspeed --hostfile hosts".split()
 CHANGED = REPOSITORY / "megatron_ds" / "schedules.py"
 """A file that is another one on the second node."""
@@ -68,17 +70,17 @@ def test_all_differences_of_the_nodes_are_one_message(
 ) -> None:
     """Nothing is left of it in the folders, either."""
     node, scratch = cluster.nodes[1], cluster.scratch
-    package = scratch / "faults" / "numpy-1.0.dist-info"
+    data, package = f"{settings['data_path']}.bin", scratch / "faults" / "numpy-1.0.dist-info"
     changes = f"""
         mkdir {package}; echo 'Version: 1.0' > {package}/METADATA
         (cat {CHANGED}; echo) > {scratch}/changed.py; mount --bind {scratch}/changed.py {CHANGED}
-        printf '\\1' | dd of={settings["data_path"]}.bin bs=1 seek=100 conv=notrunc status=none
+        cp {data} {data}.right; printf '\\1' | dd of={data} bs=1 seek=100 conv=notrunc status=none
         sed -i 's/^FAULTS = .*/FAULTS = ["clock", "devices"]/' {scratch}/faults/sitecustomize.py
     """
     node.run("sh", "-ec", changes).succeed()
     own = {**settings, "save": scratch / "save", "weight_decay": "0.{node}"}
     found = message(start(cluster, own, faulty))
-    node.run("umount", CHANGED).succeed()
+    node.run("sh", "-ec", f"umount {CHANGED}; mv {data}.right {data}").succeed()
     assert sorted(printed_codes(found)) == [
         *("clocks-differ-between-hosts", "data-differs-between-hosts", "folder-not-shared"),
         *("hosts-differ", "more-processes-than-devices", "settings-differ-between-ranks"),
@@ -109,6 +111,43 @@ def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
     ]
     assert re.search(rf"on node2: .*{prefix}.bin", found)
     assert re.search(r"- --seed", found)
+
+
+def test_rank_that_is_stopped_ends_the_run_with_a_report_that_names_its_node(
+    cluster: Cluster, settings: Settings
+) -> None:
+    """The log has named the slowest ranks and nodes before."""
+    logs, stopped = cluster.shared / "logs", {"FAULT": "iteration:3:stop", "FAULT_RANK": "3"}
+    own = {**settings, "train_iters": ENDLESS, "hang_timeout": 2, "log_dir": logs}
+    own |= {"log_straggler": True, "global_batch_size": 8}
+    done = cluster.run_on_all(*TORCHRUN.split(), FAULTS, *to_flags(own), environment=stopped)
+    output = "".join(each.output for each in done)
+    assert [each.code for each in done] == [1, 1]
+    (line,) = re.findall(r"^faults.py: rank \d on node\d: no progress .*", output, re.MULTILINE)
+    assert re.search(r"rank 3 (on node2|\(process \d+\) is stopped)", line)
+    spread = r"step without communication \(ms\) \| hosts: 2 \|.*slowest: node[12] [\d.]+ \("
+    assert re.search(spread, output)
+    assert re.search(r"\| ranks: 4 \|.*slowest: rank [0-3] on node[12] ", output)
+    reports = {path.name: path.read_text() for path in logs.glob("hang-rank*.txt")}
+    assert sorted(reports) == [f"hang-rank{rank}.txt" for rank in range(3)]
+    assert [re.findall(r"on (node\d)", text)[0] for _, text in sorted(reports.items())] == [
+        *("node1", "node1", "node2")
+    ]
+
+
+def test_index_cache_of_each_node_is_its_own(cluster: Cluster, settings: Settings) -> None:
+    """Next to copies of the data; and the error of a node that cannot write names it."""
+    cache = Path(settings["data_path"]).parent / "index-cache"
+    done = start(cluster, {**settings, "save": cluster.shared / "cached"})
+    assert "2 processes on cpu" in "".join(each.succeed() for each in done)
+    entries = [each.output for each in cluster.run_on_all("ls", cache)]
+    assert entries[0] == entries[1] != ""
+    cluster.nodes[1].run("sh", "-c", f"rm -r {cache}; touch {cache}").succeed()
+    done = start(cluster, settings)
+    assert [each.code for each in done] == [ExitCode.PEER_LOST, ExitCode.ERROR]
+    assert printed_codes(done[1].output) == ["index-cache-not-writable"]
+    assert "rank 1 on node2: " in done[1].output
+    assert "stopping because rank 1 on node2 failed" in done[0].output
 
 
 @pytest.mark.parametrize(
