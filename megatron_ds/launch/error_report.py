@@ -60,7 +60,8 @@ def make_report(error: BaseException) -> ErrorReport:
             f"ended: {error}", error.code, str(error), is_common=True, problems=problems
         )
     if output.is_user_error(error):
-        problems = message.splitlines() if isinstance(error, UserError) else ()
+        listed = error.problems if isinstance(error, UserError) else ()
+        problems = [problem.render() for problem in listed]
         return ErrorReport(summary, ExitCode.ERROR, message, is_common=True, problems=problems)
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return ErrorReport(f"ended with status {error.code}", ExitCode.ERROR)

@@ -62,7 +62,7 @@ def judge(
     Args:
         entries: Of the ranks that have come.
         others: Further differences of the hosts.
-        absent: About the ranks that have not come, if that is the reason to judge.
+        absent: About ranks that have not come in time.
     """
     found = [*find_differences(entries), *others]
     by_problem: dict[str, list[RankEntry]] = {}
@@ -71,6 +71,7 @@ def judge(
             by_problem.setdefault(problem, []).append(entry)
     if not found and not by_problem:
         return Verdict() if absent is None else Verdict(absent.render(), ExitCode.ERROR)
+    found += [] if absent is None else [absent]
     hosts = {entry.host for entry in entries}
     lines = []
     is_common = not found

@@ -53,6 +53,7 @@ from megatron_ds.launch.hang_watch import (
     exchange_reports,
     hang_problem,
 )
+from megatron_ds.launch.host_differences import Verdict
 from megatron_ds.launch.launched_hosts import HostWatch
 from megatron_ds.launch.liveness import (
     ProcessHandle,
@@ -242,14 +243,16 @@ class ProcessLifecycle:
         if is_exit and (self._finished.is_set() or self._board is None):
             raise error
         self._interruptible_pid = 0
+        report = error_report.make_report(error)
+        if isinstance(error, _StartupInterrupted):
+            report = _startup_report(error.reason)
+        self._find_verdict(report)  # which may take long: a signal still ends the process
         self._exit_lock.acquire()  # blocks if the monitor thread is already ending the process
         _ignore_signals()
         failed_peer = self._find_failed_peer(error)
         if failed_peer is not None:
             self._exit_after_peer(failed_peer)
-        if isinstance(error, _StartupInterrupted):
-            self._exit_as_cause(_startup_report(error.reason))
-        self._exit_as_cause(error_report.make_report(error))
+        self._exit_as_cause(report)
 
     def _end_rendezvous(self, timeout: timedelta) -> None:
         if self._exit_lock.acquire(blocking=False):
@@ -259,8 +262,8 @@ class ProcessLifecycle:
 
     def _exit_as_cause(self, report: ErrorReport) -> NoReturn:
         """Ends a rank that failed by itself."""
-        if self._board is None and report.code not in REQUESTED_EXITS:
-            self._exit_with_verdict(report)
+        if verdict := self._find_verdict(report):
+            self._exit_with_verdict(verdict)
         own_exit = RankExit(environment.rank(), report.summary, report.code)
         board, first_exit = self._board, own_exit
         if board is not None:
@@ -279,15 +282,16 @@ class ProcessLifecycle:
             time.sleep(2.5 * POLL_S)
         _end_process(report.code)
 
-    def _exit_with_verdict(self, report: ErrorReport, lost: int = 0) -> None:
-        """Ends a rank of a run that cannot start on all hosts; the first rank says why.
-
-        Returns if there is no verdict, as in a run on one host.
-        """
+    def _find_verdict(self, report: ErrorReport, lost: int = 0) -> Verdict | None:
+        """Why the run cannot start on all hosts; None if there is no verdict, as on one host."""
+        if self._board is not None or report.code in REQUESTED_EXITS:
+            return None
         problems = report.problems or [report.traceback + (report.text or report.summary)]
         verdict = self.roll_call.report(problems, report.code, lost)
-        if verdict is None or not verdict.text:
-            return
+        return verdict if verdict is not None and verdict.text else None
+
+    def _exit_with_verdict(self, verdict: Verdict) -> NoReturn:
+        """Ends a rank of a run that cannot start on all hosts; the first rank says why."""
         text = output.with_rank_prefix(verdict.text)
         (output.print_error if environment.rank() == 0 else rank_log.note)(text)
         output.write_torchelastic_error_file(text)
@@ -416,7 +420,7 @@ class ProcessLifecycle:
         if lost and self._exit_lock.acquire(blocking=False):
             text = Problem("ssh-ended", missing=launched_hosts.describe(lost)).render()
             report = ErrorReport("lost a host", ExitCode.HOSTS_DIFFER, text)
-            self._exit_with_verdict(report, lost=len(lost))
+            self._find_verdict(report, lost=len(lost))
             self._exit_as_cause(report)
 
     def _check_peers(self) -> RankExit | None:

@@ -41,9 +41,9 @@ SLICE_S = 1.0
 """Time after which a wait inside torch returns to Python, where a signal may be waiting."""
 FAILURE_GRACE_S = 15.0
 """Time for further ranks to come once one has said that it cannot start."""
-REPORT_S = 45.0
+REPORT_S = 30.0
 """Longest wait of a rank that cannot start for a verdict that includes its reason."""
-ANSWER_S = 45.0
+ANSWER_S = 90.0
 """Longest wait for the answers of the hosts: a file system may show a file late."""
 GOODBYE_S = 20.0
 """How long the first rank keeps the store for ranks that have yet to read the verdict."""
@@ -81,7 +81,7 @@ class RollCall:
         """Whether there is a verdict, or no way to get one."""
         self._verdict: Verdict | None = None
         self._facts: dict[str, Mapping[str, str]] = {}
-        self._is_attended = False
+        self._takes_part = False
         self._store: Store | None = None
         self._leader: _Leader | None = None
         self._counted: set[str] = set()
@@ -110,7 +110,6 @@ class RollCall:
         """
         if environment.world_size() == 1:
             return
-        self._is_attended = True
         try:
             self._verdict = verdict = self._take_part(timeout.total_seconds(), meeting=meeting)
         finally:
@@ -121,7 +120,7 @@ class RollCall:
     @property
     def is_waiting(self) -> bool:
         """Whether this rank waits for other ones."""
-        return self._is_attended and not self.is_over
+        return self._takes_part and not self.is_over
 
     def report(self, problems: Sequence[str], code: int, lost: int = 0) -> Verdict | None:
         """Says why this rank, or the run, cannot start, if the other hosts do not know yet.
@@ -134,7 +133,7 @@ class RollCall:
         Returns:
             The verdict on the run; None if there is none within `REPORT_S`.
         """
-        is_cut_off = self._is_attended and self._store is None
+        is_cut_off = self._takes_part and self._store is None
         if self.is_over or is_cut_off or not environment.spans_hosts():
             return self._verdict
         try:
@@ -163,6 +162,7 @@ class RollCall:
         lost: int = 0,
         meeting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Verdict:
+        self._takes_part = True
         with meeting():
             self._store = store = _connect(timeout_s)
         rank, own = environment.rank(), secrets.token_hex(8)
@@ -238,6 +238,8 @@ class _Leader:
         if self._probe is not None and question is not None:
             views = {host: answer["view"] for host, answer in answers.items() if answer["view"]}
             found += self._probe.find_problems(question, views)
+        if silent := {*hosts.values()} - answers.keys():
+            found.append(Problem("hosts-silent", hosts=", ".join(sorted(silent)), seconds=ANSWER_S))
         verdict = judge(entries, found, absent)
         self._announce(verdict, self._tokens)
         return verdict
@@ -283,13 +285,15 @@ class _Leader:
                 failed, end = True, min(end, now + FAILURE_GRACE_S)
             if now > min(reminder, end):
                 missing = launched_hosts.describe(self._ranks(present=False))
+            if now > end and failed:
+                return None
             if now > end:
                 address = environment.rendezvous()
                 values = {"missing": missing, "size": size, "address": address}
                 return Problem("ranks-missing", seconds=timeout_s, **values)
             if now > reminder:
                 reminder += REMINDER_S
-                text = f"waiting for {missing} of {size} processes, for {now - start:.0f} s"
+                text = f"waiting for {missing} of {size} processes"
                 output.print_error(output.with_rank_prefix(text))
             time.sleep(POLL_S)
         return None
