@@ -32,6 +32,7 @@ class RankEntry:
         facts: By section and name; a rank may lack a section, which is then not compared.
         problems: Why it cannot start.
         code: Exit status that the problems have by themselves.
+        is_first: Whether it is the first rank of its host, or of a container there.
     """
 
     rank: int
@@ -39,6 +40,7 @@ class RankEntry:
     facts: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     code: int = ExitCode.FINISHED
+    is_first: bool = True
 
 
 @dataclass(frozen=True)

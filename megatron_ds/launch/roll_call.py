@@ -36,7 +36,7 @@ from megatron_ds.launch.host_differences import (
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-POLL_S = 0.05
+POLL_S = 0.01
 SLICE_S = 1.0
 """Time after which a wait inside torch returns to Python, where a signal may be waiting."""
 FAILURE_GRACE_S = 15.0
@@ -166,7 +166,8 @@ class RollCall:
         with meeting():
             self._store = store = _connect(timeout_s)
         rank, own = environment.rank(), secrets.token_hex(8)
-        entry = RankEntry(rank, socket.gethostname(), self._all_facts(), problems, code)
+        is_first, host = environment.local_rank() == 0, socket.gethostname()
+        entry = RankEntry(rank, host, self._all_facts(), problems, code, is_first)
         if rank == 0 and self._leader is None:
             self._leader = leader = _Leader(_below(own, store), self.probe)
             self._post(own, own, entry, lost)
@@ -179,7 +180,7 @@ class RollCall:
             self._post(first, own, entry, lost)
             call, is_current = _below(first, store), functools.partial(_is_leader, store, first)
             with suppress(_AnotherAttempt):
-                if environment.local_rank() == 0 and rank != 0:
+                if is_first and rank != 0:
                     question = json.loads(_wait_for(call, f"question {own}", end, is_current))
                     call.set(f"answer {own}", json.dumps(_answer(self.probe, question)))
                 text = _wait_for(call, f"verdict {own}", end, is_current)
@@ -228,18 +229,17 @@ class _Leader:
         """Waits for all ranks, and gives them the verdict."""
         absent = self._wait_for_all(timeout_s)
         entries = self._read_entries()
-        hosts = {entry.rank: entry.host for entry in entries}
         asked, question, found = time.time(), None, list[Problem]()
         if self._probe is not None and environment.spans_hosts():
             question = self._probe.ask()
-        answers = self._ask(question, {hosts[rank]: rank for rank in sorted(hosts, reverse=True)})
+        answers, silent = self._ask(question, [entry for entry in entries if entry.is_first])
         clocks = {host: float(answer["time"]) for host, answer in answers.items()}
-        found += clock_problems(asked, clocks, time.time(), hosts[0])
+        found += clock_problems(asked, clocks, time.time(), entries[0].host)
         if self._probe is not None and question is not None:
             views = {host: answer["view"] for host, answer in answers.items() if answer["view"]}
             found += self._probe.find_problems(question, views)
-        if silent := {*hosts.values()} - answers.keys():
-            found.append(Problem("hosts-silent", hosts=", ".join(sorted(silent)), seconds=ANSWER_S))
+        if silent:
+            found.append(Problem("hosts-silent", hosts=", ".join(silent), seconds=ANSWER_S))
         verdict = judge(entries, found, absent)
         self._announce(verdict, self._tokens)
         return verdict
@@ -262,18 +262,25 @@ class _Leader:
         for rank in ranks:
             self._call.set(f"verdict {self._tokens[rank]}", text)
 
-    def _ask(self, question: Any, first_of_host: Mapping[str, int]) -> dict[str, Any]:
-        """The answers of the hosts, by name."""
-        others = {host: self._tokens[rank] for host, rank in first_of_host.items() if rank}
-        for token in others.values():
-            self._call.set(f"question {token}", json.dumps(question))
-        own = next(host for host, rank in first_of_host.items() if rank == 0)
-        answers = {own: _answer(self._probe, question)}
+    def _ask(self, question: Any, firsts: Sequence[RankEntry]) -> tuple[dict[str, Any], list[str]]:
+        """The answers of the hosts by name, and the hosts that do not answer.
+
+        Containers of one host may have its name.
+        """
+        tokens, answers, silent = dict[str, str](), dict[str, Any](), list[str]()
+        for entry in firsts[1:]:
+            is_known = entry.host == firsts[0].host or entry.host in tokens
+            name = f"{entry.host} (rank {entry.rank})" if is_known else entry.host
+            tokens[name] = self._tokens[entry.rank]
+            self._call.set(f"question {tokens[name]}", json.dumps(question))
+        answers[firsts[0].host] = _answer(self._probe, question)
         end = time.monotonic() + ANSWER_S
-        for host, token in others.items():
-            with suppress(RuntimeError):  # it has failed since
-                answers[host] = json.loads(_wait_for(self._call, f"answer {token}", end))
-        return answers
+        for name, token in tokens.items():
+            try:
+                answers[name] = json.loads(_wait_for(self._call, f"answer {token}", end))
+            except RuntimeError:  # it has failed since
+                silent.append(name)
+        return answers, silent
 
     def _wait_for_all(self, timeout_s: float) -> Problem | None:
         """Waits until all ranks are there, or some cannot start and no others come."""
