@@ -11,14 +11,24 @@ from collections.abc import Callable, Sequence
 
 from megatron_ds import schedule_validation
 from megatron_ds.cli import config_file
-from megatron_ds.cli.command import HELP, HELP_ALL, build, fail, print_completion, print_warning
+from megatron_ds.cli.command import (
+    HELP,
+    HELP_ALL,
+    build,
+    fail,
+    listing,
+    print_completion,
+    print_warning,
+    render,
+)
 from megatron_ds.cli.flags import PROGRAM, training_flags
 from megatron_ds.cli.help import training_help
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem
-from megatron_ds.launch.environment import version_text
+from megatron_ds.launch.exit_codes import SettingsRejected
 from megatron_ds.launch.liveness import find_launchers
+from megatron_ds.launch.software import version_text
 
 VERSION = "--version"
 FIRST_RANK_TIMEOUT_S = 10.0
@@ -90,14 +100,17 @@ def parse(
     complete: Complete | None = None,
     check: Check | None = None,
     program: str = PROGRAM,
+    raises: bool = False,
 ) -> Config:
     """Read the configuration of a command line; see `build_config`.
 
     Args:
         rank: Only rank 0 prints.
         program: Name for messages.
+        raises: Raise the problems instead of printing them, for a message about all hosts.
 
     Raises:
+        SettingsRejected: If there are problems, and `raises`.
         SystemExit: With status 0 after --help, --version, --print-completion or --print-config;
             with status 2 after all problems are printed.
     """
@@ -117,6 +130,9 @@ def parse(
     config, problems = build_config(
         argv, world_size=world_size, warn=warn, complete=complete, check=check
     )
+    if problems and raises:
+        rendered = [render(problem, table) for problem in problems]
+        raise SettingsRejected(listing(problems, table), rendered)
     if problems:
         reports = rank == 0 or _first_rank_is_silent()
         fail(problems, table, rank=0 if reports else rank)

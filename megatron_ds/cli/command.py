@@ -150,11 +150,15 @@ def print_completion(
 def fail(problems: Sequence[str], table: FlagTable, *, rank: int = 0) -> NoReturn:
     """Print the problems of a command line on rank 0 and exit."""
     if rank == 0:
-        count = counted(len(problems), "problem")
-        lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
-        title = f"{table.program}: {count} with the settings (--help lists the flags):"
-        print(f"{title}\n{lines}", file=sys.stderr, flush=True)
+        print(f"{table.program}: {listing(problems, table)}", file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_SETTINGS))
+
+
+def listing(problems: Sequence[str], table: FlagTable) -> str:
+    """The problems of a command line, one a line."""
+    count = counted(len(problems), "problem")
+    lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
+    return f"{count} with the settings (--help lists the flags):\n{lines}"
 
 
 def render(problem: str, table: FlagTable) -> str:

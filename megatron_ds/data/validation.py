@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
+import xxhash
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.problems import Problem, UserError
@@ -64,17 +65,32 @@ class DataFiles:
         self.checked_vocab_size: int | None = None
         self.open = functools.cache(functools.partial(IndexedDataset, cache=self.cache))
 
-    def identities(self) -> Iterator[tuple[str, str]]:
-        """Each source of the data, and what identifies its files, which may be in any folder."""
+    def identities(self, *, reads: bool = False) -> Iterator[tuple[str, str]]:
+        """What identifies the sources of the data and their files, which may be in any folder.
+
+        Args:
+            reads: Identify files by blocks of their contents too, and not only by their sizes.
+        """
         for group in self.groups:
             for number, source in enumerate(group.sources, 1):
-                file = self.open(source.prefix)
-                sizes = file.sizes
                 name, weight = os.path.basename(source.prefix), source.given_weight
-                files = f"{name}.bin ({sizes[0]} bytes) and {name}.idx ({sizes[1]} bytes)"
-                value = f"{files}, weight {weight}, documents {source.documents.text}"
-                value += file.version and f", version {file.version}"
+                value = f"{name}, weight {weight}, documents {source.documents.text}"
                 yield f"source {number} of {group.flag} ({group.split} {group.name})", value
+        for number, prefix in enumerate(self.prefixes, 1):
+            file = self.open(prefix)
+            value = f"{file.sizes[0]} and {file.sizes[1]} bytes"
+            if file.version:  # of a store, which has given all hosts the same content with it
+                value = f"{value}, version {file.version}"
+            elif reads:
+                value = f"{value} with content {self._content_digest(prefix)}"
+            yield f"{os.path.basename(prefix)} (.bin and .idx, file {number})", value
+
+    def _content_digest(self, prefix: str) -> str:
+        """A digest of the blocks of a file that the checks read, and of the ends of its index."""
+        file = self.open(prefix)
+        ends = file.lengths[:BLOCK_TOKENS], file.lengths[-BLOCK_TOKENS:]
+        parts = (*ends, _probe(file, self.probed_blocks))
+        return xxhash.xxh3_64(b"".join(part.tobytes() for part in parts)).hexdigest()
 
     def with_text(self, group: DatasetGroup) -> DatasetGroup:
         """The group without files of which --split gives no text to validation or test.

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_ds.cli import arguments
+from megatron_ds.cli.arguments import Warn
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.dataset_request import DatasetRequest
@@ -57,23 +58,20 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
     plans: list[loading.LoadPlan] = []
     opened: list[RunInputs | None] = []
 
-    def complete(
-        config: Config, world_size: int, warn: Callable[[str], None]
-    ) -> tuple[Config, list[Problem]]:
+    def complete(config: Config, size: int, warn: Warn) -> tuple[Config, list[Problem]]:
         """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
         config = dataclasses.replace(config, custom_parts=extensions.custom_parts())
-        config, plan, problems = loading.complete(config, world_size, warn)
+        config, plan, problems = loading.complete(config, size, warn)
         plans.append(plan)
         return config, problems
 
-    def check(
-        config: Config, world_size: int, is_sound: bool, warn: Callable[[str], None]
-    ) -> list[Problem]:
+    def check(config: Config, size: int, is_sound: bool, warn: Warn) -> list[Problem]:
         """Checks files and machine; imported here, after --help has been answered."""
-        from megatron_ds.training import preflight
+        from megatron_ds.training import preflight, rank_settings
 
-        problems, inputs = preflight.check(config, plans[0], world_size, is_sound, warn)
+        problems, inputs = preflight.check(config, plans[0], size, is_sound, warn)
         opened.append(inputs)
+        rank_settings.describe(life.roll_call, config, plans[0], None if problems else inputs)
         return [*extensions.problems(), *problems]
 
     with process_lifecycle() as life:
@@ -85,6 +83,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
             rank=environment.local_rank(),  # a file may be missing on one machine only
             complete=complete,
             check=check,
+            raises=environment.spans_hosts(),
         )
         if config.runtime.dry_run is not None:
             _print_plan(config, config.runtime.dry_run)

@@ -5,12 +5,11 @@ It also chooses the threads of this process, for torch on the host and DeepSpeed
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -23,9 +22,11 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.launch import cpp_ops, environment, liveness
 from megatron_ds.launch.device import device_index
 from megatron_ds.launch.environment import rank, world_size
+from megatron_ds.launch.host_differences import DEVICES
 from megatron_ds.launch.host_variables import HostVariables, find_missing
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
 from megatron_ds.launch.output import warn_on_rank
+from megatron_ds.launch.roll_call import RollCall
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,9 @@ class ProcessContext:
 
 
 def init_distributed(
-    config: RuntimeConfig, rendezvous: AbstractContextManager[None] | None = None
+    config: RuntimeConfig,
+    rendezvous: Callable[[], AbstractContextManager[None]] = nullcontext,
+    roll_call: RollCall | None = None,
 ) -> ProcessContext:
     """Initializes the process group and selects the device.
 
@@ -64,8 +67,10 @@ def init_distributed(
     Args:
         config: Backend and timeout.
         rendezvous: Entered while this process waits for the other ones.
+        roll_call: Of the run: all ranks must pass it before they form the group.
 
     Raises:
+        HostsDiffer: If the run cannot start on all hosts.
         UserError: If the launcher set an incomplete environment, or the device does not serve.
     """
     _set_single_process_env()
@@ -88,12 +93,17 @@ def init_distributed(
         torch.use_deterministic_algorithms(True)
     index = _select_device(accelerator, backend)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    with rendezvous or nullcontext():
+    if roll_call is not None:
+        roll_call.describe(DEVICES, {"the type of devices": accelerator.device_name()})
+        roll_call.attend(timeout, rendezvous)
+    with rendezvous():
         if backend == "gloo":
             # DeepSpeed would bind the group to the device. torch then splits further groups from
             # it, which gloo cannot.
             dist.init_process_group(backend, timeout=timeout)
         deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
+    if roll_call is not None:
+        roll_call.close()
     gathered = _gather((HostLocation.here(), HostVariables.here()))
     locations = tuple(location for location, _ in gathered)
     choose_threads(locations[rank()], locations)
@@ -272,43 +282,20 @@ class ExitBoard:
         return [self._store.get(key).decode() for key in keys if self._store.check([key])], silent
 
 
-def watched_peers(context: ProcessContext) -> tuple[ExitBoard | None, dict[int, ProcessHandle]]:
-    """The exit board (None for a single process) and the other ranks of this host."""
+def watched_peers(
+    context: ProcessContext,
+) -> tuple[ExitBoard | None, dict[int, ProcessHandle], list[str]]:
+    """The exit board (None for a single process), the other ranks of this host, and all hosts."""
+    hosts = [location.name for location in context.locations]
     if context.world_size == 1:
-        return None, {}
+        return None, {}, hosts
     here = context.locations[context.rank]
-    return ExitBoard(), {
+    peers = {
         number: location.process
         for number, location in enumerate(context.locations)
         if number != context.rank and location.host == here.host
     }
-
-
-@dataclass(frozen=True)
-class Difference:
-    """An entry that the first rank and another one have with different values."""
-
-    name: str
-    rank: int
-    """The other rank."""
-    first: str | None
-    """Value of rank 0; None if it has no such entry."""
-    other: str | None
-
-
-def find_difference(entries: Mapping[str, str]) -> Difference | None:
-    """The first entry that is not the same on all ranks. Collective.
-
-    The entries themselves are only exchanged if their digests differ.
-    """
-    digests = _gather(hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).digest())
-    rank = next((number for number, each in enumerate(digests) if each != digests[0]), None)
-    if rank is None:
-        return None
-    entries_of_ranks = _gather(dict(entries))
-    first, other = entries_of_ranks[0], entries_of_ranks[rank]
-    name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
-    return Difference(name, rank, first.get(name), other.get(name))
+    return ExitBoard(), peers, hosts
 
 
 def _gather(value: T) -> list[T]:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import socket
 import sys
 import warnings
 from contextlib import suppress
@@ -68,6 +69,21 @@ def expand_variables(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
+def spans_hosts() -> bool:
+    """Whether the run has processes on other hosts; False if the launcher does not say."""
+    return world_size() > (local_world_size() or world_size())
+
+
+def host_suffix() -> str:
+    """` on HOST` for messages of a run that has several hosts; empty otherwise."""
+    return f" on {socket.gethostname()}" if spans_hosts() else ""
+
+
+def is_store_of_agent() -> bool:
+    """Whether an agent of torchrun hosts the store at the rendezvous, and not the first rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def use_device(index: int) -> None:
     """Makes DeepSpeed use a device, whose index it reads from the variables of the local rank."""
     os.environ[GIVEN_LOCAL_RANK] = str(local_rank())
@@ -121,19 +137,6 @@ def core_numbers() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
-
-
-def version_text() -> str:
-    """The versions that decide what a run computes."""
-    from importlib import metadata  # slow to import, and most programs do not need it
-
-    versions = []
-    for package in ("megatron_ds", "torch", "deepspeed"):
-        try:
-            versions.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"{package} (not installed)")
-    return ", ".join([*versions, f"Python {platform.python_version()}"])
 
 
 def limit_tokenizer_threads() -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import environment, output
-from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted, SettingsRejected
 
 COLLECTIVE_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 """Parts of the messages of torch's communication libraries."""
@@ -34,6 +34,7 @@ class ErrorReport:
         traceback: Formatted traceback, empty for users' errors.
         is_common: Whether most likely every rank has this error. Before the ranks know each other,
             only one of them then reports it.
+        problems: What the other hosts are told before the start, if that is not the message.
     """
 
     summary: str
@@ -41,6 +42,7 @@ class ErrorReport:
     text: str = ""
     traceback: str = ""
     is_common: bool = False
+    problems: Sequence[str] = ()
 
     def full_text(self) -> str:
         """Traceback and message, as printed."""
@@ -53,9 +55,14 @@ def make_report(error: BaseException) -> ErrorReport:
     """The report of any exception that ends a rank."""
     summary, message = f"failed: {_first_line(error)}", output.error_message(error)
     if isinstance(error, RunAborted):
-        return ErrorReport(f"ended: {error}", error.code, str(error), is_common=True)
+        problems = error.problems if isinstance(error, SettingsRejected) else ()
+        return ErrorReport(
+            f"ended: {error}", error.code, str(error), is_common=True, problems=problems
+        )
     if output.is_user_error(error):
-        return ErrorReport(summary, ExitCode.ERROR, message, is_common=True)
+        listed = error.problems if isinstance(error, UserError) else ()
+        problems = [problem.render() for problem in listed]
+        return ErrorReport(summary, ExitCode.ERROR, message, is_common=True, problems=problems)
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return ErrorReport(f"ended with status {error.code}", ExitCode.ERROR)
     if isinstance(error, SystemExit):

@@ -6,6 +6,7 @@ a signal number, except for the two that mean exactly that signal.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -34,6 +35,10 @@ class ExitCode(IntEnum):
     HUNG = 6
     """A rank made no progress for --hang-timeout."""
 
+    HOSTS_DIFFER = 7
+    """The hosts of a run have different settings, software, files, folders, devices or clocks, or
+    some of them cannot start; nothing was trained."""
+
     INTERRUPTED = 130
     """Stopped by SIGINT, with the state saved once training had started."""
 
@@ -52,3 +57,16 @@ class RunAborted(Exception):
     def __init__(self, message: str, code: ExitCode) -> None:
         super().__init__(message)
         self.code = code
+
+
+class SettingsRejected(RunAborted):
+    """Ends a rank whose settings contradict each other or the files.
+
+    Args:
+        message: With all problems.
+        problems: The problems alone.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str]) -> None:
+        super().__init__(message, ExitCode.BAD_SETTINGS)
+        self.problems = problems

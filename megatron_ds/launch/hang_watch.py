@@ -21,11 +21,11 @@ from typing import Any, TextIO
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch import environment
 from megatron_ds.launch.distributed import ExitBoard
+from megatron_ds.launch.launched_hosts import SHOWN_RANKS, ranks_text
 
 EXCHANGE_S = 5.0
 """Time for all ranks to report where they are when one of them is overdue."""
 SHOWN_COLLECTIVES = 10
-SHOWN_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -163,14 +163,6 @@ def _describe(entry: Mapping[str, Any], ranks: Mapping[str, list[int]]) -> str:
     pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     shapes = "".join(f", {dtype} {size}" for dtype, size in pairs)
     return f"{kind} number {number} of {group}{shapes}"
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Such as `rank 3`, or `ranks 0, 1, 2`; of many ranks the first ones."""
-    listed = sorted(ranks)
-    shown = ", ".join(map(str, listed[:SHOWN_RANKS]))
-    more = f" and {len(listed) - SHOWN_RANKS} more" if len(listed) > SHOWN_RANKS else ""
-    return f"rank{'s' if len(listed) > 1 else ''} {shown}{more}"
 
 
 def exchange_reports(

@@ -11,16 +11,13 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_ds.launch import environment, liveness
+from megatron_ds.launch import environment, launched_hosts, liveness
 
 PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "MEGATRON_DS_", "HF_", "WANDB_", "PYTORCH_", "TRITON_"),
     *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "DS_ACCELERATOR"),
 )
 """The beginnings of the names that change what a run does, or where it reads and writes."""
-SSH_CLIENTS = ("pdsh", "pdsh.bin", "ssh")
-AGENT_ARGUMENTS = ("--world_info=", "--master_addr=", "--master_port=")
-"""Of a DeepSpeed agent, which tell the runs of a host apart."""
 SHOWN_HOSTS = 3
 
 
@@ -78,17 +75,8 @@ def _relevant(names: frozenset[str]) -> frozenset[str]:
 def _launcher_names() -> frozenset[str]:
     """Variables of the client of ssh, on this host, that started this rank's DeepSpeed agent.
 
-    It has those of the `deepspeed` command, and that of the agent among its arguments. Empty if
-    there is none: the command runs on another host, or started the agent without ssh.
+    It has those of the `deepspeed` command. Empty if there is none: the command runs on another
+    host, or started the agent without ssh.
     """
-    launchers = liveness.find_launchers()
-    agent = liveness.command_of(launchers[0].pid) if len(launchers) == 1 else []
-    key = [word for word in agent if word.startswith(AGENT_ARGUMENTS)]
-    if len(key) < len(AGENT_ARGUMENTS):
-        return frozenset()
-    for folder in liveness.PROC.glob("[0-9]*"):
-        program, *words = liveness.command_of(int(folder.name)) or [""]
-        line = " ".join(words)
-        if os.path.basename(program) in SSH_CLIENTS and all(word in line for word in key):
-            return liveness.initial_environment(int(folder.name))
-    return frozenset()
+    pids = launched_hosts.ssh_clients()
+    return liveness.initial_environment(min(pids)) if pids else frozenset()

@@ -29,21 +29,20 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import queue
 import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import Enum
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from megatron_ds.config.problems import Problem, catalogue
-from megatron_ds.launch import environment, error_report, output, rank_log
+from megatron_ds.launch import environment, error_report, launched_hosts, output, rank_log
 from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.error_report import ErrorReport
 from megatron_ds.launch.exit_codes import ExitCode
@@ -54,6 +53,8 @@ from megatron_ds.launch.hang_watch import (
     exchange_reports,
     hang_problem,
 )
+from megatron_ds.launch.host_differences import Verdict
+from megatron_ds.launch.launched_hosts import HostWatch
 from megatron_ds.launch.liveness import (
     ProcessHandle,
     RankExit,
@@ -61,8 +62,8 @@ from megatron_ds.launch.liveness import (
     find_dead_peer,
     find_launchers,
 )
-
-Result = TypeVar("Result")
+from megatron_ds.launch.roll_call import RollCall
+from megatron_ds.launch.time_limits import call_with_timeout, wait_until
 
 POLL_S = 0.5
 """Interval at which the other processes are checked."""
@@ -79,9 +80,8 @@ SECOND_SIGINT_S = 1.0
 by the terminal to all processes and passed on by the launcher."""
 REQUESTED_EXITS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 """Statuses of requested exits, for which no rank is blamed."""
-STORE_LOST = RankExit(
-    0, "or its launcher has exited: the store of the run does not answer", ExitCode.PEER_LOST
-)
+STORE_GONE = "or its launcher has exited: the store of the run does not answer"
+STORE_LOST = RankExit(0, STORE_GONE, ExitCode.PEER_LOST, host="")
 
 
 class StopReason(Enum):
@@ -141,6 +141,8 @@ class ProcessLifecycle:
 
     def __init__(self) -> None:
         self.stop_request = StopRequest()
+        self.roll_call = RollCall()
+        """Of the ranks, before they know each other."""
         self.hang_watch = HangWatch()
         """Replaced before the ranks know each other, if the run has --hang-timeout."""
         self.started_at = time.monotonic()
@@ -148,7 +150,9 @@ class ProcessLifecycle:
         self._starting = True
         self._saves = False
         self._launchers = find_launchers()
+        self._host_watch = HostWatch()
         self._peers: Mapping[int, ProcessHandle] = {}
+        self._hosts: Sequence[str] = ()
         self._board: ExitBoard | None = None
         self._peer_exit: RankExit | None = None
         self._peer_exit_at = 0.0
@@ -195,14 +199,17 @@ class ProcessLifecycle:
         with output.calling_after(end, self._end_rendezvous, timeout), waiting:
             yield
 
-    def on_group_joined(self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle]) -> None:
+    def on_group_joined(
+        self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle], hosts: Sequence[str]
+    ) -> None:
         """Starts watching the other ranks.
 
         Args:
             board: Exit board of all ranks; None for a run of one process.
             peers: The other ranks of this host.
+            hosts: Names of the hosts, by rank.
         """
-        self._board, self._peers = board, peers
+        self._board, self._peers, self._hosts = board, peers, hosts
         if board is not None:
             self._board_thread = threading.Thread(
                 target=self._watch_board, args=(board,), daemon=True
@@ -236,26 +243,31 @@ class ProcessLifecycle:
         if is_exit and (self._finished.is_set() or self._board is None):
             raise error
         self._interruptible_pid = 0
+        report = error_report.make_report(error)
+        if isinstance(error, _StartupInterrupted):
+            report = _startup_report(error.reason)
+        self._find_verdict(report)  # which may take long: a signal still ends the process
         self._exit_lock.acquire()  # blocks if the monitor thread is already ending the process
         _ignore_signals()
         failed_peer = self._find_failed_peer(error)
         if failed_peer is not None:
             self._exit_after_peer(failed_peer)
-        if isinstance(error, _StartupInterrupted):
-            self._exit_as_cause(_startup_report(error.reason))
-        self._exit_as_cause(error_report.make_report(error))
+        self._exit_as_cause(report)
 
     def _end_rendezvous(self, timeout: timedelta) -> None:
         if self._exit_lock.acquire(blocking=False):
+            self.roll_call.is_over = True
             error = f"nothing there answered as a run of this program within {timeout}"
             self._exit_as_cause(error_report.rendezvous_report(error))
 
     def _exit_as_cause(self, report: ErrorReport) -> NoReturn:
         """Ends a rank that failed by itself."""
+        if verdict := self._find_verdict(report):
+            self._exit_with_verdict(verdict)
         own_exit = RankExit(environment.rank(), report.summary, report.code)
         board, first_exit = self._board, own_exit
         if board is not None:
-            first_exit = _call_with_timeout(lambda: board.post(own_exit), default=own_exit)
+            first_exit = call_with_timeout(lambda: board.post(own_exit), default=own_exit)
         if first_exit == own_exit:
             if board is not None or not report.is_common or environment.local_rank() == 0:
                 output.print_error(report.full_text())
@@ -263,12 +275,28 @@ class ProcessLifecycle:
                 rank_log.note(report.full_text())
             output.write_torchelastic_error_file(report.full_text())
         elif first_exit.reason != report.summary and report.code not in REQUESTED_EXITS:
-            also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.rank)
+            also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.place)
             output.print_error(output.with_rank_prefix(also.render()))
         if board is not None:
             # The store lives in rank 0's process: it must outlast the other ranks' next two polls.
             time.sleep(2.5 * POLL_S)
         _end_process(report.code)
+
+    def _find_verdict(self, report: ErrorReport, lost: int = 0) -> Verdict | None:
+        """Why the run cannot start on all hosts; None if there is no verdict, as on one host."""
+        if self._board is not None or report.code in REQUESTED_EXITS:
+            return None
+        problems = report.problems or [report.traceback + (report.text or report.summary)]
+        verdict = self.roll_call.report(problems, report.code, lost)
+        return verdict if verdict is not None and verdict.text else None
+
+    def _exit_with_verdict(self, verdict: Verdict) -> NoReturn:
+        """Ends a rank of a run that cannot start on all hosts; the first rank says why."""
+        text = output.with_rank_prefix(verdict.text)
+        (output.print_error if environment.rank() == 0 else rank_log.note)(text)
+        output.write_torchelastic_error_file(text)
+        self.roll_call.say_goodbye()
+        _end_process(ExitCode(verdict.code))
 
     def _exit_after_peer(self, peer: RankExit) -> NoReturn:
         """Ends a rank because another one exited. The first rank to do so names that one."""
@@ -276,11 +304,11 @@ class ProcessLifecycle:
             self._exit_hung(peer)
         process, board = self._peers.get(peer.rank), self._board
         if process is not None:
-            _wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
+            wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
         lost = output.with_rank_prefix(
-            Problem("peer-lost", peer=peer.rank, reason=peer.reason).render()
+            Problem("peer-lost", peer=peer.place, reason=peer.reason).render()
         )
-        is_first = board is None or _call_with_timeout(board.is_first_report, default=True)
+        is_first = board is None or call_with_timeout(board.is_first_report, default=True)
         (output.print_error if is_first else rank_log.note)(lost)
         _end_process(ExitCode(peer.code) if peer.code in REQUESTED_EXITS else ExitCode.PEER_LOST)
 
@@ -306,26 +334,26 @@ class ProcessLifecycle:
         stopped = {number for number, process in self._peers.items() if process.is_stopped()}
         found: tuple[list[HangReport], list[int]] | None = None
         if board is not None:
-            first = first or _call_with_timeout(lambda: board.post(own), default=None)
+            first = first or call_with_timeout(lambda: board.post(own), default=None)
             if first is not None and first.code != ExitCode.HUNG:
                 self._exit_after_peer(first)
             if first is not None:
                 exchange = functools.partial(
                     exchange_reports, board, report, collects=first == own, without=len(stopped)
                 )
-                found = _call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
+                found = call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
         is_first = first == own
         if found is None:  # the store does not answer: each host reports what it sees
             found = [report], sorted(stopped | ({0} if board is not None else set()))
             is_first = rank == min({rank, *self._peers} - stopped)
         reports, silent = found
         if is_first:
-            states = {number: describe_silence(self._peers.get(number)) for number in silent}
+            states = describe_silence(silent, self._peers, self._hosts)
             text = hang_problem(reports, states, watch.timeout_s or 0.0).render()
             output.print_error(output.with_rank_prefix(text))
             output.write_torchelastic_error_file(text)
         elif first is not None:
-            lost = Problem("peer-lost", peer=first.rank, reason=first.reason)
+            lost = Problem("peer-lost", peer=first.place, reason=first.reason)
             rank_log.note(output.with_rank_prefix(lost.render()))
         if rank == 0:  # the store lives in its process
             time.sleep(2.5 * POLL_S)
@@ -337,7 +365,7 @@ class ProcessLifecycle:
         """The rank whose exit made a collective of this one fail; None if the error is our own."""
         if not error_report.is_collective_error(error):
             return None
-        _wait_until(lambda: self._check_peers() is not None, BLAME_TIMEOUT_S)
+        wait_until(lambda: self._check_peers() is not None, BLAME_TIMEOUT_S)
         return self._peer_exit or (STORE_LOST if self._store_lost else None)
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -356,6 +384,7 @@ class ProcessLifecycle:
             with self._checks:
                 if not self._finished.is_set():
                     self._check_launchers()
+                    self._check_hosts()
                     self._check_peers()
                     self._check_hang()
                     self._kill_if_stuck()
@@ -385,6 +414,15 @@ class ProcessLifecycle:
                 output.print_error(output.with_rank_prefix(Problem("launcher-lost").render()))
                 _end_process(ExitCode.PEER_LOST)
 
+    def _check_hosts(self) -> None:
+        """Ends the run if the launcher has lost a host before its ranks have come."""
+        lost = self._host_watch.find_lost_ranks() if self.roll_call.is_waiting else []
+        if lost and self._exit_lock.acquire(blocking=False):
+            text = Problem("ssh-ended", missing=launched_hosts.describe(lost)).render()
+            report = ErrorReport("lost a host", ExitCode.HOSTS_DIFFER, text)
+            self._find_verdict(report, lost=len(lost))
+            self._exit_as_cause(report)
+
     def _check_peers(self) -> RankExit | None:
         """The exit of another rank, as far as this one knows."""
         board = self._board
@@ -392,7 +430,7 @@ class ProcessLifecycle:
             dead = find_dead_peer(self._peers)
             if dead is not None:
                 # The dead rank may have posted its reason, or another one may have exited first.
-                posted = _call_with_timeout(board.read, default=None)
+                posted = call_with_timeout(board.read, default=None)
                 self._record_peer_exit(posted or dead)
         return self._peer_exit
 
@@ -441,31 +479,6 @@ def process_lifecycle() -> Iterator[ProcessLifecycle]:
         yield lifecycle
     except BaseException as error:
         lifecycle.exit_with_error(error)
-
-
-def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def _call_with_timeout(
-    function: Callable[[], Result], *, default: Result, timeout_s: float = 1.0
-) -> Result:
-    """Calls a function of the store, which may fail or never return."""
-    results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-
-    def run() -> None:
-        with suppress(RuntimeError, OSError):
-            results.put(function())
-            return
-        results.put(default)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        return results.get(timeout=timeout_s)
-    except queue.Empty:
-        return default
 
 
 def _ignore_signals() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.launch.environment import core_numbers
+from megatron_ds.launch.environment import core_numbers, host_suffix
 from megatron_ds.launch.exit_codes import ExitCode
 
 PROC = Path("/proc")
@@ -106,11 +106,18 @@ class RankExit:
         rank: Global rank.
         reason: What happened to it: `failed: ...`, `was killed by ...`.
         code: Exit status.
+        host: ` on HOST`, if the run has several.
     """
 
     rank: int
     reason: str
     code: int
+    host: str = field(default_factory=host_suffix)
+
+    @property
+    def place(self) -> str:
+        """Rank and host, for messages."""
+        return f"{self.rank}{self.host}"
 
 
 def find_dead_peer(peers: Mapping[int, ProcessHandle]) -> RankExit | None:
@@ -140,32 +147,55 @@ def describe_death(process: ProcessHandle) -> str:
     return f"(process {process.pid}) {known}. {Problem('out-of-host-memory')}"
 
 
-def describe_silence(process: ProcessHandle | None) -> str:
-    """Describes a rank that does not answer.
+def describe_silence(
+    ranks: Iterable[int], peers: Mapping[int, ProcessHandle], hosts: Sequence[str]
+) -> dict[int, str]:
+    """Describes ranks that do not answer.
 
     Args:
-        process: Of the rank; None on another host.
+        ranks: Their numbers.
+        peers: Processes of the ranks of this host.
+        hosts: Names of the hosts, by rank.
     """
-    if process is None:
-        return "does not answer: its process is stopped, or its host cannot be reached"
-    if process.is_stopped():
-        return f"(process {process.pid}) is stopped (SIGSTOP), and does not answer"
-    return f"(process {process.pid}) does not answer"
+    found = {}
+    for rank in ranks:
+        process, host = peers.get(rank), hosts[rank]
+        if process is None:
+            found[rank] = f"on {host} does not answer: it is stopped, or {host} cannot be reached"
+        else:
+            stopped = " is stopped (SIGSTOP), and" if process.is_stopped() else ""
+            found[rank] = f"(process {process.pid}){stopped} does not answer"
+    return found
 
 
 def find_launchers() -> tuple[ProcessHandle, ...]:
     """The launcher processes of this rank, which must exit when they do.
 
     The `deepspeed` command has two: a wrapper, which the user sees and signals, and an agent below
-    it, which does not notice the wrapper's death. Other parents (a shell, a scheduler's step) are
-    not launchers: they may exit while their program continues.
+    it, which does not notice the wrapper's death. On other hosts the session of sshd, in which the
+    agent was started, ends with it. Other parents (a shell, a scheduler's step) are not launchers:
+    they may exit while their program continues.
     """
     parent = os.getppid()
-    if _runs(parent, (DEEPSPEED_AGENT,)):
+    if runs(parent, (DEEPSPEED_AGENT,)):
         above = parent_of(parent) or 0
-        pids = (parent, above) if _runs(above, DEEPSPEED_WRAPPERS) else (parent,)
+        found = above if runs(above, DEEPSPEED_WRAPPERS) else _ssh_session(above)
+        pids = (parent, found) if found else (parent,)
         return tuple(ProcessHandle.of(pid) for pid in pids)
-    return (ProcessHandle.of(parent),) if _runs(parent, TORCHRUN) else ()
+    return (ProcessHandle.of(parent),) if runs(parent, TORCHRUN) else ()
+
+
+def _ssh_session(pid: int) -> int | None:
+    """The session of sshd that started a process as its command, or as its shell's."""
+    shell = command_of(pid)
+    if len(shell) > 1 and shell[1] == "-c":
+        pid = parent_of(pid) or 0
+    return pid if command_of(pid)[0:1] and command_of(pid)[0].startswith("sshd") else None
+
+
+def runs(pid: int, programs: tuple[str, ...]) -> bool:
+    """Whether a process runs one of some programs, or a module of such a name."""
+    return any(Path(word).name in programs for word in command_of(pid)[:LAUNCHER_ARGUMENTS])
 
 
 def parent_of(pid: int) -> int | None:
@@ -188,10 +218,6 @@ def command_of(pid: int) -> list[str]:
         line = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace")
         return line.rstrip("\0").split("\0")
     return []
-
-
-def _runs(pid: int, programs: tuple[str, ...]) -> bool:
-    return any(Path(word).name in programs for word in command_of(pid)[:LAUNCHER_ARGUMENTS])
 
 
 def _stat(pid: int) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import program_start
-from megatron_ds.launch.environment import local_rank, rank, world_size
+from megatron_ds.launch.environment import host_suffix, local_rank, rank, world_size
 from megatron_ds.launch.exit_codes import ExitCode
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -119,8 +119,8 @@ def waiting_for(what: str, patience: float = 1.0) -> AbstractContextManager[None
 
 
 def with_rank_prefix(text: str) -> str:
-    """Prepends the program and, if there are several ranks, the rank to a message."""
-    prefix = "" if world_size() == 1 else f"rank {rank()}: "
+    """Prepends the program and, if there are several ranks or hosts, rank and host to a message."""
+    prefix = "" if world_size() == 1 else f"rank {rank()}{host_suffix()}: "
     return f"{Path(sys.argv[0]).name}: {prefix}{text}"
 
 

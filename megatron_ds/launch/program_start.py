@@ -7,11 +7,14 @@ Called before the imports that take seconds, or that fail without the environmen
 import importlib.util
 import os
 import signal
+import socket
 import sys
 
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ("numpy", "rich", "safetensors", "tokenizers", "torch", "xxhash", "yaml")
 """Packages of the environment that every program finds there."""
+SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables of launchers with the number of processes."""
 
 
 def begin() -> None:
@@ -40,8 +43,14 @@ def find_problem() -> str:
         return f"needs Python {needed} or newer; {sys.executable} is Python {version}. {_remedy()}"
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{sys.executable} lacks the packages {', '.join(missing)}. {_remedy()}"
+        return f"{sys.executable}{_host()} lacks the packages {', '.join(missing)}. {_remedy()}"
     return ""
+
+
+def _host() -> str:
+    """The host of one of several processes."""
+    is_single = all(os.environ.get(name, "1") == "1" for name in SIZES)
+    return "" if is_single else f" on {socket.gethostname()}"
 
 
 def _remedy() -> str:

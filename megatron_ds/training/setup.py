@@ -44,7 +44,6 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import planned_memory
 from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.train_state import TrainState
-from megatron_ds.training import rank_settings
 from megatron_ds.training.events import EventLog
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.extensions import Extensions
@@ -95,12 +94,12 @@ def pretrain(
     settings, config = config, config.with_vocab(inputs.tokenizer.vocab_size)
     require_precision(config.precision)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
-    context = distributed.init_distributed(config.runtime, life.rendezvous(timeout))
+    meeting = functools.partial(life.rendezvous, timeout)
+    context = distributed.init_distributed(config.runtime, meeting, life.roll_call)
     folder = config.logging.log_dir or inputs.plan.folders.local_save or Path()
     limit = config.runtime.hang_timeout
     life.hang_watch = HangWatch(limit, timeout.total_seconds(), Path(folder))
     life.on_group_joined(*distributed.watched_peers(context))
-    rank_settings.require_equal(config, inputs)
     startup.mark("process group")
     ranks, folders, events = CollectiveIO(), inputs.plan.folders, EventLog(output.print_on_rank)
     with (

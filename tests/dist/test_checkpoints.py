@@ -5,9 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import io
-import itertools
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +24,7 @@ from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import check_names, read_manifest
 from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.config import CheckpointConfig
-from megatron_ds.config.problems import UserError
 from megatron_ds.engine.deepspeed import checkpoint_io
-from megatron_ds.fileio import visibility
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.tokenizer import TokenizerFingerprint
 from megatron_ds.train_state import TrainState
@@ -52,8 +48,6 @@ class Seen:
     read_during_save: list[str]
     read_to_select: list[str]
     loaded: TrainState | None
-    refusals: list[str]
-    """Codes and texts of the problems of folders that the ranks do not share."""
 
 
 Saved = tuple[Path, list[Seen]]
@@ -73,8 +67,7 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     config = dataclasses.replace(config, checkpoint=options)
     engine = build(config, meshes[1])
     ranks = CollectiveIO()
-    refusals = _claim_own_folders(rank, Path(folder), ranks)
-    _show_late(rank)
+    _claim_a_folder_that_cannot_be_created(Path(folder), ranks)
     with claimed_folders(RunFolders.local(options), ranks, print):
         assert all(ranks.run_on_all((Path(folder) / LOCK).exists))
     fingerprint = TokenizerFingerprint("Kind", {}, vocab_size=2, eod=1)
@@ -101,46 +94,19 @@ def _save_and_load(rank: int, folder: str) -> Seen:
     seconds, read = time.monotonic() - start, sorted(opened)
     opened.clear()
     found = manager.select()
-    return Seen(seconds, read, sorted({*opened}), found and manager.load(engine, found), refusals)
+    return Seen(seconds, read, sorted({*opened}), found and manager.load(engine, found))
 
 
-def _claim_own_folders(rank: int, folder: Path, ranks: CollectiveIO) -> list[str]:
-    """Names a folder relative to working directories that differ, like disks of two hosts."""
-    place = folder.with_name(f"host{rank}")
-    (place / "other").mkdir(parents=True)
-    refusals = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(place)
-        patch.setattr(visibility, "VISIBLE_WITHIN_S", 0.2)
-        for options in (CheckpointConfig(save="saved"), CheckpointConfig(load="other")):
-            folders = RunFolders.local(options)
-            with pytest.raises(UserError) as raised, claimed_folders(folders, ranks, print):
-                pass
-            (problem,) = raised.value.problems
-            refusals.append(problem.render())
-        uncreatable = CheckpointConfig(save=f"{place.with_name('host0')}/file/saved")
-        (place / "file").touch()
-        with (
-            raises_problem("save-folder-not-created", "save"),
-            claimed_folders(RunFolders.local(uncreatable), ranks, print),
-        ):
-            pass
-        (place / "file").unlink()
-        assert sorted(path.name for path in place.rglob("*")) == ["other", *["saved"][rank:]]
-    return refusals
-
-
-def _show_late(rank: int) -> None:
-    """The first looks of the second rank at a new file fail."""
-    looks = itertools.count()
-    read = Path.read_bytes
-
-    def read_late(path: Path) -> bytes:
-        if rank == 1 and path.name.startswith(".shared-") and next(looks) < 3:
-            raise FileNotFoundError(path)
-        return read(path)
-
-    Path.read_bytes = read_late  # type: ignore[method-assign]
+def _claim_a_folder_that_cannot_be_created(folder: Path, ranks: CollectiveIO) -> None:
+    """Every rank has the first one's error."""
+    file = folder.with_name("file")
+    ranks.run_on_rank0(file.touch)
+    options = CheckpointConfig(save=str(file / "saved"))
+    with (
+        raises_problem("save-folder-not-created", "save"),
+        claimed_folders(RunFolders.local(options), ranks, print),
+    ):
+        pass
 
 
 def _hide_from_listings(name: str) -> None:
@@ -199,21 +165,6 @@ def test_one_rank_judges_a_checkpoint_and_each_verifies_what_it_loads(saved: Sav
         *("manifest.json", "mp_rank_00_model_states.pt", "run.json", "vocab.txt", own)
     }
     assert second.read_to_select == ["run.json", OF_RANK_1]
-
-
-def test_folders_that_ranks_do_not_share_are_rejected(saved: Saved) -> None:
-    """And one that shows a new file late is not."""
-    folder, ranks = saved
-    for flag, name, text in zip(
-        ("--save", "--load"), ("saved", "other"), ranks[0].refusals, strict=True
-    ):
-        assert f"{flag} {name} " in text
-        assert text.endswith("[folder-not-shared]")
-        first, other = (folder.with_name(f"host{rank}") / name for rank in range(2))
-        assert f"({first} on {socket.gethostname()})" in text
-        assert f"to rank 1 ({other} on " in text
-    assert ranks[1].refusals == ranks[0].refusals
-    assert not list(folder.glob(".shared-*"))
 
 
 def test_a_disk_slower_than_the_timeout_of_collectives_does_not_end_the_run(saved: Saved) -> None:

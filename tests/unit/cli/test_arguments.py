@@ -14,7 +14,8 @@ from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import ESSENTIAL, training_help
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.launch.environment import version_text
+from megatron_ds.launch.exit_codes import SettingsRejected
+from megatron_ds.launch.software import version_text
 from tests.problems import codes, printed_codes
 
 REPOSITORY = Path(__file__).parents[3]
@@ -54,6 +55,19 @@ def test_unreadable_option_is_not_reported_as_missing(line: str, field: str) -> 
     required = [problem.fields for problem in problems_of(line) if problem.code == "required"]
     assert required
     assert (field,) not in required
+
+
+def test_problems_are_raised_for_a_message_about_all_hosts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SettingsRejected) as raised:
+        parse([*BASE.split(), "--seed=-1"], raises=True)
+    printed = f"{raised.value}\n"
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(SystemExit):
+        parse([*BASE.split(), "--seed=-1"])
+    assert capfd.readouterr().err == f"pretrain_gpt.py: {printed}"
+    assert [f"  - {problem}" for problem in raised.value.problems] == printed.splitlines()[1:]
 
 
 def test_value_is_checked_next_to_a_misspelt_flag() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch.error_report import is_collective_error, make_report
-from megatron_ds.launch.exit_codes import ExitCode, RunAborted
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted, SettingsRejected
 from tests.problems import printed_codes
 
 
@@ -19,6 +19,7 @@ def _rank_2_of_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["folder/pretrain_gpt.py"])
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "2")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
 def raised(error: BaseException) -> BaseException:
@@ -42,6 +43,20 @@ def test_expected_end_is_reported_without_traceback(
     report = make_report(raised(error))
     assert report.code == code
     assert report.full_text() == f"pretrain_gpt.py: rank 2: {shown}"
+
+
+def test_problems_are_told_to_other_hosts_one_by_one() -> None:
+    several = UserError(Problem.of("a", "one\nof two lines"), Problem.of("b", "two"))
+    assert make_report(raised(several)).problems == ["one\nof two lines [a]", "two [b]"]
+    rejected = make_report(raised(SettingsRejected("a title: x", ["x"])))
+    assert (rejected.problems, rejected.code) == (["x"], ExitCode.BAD_SETTINGS)
+
+
+def test_a_run_on_several_hosts_is_named_with_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    text = make_report(raised(UserError(Problem.of("a-code", "text")))).full_text()
+    assert text == "pretrain_gpt.py: rank 2 on node7: text [a-code]"
 
 
 def test_unexpected_error_keeps_its_traceback() -> None:

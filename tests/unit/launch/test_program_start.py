@@ -48,6 +48,16 @@ def test_an_old_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Python 3.9" in program_start.find_problem()
 
 
+def test_a_process_of_several_names_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_start, "PACKAGES", ("no_such_package",))
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    for name in program_start.SIZES:
+        monkeypatch.delenv(name, raising=False)
+    assert "node7" not in program_start.find_problem()
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert " on node7 lacks the packages no_such_package" in program_start.find_problem()
+
+
 def test_programs_without_the_environment_say_so(tmp_path: Path) -> None:
     """Each in a Python without any package, from another folder."""
     for path in PROGRAMS:

@@ -304,7 +304,8 @@ def test_ranks_may_have_their_files_in_other_folders_and_nothing_else(
     def described(line: str) -> dict[str, str]:
         config = check(line)[0]
         inputs = preflight.check(config, NOTHING, 1, True, lambda _: None)[1]
-        return dict(rank_settings.described(config, inputs))
+        assert inputs is not None
+        return dict([*rank_settings.settings(config, NOTHING), *rank_settings.data(inputs)])
 
     for end in (".bin", ".idx"):
         shutil.copy(folder / f"small{end}", tmp_path)
