@@ -108,6 +108,9 @@ def prepare_environment() -> Path:
         os.environ["PATH"] = programs + os.pathsep + path
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(_ops_folder())
+    # A gloo group would connect every two ranks, with addresses that grow with the cube of the
+    # ranks: 20 MB in the store of 128. On demand it connects those that communicate.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return Path(os.environ["TORCH_EXTENSIONS_DIR"])
 
 

@@ -11,8 +11,9 @@ import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch.environment import core_numbers
@@ -96,6 +97,13 @@ class HostLocation:
             boot = (PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
         host = f"{socket.gethostname()} {boot} {namespace}"
         return cls(host, ProcessHandle.of(os.getpid()), frozenset(core_numbers()))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "cores": sorted(self.cores)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> HostLocation:
+        return cls(values["host"], ProcessHandle(**values["process"]), frozenset(values["cores"]))
 
 
 @dataclass(frozen=True)

@@ -373,7 +373,7 @@ def _build_metrics(
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     loggers: list[Logger] = []
     if context.rank == 0:
-        write, hosts = output.print_on_rank, [each.name for each in context.locations]
+        write, hosts = output.print_on_rank, [each.name for each in context.locations.values()]
         details = functools.partial(time_details, config.logging, hosts)
         loggers.append(
             ShortConsole(write, total_iterations, details)
