@@ -21,6 +21,7 @@ import os
 import stat
 import struct
 import warnings
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +98,10 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[type[IndexedDataset], tuple[str]]:
         return IndexedDataset, (self.prefix,)
+
+    def reduce_mapped(self) -> tuple[Any, ...]:
+        """As `__reduce__`, for a process that is handed the mapped files."""
+        return object.__new__, (IndexedDataset,), vars(self)
 
     def get(self, index: int) -> Tokens:
         """Tokens of a sequence, as a read-only view of the file."""

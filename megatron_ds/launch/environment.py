@@ -53,6 +53,12 @@ def local_world_size() -> int | None:
     return None
 
 
+def run_on_host() -> str:
+    """Identifies this run, in its current attempt, among the runs of a host."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return " ".join([rendezvous(), *(os.environ.get(name, "") for name in names)])
+
+
 def adopt_ranks() -> None:
     """Sets the variables of torch and DeepSpeed for a process that srun or mpirun started.
 
