@@ -33,6 +33,7 @@ from benchmarks.simulated_ranks import (
     RANKS_PER_HOST,
     RankThreads,
     count_start_calls,
+    place_of,
     say_where,
     write_shared_files,
 )
@@ -152,8 +153,8 @@ def start_messages(size: int) -> dict[str, float]:
     assert all(result is not None for result in results)
     seconds, traffic = time.perf_counter() - start, ranks.store.traffic
     row = {"ranks": size, "requests": traffic["requests"], "bytes": traffic["bytes"]}
-    # What each rank sent, received by all.
-    return row | {"bytes, all to all": traffic["bytes"] / 4 * size, "seconds": seconds}
+    message = len(json.dumps([each.to_json() for each in place_of(0)]))
+    return row | {"bytes, all to all": message * size * size, "seconds": seconds}
 
 
 def gloo_group(size: int) -> dict[str, float]:
@@ -371,6 +372,8 @@ PANELS = {
             "Bytes of logs",
             ("metrics.jsonl bytes per record", "log of rank 0, bytes"),
         ),
+        ("checkpoint and log", "Seconds of a save", ("save, seconds",)),
+        ("index", "Seconds of indexes", ("seconds",)),
         ("index", "Bytes of indexes", ("bytes", "bytes, predicted", "peak bytes of the builder")),
         ("blend", "Bytes of a blend's order", ("peak bytes", "stored bytes")),
         ("blend", "Seconds of a blend's order", ("seconds",)),
@@ -378,8 +381,12 @@ PANELS = {
 }
 
 
+DECADES = 40
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+
+
 def plot(curves: dict[str, Curve], folder: Path) -> None:
-    """Writes a picture of each group of panels; both axes are logarithmic."""
+    """Writes a picture of each group of panels."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -387,13 +394,19 @@ def plot(curves: dict[str, Curve], folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, panels in PANELS.items():
-        figure, axes = pyplot.subplots(2, 3, figsize=(11, 6), layout="constrained")
+        figure, axes = pyplot.subplots(2, len(panels) // 2, figsize=(11, 6), layout="constrained")
         for place, (key, title, columns) in zip(axes.flat, panels, strict=True):
             x_name, *_ = curve = curves[key]
             for column in columns:
-                values = [max(value, 1e-6) for value in curve[column]]
+                values = [value or float("nan") for value in curve[column]]
                 place.plot(curve[x_name], values, marker="o", markersize=3, label=column)
-            place.set(xscale="log", yscale="log", xlabel=x_name, title=title)
+            place.set(xscale="log", xlabel=x_name, title=title)
+            shown = [value for column in columns for value in curve[column] if value]
+            if max(shown) > DECADES * min(shown):
+                place.set_yscale("log")
+            else:
+                place.set_ylim(bottom=0)
+            place.minorticks_off()
             place.grid(alpha=0.3)
             if len(columns) > 1:
                 place.legend(fontsize="small")

@@ -128,10 +128,15 @@ def say_where(rank: int) -> tuple[dict[int, HostLocation], dict[str, list[str]]]
     """What a rank exchanges with the others when the process group has been initialized."""
     from megatron_ds.launch import distributed
 
+    return distributed.exchange_locations(*place_of(rank))
+
+
+def place_of(rank: int) -> tuple[HostLocation, HostVariables]:
+    """Where a rank runs: one of eight on a host of 96 cores. The first host has a variable more."""
     host = f"node{rank // RANKS_PER_HOST}"
     location = HostLocation(host, ProcessHandle(rank, "1"), frozenset(range(96)))
     names = frozenset({"HF_HOME"} if rank < RANKS_PER_HOST else {})
-    return distributed.exchange_locations(location, HostVariables(host, names, frozenset()))
+    return location, HostVariables(host, names, frozenset())
 
 
 def write_shared_files(folder: Path, sources: int) -> list[str]:
