@@ -62,7 +62,11 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         environment.adopt_ranks()
         ops = environment.prepare_environment()  # before the checks import libraries
         host = _host_reader(words)
-        config, inputs = host.read(lambda: _read_settings(words, extensions, ops))
+        config, inputs = host.read(
+            lambda: _read_settings(words, extensions, ops),
+            # The checkpoint of another program may be weights in memory.
+            may_send=lambda read: read[1] is not None and read[1].plan.imported is None,
+        )
         if config.runtime.dry_run is not None:
             _print_plan(config, config.runtime.dry_run)
             return

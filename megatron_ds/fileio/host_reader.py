@@ -62,8 +62,12 @@ class HostReader:
             with suppress(OSError):  # another run has the name: this one's processes are alone
                 self._listen()
 
-    def read(self, make: Callable[[], T]) -> T:
+    def read(self, make: Callable[[], T], may_send: Callable[[T], bool] = lambda _: True) -> T:
         """The result of `make`, which is called in the first process, and in others if need be.
+
+        Args:
+            make: Reads it.
+            may_send: Whether a result may be handed over: it is copied, but for mapped arrays.
 
         Raises:
             Exception: What `make` raises.
@@ -77,7 +81,7 @@ class HostReader:
         try:
             value = make()
             with suppress(Exception):  # of any class that cannot be pickled
-                sent = _Sent(*mapped_pickle.dumps(value))
+                sent = _Sent(*mapped_pickle.dumps(value)) if may_send(value) else None
             return value
         finally:
             with self._published:

@@ -90,10 +90,11 @@ def test_processes_read_themselves_where_nothing_is_handed_over(tmp_path: Path) 
         except ValueError as raised:
             error = str(raised)
         function = host.read(lambda: lambda: os.getpid())
-        return [error, function() == os.getpid(), host.read(lambda: rank)]
+        kept = host.read(lambda: rank, may_send=lambda value: False)
+        return [error, function() == os.getpid(), kept, host.read(lambda: rank)]
 
     results = run_processes(tmp_path / "run", 3, work)
-    assert results == [["unreadable", True, 0]] * 3
+    assert results == [["unreadable", True, rank, 0] for rank in range(3)]
 
 
 def test_a_process_with_another_command_or_without_a_first_one_reads_itself(
