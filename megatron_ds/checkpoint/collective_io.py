@@ -110,6 +110,14 @@ class CollectiveIO:
         dist.all_reduce(holds, op=dist.ReduceOp.MIN, group=self._group)
         return bool(holds)
 
+    def total(self, value: int) -> int:
+        """The sum of the values of all ranks."""
+        if self._group is None:
+            return value
+        total = torch.tensor([value])
+        dist.all_reduce(total, group=self._group)
+        return int(total)
+
     def _share_first(self, outcome: Outcome) -> Any:
         answer: list[Any] = [outcome]
         if self._group is not None:
@@ -118,14 +126,6 @@ class CollectiveIO:
         if first.error is not None:
             raise first.error.with_traceback(None)
         return first.result
-
-    def total(self, value: int) -> int:
-        """The sum of the values of all ranks."""
-        if self._group is None:
-            return value
-        total = torch.tensor([value])
-        dist.all_reduce(total, group=self._group)
-        return int(total)
 
     def _merged(self, work: RankWork, outcome: Outcome) -> Outcome:
         """On the first rank, the result of all outcomes, or the first error among them."""
