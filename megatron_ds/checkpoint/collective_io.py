@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+R = TypeVar("R")
 TIMEOUT = timedelta(hours=6)
 """Longest time that one rank may spend on files while the others wait."""
 
@@ -26,6 +28,9 @@ class RankWork:
     run: Callable[[], Any]
     on_all: bool
     """On every rank; otherwise on the first."""
+    merge: Callable[[list[Any]], Any] = list
+    """Makes one result of those of all ranks, on the first one. It is sent to every rank: without
+    it all results are, whose traffic grows with the square of the ranks."""
 
 
 class Outcome(NamedTuple):
@@ -56,11 +61,28 @@ class CollectiveIO:
         done: T = self.share(work, self.do_own(work))
         return done
 
+    def scatter_from_rank0(self, run: Callable[[], list[T]]) -> T:
+        """Runs work on the first rank, which gives each rank its result, or all its error."""
+        outcome = self.do_own(RankWork(run, on_all=False))
+        self._share_first(Outcome(error=outcome.error))
+        received: list[Any] = outcome.result
+        if self._group is not None:
+            received = [None]
+            dist.scatter_object_list(received, outcome.result, src=0, group=self._group)
+        (own,) = received
+        result: T = own
+        return result
+
+    def run_merged(self, run: Callable[[], T], merge: Callable[[list[T]], R]) -> R:
+        """Runs work on every rank; every rank returns what `merge` makes of the results on the
+        first rank, or raises the first error."""
+        work = RankWork(run, on_all=True, merge=merge)
+        done: R = self.share(work, self.do_own(work))
+        return done
+
     def run_on_all(self, run: Callable[[], T]) -> list[T]:
         """Runs work on every rank; every rank returns all results or raises the first error."""
-        work = RankWork(run, on_all=True)
-        done: list[T] = self.share(work, self.do_own(work))
-        return done
+        return self.run_merged(run, list)
 
     def do_own(self, work: RankWork) -> Outcome:
         """Does this rank's part. Local, in any thread."""
@@ -78,7 +100,7 @@ class CollectiveIO:
             work: The work, the same on every rank.
             outcome: Of this rank's part.
         """
-        return self._share_all(outcome) if work.on_all else self._share_first(outcome)
+        return self._share_first(self._merged(work, outcome) if work.on_all else outcome)
 
     def is_true_on_all(self, value: bool) -> bool:
         """Whether a condition holds on every rank."""
@@ -87,6 +109,14 @@ class CollectiveIO:
         holds = torch.tensor([value], dtype=torch.uint8)
         dist.all_reduce(holds, op=dist.ReduceOp.MIN, group=self._group)
         return bool(holds)
+
+    def total(self, value: int) -> int:
+        """The sum of the values of all ranks."""
+        if self._group is None:
+            return value
+        total = torch.tensor([value])
+        dist.all_reduce(total, group=self._group)
+        return int(total)
 
     def _share_first(self, outcome: Outcome) -> Any:
         answer: list[Any] = [outcome]
@@ -97,13 +127,27 @@ class CollectiveIO:
             raise first.error.with_traceback(None)
         return first.result
 
-    def _share_all(self, outcome: Outcome) -> list[Any]:
-        answers = [outcome] * self.world_size
-        if self._group is not None:
-            dist.all_gather_object(answers, outcome, group=self._group)
+    def _merged(self, work: RankWork, outcome: Outcome) -> Outcome:
+        """On the first rank, the result of all outcomes, or the first error among them."""
+        answers = self._gather_on_first(outcome)
         for rank, (_, error) in enumerate(answers):
             if error is not None:
                 who = f"rank {rank}: " if len(answers) > 1 else ""
                 kind = OSError if isinstance(error, OSError) else ValueError
-                raise kind(f"{who}{error}") from error
-        return [answer.result for answer in answers]
+                return Outcome(error=kind(f"{who}{error}"))
+        return Outcome(work.merge([answer.result for answer in answers])) if answers else Outcome()
+
+    def _gather_on_first(self, outcome: Outcome) -> list[Outcome]:
+        """The outcomes of all ranks on the first one, by rank; none on the others.
+
+        `dist.gather_object` would send the sizes of all to all.
+        """
+        if self._group is None:
+            return [outcome]
+        content = torch.frombuffer(bytearray(ForkingPickler.dumps(outcome)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._group)
+        padded = torch.nn.functional.pad(content, (0, int(size) - len(content)))
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)] if self.rank == 0 else []
+        dist.gather(padded, parts or None, dst=0, group=self._group)
+        return [ForkingPickler.loads(part.numpy().tobytes()) for part in parts]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 LOADED_BY = re.compile(r"(zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<model>\d+)_")
 """Ranks in the name of a file of DeepSpeed's, data-parallel and model-parallel."""
@@ -18,19 +21,17 @@ class FileAssignment:
     dp_size: int
     world_size: int
 
-    def files_of(self, names: Iterable[str], rank: int) -> list[str]:
-        """The files that a rank verifies: those that it loads, so that they are read once.
+    def by_rank(self, files: Mapping[str, T]) -> list[dict[str, T]]:
+        """The files that each rank verifies: those that it loads, so that they are read once.
 
         The load then finds them in the host's cache. Files that no rank loads are distributed.
         """
-
-        files = []
-        for index, name in enumerate(sorted(names)):
+        parts: list[dict[str, T]] = [{} for _ in range(self.world_size)]
+        for index, name in enumerate(sorted(files)):
             match = LOADED_BY.search(name)
             reader = index if match is None else self._first_reader(match)
-            if reader % self.world_size == rank:
-                files.append(name)
-        return files
+            parts[reader % self.world_size][name] = files[name]
+        return parts
 
     def is_read_by(self, name: str, rank: int) -> bool:
         """Whether a rank may load a file.

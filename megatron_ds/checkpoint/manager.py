@@ -257,7 +257,7 @@ class CheckpointManager:
         # with the same experts counts.
         count = engine.parameter_count() if self._mesh.expert_dp.rank == 0 else 0
         has_optimizer = not options.no_save_optim
-        estimate = sum(self._ranks.run_on_all(lambda: count)) * BYTES_PER_PARAMETER[has_optimizer]
+        estimate = self._ranks.total(count) * BYTES_PER_PARAMETER[has_optimizer]
         run = None
         if self._ranks.rank == 0:
             run = RunRecord(
@@ -316,6 +316,7 @@ class CheckpointManager:
             self._warn,
             lambda listing: self._ranks.run_on_rank0(listing.fallbacks),
             lambda path: metadata.lock_for_reading(path) if self._ranks.rank == 0 else None,
+            lambda path: self._ranks.run_on_rank0(lambda: read_run(path)),
         )
         checkpoint = self._newer_local(checkpoint) or checkpoint
         if checkpoint is None:
@@ -387,14 +388,14 @@ class CheckpointManager:
             engine.reshard(open_states(checkpoint, has_optimizer=False))
         elif checkpoint.is_universal:
             self._reshard(engine, checkpoint, changes)
-        elif any(self._ranks.run_on_all(lambda: bool(changes or conflicts))):
+        elif self._ranks.run_merged(lambda: bool(changes or conflicts), any):
             raise_if_any(conflicts if layout.optimizer == EIGHT_BIT else [])
             if self._stores.load is not None and not changes and not is_local:
                 self._stores.load.fetch_all(checkpoint.path)
             self._reshard(engine, checkpoint, changes)
         else:
             engine.load(folder, checkpoint.path.name)
-        self._ranks.run_on_all(lambda: None)  # until all have read their files
+        self._ranks.is_true_on_all(True)  # until all have read their files
         if checkpoint.read_lock is not None:
             checkpoint.read_lock.release()
         self.newest = checkpoint.path
@@ -412,7 +413,7 @@ class CheckpointManager:
         self._log(f"  resharding its weights and optimizer states: {what}")
         start, source = time.monotonic(), open_states(checkpoint)
         engine.reshard(source)
-        read = sum(self._ranks.run_on_all(lambda: source.bytes_read))
+        read = self._ranks.total(source.bytes_read)
         seconds = time.monotonic() - start
         self._log(
             f"  resharded in {seconds:.1f} s: {read / 1e9:.3f} GB read by "
@@ -459,13 +460,14 @@ class CheckpointManager:
         if self._ranks.run_on_rank0(lambda: not (path / MANIFEST).is_file()):
             return None  # a universal checkpoint of DeepSpeed's converter
         try:
-            files = self._ranks.run_on_rank0(lambda: read_manifest(path))
-            own = self._file_assignment.files_of(files, self._mesh.rank)
-            mine = {name: files[name] for name in own}
-            parts = self._ranks.run_on_all(lambda: self._find_damaged_files(path, mine))
+            assignment = self._file_assignment
+            mine = self._ranks.scatter_from_rank0(lambda: assignment.by_rank(read_manifest(path)))
+            return self._ranks.run_merged(
+                lambda: self._find_damaged_files(path, mine),
+                lambda parts: local_files.files_damaged(*parts),
+            )
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
-        return local_files.files_damaged(*parts)
 
     def _find_damaged_files(self, path: Path, own: Mapping[str, FileRecord]) -> dict[str, str]:
         """Checks the files that this rank reads. The first rank has seen all with their sizes."""

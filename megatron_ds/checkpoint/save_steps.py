@@ -118,7 +118,8 @@ class SaveSteps:
 
     def _work(self) -> Steps:
         self.warnings += yield RankWork(self._prepare, on_all=False)
-        written = yield RankWork(self._write, on_all=True)
+        written: list[Mapping[str, FileRecord]] = []  # on the first rank
+        yield RankWork(self._write, on_all=True, merge=written.extend)
         self.warnings += yield RankWork(lambda: self._complete(written), on_all=False)
 
     def _clean_up(self) -> Steps:

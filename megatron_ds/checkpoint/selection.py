@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +126,7 @@ def select_checkpoint(
     warn: Callable[[Problem], None],
     fallbacks: Callable[[CheckpointListing], list[Path]] = CheckpointListing.fallbacks,
     lock: ReadLocker = lock_for_reading,
+    read: Callable[[Path], Checkpoint] = read_run,
 ) -> Checkpoint | None:
     """Selects the checkpoint of --ckpt-step, or the one that the pointer names.
 
@@ -139,6 +140,7 @@ def select_checkpoint(
         warn: Called for each damaged checkpoint that is skipped and for stale pointers.
         fallbacks: Gives the order of the other checkpoints. Called if the first choice is damaged.
         lock: Keeps a checkpoint from being removed, from before it is checked.
+        read: Reads the record of the selected one.
 
     Returns:
         The checkpoint, which is not removed until its `read_lock` is released or unused; None if
@@ -149,11 +151,11 @@ def select_checkpoint(
     """
     is_training = options is not None
     if options is not None and (path := listing.chosen_universal(options)) is not None:
-        return _require_undamaged(path, "universal_checkpoint", find_damage, lock)
+        return _require_undamaged(path, "universal_checkpoint", find_damage, lock, read)
     options = options or CheckpointConfig(exit_on_missing_checkpoint=True)
     if options.step is not None:
         field = "ckpt_step" if options.load_tag is None else "load_tag"
-        return _select_step(listing, options.step, field, find_damage, lock)
+        return _select_step(listing, options.step, field, find_damage, lock, read)
     if not listing.paths:
         if listing.stale or options.exit_on_missing_checkpoint:
             raise _missing(listing, is_training)
@@ -168,17 +170,19 @@ def select_checkpoint(
         read_lock = lock(path)
         damage = find_damage(path)
         if damage is None:
-            return dataclasses.replace(read_run(path), read_lock=read_lock)
+            return dataclasses.replace(read(path), read_lock=read_lock)
         if options.on_damaged_checkpoint == "error":
             hint = f"; {option('on_damaged_checkpoint')} fallback loads an older one"
             raise UserError(_damaged(path, damage, "on_damaged_checkpoint", hint))
         warn(Problem("checkpoint-skipped", path=path, damage=damage))
         damaged.append(f"\n  - {path}: {damage}")
+    raise _all_damaged(listing.folder, damaged, is_training)
+
+
+def _all_damaged(folder: Path, damaged: Sequence[str], is_training: bool) -> UserError:
     new_run = ", or move them away to start a new run" if is_training else ""
     listed = "".join(damaged)
-    raise user_error(
-        "all-checkpoints-damaged", folder=listing.folder, damaged=listed, new_run=new_run
-    )
+    return user_error("all-checkpoints-damaged", folder=folder, damaged=listed, new_run=new_run)
 
 
 def _missing(listing: CheckpointListing, is_training: bool) -> UserError:
@@ -203,7 +207,12 @@ def _candidates(
 
 
 def _select_step(
-    listing: CheckpointListing, step: int, field: str, find_damage: DamageCheck, lock: ReadLocker
+    listing: CheckpointListing,
+    step: int,
+    field: str,
+    find_damage: DamageCheck,
+    lock: ReadLocker,
+    read: Callable[[Path], Checkpoint],
 ) -> Checkpoint:
     path = next((path for path in listing.paths if iteration_of(path) == step), None)
     if path is None:
@@ -213,16 +222,20 @@ def _select_step(
         raise user_error(
             "ckpt-step-missing", field, flag=flag, step=step, folder=folder, names=names
         )
-    return _require_undamaged(path, field, find_damage, lock)
+    return _require_undamaged(path, field, find_damage, lock, read)
 
 
 def _require_undamaged(
-    path: Path, field: str, find_damage: DamageCheck, lock: ReadLocker
+    path: Path,
+    field: str,
+    find_damage: DamageCheck,
+    lock: ReadLocker,
+    read: Callable[[Path], Checkpoint],
 ) -> Checkpoint:
     read_lock = lock(path)
     if (damage := find_damage(path)) is not None:
         raise UserError(_damaged(path, damage, field))
-    return dataclasses.replace(read_run(path), read_lock=read_lock)
+    return dataclasses.replace(read(path), read_lock=read_lock)
 
 
 def _damaged(path: Path, damage: Problem, field: str, hint: str = "") -> Problem:

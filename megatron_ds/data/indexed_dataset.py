@@ -21,6 +21,7 @@ import os
 import stat
 import struct
 import warnings
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +125,10 @@ class IndexedDataset:
     def version(self) -> str:
         """What identifies the content of a URL besides its size; empty for a path."""
         return self.content.file.version.tag if isinstance(self.content, RemoteContent) else ""
+
+    def reduce_mapped(self) -> tuple[Any, ...]:
+        """As `__reduce__`, for a process that is handed the mapped files."""
+        return object.__new__, (IndexedDataset,), vars(self)
 
     def get(self, index: int) -> Tokens:
         """Tokens of a sequence, read-only."""

@@ -6,7 +6,6 @@ or torch, and writes nothing.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -47,7 +46,6 @@ class DataFiles:
         problems: Problems of the flags and of the files that list groups.
         prefixes: Prefixes of all token files, without duplicates.
         probed_blocks: Blocks of each file whose token ids are checked: fewer if there are many.
-        open: Opens a token file, or returns it if it is open; raises UserError if it is damaged.
         cache: The cache.
         checked_vocab_size: Vocabulary size against which the token ids of all files were checked.
     """
@@ -63,7 +61,17 @@ class DataFiles:
         blocks = MAX_BLOCKS // max(1, len(self.prefixes))
         self.probed_blocks = max(1, min(MAX_BLOCKS_PER_FILE, blocks))
         self.checked_vocab_size: int | None = None
-        self.open = functools.cache(functools.partial(IndexedDataset, cache=self.cache))
+        self._opened: dict[str, IndexedDataset] = {}
+
+    def open(self, prefix: str) -> IndexedDataset:
+        """Opens a token file, or returns it if it is open.
+
+        Raises:
+            UserError: If it is damaged.
+        """
+        if prefix not in self._opened:
+            self._opened[prefix] = IndexedDataset(prefix, cache=self.cache)
+        return self._opened[prefix]
 
     def identities(self, *, reads: bool = False) -> Iterator[tuple[str, str]]:
         """What identifies the sources of the data and their files, which may be in any folder.

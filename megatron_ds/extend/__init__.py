@@ -6,8 +6,10 @@ Imports no torch; `megatron_ds.extend.layers` has the names that need it.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ds.cli import arguments
@@ -15,6 +17,7 @@ from megatron_ds.cli.arguments import Warn
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.dataset_request import DatasetRequest
+from megatron_ds.fileio.host_reader import HostReader
 from megatron_ds.launch import cpp_ops, environment, rank_log
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
@@ -24,6 +27,7 @@ from megatron_ds.training.extensions import Callback, Extensions
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
 
 if TYPE_CHECKING:
+    from megatron_ds.launch.roll_call import RollCall
     from megatron_ds.training.preflight import RunInputs
 
 __all__ = [
@@ -55,6 +59,53 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         SystemExit: If the run does not finish; docs/stopping_and_failures.md has the statuses.
     """
     startup = StartupTimer()
+    words = sys.argv[1:] if argv is None else argv
+    with process_lifecycle() as life:
+        environment.adopt_ranks()
+        ops = environment.prepare_environment()  # before the checks import libraries
+        host = _host_reader(words)
+        config, inputs = host.read(
+            lambda: _read_settings(words, extensions, ops, life.roll_call),
+            # The checkpoint of another program may be weights in memory.
+            may_send=lambda read: read[1] is not None and read[1].plan.imported is None,
+        )
+        if config.runtime.dry_run is not None:
+            _print_plan(config, config.runtime.dry_run)
+            return
+        assert inputs is not None
+        rank_log.open_log(config.logging.log_dir)
+        _describe(life.roll_call, config, inputs.plan, inputs)
+        startup.mark("settings")
+        from megatron_ds.training import setup  # torch takes seconds to import
+
+        startup.mark("libraries")
+        inputs = dataclasses.replace(inputs, host=host)
+        code = setup.pretrain(config, inputs, extensions, life, startup)
+    if code:
+        sys.exit(code)
+
+
+def _host_reader(words: Sequence[str]) -> HostReader:
+    """The processes of this host, if they were started with the same flags."""
+    return HostReader(
+        environment.run_on_host(),
+        environment.local_rank(),
+        environment.local_world_size() or 1,
+        repr([os.getcwd(), environment.world_size(), *words]),
+    )
+
+
+def _read_settings(
+    words: Sequence[str], extensions: Extensions, ops: Path, roll_call: RollCall
+) -> tuple[Config, RunInputs | None]:
+    """Reads and checks the settings and what they name, on one process of a host if possible.
+
+    Args:
+        words: The flags.
+        extensions: Parts of the program.
+        ops: The folder of DeepSpeed's C++ ops.
+        roll_call: Of this process, which describes the settings there if it finds problems.
+    """
     plans: list[loading.LoadPlan] = []
     opened: list[RunInputs | None] = []
 
@@ -67,38 +118,34 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
 
     def check(config: Config, size: int, is_sound: bool, warn: Warn) -> list[Problem]:
         """Checks files and machine; imported here, after --help has been answered."""
-        from megatron_ds.training import preflight, rank_settings
+        from megatron_ds.training import preflight
 
         problems, inputs = preflight.check(config, plans[0], size, is_sound, warn)
         opened.append(inputs)
-        rank_settings.describe(life.roll_call, config, plans[0], None if problems else inputs)
-        return [*extensions.problems(), *problems]
+        problems = [*extensions.problems(), *problems]
+        if problems:
+            _describe(roll_call, config, plans[0], None)
+        return problems
 
-    with process_lifecycle() as life:
-        environment.adopt_ranks()
-        ops = environment.prepare_environment()  # before the checks import libraries
-        config = arguments.parse(
-            sys.argv[1:] if argv is None else argv,
-            world_size=environment.world_size(),
-            rank=environment.local_rank(),  # a file may be missing on one machine only
-            complete=complete,
-            check=check,
-            raises=environment.spans_hosts(),
-        )
-        if config.runtime.dry_run is not None:
-            _print_plan(config, config.runtime.dry_run)
-            return
-        rank_log.open_log(config.logging.log_dir)
-        startup.mark("settings")
+    config = arguments.parse(
+        words,
+        world_size=environment.world_size(),
+        rank=environment.local_rank(),  # a file may be missing on one machine only
+        complete=complete,
+        check=check,
+        raises=environment.spans_hosts(),
+    )
+    if config.runtime.dry_run is None:
         cpp_ops.require_no_stale_locks(ops)
-        from megatron_ds.training import setup  # torch takes seconds to import
+    return config, next(iter(opened), None)
 
-        startup.mark("libraries")
-        (inputs,) = opened
-        assert inputs is not None
-        code = setup.pretrain(config, inputs, extensions, life, startup)
-    if code:
-        sys.exit(code)
+
+def _describe(
+    roll_call: RollCall, config: Config, plan: loading.LoadPlan, inputs: RunInputs | None
+) -> None:
+    from megatron_ds.training import rank_settings  # after --help has been answered
+
+    rank_settings.describe(roll_call, config, plan, inputs)
 
 
 def _print_plan(config: Config, world_size: int) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -26,6 +26,7 @@ from megatron_ds.launch.host_differences import DEVICES
 from megatron_ds.launch.host_variables import HostVariables, find_missing
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
 from megatron_ds.launch.output import warn_on_rank
+from megatron_ds.launch.rank_exchange import exchange
 from megatron_ds.launch.roll_call import RollCall
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import torch.distributed
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 THREADS = "OMP_NUM_THREADS"
 RECORDED_COLLECTIVES = 100
@@ -43,16 +45,17 @@ IN_TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 @dataclass(frozen=True)
 class ProcessContext:
-    """Ranks, device and communication backend of this process, and where all ranks run."""
+    """Ranks, device and communication backend of this process, and where the ranks run."""
 
     rank: int
     world_size: int
     device: torch.device
     backend: str
-    locations: tuple[HostLocation, ...]
-    """By rank."""
+    locations: Mapping[int, HostLocation]
+    """Of the ranks of this host; on the first rank, of all. By rank, in their order."""
     missing_variables: Mapping[str, list[str]] = field(default_factory=dict)
-    """Variables of the launcher or of rank 0, with the hosts that lack them."""
+    """On the first rank, variables of the launcher or of this rank, with the hosts that lack
+    them."""
 
 
 def init_distributed(
@@ -104,11 +107,9 @@ def init_distributed(
         deepspeed.init_distributed(backend, timeout=timeout, verbose=False)
     if roll_call is not None:
         roll_call.close()
-    gathered = _gather((HostLocation.here(), HostVariables.here()))
-    locations = tuple(location for location, _ in gathered)
-    choose_threads(locations[rank()], locations)
+    locations, missing = exchange_locations(HostLocation.here(), HostVariables.here())
+    choose_threads(locations[rank()], locations.values())
     device = torch.device(accelerator.device_name(index))
-    missing = find_missing([variables for _, variables in gathered])
     return ProcessContext(rank(), world_size(), device, backend, locations, missing)
 
 
@@ -167,8 +168,33 @@ def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
         if accelerator.type not in dist.Backend.backend_capability[backend]:
             backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=timedelta(minutes=config.distributed_timeout_minutes))
-    locations = tuple(_gather(HostLocation.here()))
-    return ProcessContext(rank(), world_size(), device, backend, locations)
+    locations, missing = exchange_locations(HostLocation.here(), HostVariables.here())
+    return ProcessContext(rank(), world_size(), device, backend, locations, missing)
+
+
+def exchange_locations(
+    location: HostLocation, variables: HostVariables
+) -> tuple[dict[int, HostLocation], dict[str, list[str]]]:
+    """Where the ranks run, and which variables hosts lack; see `ProcessContext`. Collective.
+
+    Args:
+        location: Of this process.
+        variables: Of this process.
+    """
+    key = location.host if rank() else ""
+    message = [location.to_json(), variables.to_json()]
+    locations, missing = _exchange(message, _locations_by_host, key)
+    return {number: HostLocation.from_json(each) for number, each in locations}, missing
+
+
+def _locations_by_host(ranks: Sequence[Any]) -> dict[str, Any]:
+    """What every host must know, and under "" what the first rank does."""
+    numbered = [(number, location) for number, (location, _) in enumerate(ranks)]
+    by_host: dict[str, list[tuple[int, Any]]] = {}
+    for number, location in numbered:
+        by_host.setdefault(location["host"], []).append((number, location))
+    missing = find_missing([HostVariables.from_json(variables) for _, variables in ranks])
+    return {"": (numbered, missing)} | {host: (own, {}) for host, own in by_host.items()}
 
 
 def choose_threads(own: HostLocation, all_ranks: Iterable[HostLocation]) -> None:
@@ -284,28 +310,29 @@ class ExitBoard:
 
 def watched_peers(
     context: ProcessContext,
-) -> tuple[ExitBoard | None, dict[int, ProcessHandle], list[str]]:
-    """The exit board (None for a single process), the other ranks of this host, and all hosts."""
-    hosts = [location.name for location in context.locations]
+) -> tuple[ExitBoard | None, dict[int, ProcessHandle], dict[int, str]]:
+    """The exit board (None for a single process), the other ranks of this host, and the known
+    hosts by rank."""
+    hosts = {number: location.name for number, location in context.locations.items()}
     if context.world_size == 1:
         return None, {}, hosts
     here = context.locations[context.rank]
     peers = {
         number: location.process
-        for number, location in enumerate(context.locations)
+        for number, location in context.locations.items()
         if number != context.rank and location.host == here.host
     }
     return ExitBoard(), peers, hosts
 
 
-def _gather(value: T) -> list[T]:
-    """The values of all ranks, by rank. Collective."""
-    import torch.distributed as dist
+def _exchange(message: T, answer: Callable[[Sequence[T]], Mapping[str, R]], key: str = "") -> R:
+    """Sends a message to the first rank and returns its answer, by key. Collective."""
+    if world_size() == 1:
+        return answer([message])[key]
+    from torch.distributed import distributed_c10d
 
-    values = [value] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(values, value)
-    return values
+    store: Any = distributed_c10d._get_default_store()
+    return exchange(store, rank(), world_size(), message, answer, key)
 
 
 def _set_single_process_env() -> None:

@@ -54,6 +54,12 @@ def local_world_size() -> int | None:
     return None
 
 
+def run_on_host() -> str:
+    """Identifies this run, in its current attempt, among the runs of a host."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    return " ".join([rendezvous(), *(os.environ.get(name, "") for name in names)])
+
+
 def adopt_ranks() -> None:
     """Sets the variables of torch and DeepSpeed for a process that srun or mpirun started.
 
@@ -124,6 +130,9 @@ def prepare_environment() -> Path:
         os.environ["PATH"] = programs + os.pathsep + path
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(_ops_folder())
+    # A gloo group would connect every two ranks, with addresses that grow with the cube of the
+    # ranks: 20 MB in the store of 128. On demand it connects those that communicate.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     return Path(os.environ["TORCH_EXTENSIONS_DIR"])
 
 

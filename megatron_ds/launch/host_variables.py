@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ds.launch import environment, launched_hosts, liveness
 
@@ -37,6 +38,13 @@ class HostVariables:
         own = liveness.initial_environment(os.getpid())
         names = _launcher_names() if environment.local_rank() == 0 else frozenset()
         return cls(socket.gethostname(), _relevant(own), _relevant(names))
+
+    def to_json(self) -> list[Any]:
+        return [self.host, sorted(self.own), sorted(self.launcher)]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> HostVariables:
+        return cls(values[0], frozenset(values[1]), frozenset(values[2]))
 
 
 def find_missing(ranks: Sequence[HostVariables]) -> dict[str, list[str]]:

@@ -35,7 +35,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import Enum
@@ -152,7 +152,7 @@ class ProcessLifecycle:
         self._launchers = find_launchers()
         self._host_watch = HostWatch()
         self._peers: Mapping[int, ProcessHandle] = {}
-        self._hosts: Sequence[str] = ()
+        self._hosts: Mapping[int, str] = {}
         self._board: ExitBoard | None = None
         self._peer_exit: RankExit | None = None
         self._peer_exit_at = 0.0
@@ -200,14 +200,14 @@ class ProcessLifecycle:
             yield
 
     def on_group_joined(
-        self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle], hosts: Sequence[str]
+        self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle], hosts: Mapping[int, str]
     ) -> None:
         """Starts watching the other ranks.
 
         Args:
             board: Exit board of all ranks; None for a run of one process.
             peers: The other ranks of this host.
-            hosts: Names of the hosts, by rank.
+            hosts: Names of the hosts of ranks, as far as this one knows them.
         """
         self._board, self._peers, self._hosts = board, peers, hosts
         if board is not None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch.environment import core_numbers, host_suffix
@@ -97,6 +98,13 @@ class HostLocation:
         host = f"{socket.gethostname()} {boot} {namespace}"
         return cls(host, ProcessHandle.of(os.getpid()), frozenset(core_numbers()))
 
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "cores": sorted(self.cores)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> HostLocation:
+        return cls(values["host"], ProcessHandle(**values["process"]), frozenset(values["cores"]))
+
 
 @dataclass(frozen=True)
 class RankExit:
@@ -148,20 +156,22 @@ def describe_death(process: ProcessHandle) -> str:
 
 
 def describe_silence(
-    ranks: Iterable[int], peers: Mapping[int, ProcessHandle], hosts: Sequence[str]
+    ranks: Iterable[int], peers: Mapping[int, ProcessHandle], hosts: Mapping[int, str]
 ) -> dict[int, str]:
     """Describes ranks that do not answer.
 
     Args:
         ranks: Their numbers.
         peers: Processes of the ranks of this host.
-        hosts: Names of the hosts, by rank.
+        hosts: Names of the hosts of ranks, as far as this one knows them.
     """
     found = {}
     for rank in ranks:
-        process, host = peers.get(rank), hosts[rank]
+        process, host = peers.get(rank), hosts.get(rank)
         if process is None:
-            found[rank] = f"on {host} does not answer: it is stopped, or {host} cannot be reached"
+            place = "" if host is None else f"on {host} "
+            reach = f"{host or 'its host'} cannot be reached"
+            found[rank] = f"{place}does not answer: it is stopped, or {reach}"
         else:
             stopped = " is stopped (SIGSTOP), and" if process.is_stopped() else ""
             found[rank] = f"(process {process.pid}){stopped} does not answer"

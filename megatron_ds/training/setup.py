@@ -24,13 +24,14 @@ from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.data.build_datasets import Datasets, build_datasets
+from megatron_ds.data.build_datasets import Datasets, build_datasets, build_once_per_host
 from megatron_ds.data.map_dataset import build_own_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.deepspeed.patches import require_precision
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.evaluation.in_training import TaskEvaluation
+from megatron_ds.fileio.host_reader import HostReader
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.hang_watch import HangWatch
@@ -333,7 +334,8 @@ def _build_data(
             consumed=start.state.consumed_samples,
         )
     save = inputs.plan.folders.local_save
-    data = build_datasets(
+    build = functools.partial(
+        build_datasets,
         config.data,
         seq_length=config.model.seq_length,
         seed=config.runtime.seed,
@@ -345,6 +347,7 @@ def _build_data(
         consumed=start.state.consumed_samples,
         files=inputs.data,
     )
+    data = build_once_per_host(build, inputs.host or HostReader())
     lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]
     if data.progress is not None and len(data.progress.history.phases) > 1:
         lines.append(describe_blend(data.progress.history))
@@ -372,7 +375,7 @@ def _build_metrics(
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     loggers: list[Logger] = []
     if context.rank == 0:
-        write, hosts = output.print_on_rank, [each.name for each in context.locations]
+        write, hosts = output.print_on_rank, [each.name for each in context.locations.values()]
         details = functools.partial(time_details, config.logging, hosts)
         loggers.append(
             ShortConsole(write, total_iterations, details)

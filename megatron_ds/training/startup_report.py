@@ -88,9 +88,14 @@ def print_parameter_count(config: Config, mesh: Mesh, engine: Engine) -> None:
 
 
 def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
-    """Warns of tensor-parallel groups that span hosts, and of variables that some hosts lack."""
+    """Warns of tensor-parallel groups that span hosts, and of variables that some hosts lack.
+
+    On the first rank, which knows all hosts.
+    """
+    if context.rank != 0:
+        return
     groups = axis_groups(context.world_size, config.parallel.tensor_model_parallel_size)["tp"]
-    hosts = [location.host for location in context.locations]
+    hosts = [location.host for location in context.locations.values()]
     if across := groups_across_hosts(groups, hosts):
         ranks = ", ".join(map(str, across[0]))
         output.warn_on_rank(

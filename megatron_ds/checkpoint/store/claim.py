@@ -78,7 +78,7 @@ def claimed_stores(
                         staging.mirror(store, staged, everything=False)
                 return problems
 
-            raise_if_any(itertools.chain(*ranks.run_on_all(own_staging)))
+            raise_if_any(ranks.run_merged(own_staging, _joined))
         if folders.load is not None and folders.load.url is not None:
             load = save if folders.load == folders.save else open_folder(folders.load)
         if save is not None and ranks.rank == ranks.world_size - 1:
@@ -89,3 +89,7 @@ def claimed_stores(
             if save is not None and ranks.rank == ranks.world_size - 1:
                 with suppress(OSError):
                     upload_metrics(save.store, staged)
+
+
+def _joined(problems: list[list[Problem]]) -> list[Problem]:
+    return [*itertools.chain(*problems)]

@@ -59,7 +59,7 @@ class StoreFolder:
             if damage is not None:
                 return damage
             manifest = self._ranks.run_on_rank0(lambda: (path / MANIFEST).read_bytes())
-            self._ranks.run_on_all(lambda: self._mirror(path, manifest))
+            self._ranks.run_merged(lambda: self._mirror(path, manifest), len)
             files, is_needed = read_manifest(path), readers()
             return self._fetch(path, files, [name for name in files if self._has(name, is_needed)])
         except (OSError, ValueError) as error:
@@ -90,7 +90,9 @@ class StoreFolder:
         self, path: Path, files: Mapping[str, FileRecord], names: Iterable[str]
     ) -> Problem | None:
         mine, start = self.nodes.share_of(names), time.monotonic()
-        fetched = sum(self._ranks.run_on_all(lambda: staging.fetch(self.store, path, mine)))
+        fetched = self._ranks.run_merged(
+            lambda: staging.fetch(self.store, path, mine), lambda sizes: sum(sizes)
+        )
         seconds = time.monotonic() - start
         if fetched:
             self._log(
@@ -98,8 +100,10 @@ class StoreFolder:
                 f"{counted(self.nodes.count, 'node')} in {seconds:.1f} s"
             )
         records = {name: files[name] for name in mine}
-        parts = self._ranks.run_on_all(lambda: local_files.find_damaged_files(path, records))
-        return local_files.files_damaged(*parts)
+        return self._ranks.run_merged(
+            lambda: local_files.find_damaged_files(path, records),
+            lambda parts: local_files.files_damaged(*parts),
+        )
 
 
 def _content(path: Path) -> bytes | None:

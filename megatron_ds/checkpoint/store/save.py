@@ -72,20 +72,25 @@ class StoreSaveSteps(SaveSteps):
         return self.destination.store
 
     def _work(self) -> Steps:
-        rank = self.destination.nodes.rank
         yield RankWork(self._require_folder, on_all=False)
-        for warnings in (yield RankWork(self._prepare_node, on_all=True)):
-            self.warnings += warnings
-        written = yield RankWork(lambda: self.snapshot.write(self.temporary), on_all=True)
+        self.warnings += yield RankWork(self._prepare_node, on_all=True, merge=_joined)
+        written: list[Mapping[str, FileRecord]] = []  # on the first rank
+        own: dict[str, FileRecord] = {}
+
+        def write() -> Mapping[str, FileRecord]:
+            own.update(self.snapshot.write(self.temporary))
+            return own
+
+        yield RankWork(write, on_all=True, merge=written.extend)
         yield RankWork(self._invalidate, on_all=False)
-        yield RankWork(lambda: self._upload(written[rank]), on_all=True)
+        yield RankWork(lambda: self._upload(own), on_all=True, merge=len)
         completed = yield RankWork(lambda: self._complete_store(written), on_all=False)
         self.warnings += completed.warnings
-        yield RankWork(lambda: self._keep(completed), on_all=True)
+        yield RankWork(lambda: self._keep(completed), on_all=True, merge=len)
 
     def _clean_up(self) -> Steps:
         yield RankWork(self._require_folder, on_all=False)
-        yield RankWork(self._clean_up_node, on_all=True)
+        yield RankWork(self._clean_up_node, on_all=True, merge=len)
 
     def _prepare_node(self) -> list[Problem]:
         """Creates the temporary folder of a node; warns if its disk may become full."""
@@ -168,6 +173,10 @@ class StoreSaveSteps(SaveSteps):
     def _clean_up_node(self) -> None:
         if self.destination.nodes.is_first:
             local_files.remove_temporary(self.folder)
+
+
+def _joined(warnings: list[list[Problem]]) -> list[Problem]:
+    return [warning for of_rank in warnings for warning in of_rank]
 
 
 def is_run_file(path: Path) -> bool:

@@ -19,7 +19,7 @@ NAMES = (*OPTIMIZER.values(), *MODEL, "run.json")
 def test_each_rank_verifies_the_files_that_it_loads(rank: int) -> None:
     """Two data-parallel ranks of two tensor-parallel ones; the other files are distributed."""
     dp, tp = divmod(rank, 2)
-    mine = FileAssignment(tp_size=2, dp_size=2, world_size=4).files_of(NAMES, rank)
+    mine = FileAssignment(tp_size=2, dp_size=2, world_size=4).by_rank(dict.fromkeys(NAMES))[rank]
     assert OPTIMIZER[dp, tp] in mine
     assert len({*mine} & {*OPTIMIZER.values()}) == 1
     assert (MODEL[tp] in mine) == (dp == 0)

@@ -165,12 +165,12 @@ def test_torchrun_summary_shows_the_message(
 
 def test_peers_are_the_other_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "ExitBoard", lambda: None)
-    ranks = tuple(
-        HostLocation(host, ProcessHandle(5 + pid, "1")) for pid, host in enumerate("abaa")
-    )
+    ranks = {
+        pid: HostLocation(host, ProcessHandle(5 + pid, "1")) for pid, host in enumerate("abaa")
+    }
     context = distributed.ProcessContext(2, 4, MagicMock(), "gloo", ranks)
     assert distributed.watched_peers(context)[1] == {0: ranks[0].process, 3: ranks[3].process}
-    context = distributed.ProcessContext(0, 1, MagicMock(), "gloo", ranks[:1])
+    context = distributed.ProcessContext(0, 1, MagicMock(), "gloo", {0: ranks[0]})
     assert distributed.watched_peers(context)[:2] == (None, {})
 
 

@@ -123,7 +123,7 @@ def test_printed_arguments_are_flags(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    context = ProcessContext(0, 1, torch.device("cpu"), "gloo", ())
+    context = ProcessContext(0, 1, torch.device("cpu"), "gloo", {})
     print_arguments(CONFIG.with_values({"print_arguments": True}), context, Mesh.single())
     shown = re.findall(r"^  (\w+) \.+ ", capsys.readouterr().out, flags=re.MULTILINE)
     fields = {flag.field for group in training_flags().shown for flag in group.flags}

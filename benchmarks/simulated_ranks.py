@@ -1,0 +1,295 @@
+"""Simulated ranks, which run the start-up functions of the package, to count what they cost.
+
+`RankThreads` are ranks as threads with a store in this process, for what ranks say to each other.
+`count_start_calls` forks the ranks of a host, which start up to their datasets without a process
+group, and counts their calls of the file system. Both are used by tests.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import types
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ds import extend, schedules
+from megatron_ds.checkpoint.lineage import Lineage
+from megatron_ds.checkpoint.metadata import (
+    MANIFEST,
+    RUN,
+    DataOrder,
+    ParallelLayout,
+    RunRecord,
+    manifest_text,
+)
+from megatron_ds.config import Config
+from megatron_ds.data.build_datasets import build_datasets, build_once_per_host
+from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.launch.host_variables import HostVariables
+from megatron_ds.launch.liveness import HostLocation, ProcessHandle
+from megatron_ds.planning import host_checks  # which the checks import, with torch
+from megatron_ds.train_state import TrainState
+from megatron_ds.training import preflight
+
+RANKS_PER_HOST = 8
+PREPARED = (host_checks,)
+"""Modules that a start imports late: a forked rank has them already."""
+COUNTED = ("stat", "lstat", "access", "readlink", "listdir", "scandir", "mkdir", "unlink", "rename")
+"""Functions of `os` that ask the file system; `open` besides."""
+VOCABULARY = 1000
+
+
+class CountingStore:
+    """A store of this process, which counts what ranks send and receive."""
+
+    def __init__(self) -> None:
+        self.traffic: Counter[str] = Counter()
+        """Requests, and bytes of keys and values."""
+        self._values: dict[str, str] = {}
+        self._counters: Counter[str] = Counter()
+        self._is_set: defaultdict[str, threading.Event] = defaultdict(threading.Event)
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        self._count(key, value)
+        self._values[key] = value
+        with self._lock:
+            self._is_set[key].set()
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            event = self._is_set[key]
+        if not event.wait(60.0):
+            raise TimeoutError(key)
+        self._count(key, self._values[key])
+        return self._values[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        self._count(key, "")
+        with self._lock:
+            self._counters[key] += amount
+            return self._counters[key]
+
+    def _count(self, key: str, value: str) -> None:
+        with self._lock:
+            self.traffic["requests"] += 1
+            self.traffic["bytes"] += len(key) + len(value)
+
+
+class RankThreads:
+    """Ranks as threads of this process, with a store in place of the network."""
+
+    def __init__(self, count: int) -> None:
+        self.store, self.count, self._own = CountingStore(), count, threading.local()
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """Calls `work` with each rank; returns what the ranks return."""
+        from torch.distributed import distributed_c10d
+
+        from megatron_ds.launch import distributed
+
+        results: list[Any] = [None] * self.count
+
+        def run(rank: int) -> None:
+            self._own.rank = rank
+            results[rank] = work(rank)
+
+        places: list[tuple[Any, str, Callable[[], Any]]] = [
+            (distributed, "rank", lambda: self._own.rank),
+            (distributed, "world_size", lambda: self.count),
+            (distributed_c10d, "_get_default_store", lambda: self.store),
+        ]
+        originals = [getattr(module, name) for module, name, _ in places]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.count)]
+        try:
+            for module, name, replacement in places:
+                setattr(module, name, replacement)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(120.0)
+        finally:
+            for (module, name, _), original in zip(places, originals, strict=True):
+                setattr(module, name, original)
+        return results
+
+
+def say_where(rank: int) -> tuple[dict[int, HostLocation], dict[str, list[str]]]:
+    """What a rank exchanges with the others when the process group has been initialized."""
+    from megatron_ds.launch import distributed
+
+    return distributed.exchange_locations(*place_of(rank))
+
+
+def place_of(rank: int) -> tuple[HostLocation, HostVariables]:
+    """Where a rank runs: one of eight on a host of 96 cores. The first host has a variable more."""
+    host = f"node{rank // RANKS_PER_HOST}"
+    location = HostLocation(host, ProcessHandle(rank, "1"), frozenset(range(96)))
+    names = frozenset({"HF_HOME"} if rank < RANKS_PER_HOST else {})
+    return location, HostVariables(host, names, frozenset())
+
+
+def write_shared_files(folder: Path, sources: int) -> list[str]:
+    """Writes token files and a checkpoint to a shared folder; returns the flags of a run."""
+    data = []
+    for number in range(sources):
+        with pair_writer(folder / f"tokens{number}", "uint16") as writer:
+            for length in range(50, 150):
+                writer.add_documents([token % VOCABULARY for token in range(length)], [length])
+        data += ["1.0", str(folder / f"tokens{number}")]
+    flags = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
+        f"--micro-batch-size 1 --train-samples 8192 --vocab-size {VOCABULARY - 1} "
+        "--tokenizer-type NullTokenizer --eval-iters 1 --eval-interval 100 --split 90,5,5"
+    ).split()
+    path = folder / "run" / "global_step1"
+    path.mkdir(parents=True)
+    from megatron_ds.cli.arguments import build_config
+
+    words = [*flags, "--data-path", *data]
+    config: Config = build_config(words, world_size=1, warn=lambda text: None)[0]
+    config = config.with_vocab(VOCABULARY)
+    run = RunRecord(
+        state=TrainState(iteration=1),
+        config=config.to_dict(),
+        layout=ParallelLayout.of(config, 1),
+        data_order=DataOrder.of(config, 1),
+        shards={},
+        branch=Lineage.new(),
+    )
+    (path / RUN).write_text(json.dumps(run.to_dict()))
+    records = {RUN: FileRecord.of((path / RUN).read_bytes())}
+    (path / MANIFEST).write_text(manifest_text(records))
+    place = str(folder / "run")
+    return [*words, "--save", place, "--load", place, "--override-opt_param-scheduler"]
+
+
+def count_start_calls(
+    flags: Sequence[str], folder: Path, ranks: int, world_size: int, first: int = 0
+) -> list[Counter[str]]:
+    """Starts the ranks of a host, as forked processes that do not form a process group.
+
+    Each runs `extend.pretrain` up to where the ranks would meet, and then builds its datasets.
+
+    Args:
+        flags: Of pretrain_gpt.py.
+        folder: The shared folder.
+        ranks: Number of ranks on the host.
+        world_size: Number of ranks of the run.
+        first: Global rank of the first one.
+
+    Returns:
+        By rank, how often it called which function for a path in the folder.
+
+    Raises:
+        RuntimeError: If a rank fails.
+    """
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as results:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        children = []
+        for local_rank in range(ranks):
+            if (child := os.fork()) == 0:
+                variables = {
+                    "RANK": first + local_rank,
+                    "LOCAL_RANK": local_rank,
+                    "WORLD_SIZE": world_size,
+                    "LOCAL_WORLD_SIZE": ranks,
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+                _start({k: str(v) for k, v in variables.items()}, flags, folder, Path(results))
+            children.append(child)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        if any(statuses):
+            texts = [path.read_text() for path in Path(results).glob("*.error")]
+            raise RuntimeError("\n".join(["a rank failed", *texts[:1]]))
+        files = [Path(results, f"{rank}.json") for rank in range(ranks)]
+        return [Counter(json.loads(file.read_text())) for file in files]
+
+
+def _start(variables: Mapping[str, str], flags: Sequence[str], folder: Path, results: Path) -> None:
+    """A forked rank; never returns."""
+    import traceback
+
+    rank = variables["LOCAL_RANK"]
+    status = 1
+    try:
+        signal.alarm(120)
+        os.environ.update(variables)
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(results / "extensions")
+        calls = _count_calls(folder)
+        # Where the ranks would meet: there is no process group, and no engine.
+        setup: Any = types.ModuleType("setup")
+
+        def pretrain(config: Config, inputs: preflight.RunInputs, *rest: object) -> int:
+            config = config.with_vocab(inputs.tokenizer.vocab_size)
+            build = functools.partial(
+                build_datasets,
+                config.data,
+                seq_length=config.model.seq_length,
+                seed=config.runtime.seed,
+                num_samples=schedules.planned_samples(config, int(variables["WORLD_SIZE"])),
+                tokenizer_fingerprint=inputs.tokenizer.fingerprint.digest,
+                vocab_size=inputs.tokenizer.vocab_size,
+                files=inputs.data,
+            )
+            assert inputs.host is not None
+            datasets = build_once_per_host(build, inputs.host)
+            assert datasets.train is not None
+            sample = datasets.train[int(variables["RANK"])]
+            counted = Counter({**calls, "sample": int(sample.sum())})
+            (results / f"{rank}.json").write_text(json.dumps(counted))
+            if rank == "0":  # the other processes of the host still read from this one
+                others = int(variables["LOCAL_WORLD_SIZE"])
+                while len(list(results.glob("*.json"))) < others and not any(
+                    results.glob("*.error")
+                ):
+                    threading.Event().wait(0.01)
+            os._exit(0)
+
+        setup.pretrain = pretrain
+        sys.modules["megatron_ds.training.setup"] = setup
+        sys.modules["megatron_ds.training"].setup = setup  # type: ignore[attr-defined]
+        extend.pretrain(extend.Extensions(), [*flags])
+        status = 0
+    except BaseException:
+        (results / f"{rank}.error").write_text(traceback.format_exc())
+    finally:
+        os._exit(status)
+
+
+def _count_calls(folder: Path) -> Counter[str]:
+    """Counts the calls for paths in a folder from now on, in this process."""
+    calls: Counter[str] = Counter()
+    inside = str(folder)
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            path = arguments[0] if arguments else ""
+            if isinstance(path, str | Path) and str(path).startswith(inside):
+                calls[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    for name in COUNTED:
+        setattr(os, name, counted(name, getattr(os, name)))
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(inside):
+            calls["open"] += 1
+
+    sys.addaudithook(on_event)
+    return calls

@@ -1,0 +1,65 @@
+"""What the ranks of a run exchange at its start grows with their number, not with its square."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.simulated_ranks import RANKS_PER_HOST, RankThreads, say_where
+from megatron_ds.launch import distributed, environment
+from megatron_ds.launch.distributed import Difference
+from megatron_ds.launch.liveness import HostLocation
+
+
+def start(rank: int) -> tuple[dict[int, HostLocation], dict[str, list[str]], Difference | None]:
+    """What a rank exchanges before anything of the run is built."""
+    flags = {f"--flag-{number}": "1" for number in range(300)}
+    return *say_where(rank), distributed.find_difference(flags | {"--seed": str(rank == 9)})
+
+
+def test_start_traffic_grows_with_the_ranks() -> None:
+    traffic = {}
+    for count in (64, 256, 1024):
+        ranks = RankThreads(count)
+        results = ranks.run(start)
+        traffic[count] = ranks.store.traffic
+        for rank, (locations, missing, difference) in enumerate(results):
+            first = rank - rank % RANKS_PER_HOST
+            own = range(first, first + RANKS_PER_HOST)
+            assert [*locations] == [*(own if rank else range(count))]
+            assert locations[rank].process.pid == rank
+            hosts = [f"node{number}" for number in range(1, count // RANKS_PER_HOST)]
+            assert missing == ({} if rank else {"HF_HOME": hosts})
+            assert difference == Difference("--seed", 9, "False", "True")
+    for kind in ("requests", "bytes"):
+        for count in (256, 1024):
+            growth = traffic[count][kind] / traffic[count // 4][kind]
+            assert growth < 4.2, f"{kind}: x{growth:.1f} from {count // 4} to {count} ranks"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts in /proc")
+def test_a_gloo_group_connects_ranks_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every two ranks would be connected, and all addresses be in the store of each."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    environment.prepare_environment()
+    count, store, groups = 8, dist.HashStore(), list[object]()
+
+    def join(rank: int) -> None:
+        with suppress(RuntimeError):
+            groups.append(dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=2)))
+
+    before = len(os.listdir("/proc/self/fd"))
+    threads = [threading.Thread(target=join, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert len(groups) == count
+    assert len(os.listdir("/proc/self/fd")) - before < 5 * count
