@@ -3,6 +3,7 @@
 The data flow, in the order of the files:
 
     indexed_dataset                       a pair of token files
+    remote/                               the cache of pairs by URL on the disk of a node
     sample_index, index_cache             which tokens make sample i
     gpt_dataset                           samples of one file
     blend_spec, blend_schedule, blended_dataset, blend_history

@@ -80,6 +80,7 @@ class IndexedDataset:
         cache: Where the files of a URL are; None for those of a path.
         lengths: [n], tokens of each sequence.
         pointers: [n], byte offset of each sequence in the `.bin` file.
+        sizes: Bytes of the `.bin` and of the `.idx`.
         tokens: All tokens of the file: one read-only array or, by URL, what reads like one.
         document_index: [d + 1], first sequence of each document, and n.
 
@@ -107,7 +108,7 @@ class IndexedDataset:
             raise user_error(
                 "token-file-size-mismatch", prefix=self.prefix, size=content.size, expected=expected
             )
-        self.content = content
+        self.content, self.sizes = content, (content.size, os.path.getsize(self.index_path))
         self.tokens: Tokens | RemoteTokens = content.view(self.dtype)
 
     def __len__(self) -> int:
@@ -117,17 +118,14 @@ class IndexedDataset:
         return IndexedDataset, (self.prefix, self.cache)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Bytes of the `.bin` and of the `.idx`."""
-        return self.content.size, os.path.getsize(self.index_path)
-
-    @property
     def version(self) -> str:
         """What identifies the content of a URL besides its size; empty for a path."""
         return self.content.file.version.tag if isinstance(self.content, RemoteContent) else ""
 
     def reduce_mapped(self) -> tuple[Any, ...]:
         """As `__reduce__`, for a process that is handed the mapped files."""
+        if self.cache is not None:
+            return self.__reduce__()
         return object.__new__, (IndexedDataset,), vars(self)
 
     def get(self, index: int) -> Tokens:

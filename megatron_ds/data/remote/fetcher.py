@@ -7,13 +7,13 @@ started when the first block is missing, and ends with the process that it serve
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import select
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,7 @@ class Fetcher:
     def __init__(self, cache: BlockCache) -> None:
         self._cache = cache
         self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., Fetcher] | None = None
         self._owner = 0
         self._files: dict[str, int] = {}
         self._pending: dict[tuple[int, int], RemoteFile] = {}
@@ -107,10 +108,8 @@ class Fetcher:
 
     def stop(self) -> None:
         """Ends the process."""
-        if self._process is not None and self._owner == os.getpid():
-            atexit.unregister(self.stop)
-            self._process.kill()
-            self._process.wait()
+        if self._end is not None:
+            self._end()
             self._owner = 0
 
     def _received(self) -> bytes:
@@ -142,13 +141,21 @@ class Fetcher:
             start_new_session=True,  # signals to the group of this process are not for it
         )
         self._owner, self._files, self._pending, self._unread = os.getpid(), {}, {}, b""
-        atexit.register(self.stop)
+        self._end = weakref.finalize(self, _end, self._process, self._owner)
 
     def _send(self, **message: Any) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
+
+
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Ends a process that this one has started itself, and not inherited."""
+    if owner == os.getpid():
+        process.kill()
+        with process:  # closes the pipes and waits
+            pass
 
 
 class _Server:

@@ -81,8 +81,9 @@ class TokenCache:
         self._absent: dict[tuple[str, int], RemoteFile] = {}
         self._is_denied = False
 
-    def __reduce__(self) -> tuple[type[TokenCache], tuple[str, float | None, int]]:
-        return TokenCache, (str(self.folder), self._limit_gb, self._block_bytes)
+    def __reduce__(self) -> tuple[type[TokenCache], tuple[Any, ...], dict[str, Any]]:
+        arguments = str(self.folder), self._limit_gb, self._block_bytes
+        return TokenCache, arguments, {"_versions": self._versions}
 
     def find(self, prefixes: Iterable[str]) -> None:
         """Looks for the files of several pairs at once; opening a pair raises what went wrong."""

@@ -128,7 +128,7 @@ def test_other_errors_keep_their_tracebacks(capfd: pytest.CaptureFixture[str]) -
     with pytest.raises(ValueError, match="invalid literal"), output.exit_without_traceback():
         int("x")
     with pytest.raises(IndexError, match="of a dataset of 0"), output.exit_without_traceback():
-        GPTDataset(MagicMock(), MagicMock(), 5)[0]
+        GPTDataset(MagicMock(cache=None), MagicMock(), 5)[0]
 
     assert capfd.readouterr().err == ""
 

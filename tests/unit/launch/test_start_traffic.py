@@ -12,31 +12,22 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.simulated_ranks import RANKS_PER_HOST, RankThreads, say_where
-from megatron_ds.launch import distributed, environment
-from megatron_ds.launch.distributed import Difference
-from megatron_ds.launch.liveness import HostLocation
-
-
-def start(rank: int) -> tuple[dict[int, HostLocation], dict[str, list[str]], Difference | None]:
-    """What a rank exchanges before anything of the run is built."""
-    flags = {f"--flag-{number}": "1" for number in range(300)}
-    return *say_where(rank), distributed.find_difference(flags | {"--seed": str(rank == 9)})
+from megatron_ds.launch import environment
 
 
 def test_start_traffic_grows_with_the_ranks() -> None:
     traffic = {}
     for count in (64, 256, 1024):
         ranks = RankThreads(count)
-        results = ranks.run(start)
+        results = ranks.run(say_where)
         traffic[count] = ranks.store.traffic
-        for rank, (locations, missing, difference) in enumerate(results):
+        for rank, (locations, missing) in enumerate(results):
             first = rank - rank % RANKS_PER_HOST
             own = range(first, first + RANKS_PER_HOST)
             assert [*locations] == [*(own if rank else range(count))]
             assert locations[rank].process.pid == rank
             hosts = [f"node{number}" for number in range(1, count // RANKS_PER_HOST)]
             assert missing == ({} if rank else {"HF_HOME": hosts})
-            assert difference == Difference("--seed", 9, "False", "True")
     for kind in ("requests", "bytes"):
         for count in (256, 1024):
             growth = traffic[count][kind] / traffic[count // 4][kind]

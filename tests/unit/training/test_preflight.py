@@ -278,7 +278,7 @@ def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatc
         preflight, "build_tokenizer", lambda *args: opened.append("tokenizer") or build(*args)
     )
     monkeypatch.setattr(
-        validation, "IndexedDataset", lambda prefix: opened.append(prefix) or load(prefix)
+        validation, "IndexedDataset", lambda prefix, **_: opened.append(prefix) or load(prefix)
     )
     config = check("--reset-attention-mask --data-path ended")[0]
     opened.clear()

@@ -219,4 +219,4 @@ def test_a_limit_below_the_indexes_is_an_error(cache: BlockCache) -> None:
     (file.folder / "index").write_bytes(bytes(41 * BLOCK))
     cache.recount()
     with pytest.raises(OSError, match="index files"):
-        cache.store(file, 0, content(0))
+        cache.store(file, 99, content(99))
