@@ -244,6 +244,16 @@ class ExitBoard:
         """Whether no rank has asked this before."""
         return int(self._store.add("reported", 1)) == 1
 
+    def give_sign(self, rank: int) -> None:
+        """Changes the sign of life of a rank."""
+        self._store.add(f"sign of rank {rank}", 1)
+
+    def signs(self, ranks: Iterable[int]) -> list[bytes]:
+        """The signs of life of ranks; empty until all of them have given one."""
+        keys = [f"sign of rank {rank}" for rank in ranks]
+        signs: list[bytes] = self._store.multi_get(keys) if self._store.check(keys) else []
+        return signs
+
     def exchange_reports(
         self, report: str, expected: int | None, timeout_s: float
     ) -> tuple[list[str], list[int]]:

@@ -54,6 +54,7 @@ from megatron_ds.launch.hang_watch import (
     exchange_reports,
     hang_problem,
 )
+from megatron_ds.launch.host_watch import HostWatch
 from megatron_ds.launch.liveness import (
     ProcessHandle,
     RankExit,
@@ -143,6 +144,8 @@ class ProcessLifecycle:
         self.stop_request = StopRequest()
         self.hang_watch = HangWatch()
         """Replaced before the ranks know each other, if the run has --hang-timeout."""
+        self.host_watch = HostWatch()
+        """Replaced when the ranks know each other."""
         self.started_at = time.monotonic()
         # While starting there is no state to lose: a signal ends the process.
         self._starting = True
@@ -357,6 +360,7 @@ class ProcessLifecycle:
                 if not self._finished.is_set():
                     self._check_launchers()
                     self._check_peers()
+                    self._check_store()
                     self._check_hang()
                     self._kill_if_stuck()
 
@@ -396,6 +400,12 @@ class ProcessLifecycle:
                 self._record_peer_exit(posted or dead)
         return self._peer_exit
 
+    def _check_store(self) -> None:
+        """Notices that the store is silent. If it is gone, the ranks may still be able to save."""
+        lost = self.host_watch.poll()
+        if lost is not None and not self._starting and not self._store_lost:
+            self._record_peer_exit(lost)
+
     def _record_peer_exit(self, peer: RankExit) -> None:
         if self._peer_exit is None and peer.rank != environment.rank():
             self._peer_exit_at = time.monotonic()
@@ -418,6 +428,9 @@ class ProcessLifecycle:
         processes of this one."""
         while not self._finished.is_set():
             try:
+                lost = self.host_watch.exchange(board)
+                if lost is not None and not self._starting:
+                    self._record_peer_exit(lost)
                 rank_exit = board.read()
                 if rank_exit is None and self._peer_exit is not None:
                     rank_exit = board.post(self._peer_exit)

@@ -34,7 +34,8 @@ from megatron_ds.evaluation.in_training import TaskEvaluation
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.hang_watch import HangWatch
-from megatron_ds.launch.lifecycle import ProcessLifecycle
+from megatron_ds.launch.host_watch import HostWatch
+from megatron_ds.launch.lifecycle import POLL_S, ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import LoadPlan
@@ -97,8 +98,9 @@ def pretrain(
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     context = distributed.init_distributed(config.runtime, life.rendezvous(timeout))
     folder = config.logging.log_dir or inputs.plan.folders.local_save or Path()
-    limit = config.runtime.hang_timeout
-    life.hang_watch = HangWatch(limit, timeout.total_seconds(), Path(folder))
+    limits = config.runtime
+    life.hang_watch = HangWatch(limits.hang_timeout, timeout.total_seconds(), Path(folder))
+    life.host_watch = HostWatch(context.locations, context.rank, limits.host_timeout, POLL_S)
     life.on_group_joined(*distributed.watched_peers(context))
     rank_settings.require_equal(config, inputs)
     startup.mark("process group")

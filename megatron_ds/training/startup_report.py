@@ -88,7 +88,8 @@ def print_parameter_count(config: Config, mesh: Mesh, engine: Engine) -> None:
 
 
 def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
-    """Warns of tensor-parallel groups that span hosts, and of variables that some hosts lack."""
+    """Warns of tensor-parallel groups that span hosts, of variables that some hosts lack, and of
+    restarts that may hang."""
     groups = axis_groups(context.world_size, config.parallel.tensor_model_parallel_size)["tp"]
     hosts = [location.host for location in context.locations]
     if across := groups_across_hosts(groups, hosts):
@@ -98,6 +99,8 @@ def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
         )
     if missing := context.missing_variables:
         output.warn_on_rank(Problem("variables-missing-on-hosts", names=describe(missing)))
+    if environment.restarts_with_old_store():
+        output.warn_on_rank(Problem("restarts-with-old-store"))
 
 
 def print_banner(

@@ -151,6 +151,18 @@ def test_an_owner_that_cannot_be_checked_is_dead_once_it_is_silent(
     assert len(logged) == 1
 
 
+@pytest.mark.parametrize(("run", "waits"), [("run", 0), ("another", 1), ("none", 1)])
+def test_the_lock_of_a_run_that_torchrun_starts_again_is_taken_sooner(
+    run: str, waits: int, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was lost. `none` is the id of all runs without a rendezvous."""
+    monkeypatch.setattr(run_lock, "ELASTIC_SILENCE_S", 0.2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    write_owner(tmp_path, location="elsewhere 1 2", run="" if run == "none" else "run")
+    acquire(tmp_path, logged.append).release()
+    assert [line.startswith(f"waiting up to {waits} s for") for line in logged] == [True]
+
+
 def test_an_owner_on_another_host_lives_while_it_touches_its_file(
     tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
