@@ -97,11 +97,7 @@ def pretrain(
     require_precision(config.precision)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     context = distributed.init_distributed(config.runtime, life.rendezvous(timeout))
-    folder = config.logging.log_dir or inputs.plan.folders.local_save or Path()
-    limits = config.runtime
-    life.hang_watch = HangWatch(limits.hang_timeout, timeout.total_seconds(), Path(folder))
-    life.host_watch = HostWatch(context.locations, context.rank, limits.host_timeout, POLL_S)
-    life.on_group_joined(*distributed.watched_peers(context))
+    _watch_ranks(life, config, context, inputs.plan.folders.local_save)
     rank_settings.require_equal(config, inputs)
     startup.mark("process group")
     ranks, folders, events = CollectiveIO(), inputs.plan.folders, EventLog(output.print_on_rank)
@@ -136,6 +132,21 @@ def pretrain(
         life.on_finished()
     distributed.destroy_process_group()
     return code
+
+
+def _watch_ranks(
+    life: ProcessLifecycle,
+    config: Config,
+    context: distributed.ProcessContext,
+    save: Path | None,
+) -> None:
+    """Starts watching the other ranks, their hosts, and whether the run makes progress."""
+    limits = config.runtime
+    folder = Path(config.logging.log_dir or save or "")
+    patient_s = 60 * limits.distributed_timeout_minutes
+    life.hang_watch = HangWatch(limits.hang_timeout, patient_s, folder)
+    life.host_watch = HostWatch(context.locations, context.rank, limits.host_timeout, POLL_S)
+    life.on_group_joined(*distributed.watched_peers(context))
 
 
 def _run(trainer: Trainer, events: EventLog) -> ExitCode:
