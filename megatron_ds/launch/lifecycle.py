@@ -405,6 +405,7 @@ class ProcessLifecycle:
         lost = self.host_watch.poll()
         if lost is not None and not self._starting and not self._store_lost:
             self._record_peer_exit(lost)
+            self._peer_exit_at -= GRACE_S  # no collective would fail by itself
 
     def _record_peer_exit(self, peer: RankExit) -> None:
         if self._peer_exit is None and peer.rank != environment.rank():

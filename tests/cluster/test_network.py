@@ -32,14 +32,14 @@ def test_a_run_is_as_exact_over_a_bad_network_and_ends_without_one(
         agents.wait_for_iterations(output, "2 processes", count + iterations)
         print(f"{(time.monotonic() - start) / iterations:.2f} s per iteration")
 
-    train(3)
-    with cluster.slow_link(second, delay_s=0.05, loss=0.05):
-        train(3)
     train(2)
+    with cluster.slow_link(second, delay_s=0.05, loss=0.05):
+        train(2)
+    train(1)
     second.set_link(is_up=False)
     time.sleep(5)
     second.set_link(is_up=True)
-    train(2)
+    train(1)
     second.set_link(is_up=False)
     try:
         assert agents.wait_for_end() == [1, 1]
