@@ -40,8 +40,8 @@ def another_run(folder: Path, lifetime: float = 60.0) -> Iterator[int]:
         acquire(folder, lambda line: None)
         time.sleep(lifetime)
         os._exit(0)
-    end = time.monotonic() + 10
-    while not (folder / LOCK).exists() and time.monotonic() < end:
+    end, lock = time.monotonic() + 10, folder / LOCK
+    while not (lock.exists() and lock.read_bytes()) and time.monotonic() < end:
         time.sleep(0.01)
     yield child
     os.kill(child, signal.SIGKILL)
