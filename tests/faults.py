@@ -175,6 +175,11 @@ def terminate(*_: Any) -> None:
     time.sleep(0.2)  # until the thread that receives it has run
 
 
+def pause(*_: Any) -> None:
+    """Slows a run down, so that it is not far ahead when something else happens to it."""
+    time.sleep(0.2)
+
+
 def hang(*_: Any) -> NoReturn:
     print(HANG_MESSAGE, flush=True)
     while True:
@@ -210,6 +215,7 @@ ACTIONS: dict[str, Action] = {
     "truncate-kill": truncate_and_kill,
     "stop": stop,
     "terminate": terminate,
+    "pause": pause,
     "hang": hang,
     "hang-past-timeout": hang_past_timeout,
     "fail": fail,

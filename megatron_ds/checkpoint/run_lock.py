@@ -3,8 +3,9 @@
 The file names its owner: host, process and start time, and its folder, so that the lock in a copy
 of the folder has no effect. An owner on the same host is dead if its process is. Any other owner is
 dead if it has not touched the file for `FOREIGN_SILENCE_S`; clocks of different hosts are not
-compared. Needs no locks of the file system, only exclusive creation and atomic renames, which
-network file systems have.
+compared. Where torchrun starts a run again after the loss of a node, the lock is that of the same
+run, whose earlier ranks have most likely ended: a shorter silence is enough. Needs no locks of the
+file system, only exclusive creation and atomic renames, which network file systems have.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Protocol
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.fileio.visibility import retry_stale
+from megatron_ds.launch import environment
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle
 
 LOCK = "run.lock"
@@ -31,6 +33,9 @@ HEARTBEAT_S = 10.0
 """Interval at which an owner touches its file."""
 FOREIGN_SILENCE_S = 60.0
 """Time without a touch after which an owner on another host is dead."""
+ELASTIC_HEARTBEAT_S = 1.5
+ELASTIC_SILENCE_S = 5.0
+"""The same within a run that torchrun starts again."""
 ENDING_S = 10.0
 """Time that a live owner has to end: ranks may outlive their launcher for seconds."""
 POLL_S = 0.2
@@ -55,6 +60,8 @@ class Owner:
     """Resolved path of the folder."""
     inode: int = 0
     """The folder's own; 0 in a store. A renamed folder keeps it, a copy has neither."""
+    run: str = ""
+    """See `environment.elastic_run`."""
 
     @classmethod
     def here(cls) -> Owner:
@@ -66,6 +73,7 @@ class Owner:
             started=place.process.started,
             since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             nonce=secrets.token_hex(8),
+            run=environment.elastic_run(),
         )
 
     @classmethod
@@ -106,8 +114,8 @@ class LockFile(Protocol):
 class RunLock:
     """A lock that this process holds until it is released or the process ends."""
 
-    def __init__(self, file: LockFile, content: bytes) -> None:
-        self._file, self._content = file, content
+    def __init__(self, file: LockFile, content: bytes, heartbeat_s: float) -> None:
+        self._file, self._content, self._heartbeat_s = file, content, heartbeat_s
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._touch_regularly, name="run lock", daemon=True)
         self._thread.start()
@@ -132,7 +140,7 @@ class RunLock:
                 self._file.remove(self._content)
 
     def _touch_regularly(self) -> None:
-        while not self._released.wait(HEARTBEAT_S):
+        while not self._released.wait(self._heartbeat_s):
             with suppress(OSError):
                 self._file.touch(self._content)
 
@@ -173,7 +181,7 @@ def acquire_lock(
             path = f"{file.folder}/{LOCK}"
             raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=path)
         file.remove(current)
-    return RunLock(file, content)
+    return RunLock(file, content, ELASTIC_HEARTBEAT_S if own.run else HEARTBEAT_S)
 
 
 def _is_alive(file: LockFile, content: bytes, own: Owner, log: Callable[[str], None]) -> bool:
@@ -187,9 +195,11 @@ def _is_alive(file: LockFile, content: bytes, own: Owner, log: Callable[[str], N
         if process.is_alive():
             log(f"waiting up to {ENDING_S:.0f} s for the end of {owned}")
         return not _becomes_true(lambda: not process.is_alive() or file.read() != content, ENDING_S)
-    first = file.touched()
-    log(f"waiting up to {FOREIGN_SILENCE_S:.0f} s for a heartbeat from {owned}")
-    if not _becomes_true(lambda: file.touched() != first, FOREIGN_SILENCE_S):
+    first, silence_s = file.touched(), FOREIGN_SILENCE_S
+    if owner is not None and owner.run and owner.run == own.run:
+        silence_s = ELASTIC_SILENCE_S
+    log(f"waiting up to {silence_s:.0f} s for a heartbeat from {owned}")
+    if not _becomes_true(lambda: file.touched() != first, silence_s):
         return False
     return not _becomes_true(lambda: file.read() != content, ENDING_S)
 

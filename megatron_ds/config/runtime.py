@@ -48,6 +48,12 @@ class RuntimeConfig:
         "they are, and the run ends (default: no limit)",
         above=0,
     )
+    host_timeout: float = option_field(
+        60.0,
+        "seconds without a sign of life of another host, once training has started, after which "
+        "the run ends",
+        above=0,
+    )
     memory_check: str = option_field(
         "error",
         "what to do if the estimated memory of the host, or that of the states on the device, is "

@@ -217,9 +217,16 @@ class ScheduleConfig:
                     unit=unit,
                     dp_size_terms=parallel.describe_data_parallel_size(world_size),
                     nearest=nearest_multiples(size, unit),
+                    size=size,
+                    valid=", ".join(map(str, self._valid_dp_sizes(size))) or "none",
                 )
 
             yield from self._folded_pipeline_problems(parallel, unit)
+
+    def _valid_dp_sizes(self, size: int) -> list[int]:
+        """Data-parallel sizes with which a batch has whole micro-batches."""
+        count, rest = divmod(size, self.micro_batch_size)
+        return [] if rest else [number for number in range(1, count + 1) if count % number == 0]
 
     def _folded_pipeline_problems(self, parallel: ParallelConfig, unit: int) -> Iterator[Problem]:
         """Check that no step has fewer micro-batches than two stages on each rank need."""

@@ -52,7 +52,8 @@ class ProcessContext:
     device: torch.device
     backend: str
     locations: Mapping[int, HostLocation]
-    """Of the ranks of this host; on the first rank, of all. By rank, in their order."""
+    """Of the first rank and the ranks of this host; on the first rank, of all. By rank, in their
+    order."""
     missing_variables: Mapping[str, list[str]] = field(default_factory=dict)
     """On the first rank, variables of the launcher or of this rank, with the hosts that lack
     them."""
@@ -192,7 +193,9 @@ def _locations_by_host(ranks: Sequence[Any]) -> dict[str, Any]:
     numbered = [(number, location) for number, (location, _) in enumerate(ranks)]
     by_host: dict[str, list[tuple[int, Any]]] = {}
     for number, location in numbered:
-        by_host.setdefault(location["host"], []).append((number, location))
+        by_host.setdefault(location["host"], numbered[:1] if number else []).append(
+            (number, location)
+        )
     missing = find_missing([HostVariables.from_json(variables) for _, variables in ranks])
     return {"": (numbered, missing)} | {host: (own, {}) for host, own in by_host.items()}
 
@@ -279,6 +282,16 @@ class ExitBoard:
     def is_first_report(self) -> bool:
         """Whether no rank has asked this before."""
         return int(self._store.add("reported", 1)) == 1
+
+    def give_sign(self, rank: int) -> None:
+        """Changes the sign of life of a rank."""
+        self._store.add(f"sign of rank {rank}", 1)
+
+    def signs(self, ranks: Iterable[int]) -> list[bytes]:
+        """The signs of life of ranks; empty until all of them have given one."""
+        keys = [f"sign of rank {rank}" for rank in ranks]
+        signs: list[bytes] = self._store.multi_get(keys) if self._store.check(keys) else []
+        return signs
 
     def exchange_reports(
         self, report: str, expected: int | None, timeout_s: float

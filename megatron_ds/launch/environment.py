@@ -60,6 +60,21 @@ def run_on_host() -> str:
     return " ".join([rendezvous(), *(os.environ.get(name, "") for name in names)])
 
 
+def elastic_run() -> str:
+    """The id of the rendezvous by which torchrun starts the ranks again; "" if it has none."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if run == "none" else run  # its name for ranks with fixed addresses
+
+
+def restarts_with_old_store() -> bool:
+    """Whether torchrun, when it starts the ranks again, keeps the store with the old addresses.
+
+    Only the environment of torchrun itself changes that.
+    """
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return bool(elastic_run()) and restarts and is_store_of_agent()
+
+
 def adopt_ranks() -> None:
     """Sets the variables of torch and DeepSpeed for a process that srun or mpirun started.
 

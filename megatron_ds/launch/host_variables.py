@@ -17,6 +17,7 @@ from megatron_ds.launch import environment, launched_hosts, liveness
 PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "MEGATRON_DS_", "HF_", "WANDB_", "PYTORCH_", "TRITON_"),
     *("TORCH_EXTENSIONS_DIR", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "DS_ACCELERATOR"),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )
 """The beginnings of the names that change what a run does, or where it reads and writes."""
 SHOWN_HOSTS = 3

@@ -52,7 +52,7 @@ def ssh_clients() -> dict[int, list[str]]:
     return found
 
 
-class HostWatch:
+class LaunchWatch:
     """Watches the connections of the `deepspeed` command to its hosts.
 
     Only the first rank of the host where the command runs sees them.

@@ -38,7 +38,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from enum import Enum
 from typing import NoReturn
 
 from megatron_ds.config.problems import Problem, catalogue
@@ -54,7 +53,8 @@ from megatron_ds.launch.hang_watch import (
     hang_problem,
 )
 from megatron_ds.launch.host_differences import Verdict
-from megatron_ds.launch.launched_hosts import HostWatch
+from megatron_ds.launch.host_watch import HostWatch
+from megatron_ds.launch.launched_hosts import LaunchWatch
 from megatron_ds.launch.liveness import (
     ProcessHandle,
     RankExit,
@@ -63,6 +63,7 @@ from megatron_ds.launch.liveness import (
     find_launchers,
 )
 from megatron_ds.launch.roll_call import RollCall
+from megatron_ds.launch.stop_request import SIGNALS, StopReason, StopRequest
 from megatron_ds.launch.time_limits import call_with_timeout, wait_until
 
 POLL_S = 0.5
@@ -82,41 +83,6 @@ REQUESTED_EXITS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
 """Statuses of requested exits, for which no rank is blamed."""
 STORE_GONE = "or its launcher has exited: the store of the run does not answer"
 STORE_LOST = RankExit(0, STORE_GONE, ExitCode.PEER_LOST, host="")
-
-
-class StopReason(Enum):
-    """Why the run was asked to end. The value completes the message `exiting program ...`."""
-
-    SIGINT = "after receiving SIGINT."
-    SIGTERM = "after receiving SIGTERM."
-    LAUNCHER = "since its launcher is gone."
-
-    @property
-    def signal(self) -> str:
-        """The signal as users know it."""
-        return "Ctrl-C" if self is StopReason.SIGINT else self.name
-
-    @property
-    def exit_code(self) -> ExitCode:
-        return ExitCode.INTERRUPTED if self is StopReason.SIGINT else ExitCode.TERMINATED
-
-
-SIGNALS: dict[int, StopReason] = {
-    signal.SIGINT: StopReason.SIGINT,
-    signal.SIGTERM: StopReason.SIGTERM,
-}
-
-
-class StopRequest:
-    """A request to end the run, which the training loop reads between steps."""
-
-    def __init__(self) -> None:
-        self.reason: StopReason | None = None
-
-    def request(self, reason: StopReason) -> None:
-        """Records the reason unless there already is one."""
-        if self.reason is None:
-            self.reason = reason
 
 
 class _StartupInterrupted(SystemExit):
@@ -145,12 +111,14 @@ class ProcessLifecycle:
         """Of the ranks, before they know each other."""
         self.hang_watch = HangWatch()
         """Replaced before the ranks know each other, if the run has --hang-timeout."""
+        self.host_watch = HostWatch()
+        """Replaced when the ranks know each other."""
         self.started_at = time.monotonic()
         # While starting there is no state to lose: a signal ends the process.
         self._starting = True
         self._saves = False
         self._launchers = find_launchers()
-        self._host_watch = HostWatch()
+        self._launch_watch = LaunchWatch()
         self._peers: Mapping[int, ProcessHandle] = {}
         self._hosts: Mapping[int, str] = {}
         self._board: ExitBoard | None = None
@@ -386,6 +354,7 @@ class ProcessLifecycle:
                     self._check_launchers()
                     self._check_hosts()
                     self._check_peers()
+                    self._check_store()
                     self._check_hang()
                     self._kill_if_stuck()
 
@@ -416,7 +385,7 @@ class ProcessLifecycle:
 
     def _check_hosts(self) -> None:
         """Ends the run if the launcher has lost a host before its ranks have come."""
-        lost = self._host_watch.find_lost_ranks() if self.roll_call.is_waiting else []
+        lost = self._launch_watch.find_lost_ranks() if self.roll_call.is_waiting else []
         if lost and self._exit_lock.acquire(blocking=False):
             text = Problem("ssh-ended", missing=launched_hosts.describe(lost)).render()
             report = ErrorReport("lost a host", ExitCode.HOSTS_DIFFER, text)
@@ -433,6 +402,13 @@ class ProcessLifecycle:
                 posted = call_with_timeout(board.read, default=None)
                 self._record_peer_exit(posted or dead)
         return self._peer_exit
+
+    def _check_store(self) -> None:
+        """Notices that the store is silent. If it is gone, the ranks may still be able to save."""
+        lost = self.host_watch.poll()
+        if lost is not None and not self._starting and not self._store_lost:
+            self._record_peer_exit(lost)
+            self._peer_exit_at -= GRACE_S  # no collective would fail by itself
 
     def _record_peer_exit(self, peer: RankExit) -> None:
         if self._peer_exit is None and peer.rank != environment.rank():
@@ -456,6 +432,9 @@ class ProcessLifecycle:
         processes of this one."""
         while not self._finished.is_set():
             try:
+                lost = self.host_watch.exchange(board)
+                if lost is not None and not self._starting:
+                    self._record_peer_exit(lost)
                 rank_exit = board.read()
                 if rank_exit is None and self._peer_exit is not None:
                     rank_exit = board.post(self._peer_exit)

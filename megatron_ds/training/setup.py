@@ -35,7 +35,8 @@ from megatron_ds.fileio.host_reader import HostReader
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.hang_watch import HangWatch
-from megatron_ds.launch.lifecycle import ProcessLifecycle
+from megatron_ds.launch.host_watch import HostWatch
+from megatron_ds.launch.lifecycle import POLL_S, ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import LoadPlan
@@ -97,10 +98,7 @@ def pretrain(
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     meeting = functools.partial(life.rendezvous, timeout)
     context = distributed.init_distributed(config.runtime, meeting, life.roll_call)
-    folder = config.logging.log_dir or inputs.plan.folders.local_save or Path()
-    limit = config.runtime.hang_timeout
-    life.hang_watch = HangWatch(limit, timeout.total_seconds(), Path(folder))
-    life.on_group_joined(*distributed.watched_peers(context))
+    _watch_ranks(life, config, context, inputs.plan.folders.local_save)
     startup.mark("process group")
     ranks, folders, events = CollectiveIO(), inputs.plan.folders, EventLog(output.print_on_rank)
     with (
@@ -134,6 +132,21 @@ def pretrain(
         life.on_finished()
     distributed.destroy_process_group()
     return code
+
+
+def _watch_ranks(
+    life: ProcessLifecycle,
+    config: Config,
+    context: distributed.ProcessContext,
+    save: Path | None,
+) -> None:
+    """Starts watching the other ranks, their hosts, and whether the run makes progress."""
+    limits = config.runtime
+    folder = Path(config.logging.log_dir or save or "")
+    patient_s = 60 * limits.distributed_timeout_minutes
+    life.hang_watch = HangWatch(limits.hang_timeout, patient_s, folder)
+    life.host_watch = HostWatch(context.locations, context.rank, limits.host_timeout, POLL_S)
+    life.on_group_joined(*distributed.watched_peers(context))
 
 
 def _run(trainer: Trainer, events: EventLog) -> ExitCode:

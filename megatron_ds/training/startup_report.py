@@ -88,7 +88,8 @@ def print_parameter_count(config: Config, mesh: Mesh, engine: Engine) -> None:
 
 
 def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
-    """Warns of tensor-parallel groups that span hosts, and of variables that some hosts lack.
+    """Warns of tensor-parallel groups that span hosts, of variables that some hosts lack, and of
+    restarts that may hang.
 
     On the first rank, which knows all hosts.
     """
@@ -103,6 +104,8 @@ def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
         )
     if missing := context.missing_variables:
         output.warn_on_rank(Problem("variables-missing-on-hosts", names=describe(missing)))
+    if environment.restarts_with_old_store():
+        output.warn_on_rank(Problem("restarts-with-old-store"))
 
 
 def print_banner(

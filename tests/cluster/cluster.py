@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ import psutil
 from tests.fork_server import DEADLINE, clean_environment
 
 MACHINE = Path(__file__).with_name("machine.sh")
+SLOW_LINK = Path(__file__).with_name("slow_link.py")
 NODES = ("node1", "node2")
 SLOTS = 2
 """Ranks per node."""
@@ -92,19 +93,34 @@ class Node:
         code = self.start(words, log, environment).wait()
         return Done(code, log.read_text(errors="replace"))
 
+    def set_link(self, *, is_up: bool) -> None:
+        """Plugs the cable of the node in, or pulls it out: no connection is closed then."""
+        state = "up" if is_up else "down"
+        self._cluster.run("ip", "link", "set", f"to-{self.name}", state).succeed()
+
+    def kill(self) -> None:
+        """Ends all processes besides those of the node itself, and its link, as a power failure."""
+        self.set_link(is_up=False)
+        while left := self.processes() - self._own:
+            for process in left:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            time.sleep(0.01)
+
     def accept_processes(self) -> None:
         """Takes the present processes for those of the node itself, such as its daemons."""
-        self._own = self._processes()
+        self._own = self.processes()
 
     def left_over(self) -> list[str]:
         """Command lines of the processes besides those of the node itself."""
         found = []
-        for process in self._processes() - self._own:
+        for process in self.processes() - self._own:
             with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
                 found.append(" ".join(process.cmdline()))
         return found
 
-    def _processes(self) -> set[psutil.Process]:
+    def processes(self) -> set[psutil.Process]:
+        """All processes of the node."""
         namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = set()
         for process in psutil.process_iter():
@@ -142,12 +158,30 @@ class Cluster:
             self.end()
             raise RuntimeError((folder / "machine.log").read_text())
         (machine,) = psutil.Process(self._process.pid).children()
+        self._machine = ["nsenter", "--target", str(machine.pid), "--all", "--"]
         parents = {each.cmdline()[-1]: each for each in machine.children()}
         self.nodes = [Node(name, parents[name].children()[0].pid, self) for name in NODES]
 
     def new_log(self) -> Path:
         self._logs += 1
         return self.folder / f"{self._logs}.log"
+
+    def run(self, *words: object) -> Done:
+        """Runs a command on the machine between the nodes, which has their switch."""
+        command = [*self._machine, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return Done(done.returncode, done.stdout + done.stderr)
+
+    @contextmanager
+    def slow_link(self, node: Node, delay_s: float, loss: float) -> Iterator[None]:
+        """Between a node and the switch, frames are late and some are lost, in both directions."""
+        words = [*self._machine, sys.executable, SLOW_LINK, f"to-{node.name}", delay_s, loss]
+        with subprocess.Popen(list(map(str, words)), stdin=-1, stdout=-1) as link:
+            assert link.stdout is not None
+            assert link.stdout.readline() == b"ready\n"
+            yield
+            link.communicate()  # the end of its input ends it
+            assert link.returncode == 0
 
     def run_on_all(
         self, *words: object, environment: Mapping[str, str] | None = None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.distributed import create_host_group
-from megatron_ds.launch.lifecycle import StopReason, StopRequest
+from megatron_ds.launch.stop_request import StopReason, StopRequest
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.setup import mean_over_group

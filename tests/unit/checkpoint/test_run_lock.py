@@ -40,8 +40,8 @@ def another_run(folder: Path, lifetime: float = 60.0) -> Iterator[int]:
         acquire(folder, lambda line: None)
         time.sleep(lifetime)
         os._exit(0)
-    end = time.monotonic() + 10
-    while not (folder / LOCK).exists() and time.monotonic() < end:
+    end, lock = time.monotonic() + 10, folder / LOCK
+    while not (lock.exists() and lock.read_bytes()) and time.monotonic() < end:
         time.sleep(0.01)
     yield child
     os.kill(child, signal.SIGKILL)
@@ -149,6 +149,18 @@ def test_an_owner_that_cannot_be_checked_is_dead_once_it_is_silent(
     acquire(tmp_path, logged.append).release()
     assert time.monotonic() - start >= run_lock.FOREIGN_SILENCE_S
     assert len(logged) == 1
+
+
+@pytest.mark.parametrize(("run", "waits"), [("run", 0), ("another", 1), ("none", 1)])
+def test_the_lock_of_a_run_that_torchrun_starts_again_is_taken_sooner(
+    run: str, waits: int, tmp_path: Path, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was lost. `none` is the id of all runs without a rendezvous."""
+    monkeypatch.setattr(run_lock, "ELASTIC_SILENCE_S", 0.2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    write_owner(tmp_path, location="elsewhere 1 2", run="" if run == "none" else "run")
+    acquire(tmp_path, logged.append).release()
+    assert [line.startswith(f"waiting up to {waits} s for") for line in logged] == [True]
 
 
 def test_an_owner_on_another_host_lives_while_it_touches_its_file(

@@ -167,7 +167,7 @@ def test_batch_size_problem_shows_its_arithmetic():
     (problem,) = problems(config)
     assert "--micro-batch-size 2 x data-parallel size 2 = 4" in problem
     assert "4 processes / --tensor-model-parallel-size 2 = 2" in problem
-    assert "(nearest: 8 or 12)" in problem
+    assert "(nearest: 8 or 12; data-parallel sizes valid for 10: 1, 5)" in problem
 
 
 LAST = {"train_samples": 35, "global_batch_size": 8}

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megatron_ds.launch import launched_hosts, liveness
-from megatron_ds.launch.launched_hosts import HostWatch, describe, hosts_of_ranks
+from megatron_ds.launch.launched_hosts import LaunchWatch, describe, hosts_of_ranks
 from megatron_ds.launch.liveness import ProcessHandle, find_launchers
 
 WORLD = base64.urlsafe_b64encode(json.dumps({"a": [0, 1], "b": [0], "c": [2]}).encode()).decode()
@@ -66,7 +66,7 @@ def test_a_host_is_lost_when_its_client_of_ssh_has_ended(
     monkeypatch.setenv("LOCAL_RANK", "0")
     clients = {n: ["ssh", "-x", host, "cd /x; ..."] for n, host in enumerate(connected)}
     monkeypatch.setattr(launched_hosts, "ssh_clients", lambda: {99: ["pdsh", "a,b,c"], **clients})
-    watch = HostWatch()
+    watch = LaunchWatch()
     assert watch.find_lost_ranks() == []
     assert watch.find_lost_ranks() == lost
     monkeypatch.setenv("LOCAL_RANK", "1")

@@ -163,6 +163,24 @@ def test_torchrun_summary_shows_the_message(
     output.write_torchelastic_error_file("other launchers have no summary")
 
 
+@pytest.mark.parametrize(
+    ("run", "restarts", "shares", "expected"),
+    [
+        ("run", "3", "True", True),
+        ("run", "0", "True", False),
+        ("run", "3", "False", False),
+        ("none", "3", "True", False),  # without a rendezvous
+    ],
+)
+def test_torchrun_keeps_the_store_of_a_rendezvous_for_its_restarts(
+    run: str, restarts: str, shares: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shares)
+    assert environment.restarts_with_old_store() == expected
+
+
 def test_peers_are_the_other_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "ExitBoard", lambda: None)
     ranks = {

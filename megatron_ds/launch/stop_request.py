@@ -1,0 +1,43 @@
+"""Requests to end a run, and the signals that make them."""
+
+from __future__ import annotations
+
+import signal
+from enum import Enum
+
+from megatron_ds.launch.exit_codes import ExitCode
+
+
+class StopReason(Enum):
+    """Why the run was asked to end. The value completes the message `exiting program ...`."""
+
+    SIGINT = "after receiving SIGINT."
+    SIGTERM = "after receiving SIGTERM."
+    LAUNCHER = "since its launcher is gone."
+
+    @property
+    def signal(self) -> str:
+        """The signal as users know it."""
+        return "Ctrl-C" if self is StopReason.SIGINT else self.name
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return ExitCode.INTERRUPTED if self is StopReason.SIGINT else ExitCode.TERMINATED
+
+
+SIGNALS: dict[int, StopReason] = {
+    signal.SIGINT: StopReason.SIGINT,
+    signal.SIGTERM: StopReason.SIGTERM,
+}
+
+
+class StopRequest:
+    """A request to end the run, which the training loop reads between steps."""
+
+    def __init__(self) -> None:
+        self.reason: StopReason | None = None
+
+    def request(self, reason: StopReason) -> None:
+        """Records the reason unless there already is one."""
+        if self.reason is None:
+            self.reason = reason

@@ -1,0 +1,70 @@
+"""A run that torchrun starts again after a rank, or a node with its disk, is lost."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.cluster.agents import BANNER, Agents, last_rank_of, uninterrupted
+from tests.cluster.cluster import Cluster
+from tests.e2e.runs import ENDLESS, PROGRAMS, REPOSITORY, Launcher, Settings, losses, steps
+
+DOCUMENTED = (REPOSITORY / "docs" / "stopping_and_failures.md").read_text()
+"""The source of the command that is tested."""
+LOCAL_SAVE_INTERVAL = 5
+
+
+def documented_command(ranks: int, restarts: int) -> str:
+    """The command of docs/stopping_and_failures.md without the flags of the run."""
+    block = re.search(r"1 (torchrun --nnodes 1:2.*?) pretrain_gpt.py", DOCUMENTED, re.DOTALL)
+    assert block is not None
+    words = block[1].replace("\\\n", " ")
+    for flag, number in (("--nproc-per-node", ranks), ("--max-restarts", restarts)):
+        words, count = re.subn(rf"{flag} \d+", f"{flag} {number}", words)
+        assert count == 1
+    return f"{PROGRAMS}/{words}"
+
+
+def test_a_run_survives_a_killed_rank_and_a_lost_node_and_takes_it_in_again(
+    cluster: Cluster, base: Settings, launcher: Launcher, tmp_path: Path
+) -> None:
+    """The node that is lost has rank 0, the store of the ranks, and the lock of --save."""
+    (first, second), save, stop = cluster.nodes, cluster.shared / "run", cluster.shared / "stop"
+    settings = {**base, "global_batch_size": 8, "train_iters": ENDLESS, "host_timeout": 10}
+    settings |= {"save": save, "load": save, "kill_switch_path": stop}
+    settings |= {"local_checkpoint_dir": cluster.scratch / "local"}
+    settings |= {"local_save_interval": LOCAL_SAVE_INTERVAL}
+    agents = Agents(cluster, documented_command(ranks=1, restarts=2), settings)
+    output, other_output = agents.start(first), agents.start(second)
+    agents.wait_for_iterations(output, "2 processes", LOCAL_SAVE_INTERVAL + 1)
+    last_rank_of(second).kill()
+    agents.wait_for(lambda: output().count(BANNER) == 2)
+    agents.wait_for_iterations(output, "2 processes", LOCAL_SAVE_INTERVAL + 1)
+
+    first.kill()
+    shutil.rmtree(cluster.folder / first.name / "local")
+    killed_at, trained = time.monotonic(), len(steps(save))
+    agents.wait_for_iterations(other_output, "1 process", 1)
+    print(f"the other node has continued after {time.monotonic() - killed_at:.1f} s")
+    restored = int(other_output().rpartition("successfully loaded checkpoint")[2].split()[4])
+    assert trained - LOCAL_SAVE_INTERVAL <= restored <= trained
+    agents.wait_for_iterations(other_output, "1 process", 3)
+
+    first.set_link(is_up=True)
+    output = agents.start(first)
+    agents.wait_for_iterations(output, "2 processes", 2)
+    assert "exiting program after receiving SIGTERM" in other_output()
+    stop.touch()
+    assert agents.wait_for_end() == [-9, 0, 0]
+
+    numbers = [step["iteration"] for step in steps(save)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    expected = uninterrupted(launcher, settings, tmp_path / "whole")
+    difference = np.abs(np.subtract(losses(save), expected))
+    print(f"the losses of {len(numbers)} iterations differ by up to {difference.max():.1e}")
+    assert not difference[:restored].any()
+    assert difference.max() < 1e-5
