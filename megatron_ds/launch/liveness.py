@@ -103,7 +103,8 @@ class HostLocation:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> HostLocation:
-        return cls(values["host"], ProcessHandle(**values["process"]), frozenset(values["cores"]))
+        process, cores = ProcessHandle(**values["process"]), frozenset(values["cores"])
+        return cls(**{**values, "process": process, "cores": cores})
 
 
 @dataclass(frozen=True)

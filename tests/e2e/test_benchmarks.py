@@ -20,7 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import checkpoint, data, documents, long_sequences, preprocess, startup, train_step
+from benchmarks import (
+    checkpoint,
+    data,
+    documents,
+    long_sequences,
+    preprocess,
+    scale,
+    startup,
+    train_step,
+)
 from benchmarks.accelerator.models import SIZES
 from benchmarks.common import Contender, in_turn
 from benchmarks.train_step import BARE, COMPILED, DEEPSPEED, OURS, PLAIN, PRODUCTS, Report
@@ -231,6 +240,32 @@ def test_ratios_of_checkpoints_pair_rounds() -> None:
     rates |= {checkpoint.SAVE: [2.0, 8.0, 3.0], checkpoint.TORCH_SAVE: [1.0, 4.0, 1.0]}
     first = checkpoint.ratios(rates)[0]
     assert (first["job"], first["ratio"], first["target"]) == (checkpoint.SAVE, 2.0, 0.9)
+
+
+@pytest.mark.proof
+def test_curves_of_the_size_of_a_run_are_measured_and_plotted(tmp_path: Path) -> None:
+    """Those that take no run and no second."""
+    curves = {
+        "start calls": scale.start_calls((8,)),
+        "start messages": scale.rows(scale.start_messages(size) for size in (8, 16)),
+        "mesh": scale.rows(scale.in_fork(scale.mesh, size) for size in (8, 4096)),
+        "manifest": scale.rows(scale.manifest(size) for size in (8, 4096)),
+        "index": scale.rows(scale.in_fork(scale.index, size) for size in (10**5, 10**6)),
+        "blend": scale.rows(scale.in_fork(scale.blend, size) for size in (10**4, 10**5)),
+    }
+    assert curves["mesh"]["groups"] == [2, 7]
+    assert curves["index"]["bytes"] == curves["index"]["bytes, predicted"]
+    assert curves["manifest"]["files"] == [16, 4104]
+    runs = {"gloo group": {"ranks": [8.0]}, "checkpoint and log": {"parameters": [1e6]}}
+    for panels in scale.PANELS.values():
+        for key, _, columns in panels:
+            for column in columns if key in runs else ():
+                runs[key][column] = [1.0]
+    scale.plot(curves | runs, tmp_path)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "scale_data.png",
+        "scale_start.png",
+    ]
 
 
 def test_model_flops_utilization() -> None:
