@@ -23,6 +23,7 @@ import shlex
 import shutil
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +124,12 @@ class Submit:
         "program with the flags of pretrain_gpt.py",
         metavar="FILE",
     )
+    template: str = option_field(
+        str(TEMPLATE),
+        "file whose text from the first empty line on is that of the job's file, such as a copy of "
+        "the example that loads modules",
+        metavar="FILE",
+    )
     print_file: bool = option_field(
         False, "print the job's file instead of writing and submitting it", flag="print"
     )
@@ -188,6 +195,8 @@ def submit(options: Submit, training: Sequence[str]) -> None:
     job = _slurm("sbatch", "--parsable", run / FILE).strip().partition(";")[0]
     _record(run, event="submit", job=job)
     print(f"submitted {run / FILE} as job {job}; its output: {run / OUTPUT}")
+    if idle := [str(count) for count in options.node_range if count not in counts]:
+        print(f"with {', '.join(idle)} nodes it leaves some idle, which the settings do not fit")
 
 
 def _job_problems(options: Submit) -> Iterator[Problem]:
@@ -206,8 +215,8 @@ def _job_problems(options: Submit) -> Iterator[Problem]:
             yield Problem("slurm-not-a-time", settings=options)
         elif limit <= options.signal_seconds:
             yield Problem("slurm-signal-before-start", settings=options, limit=limit)
-    if not Path(options.program).is_file():
-        yield from run_problems("program", [options.program])
+    for name in ("program", "template"):
+        yield from run_problems(name, [getattr(options, name)])
     if options.print_file:
         return
     job = _last_job(Path(options.run))
@@ -322,7 +331,7 @@ def job_file(options: Submit, counts: Sequence[int], flags: Sequence[str]) -> st
             "\n",
             *(f"{name}={shlex.quote(str(value))}\n" for name, value in variables.items()),
             f"set --{words}\n\n",
-            TEMPLATE.read_text(encoding="utf-8").partition("\n\n")[2],
+            Path(options.template).read_text(encoding="utf-8").partition("\n\n")[2],
         ]
     )
 
@@ -351,7 +360,7 @@ def _progress(run: Path) -> int:
     follower = Follower(run)
     follower.poll()
     known = [each for each in follower.history.events if each["event"] in ("start", "checkpoint")]
-    return int(known[-1]["iteration"]) if known else 0
+    return int(known[-1]["iteration"]) if known else max(follower.history.checkpoints, default=0)
 
 
 def _reason_to_end(options: Restart, run: Path, iteration: int) -> str:
@@ -363,7 +372,7 @@ def _reason_to_end(options: Restart, run: Path, iteration: int) -> str:
     if len(before) == FUTILE - 1 and {*before} == {iteration}:
         return f"{FUTILE} attempts in a row left no newer checkpoint"
     state = _job_fields(options.job).get("JobState")
-    return "" if state == "RUNNING" else f"it is {state}"
+    return "" if state in ("RUNNING", None) else f"it is {state}"  # such as cancelled
 
 
 def status(options: Status, _: Sequence[str]) -> None:
@@ -395,12 +404,8 @@ def tail(options: Tail, _: Sequence[str]) -> None:
         if path.exists():
             with path.open("rb") as file:
                 file.seek(offset)
-                text = file.read()
-            offset += len(text)
-            if number == 0:
-                text = b"".join(
-                    text.splitlines(keepends=True)[-options.lines :] if options.lines else []
-                )
+                text = b"".join(deque(file, None if number else options.lines))
+                offset = file.tell()
             print(text.decode(errors="replace"), end="", flush=True)
         if not is_alive:
             return

@@ -73,7 +73,7 @@ def test_the_file_of_a_job_is_the_example_with_the_settings_of_the_run(
 
 def test_a_run_is_submitted_once(run: Any, programs: Programs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run(*submit_words(folder))
+    assert "with 3 nodes it leaves some idle" in run(*submit_words(folder)).out
     assert programs.calls == [f"sbatch --parsable {folder / 'slurm.sbatch'}"]
     assert "[slurm-job-is-alive]" in run(*submit_words(folder), status=2).err
     programs.set_state("COMPLETED")
