@@ -338,18 +338,19 @@ def job_file(options: Submit, counts: Sequence[int], flags: Sequence[str]) -> st
 
 def restart(options: Restart, training: Sequence[str]) -> int:
     config, _ = arguments.build_config(training, world_size=1, warn=_ignore)
-    save = config.checkpoint.save
-    if save is None or is_url(save):
-        reason, iteration = "there is no --save folder that would tell its progress", 0
-    else:
+    save, place = config.checkpoint.save, ""
+    if save is not None and not is_url(save):
         iteration = _progress(Path(save))
+        place = f" at iteration {iteration}"
         reason = _reason_to_end(options, Path(save), iteration)
-        _record(
-            Path(save), event="end", job=options.job, status=options.status, iteration=iteration
-        )
-    shown = f"{PROGRAM}: the run ended with status {options.status} at iteration {iteration}"
-    print(f"{shown}; " + (f"the job ends: {reason}" if reason else "the job is queued again"))
-    sys.stdout.flush()
+        ended = {"status": options.status, "iteration": iteration}
+        _record(Path(save), event="end", job=options.job, **ended)
+    elif save is not None and options.status == ExitCode.TERMINATED:
+        reason = ""  # the signal of the time limit, after which nothing needs to be known
+    else:
+        reason = "there is no --save folder that tells whether another attempt would help"
+    outcome = f"the job ends: {reason}" if reason else "the job is queued again"
+    print(f"{PROGRAM}: the run ended with status {options.status}{place}; {outcome}", flush=True)
     if not reason:
         _slurm("scontrol", "requeue", options.job)
     return options.status

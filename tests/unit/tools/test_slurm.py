@@ -144,6 +144,15 @@ def test_a_job_is_queued_again_while_its_run_may_continue(
     assert (last["status"], last["iteration"]) == (status, [0, *iterations][-1])
 
 
+def test_of_a_run_without_a_folder_only_the_signal_of_the_time_limit_continues(
+    run: Any, programs: Programs
+) -> None:
+    for save, status in (("s3://bucket/run", 4), ("s3://bucket/run", 143)):
+        run("restart", status, "--job", 7, *FLAGS, "--save", save, status=status)
+    run("restart", 143, "--job", 7, *FLAGS, status=143)
+    assert programs.calls == ["scontrol requeue 7"]
+
+
 def test_the_job_uses_the_most_nodes_on_which_the_run_can_train(
     run: Any, programs: Programs, tmp_path: Path
 ) -> None:
