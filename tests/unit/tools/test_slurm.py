@@ -114,6 +114,7 @@ def test_time_limits_are_read_as_sbatch_does(limit: str, seconds: int | None) ->
     ("status", "iterations", "state", "expected"),
     [
         *((143, [4], "RUNNING", True), (4, [], "RUNNING", True), (6, [4], "RUNNING", True)),
+        (7, [4], "RUNNING", True),
         *((137, [4, 4], "RUNNING", True), (143, [2, 4, 4], "RUNNING", True)),
         *((143, [8, 8, 8], "RUNNING", False), (143, [8], "COMPLETING", False)),
         *((each, [4], "RUNNING", False) for each in (0, 1, 2, 3, 5, 130)),
