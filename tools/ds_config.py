@@ -21,9 +21,8 @@ from typing import Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli import arguments
-from megatron_ds.cli.command import print_completion, print_warning, table_of
-from megatron_ds.cli.completion import with_training_flags
-from megatron_ds.cli.flags import FlagTable
+from megatron_ds.cli.command import print_warning, table_of
+from megatron_ds.cli.subcommands import Commands, run_command
 from megatron_ds.config import Config
 from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.devices import is_host
@@ -31,12 +30,11 @@ from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_config import compare, explain
 from megatron_ds.engine.ds_config import migrate as migration
-from megatron_ds.engine.ds_config.file import did_you_mean, parse_file, read_file
+from megatron_ds.engine.ds_config.file import parse_file, read_file
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.optimizers.adam_kernels import available_on, only_torch
 from megatron_ds.launch import device
-from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.tokenizer import build_tokenizer
 
 PROGRAM = "ds_config.py"
@@ -243,7 +241,7 @@ def diff(options: Diff, training: Sequence[str]) -> int:
     return int(bool(effective))
 
 
-COMMANDS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int | None]]] = {
+COMMANDS: Commands = {
     "generate": (Generate, generate),
     "explain": (Explain, explain_keys),
     "validate": (Validate, validate),
@@ -347,46 +345,9 @@ def _print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
         print("  ".join(cells).rstrip())
 
 
-def _overview() -> str:
-    lines = [f"usage: {PROGRAM} COMMAND ... (COMMAND --help explains it)", ""]
-    for name, (options, _) in COMMANDS.items():
-        summary = " ".join((options.__doc__ or "").split("\n\n")[0].split())
-        lines.append(f"  {name:<10}{summary}")
-    return "\n".join(lines)
-
-
-def _command_tables() -> dict[str, FlagTable]:
-    tables = {name: table_of(options) for name, (options, _) in COMMANDS.items()}
-    return {
-        name: table if name == "migrate" else with_training_flags(table)
-        for name, table in tables.items()
-    }
-
-
 def main(argv: Sequence[str]) -> int:
-    name = argv[0] if argv else "--help"
-    if name in ("--help", "-h"):
-        print(_overview())
-        return 0
-    print_completion(argv, FlagTable(PROGRAM, (), ()), commands=_command_tables())
-    rest = argv[1:]
-    if name.startswith("-"):
-        name, rest = "generate", argv
-    if name not in COMMANDS:
-        hint, valid = did_you_mean(name, COMMANDS), ", ".join(COMMANDS)
-        problem = Problem("unknown-command", command=name, hint=hint, valid=valid)
-        print(f"{PROGRAM}: error:\n{problem.render()}", file=sys.stderr)
-        return ExitCode.BAD_SETTINGS
-    options, work = COMMANDS[name]
-    training: list[str] = []
-
-    def checked(options: Any) -> int | None:
-        try:
-            return work(options, training)
-        except UserError as error:
-            cli.fail(error.problems, table_of(type(options)))
-
-    return cli.run(options, checked, rest, None if options is Migrate else training)
+    with_training = COMMANDS.keys() - {"migrate"}
+    return run_command(PROGRAM, COMMANDS, argv, with_training=with_training, default="generate")
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
-ReturnToService=2
+ReturnToService=1
 NodeName=node1,node2 CPUs={slots} State=UNKNOWN
 PartitionName=all Nodes=node1,node2 Default=YES State=UP OverSubscribe=NO
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster, find_obstacle
+from tests.cluster.cluster import Cluster, find_obstacle, start_slurm
 from tests.e2e.conftest import base, corpus, environment, launcher  # noqa: F401
 from tests.e2e.runs import Launcher, Settings, losses
 
@@ -30,6 +30,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     nodes = Cluster(tmp_path_factory.mktemp("cluster"))
     yield nodes
     nodes.end()
+
+
+@pytest.fixture(scope="module")
+def slurm(cluster: Cluster) -> None:
+    """Slurm on both nodes."""
+    if (obstacle := find_obstacle("slurmctld", "slurmd", "srun")) is not None:
+        pytest.skip(obstacle)
+    start_slurm(cluster)
 
 
 @pytest.fixture(autouse=True)

@@ -5,30 +5,23 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import NODES, SLOTS, Cluster, Node, find_obstacle, start_slurm
+from tests.cluster.cluster import NODES, SLOTS, Cluster, find_obstacle
 from tests.e2e.runs import (
-    ENDLESS,
     PRETRAIN,
     PROGRAMS,
-    REPOSITORY,
     Settings,
-    has_trained,
     losses,
-    steps,
     to_flags,
 )
-from tests.fork_server import DEADLINE
 
 Losses = Callable[[str], list[float]]
 RunSettings = Callable[[str, Path], Settings]
 
-EXAMPLE = REPOSITORY / "examples" / "slurm" / "pretrain_gpt.sbatch"
 RANKS = f"--nodes 2 --ntasks-per-node {SLOTS}"
 BIGSCIENCE = f"""{sys.executable} -u -m torch.distributed.run --nproc_per_node {SLOTS} --nnodes 2
     --rdzv_endpoint node1:6000 --rdzv_backend c10d --max_restarts 0 --tee 3"""
@@ -88,14 +81,6 @@ def files(cluster: Cluster) -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def slurm(cluster: Cluster) -> None:
-    """Slurm on both nodes."""
-    if (obstacle := find_obstacle("slurmctld", "slurmd", "srun")) is not None:
-        pytest.skip(obstacle)
-    start_slurm(cluster)
-
-
 @pytest.mark.parametrize("name", ON_FIRST)
 def test_one_command_trains_on_both_nodes(
     name: str,
@@ -141,53 +126,3 @@ def test_deepspeed_leaves_its_host_for_a_single_one_only_if_forced(
     script.write_text("import socket; print('runs on', socket.gethostname())")
     command = f"{DEEPSPEED} hosts --include node2:0".split()
     assert f"runs on {host}" in cluster.nodes[0].run(*command, *flags, script).succeed()
-
-
-def submit(node: Node, output: Path, settings: Settings) -> str:
-    """Submits the example for sbatch; returns the number of the job."""
-    smaller = ["--ntasks-per-node", SLOTS, "--gpus-per-node", 0, "--cpus-per-task", 1]
-    options = [*smaller, "--parsable", "--chdir", REPOSITORY, "--output", output]
-    command = ["sbatch", *options, EXAMPLE, *to_flags(settings)]
-    return node.run(*command, environment={"PYTHON": sys.executable}).succeed().strip()
-
-
-def wait_for(
-    node: Node, job: str, state: str, output: Path, reached: Callable[[], bool] = lambda: True
-) -> None:
-    """Waits until a job has a state of Slurm, such as `RUNNING`, and a condition holds."""
-    end = time.monotonic() + DEADLINE
-    while True:
-        found = node.run("scontrol", "show", "job", job).output
-        if f"JobState={state} " in found and reached():
-            return
-        assert time.monotonic() < end, f"{found}\n{output.read_text()}"
-        assert "JobState=FAILED" not in found, output.read_text()
-        time.sleep(0.2)
-
-
-def test_the_example_for_sbatch_trains(
-    slurm: None, cluster: Cluster, one_machine: Losses, run_settings: RunSettings
-) -> None:
-    save, output = cluster.shared / "sbatch", cluster.shared / "sbatch.out"
-    job = submit(cluster.nodes[0], output, run_settings("data", save))
-    wait_for(cluster.nodes[0], job, "COMPLETED", output)
-    assert losses(save) == one_machine("data")
-
-
-def test_the_example_for_sbatch_resumes_after_the_signal_of_its_time_limit(
-    slurm: None, cluster: Cluster, run_settings: RunSettings
-) -> None:
-    """Slurm delays a job that is queued again by two minutes, which the test shortens."""
-    save, output, stop = (cluster.shared / name for name in ("again", "again.out", "stop"))
-    node, settings = cluster.nodes[0], dict(run_settings("data", save))
-    settings |= {"load": save, "train_iters": ENDLESS, "kill_switch_path": stop}
-    job = submit(node, output, settings)
-    wait_for(node, job, "RUNNING", output, has_trained(save))
-    node.run("scancel", "--signal=TERM", job).succeed()
-    wait_for(node, job, "PENDING", output)
-    before = len(losses(save))
-    node.run("scontrol", "update", f"JobId={job}", "StartTime=now+2").succeed()
-    wait_for(node, job, "RUNNING", output, has_trained(save, before + 1))
-    stop.touch()
-    wait_for(node, job, "COMPLETED", output)
-    assert [step["iteration"] for step in steps(save)] == list(range(1, len(steps(save)) + 1))

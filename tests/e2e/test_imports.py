@@ -77,6 +77,7 @@ except SystemExit as end:
         ("tools/run_text_generation_server --help", 0, "127.0.0.1"),
         ("tools/report --help", 0, "--peak-tflops"),
         ("tools/watch tests --once", 0, "no step yet"),
+        ("tools/slurm submit tests --ranks-per-node 2", 2, ""),
     ],
 )
 def test_help_and_problems_load_no_torch(command: str, status: int, shown: str) -> None:

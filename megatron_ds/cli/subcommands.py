@@ -1,0 +1,73 @@
+"""A tool with several commands, each with options of its own.
+
+Owns the choice of the command; how each is run is in `command.py`. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from megatron_ds.cli.command import HELP, fail, print_completion, run, table_of
+from megatron_ds.cli.completion import with_training_flags
+from megatron_ds.cli.flags import FlagTable
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.launch.exit_codes import ExitCode
+
+Commands = Mapping[str, tuple[type, Callable[[Any, Sequence[str]], int | None]]]
+"""By name the options of a command, and its work, which gets them and the flags of
+pretrain_gpt.py. Its result is as that of a tool; users' errors are those of the settings."""
+
+
+def run_command(
+    program: str,
+    commands: Commands,
+    argv: Sequence[str],
+    *,
+    with_training: Collection[str],
+    default: str = "",
+) -> int:
+    """Run a command of a tool and return its exit status.
+
+    Args:
+        program: The tool.
+        commands: Its commands.
+        argv: The arguments without the program's name; the command is the first one.
+        with_training: The commands that take the flags of pretrain_gpt.py.
+        default: The command that may be left out.
+    """
+    tables = {name: table_of(options) for name, (options, _) in commands.items()}
+    tables |= {name: with_training_flags(tables[name]) for name in with_training}
+    name, rest = (argv[0], argv[1:]) if argv else (HELP[0], ())
+    if name in HELP:
+        print(_overview(program, commands))
+        return ExitCode.FINISHED
+    print_completion(argv, FlagTable(program, (), ()), commands=tables)
+    if name.startswith("-") and default:
+        name, rest = default, argv
+    if name not in commands:
+        near = difflib.get_close_matches(name, list(commands), n=1)
+        hint, valid = f"; did you mean {near[0]!r}?" if near else "", ", ".join(commands)
+        problem = Problem("unknown-command", command=name, hint=hint, valid=valid)
+        print(f"{program}: error:\n{problem.render()}", file=sys.stderr)
+        return ExitCode.BAD_SETTINGS
+    options, work = commands[name]
+    training: list[str] = []
+
+    def checked(values: Any) -> int | None:
+        try:
+            return work(values, training)
+        except UserError as error:
+            fail(error.problems, tables[name])
+
+    return run(options, checked, rest, training if name in with_training else None)
+
+
+def _overview(program: str, commands: Commands) -> str:
+    lines = [f"usage: {program} COMMAND ... (COMMAND --help explains it)", ""]
+    for name, (options, _) in commands.items():
+        summary = " ".join((options.__doc__ or "").split("\n\n")[0].split())
+        lines.append(f"  {name:<10}{summary}")
+    return "\n".join(lines)
