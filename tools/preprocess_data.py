@@ -18,7 +18,6 @@ if __name__ == "__main__":
 import dataclasses
 import errno
 import io
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from megatron_ds.launch import environment, output, ray_cluster
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
 from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
-from megatron_ds.preprocess.shards import Shard, settle_count, shard_folder, shard_problems
+from megatron_ds.preprocess.shards import Shard, shard_problems
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
 
@@ -215,6 +214,7 @@ def run(
     if part is None and shards.ray is None:
         return preprocess(settings, tokenizer, report, log)
     from megatron_ds.preprocess import sharded
+    from megatron_ds.preprocess.shard_files import remove_shards, settle_count
 
     if part is not None:
         if not shards.merges:  # the process that started this one has removed older output
@@ -226,7 +226,7 @@ def run(
     prefix = settings.output_prefix
     with connect_ray(shards, __file__, settings.workers, log) as ray:
         if settings.overwrite:
-            shutil.rmtree(shard_folder(prefix), ignore_errors=True)
+            remove_shards(prefix)
         count = settle_count(prefix, shards.num_shards, ray.count)
         return sharded.ShardedRun(settings, tokenizer, count).complete(ray.run, log)
 

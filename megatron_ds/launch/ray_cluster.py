@@ -15,11 +15,11 @@ from typing import Any
 
 from megatron_ds.config.problems import user_error
 
-RETRIES = 20
+RETRIES = 5
 """Times that a command is repeated after its process or its node has died."""
-RETRY_PAUSE_S = 5.0
-"""Pause before a command is repeated on a node that lives. A file system may hold the lock of a
-process that has died on another node for a while."""
+PATIENCE_S = 120.0
+"""Time for which a command is repeated while its output is locked: a file system may hold the lock
+of a process that has died on another node."""
 SHOWN_CHARACTERS = 4000
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent exits."""
@@ -85,7 +85,7 @@ class RayCluster:
         )
         folder = str(Path.cwd())
         pending = {
-            task.remote(command, folder, RETRY_PAUSE_S): name for name, command in commands.items()
+            task.remote(command, folder, PATIENCE_S): name for name, command in commands.items()
         }
         while pending:
             for reference in ray.wait(list(pending))[0]:
@@ -109,24 +109,27 @@ def exit_with_task() -> None:
 def _task() -> Callable[[Sequence[str], str, float], tuple[int, str]]:
     """The function of a task. As a local one it is sent by value: nodes need not import it."""
 
-    def run(command: Sequence[str], folder: str, pause: float) -> tuple[int, str]:
+    def run(command: Sequence[str], folder: str, patience: float) -> tuple[int, str]:
         import subprocess
         import sys
         import time
 
-        done: Any = subprocess.run(
-            [sys.executable, *command],
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode < 0 or "[output-in-use]" in done.stderr:
-            time.sleep(pause)
-            raise ChildProcessError(f"status {done.returncode}: {done.stderr[-1000:]}")
-        return done.returncode, done.stderr
+        end = time.monotonic() + patience
+        while True:
+            done: Any = subprocess.run(
+                [sys.executable, *command],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                check=False,
+            )
+            if done.returncode < 0:  # Ray repeats the task, possibly on another node
+                raise ChildProcessError(f"killed by signal {-done.returncode}")
+            if "[output-in-use]" not in done.stderr or time.monotonic() > end:
+                return done.returncode, done.stderr
+            time.sleep(1)
 
     return run

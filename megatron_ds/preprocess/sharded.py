@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 from megatron_ds.config.problems import UserError, counted, raise_if_any, user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.tokenizer_metadata import metadata_json
-from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX, ResumableOutput, complete_progress
+from megatron_ds.fileio.resumable import ResumableOutput, complete_progress
 from megatron_ds.preprocess.document_readers import ReadPosition
 from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX, QUARANTINE
 from megatron_ds.preprocess.options import PreprocessOptions
@@ -36,7 +34,13 @@ from megatron_ds.preprocess.pipeline import (
     token_file_writers,
     work_names,
 )
-from megatron_ds.preprocess.shards import Shard, shard_folder, shard_problems, shards_of
+from megatron_ds.preprocess.shard_files import (
+    RunShards,
+    ShardFiles,
+    remove_shards,
+    shard_prefix,
+)
+from megatron_ds.preprocess.shards import Shard, shard_problems
 from megatron_ds.tokenizer import Tokenizer
 
 
@@ -66,7 +70,7 @@ def preprocess_shard(
     shard = options.shard
     assert shard is not None
     raise_if_any([*options.problems(), *shard_problems(options.inputs)])
-    part = dataclasses.replace(options, output_prefix=shard.prefix(options.output_prefix))
+    part = dataclasses.replace(options, output_prefix=shard_prefix(options.output_prefix, shard))
     if not merges:
         preprocess(part, tokenizer, report, log)
         return None
@@ -75,7 +79,7 @@ def preprocess_shard(
         log(f"{options.output_prefix} is complete; there is nothing left to do")
         return done
     encoded = preprocess(part, tokenizer, report, log)
-    missing = sharded.missing()
+    missing = sharded.files.missing()
     log(
         f"shard {shard} is complete with {counted(encoded.documents, 'document')}; "
         f"{counted(len(missing), 'shard')} of {shard.count} are missing"
@@ -114,39 +118,21 @@ class ShardedRun:
         raise_if_any([*options.problems(), *shard_problems(options.inputs)])
         sentences = None if splitter is None else splitter.description
         self._metadata = metadata_json(self.tokenizer.fingerprint, sentences)
-        self._settings = options.resume_settings(self._metadata)
         self._completed = options.output_prefix + PROGRESS_SUFFIX
-        self._merge_prefix = os.path.join(
-            shard_folder(options.output_prefix), f"merge-of-{self.count}"
-        )
+        settings = options.resume_settings(self._metadata)
+        self.files = ShardFiles(options.output_prefix, settings, self.count)
         existing = [] if options.overwrite else options.existing_output()
-        is_merging = os.path.exists(os.path.join(self._merge_prefix + WORK_SUFFIX, RECORD))
-        if existing and not is_merging and self.find_output() is None:
+        if existing and not self.files.is_merging and self.find_output() is None:
             raise user_error("output-exists", existing=", ".join(existing))
 
     def find_output(self) -> Progress | None:
         """The counts of the complete output of this run; None if there is none, or to replace."""
         if self.options.overwrite:
             return None
-        found = complete_progress(Path(self._completed), self._settings)
+        found = complete_progress(Path(self._completed), self.files.settings)
         return None if found is None else Progress.from_json(found["counts"])
 
-    def missing(self) -> list[Shard]:
-        """The shards that are not complete."""
-        folder = shard_folder(self.options.output_prefix)
-        names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-        # Each record has all settings, so none is read before all are there.
-        missing = [one for one in shards_of(self.count) if one.name + PROGRESS_SUFFIX not in names]
-        return missing or [one for one in shards_of(self.count) if self._find(one) is None]
-
-    def _find(self, shard: Shard) -> dict[str, Any] | None:
-        """The progress of a complete shard."""
-        record = Path(shard.prefix(self.options.output_prefix) + PROGRESS_SUFFIX)
-        return complete_progress(record, {**self._settings, "shard": str(shard)})
-
-    def complete(
-        self, run_shards: Callable[[Sequence[Shard]], None], log: Callable[[str], None]
-    ) -> Progress:
+    def complete(self, run_shards: RunShards, log: Callable[[str], None]) -> Progress:
         """Complete the missing shards, and merge all of them.
 
         While the shards run, no other process can merge them.
@@ -162,38 +148,21 @@ class ShardedRun:
             UserError: If another process merges; if a shard is missing in the end; if there is no
                 document in any.
         """
-        options = self.options
-        work = ResumableOutput(
-            self._merge_prefix,
-            self._settings,
-            work_names(options),
-            resume=not options.overwrite,
-            restart=True,
-            completed=self._completed,
-            warn=log,
-        )
-        with work:
+        options, files = self.options, self.files
+        names, resume = work_names(options), not options.overwrite
+        with files.open_merge(names, log, completed=self._completed, resume=resume) as work:
             if not work.published:
                 if not work.finished:
-                    self._merge(work, run_shards)
+                    files.run_missing(run_shards)
+                    merge = _Merge(options, self.tokenizer, work)
+                    for shard in files.shards[merge.merged :]:
+                        merge.add(shard, files.find(shard) or {})
+                    merge.finish(self._metadata, len(files.settings["order of inputs"]))
                 publish(options, work)
             assert work.progress is not None
             done = Progress.from_json(work.progress["counts"])
-        shutil.rmtree(shard_folder(options.output_prefix), ignore_errors=True)
+        remove_shards(options.output_prefix)
         return dataclasses.replace(done, input_bytes=options.inputs.total_bytes() or 0)
-
-    def _merge(self, work: ResumableOutput, run_shards: Callable[[Sequence[Shard]], None]) -> None:
-        if missing := self.missing():
-            run_shards(missing)
-            if missing := self.missing():
-                shown = ", ".join(map(str, missing))
-                raise user_error("shards-missing", shards=shown, folder=work.folder.parent)
-        merge = _Merge(self.options, self.tokenizer, work)
-        for shard in shards_of(self.count)[merge.merged :]:
-            progress = self._find(shard)
-            assert progress is not None
-            merge.add(shard, progress)
-        merge.finish(self._metadata, files=len(self._settings["order of inputs"]))
 
 
 class _Merge:
@@ -215,7 +184,7 @@ class _Merge:
         self._first_reject: RejectedDocument | None = None
 
     def add(self, shard: Shard, progress: dict[str, Any]) -> None:
-        options, prefix = self._options, shard.prefix(self._options.output_prefix)
+        options, prefix = self._options, shard_prefix(self._options.output_prefix, shard)
         part = dataclasses.replace(options, output_prefix=prefix)
         for key, writer in self._writers.items():
             if any(progress["written"][key]):

@@ -9,15 +9,11 @@ byte. Reading itself is defined in `document_readers.py`.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.fileio.atomic import write_atomically
-from megatron_ds.fileio.resumable import WORK_SUFFIX
 from megatron_ds.preprocess.inputs import InputFile, InputSpec, format_of
 
 READ_BYTES = 1 << 20
@@ -32,34 +28,6 @@ class Shard:
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
-
-    @property
-    def name(self) -> str:
-        """Beginning of the names of the shard's files."""
-        return f"{self.index}-of-{self.count}"
-
-    def prefix(self, output: str) -> str:
-        """Path prefix of the shard's files, in the folder of all shards of an output."""
-        return os.path.join(shard_folder(output), self.name)
-
-
-def shards_of(count: int) -> list[Shard]:
-    """All shards, in order."""
-    return [Shard(index, count) for index in range(count)]
-
-
-def shard_folder(output: str) -> str:
-    """The folder of the shards of an output, next to it."""
-    return f"{output}.shards{WORK_SUFFIX}"
-
-
-def settle_count(output: str, given: int | None, default: int) -> int:
-    """The number of shards of an output, which a repeated run keeps unless another one is given."""
-    record = Path(shard_folder(output), "count")
-    count = given or (int(record.read_text()) if record.exists() else default)
-    record.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(record, str(count).encode())
-    return count
 
 
 def shard_problems(inputs: InputSpec) -> Iterator[Problem]:

@@ -22,8 +22,9 @@ from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.preprocess.sentence_splitter import choose_splitter
+from megatron_ds.preprocess.shard_files import shard_folder
 from megatron_ds.preprocess.sharded import ShardedRun, preprocess_shard
-from megatron_ds.preprocess.shards import Shard, shard_folder, shards_of
+from megatron_ds.preprocess.shards import Shard
 from tests.faults import is_killed_at
 from tests.preprocess_runs import (
     LINES,
@@ -41,6 +42,10 @@ from tools import preprocess_data
 @pytest.fixture(autouse=True)
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here, and it is slow
+
+
+def shards_of(count: int) -> list[Shard]:
+    return [Shard(index, count) for index in range(count)]
 
 
 def run_shards(options: PreprocessOptions, order: Sequence[Shard]) -> Progress:
