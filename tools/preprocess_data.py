@@ -106,7 +106,7 @@ class Options:
         yield from (*problems, *self.preprocess_options(splitter).problems())
         yield from self.tokenizer.problems(self.vocab_size)
         yield from self.shards.problems()
-        if self.shards.shard is not None or self.shards.ray is not None:
+        if self.shards.is_used:
             yield from shard_problems(self.run.inputs)
 
     def preprocess_options(self, splitter: Splitter | None) -> PreprocessOptions:
@@ -179,7 +179,8 @@ def work(options: Options) -> None:
     if backend.reason:
         log(f"encoding is slower than it could be: {backend.reason}")
     settings = options.preprocess_options(splitter)
-    with progress("tokenizing", settings.inputs.total_bytes(), options.log_interval) as update:
+    total = None if options.shards.is_used else settings.inputs.total_bytes()
+    with progress("tokenizing", total, options.log_interval) as update:
 
         def report(counts: Progress) -> None:
             line = summary(counts, time.perf_counter() - start)
@@ -211,7 +212,7 @@ def run(
 ) -> Progress | None:
     """Preprocess in this process, or by shards. None if other processes have to complete them."""
     shards, part = options.shards, options.shards.part
-    if part is None and shards.ray is None:
+    if not shards.is_used:
         return preprocess(settings, tokenizer, report, log)
     from megatron_ds.preprocess import sharded
     from megatron_ds.preprocess.shard_files import remove_shards, settle_count

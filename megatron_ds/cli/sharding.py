@@ -60,6 +60,11 @@ class ShardOptions:
         return index, count
 
     @property
+    def is_used(self) -> bool:
+        """Whether the work is divided."""
+        return self.shard is not None or self.ray is not None
+
+    @property
     def merges(self) -> bool:
         """Whether the last shard merges all: with Ray, the process that started them does."""
         return self.ray is None

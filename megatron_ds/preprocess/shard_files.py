@@ -80,6 +80,12 @@ class ShardFiles:
         record = Path(shard_prefix(self.output, shard) + PROGRESS_SUFFIX)
         return complete_progress(record, {**self.settings, "shard": str(shard)})
 
+    def progress(self, shard: Shard) -> dict[str, Any]:
+        """The progress of a shard. Raises UserError: If it is not complete."""
+        if (progress := self.find(shard)) is None:
+            raise user_error("shards-missing", shards=shard, folder=shard_folder(self.output))
+        return progress
+
     def missing(self) -> list[Shard]:
         """The shards that are not complete."""
         # Each record has all settings, so none is read before all are there.

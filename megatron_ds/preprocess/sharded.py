@@ -156,7 +156,7 @@ class ShardedRun:
                     files.run_missing(run_shards)
                     merge = _Merge(options, self.tokenizer, work)
                     for shard in files.shards[merge.merged :]:
-                        merge.add(shard, files.find(shard) or {})
+                        merge.add(shard, files.progress(shard))
                     merge.finish(self._metadata, len(files.settings["order of inputs"]))
                 publish(options, work)
             assert work.progress is not None

@@ -1,4 +1,4 @@
-"""Preprocessing and cleaning on a Ray cluster of two nodes: the bytes of one machine, after faults."""
+"""Preprocessing and cleaning on two nodes of Ray have the bytes of one machine after faults."""
 
 from __future__ import annotations
 
