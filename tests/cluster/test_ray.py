@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.cleaning_runs import corpus
 from tests.cluster.ray_nodes import ON_LOOPBACK
 from tests.fork_server import DEADLINE, REPOSITORY
 from tests.preprocess_runs import output_files, remove_output
 
 INSTALLED = REPOSITORY / "build" / "ray"
 SHARDS = 6
-PREPROCESS = REPOSITORY / "tools" / "preprocess_data.py"
+DOCUMENTS = 100_000
+PREPROCESS = str(REPOSITORY / "tools" / "preprocess_data.py")
+CLEAN = str(REPOSITORY / "tools" / "openwebtext" / "clean.py")
 
 
 class RayNodes:
@@ -73,15 +75,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     assert not left
 
 
-def corpus(folder: Path) -> list[str]:
-    """Some seconds of work. Returns the flags of a run."""
-    lines = (f'{{"text": "{n % 100} {n % 7}"}}\n' for n in range(200_000))
-    (folder / "in.jsonl").write_text("broken\n" + "".join(lines) + "the last one\n")
-    files = ["--input", "in.jsonl", "--output-prefix", "out", "--append-eod"]
-    return [str(PREPROCESS), *files, "--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
-
-
-def start(nodes: RayNodes, folder: Path, command: list[str]) -> subprocess.Popen[str]:
+def start(nodes: RayNodes, folder: Path, command: Sequence[str]) -> subprocess.Popen[str]:
     more = ["--ray", nodes.address, "--num-shards", str(SHARDS)]
     return subprocess.Popen(
         [sys.executable, *command, *more],
@@ -93,12 +87,6 @@ def start(nodes: RayNodes, folder: Path, command: list[str]) -> subprocess.Popen
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    stdout, stderr = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 0, stderr
-    return stdout + stderr
-
-
 def wait_for(found: Callable[[], object]) -> None:
     end = time.monotonic() + DEADLINE
     while not found():
@@ -106,10 +94,10 @@ def wait_for(found: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def shard_processes(raylet: psutil.Process) -> list[psutil.Process]:
-    """The processes of shards that run on a node."""
+def shard_processes(*raylets: psutil.Process) -> list[psutil.Process]:
+    """The processes of shards that run on nodes."""
     running = []
-    for process in raylet.children(recursive=True):
+    for process in (child for raylet in raylets for child in raylet.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             if "--shard" in process.cmdline():
                 running.append(process)
@@ -117,10 +105,10 @@ def shard_processes(raylet: psutil.Process) -> list[psutil.Process]:
 
 
 def complete_shards(folder: Path) -> int:
-    return len(list((folder / "out.shards.work").glob("*.progress.json")))
+    return len(list(folder.glob("out*.shards.work/*.progress.json")))
 
 
-def run_alone(folder: Path, command: list[str]) -> dict[str, bytes]:
+def run_alone(folder: Path, command: Sequence[str]) -> dict[str, bytes]:
     """The files of one process. They are removed."""
     subprocess.run([sys.executable, *command], cwd=folder, check=True, capture_output=True)
     wanted = output_files(folder)
@@ -128,27 +116,64 @@ def run_alone(folder: Path, command: list[str]) -> dict[str, bytes]:
     return wanted
 
 
-def test_preprocessing_survives_its_workers_nodes_and_driver(
-    nodes: RayNodes, tmp_path: Path
-) -> None:
-    """First the driver is killed, then a worker, then a node."""
-    command = corpus(tmp_path)
-    wanted = run_alone(tmp_path, command)
-    driver = start(nodes, tmp_path, command)
-    wait_for(lambda: complete_shards(tmp_path))
+def kill_driver_and_process(
+    nodes: RayNodes, folder: Path, command: Sequence[str]
+) -> tuple[subprocess.Popen[str], int]:
+    """Kills the driver once a shard is complete, repeats it, and kills a process of a shard.
+
+    Returns:
+        The second driver, and the number of shards that the first one has completed.
+    """
+    driver = start(nodes, folder, command)
+    wait_for(lambda: complete_shards(folder))
     driver.kill()
     driver.communicate()
-    wait_for(lambda: not any(map(shard_processes, nodes.raylets)))  # they end with the driver
-    kept = complete_shards(tmp_path)
-    assert output_files(tmp_path).keys().isdisjoint(wanted)
-    driver = start(nodes, tmp_path, command)
+    wait_for(lambda: not shard_processes(*nodes.raylets))  # they end with the driver
+    kept = complete_shards(folder)
+    assert 0 < kept < SHARDS
+    driver = start(nodes, folder, command)
     wait_for(lambda: shard_processes(nodes.raylets[1]))
     for process in shard_processes(nodes.raylets[1]):
         process.kill()
+    return driver, kept
+
+
+def finish(driver: subprocess.Popen[str], kept: int) -> str:
+    """Waits for the driver, which must have run only the shards that were missing."""
+    stdout, stderr = driver.communicate(timeout=DEADLINE)
+    assert driver.returncode == 0, stderr
+    assert f"{SHARDS - kept} shards on 2 nodes" in stderr
+    return stdout
+
+
+def test_cleaning_survives_its_driver_and_workers(nodes: RayNodes, tmp_path: Path) -> None:
+    """Exact and near duplicates are those of one process, also across shards."""
+    corpus(tmp_path)
+    command = [
+        *(CLEAN, "--input", "in.jsonl", "--output", "out.jsonl.gz", "--min-chars", "15"),
+        *("--stages", "length", "exact", "near", "--dropped-output", "out.dropped.jsonl"),
+        *("--report", "out.json"),
+    ]
+    wanted = run_alone(tmp_path, command)
+    assert {"out.jsonl.gz", "out.dropped.jsonl", "out.json", "out.jsonl.gz.quarantine"} == {*wanted}
+    driver, kept = kill_driver_and_process(nodes, tmp_path, command)
+    assert "near: 200 in, 99 out" in finish(driver, kept)
+    assert output_files(tmp_path) == wanted
+
+
+def test_preprocessing_survives_its_driver_workers_and_nodes(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
+    """The second node is lost for good."""
+    lines = (f'{{"text": "{n % 100} {n % 7}"}}\n' for n in range(DOCUMENTS))
+    (tmp_path / "in.jsonl").write_text("broken\n" + "".join(lines) + "the last one\n")
+    command = [
+        *(PREPROCESS, "--input", "in.jsonl", "--output-prefix", "out", "--append-eod"),
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100"),
+    ]
+    wanted = run_alone(tmp_path, command)
+    driver, kept = kill_driver_and_process(nodes, tmp_path, command)
     wait_for(lambda: shard_processes(nodes.raylets[1]))
     nodes.remove_second()
-    log = finish(driver)
-    assert f"{SHARDS - kept} shards on 2 nodes" in log
-    assert "200000 documents" in log
+    assert f"{DOCUMENTS} documents" in finish(driver, kept)
     assert output_files(tmp_path) == wanted
-    shutil.rmtree(tmp_path)
