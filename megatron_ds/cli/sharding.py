@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_ds.config.fields import ANY_VALUE, option_field, when
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, counted, user_error
 from megatron_ds.launch import environment
 
 AUTO = "auto"
@@ -116,7 +116,8 @@ def connect_ray(
         def run(shards: Sequence[object]) -> None:
             start = [os.path.abspath(program), *options.arguments, "--workers", str(cores)]
             commands = {str(shard): [*start, "--shard", str(shard)] for shard in shards}
-            log(f"{len(commands)} shards on {len(cluster.cores)} nodes, {cores} cores each")
+            nodes, each = counted(len(cluster.cores), "node"), counted(cores, "core")
+            log(f"{counted(len(commands), 'shard')} on {nodes}, {each} each")
             cluster.run(commands, cores, log)
 
         yield RayShards(SHARDS_PER_TASK * tasks, run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ RETRIES = 5
 PATIENCE_S = 120.0
 """Time for which a command is repeated while its output is locked: a file system may hold the lock
 of a process that has died on another node."""
+PROBE_S = 10.0
+"""Time within which a cluster accepts a connection."""
 SHOWN_CHARACTERS = 4000
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent exits."""
@@ -46,8 +49,9 @@ class RayCluster:
         import ray
 
         try:
+            _probe(self._address)
             ray.init(self._address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise user_error("ray-not-reached", address=self._address, reason=error) from error
         alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self.cores = [cpus for each in alive if (cpus := int(each.get("CPU", 0)))]
@@ -98,6 +102,13 @@ class RayCluster:
                     shown = errors[-SHOWN_CHARACTERS:].strip()
                     raise user_error("ray-task-failed", name=name, status=code, errors=shown)
                 log(f"{len(commands) - len(pending)} of {len(commands)} shards are complete")
+
+
+def _probe(address: str) -> None:
+    """Raises OSError or ValueError if nothing listens there, for which Ray would wait minutes."""
+    if address != "auto" and "://" not in address:
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), PROBE_S).close()
 
 
 def exit_with_task() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_ds.config.problems import counted
 from tests.cleaning_runs import corpus
 from tests.cluster.ray_nodes import ON_LOOPBACK
 from tests.fork_server import DEADLINE, REPOSITORY
@@ -142,7 +143,7 @@ def finish(driver: subprocess.Popen[str], kept: int) -> str:
     """Waits for the driver, which must have run only the shards that were missing."""
     stdout, stderr = driver.communicate(timeout=DEADLINE)
     assert driver.returncode == 0, stderr
-    assert f"{SHARDS - kept} shards on 2 nodes" in stderr
+    assert f"{counted(SHARDS - kept, 'shard')} on 2 nodes" in stderr
     return stdout
 
 
