@@ -215,21 +215,19 @@ def run(
     if not shards.is_used:
         return preprocess(settings, tokenizer, report, log)
     from megatron_ds.preprocess import sharded
-    from megatron_ds.preprocess.shard_files import remove_shards, settle_count
+    from megatron_ds.preprocess.shard_files import settle_count
 
     if part is not None:
-        if not shards.merges:  # the process that started this one has removed older output
+        if not shards.merges:
             ray_cluster.exit_with_task()
-            settings = dataclasses.replace(settings, overwrite=False)
         settings = dataclasses.replace(settings, shard=Shard(*part))
         merges = shards.merges
         return sharded.preprocess_shard(settings, tokenizer, report, log, merges=merges)
     prefix = settings.output_prefix
     with connect_ray(shards, __file__, settings.workers, log) as ray:
-        if settings.overwrite:
-            remove_shards(prefix)
         count = settle_count(prefix, shards.num_shards, ray.count)
-        return sharded.ShardedRun(settings, tokenizer, count).complete(ray.run, log)
+        all_shards = sharded.ShardedRun(settings, tokenizer, count)
+        return all_shards.complete(ray.run, log, restart=settings.overwrite)
 
 
 def log(line: str) -> None:

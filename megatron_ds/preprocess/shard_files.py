@@ -43,7 +43,7 @@ def settle_count(output: str, given: int | None, default: int) -> int:
 
 
 def remove_shards(output: str) -> None:
-    """Remove the shards of an output, and their merge."""
+    """Remove the shards of a complete output."""
     shutil.rmtree(shard_folder(output), ignore_errors=True)
 
 
@@ -97,6 +97,11 @@ class ShardFiles:
     def _names(self) -> list[str]:
         folder = shard_folder(self.output)
         return os.listdir(folder) if os.path.isdir(folder) else []
+
+    def discard(self) -> None:
+        """Make all shards missing."""
+        for shard in self.shards:
+            Path(shard_prefix(self.output, shard) + PROGRESS_SUFFIX).unlink(missing_ok=True)
 
     def run_missing(self, run_shards: RunShards) -> None:
         """Complete the missing shards. Raises UserError: If one is missing in the end."""

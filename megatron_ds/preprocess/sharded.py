@@ -132,7 +132,9 @@ class ShardedRun:
         found = complete_progress(Path(self._completed), self.files.settings)
         return None if found is None else Progress.from_json(found["counts"])
 
-    def complete(self, run_shards: RunShards, log: Callable[[str], None]) -> Progress:
+    def complete(
+        self, run_shards: RunShards, log: Callable[[str], None], restart: bool = False
+    ) -> Progress:
         """Complete the missing shards, and merge all of them.
 
         While the shards run, no other process can merge them.
@@ -140,6 +142,7 @@ class ShardedRun:
         Args:
             run_shards: Completes shards.
             log: Takes messages.
+            restart: Whether to run complete shards again.
 
         Returns:
             The counts of the entire output.
@@ -153,6 +156,8 @@ class ShardedRun:
         with files.open_merge(names, log, completed=self._completed, resume=resume) as work:
             if not work.published:
                 if not work.finished:
+                    if restart:
+                        files.discard()
                     files.run_missing(run_shards)
                     merge = _Merge(options, self.tokenizer, work)
                     for shard in files.shards[merge.merged :]:

@@ -182,6 +182,7 @@ def test_complete_output_is_left_alone(tmp_path: Path) -> None:
 
 def test_shards_of_other_settings_are_not_merged(tmp_path: Path) -> None:
     given = options(tmp_path, overwrite=False)
+    _, wanted = run_uninterrupted(given)
     preprocess_shard(dataclasses.replace(given, shard=Shard(0, 2), append_eod=False), TOKENIZER)
     assert preprocess_shard(dataclasses.replace(given, shard=Shard(1, 2)), TOKENIZER) is None
     with raises_problem("shards-missing"):
@@ -189,6 +190,17 @@ def test_shards_of_other_settings_are_not_merged(tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         preprocess_shard(dataclasses.replace(given, shard=Shard(0, 2)), TOKENIZER)
     assert codes(raised.value.problems) == ["resumed-run-differs", "output-exists"]
+    over = dataclasses.replace(given, overwrite=True)
+    ran: list[Shard] = []
+
+    def run(missing: Sequence[Shard]) -> None:
+        ran.extend(missing)
+        for shard in missing:
+            preprocess_shard(dataclasses.replace(over, shard=shard), TOKENIZER, merges=False)
+
+    ShardedRun(over, TOKENIZER, 2).complete(run, lambda line: None, restart=True)
+    assert ran == shards_of(2)
+    assert output_files(tmp_path) == wanted
 
 
 def test_errors_of_a_shard_name_the_line_of_the_file(tmp_path: Path) -> None:
