@@ -29,7 +29,7 @@ from megatron_ds.cli.sharding import ShardOptions, connect_ray
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, UserError, collect, counted
-from megatron_ds.launch import environment, output, ray_cluster
+from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
 from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
@@ -214,6 +214,7 @@ def run(
     shards, part = options.shards, options.shards.part
     if not shards.is_used:
         return preprocess(settings, tokenizer, report, log)
+    from megatron_ds.launch import ray_cluster
     from megatron_ds.preprocess import sharded
     from megatron_ds.preprocess.shard_files import settle_count
 

@@ -16,7 +16,13 @@ ON_LOOPBACK = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Variables of all processes of the cluster and of its drivers."""
-SETTINGS = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+SETTINGS = {
+    "num_cpus": 1,
+    "object_store_memory": 80 << 20,
+    "include_dashboard": False,
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
 
 
 def main() -> None:

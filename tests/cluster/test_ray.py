@@ -18,11 +18,15 @@ from tests.cleaning_runs import corpus
 from tests.cluster.ray_nodes import ON_LOOPBACK
 from tests.fork_server import DEADLINE, REPOSITORY
 from tests.preprocess_runs import output_files, remove_output
+from tests.problems import printed_codes
 
 INSTALLED = REPOSITORY / "build" / "ray"
 SHARDS = 6
 DOCUMENTS = 100_000
-PREPROCESS = str(REPOSITORY / "tools" / "preprocess_data.py")
+PREPROCESS = [
+    *(str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", "in.jsonl", "--append-eod"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100"),
+]
 CLEAN = str(REPOSITORY / "tools" / "openwebtext" / "clean.py")
 
 
@@ -76,10 +80,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     assert not left
 
 
-def start(nodes: RayNodes, folder: Path, command: Sequence[str]) -> subprocess.Popen[str]:
-    more = ["--ray", nodes.address, "--num-shards", str(SHARDS)]
+def start(
+    nodes: RayNodes, folder: Path, command: Sequence[str], *more: str
+) -> subprocess.Popen[str]:
+    """Starts a driver. Later flags override earlier ones."""
     return subprocess.Popen(
-        [sys.executable, *command, *more],
+        [sys.executable, *command, "--ray", nodes.address, "--num-shards", str(SHARDS), *more],
         cwd=folder,
         env=nodes.environment,
         stdout=subprocess.PIPE,
@@ -162,16 +168,31 @@ def test_cleaning_survives_its_driver_and_workers(nodes: RayNodes, tmp_path: Pat
     assert output_files(tmp_path) == wanted
 
 
+def test_errors_name_their_cause(nodes: RayNodes, tmp_path: Path) -> None:
+    """A cluster that is not there, a node that is too small, and a shard that fails."""
+    (tmp_path / "in.jsonl").write_text('{"text": "1 2"}\n' * 9 + "broken\n")
+    command = [*PREPROCESS, "--fail-on-bad-document"]
+    wrong = {
+        "ray-not-reached": ["--ray", "127.0.0.1:1", "--output-prefix", "out1"],
+        "ray-workers-exceed-node": ["--workers", "2", "--output-prefix", "out2"],
+        "ray-task-failed": ["--output-prefix", "out3"],
+    }
+    drivers = {code: start(nodes, tmp_path, command, *more) for code, more in wrong.items()}
+    for code, driver in drivers.items():
+        errors = driver.communicate(timeout=DEADLINE)[1]
+        assert driver.returncode == 1, errors
+        assert printed_codes(errors)[-1] == code, errors
+    assert "in.jsonl:10: " in errors
+    assert not list(tmp_path.glob("out?_*"))
+
+
 def test_preprocessing_survives_its_driver_workers_and_nodes(
     nodes: RayNodes, tmp_path: Path
 ) -> None:
     """The second node is lost for good."""
     lines = (f'{{"text": "{n % 100} {n % 7}"}}\n' for n in range(DOCUMENTS))
     (tmp_path / "in.jsonl").write_text("broken\n" + "".join(lines) + "the last one\n")
-    command = [
-        *(PREPROCESS, "--input", "in.jsonl", "--output-prefix", "out", "--append-eod"),
-        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100"),
-    ]
+    command = [*PREPROCESS, "--output-prefix", "out"]
     wanted = run_alone(tmp_path, command)
     driver, kept = kill_driver_and_process(nodes, tmp_path, command)
     wait_for(lambda: shard_processes(nodes.raylets[1]))
