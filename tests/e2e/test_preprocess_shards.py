@@ -78,7 +78,7 @@ def mixed_inputs(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("count", [2, 7, 24])
+@pytest.mark.parametrize("count", [2, 9])
 def test_shards_of_all_formats_have_the_bytes_of_one_process(tmp_path: Path, count: int) -> None:
     """In any order of completion."""
     given = of_paths(tmp_path, *mixed_inputs(tmp_path))
@@ -115,7 +115,7 @@ LINE = st.sampled_from(
     limit=st.sampled_from([20, 60, 1 << 20]),
 )
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_lines_have_the_bytes_of_one_process(
     tmp_path: Path, files: list[tuple[list[bytes], bytes, bool]], count: int, limit: int
@@ -146,7 +146,7 @@ def test_a_process_that_is_killed_anywhere_is_repeated(
     _, wanted = run_uninterrupted(given)
     monkeypatch.setattr(resumable, "COMMIT_SECONDS", 0.0)
     first, last = (dataclasses.replace(given, shard=shard) for shard in shards_of(2))
-    for number in range(1, 100, 2):
+    for number in range(1, 100, 3):
         remove_output(tmp_path)
         assert preprocess_shard(first, TOKENIZER) is None
         record = Path(shard_folder(given.output_prefix), "0-of-2.progress.json")
@@ -161,7 +161,7 @@ def test_a_process_that_is_killed_anywhere_is_repeated(
         assert output_files(tmp_path) == wanted
     else:
         pytest.fail("the run renamed more files than it was tried")
-    assert number > 10
+    assert number > 15
 
 
 def test_complete_output_is_left_alone(tmp_path: Path) -> None:
