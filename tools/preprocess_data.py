@@ -19,12 +19,13 @@ import dataclasses
 import errno
 import io
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
 from megatron_ds.cli.progress import progress
+from megatron_ds.cli.sharding import ShardOptions, connect_ray
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, UserError, collect, counted
@@ -32,7 +33,8 @@ from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
 from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
-from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.preprocess.shards import Shard, shard_problems
+from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
 
 IF_SPLIT = when(split_sentences=True)
@@ -92,6 +94,7 @@ class Options:
     )
     run: PreprocessOptions = option_group(PreprocessOptions(workers=environment.available_cores()))
     sentences: SentenceOptions = option_group(SentenceOptions())
+    shards: ShardOptions = option_group(ShardOptions())
     tokenizer: TokenizerConfig = option_group(
         TokenizerConfig(), flags={"vocab_file": ("vocab-file", "vocab")}
     )
@@ -102,6 +105,9 @@ class Options:
             splitter = self.sentences.splitter()
         yield from (*problems, *self.preprocess_options(splitter).problems())
         yield from self.tokenizer.problems(self.vocab_size)
+        yield from self.shards.problems()
+        if self.shards.is_used:
+            yield from shard_problems(self.run.inputs)
 
     def preprocess_options(self, splitter: Splitter | None) -> PreprocessOptions:
         return dataclasses.replace(self.run, splitter=splitter)
@@ -173,14 +179,15 @@ def work(options: Options) -> None:
     if backend.reason:
         log(f"encoding is slower than it could be: {backend.reason}")
     settings = options.preprocess_options(splitter)
-    with progress("tokenizing", settings.inputs.total_bytes(), options.log_interval) as update:
+    total = None if options.shards.is_used else settings.inputs.total_bytes()
+    with progress("tokenizing", total, options.log_interval) as update:
 
         def report(counts: Progress) -> None:
             line = summary(counts, time.perf_counter() - start)
             update(counts.documents, counts.input_bytes, line)
 
         try:
-            done = preprocess(settings, backend.tokenizer, report, log)
+            done = run(options, settings, backend.tokenizer, report)
         except UserError as error:
             if error.problems[-1].code == "output-exists":
                 cli.fail(error.problems, table_of(Options))
@@ -189,10 +196,39 @@ def work(options: Options) -> None:
             if error.errno == errno.ENOSPC:
                 error.add_note("free some space for --output-prefix, and run this command again")
             raise
+    if done is None:
+        return  # other shards are missing
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be text
     with output.ignore_broken_pipe():
         print(*final_report(done, settings, time.perf_counter() - start, backend.library), sep="\n")
+
+
+def run(
+    options: Options,
+    settings: PreprocessOptions,
+    tokenizer: Tokenizer,
+    report: Callable[[Progress], None],
+) -> Progress | None:
+    """Preprocess in this process, or by shards. None if other processes have to complete them."""
+    shards, part = options.shards, options.shards.part
+    if not shards.is_used:
+        return preprocess(settings, tokenizer, report, log)
+    from megatron_ds.launch import ray_cluster
+    from megatron_ds.preprocess import sharded
+    from megatron_ds.preprocess.shard_files import settle_count
+
+    if part is not None:
+        if not shards.merges:
+            ray_cluster.exit_with_task()
+        settings = dataclasses.replace(settings, shard=Shard(*part))
+        merges = shards.merges
+        return sharded.preprocess_shard(settings, tokenizer, report, log, merges=merges)
+    prefix = settings.output_prefix
+    with connect_ray(shards, __file__, settings.workers, log) as ray:
+        count = settle_count(prefix, shards.num_shards, ray.count)
+        all_shards = sharded.ShardedRun(settings, tokenizer, count)
+        return all_shards.complete(ray.run, log, restart=settings.overwrite)
 
 
 def log(line: str) -> None:

@@ -6,9 +6,12 @@ Merging files is a cleaning run without stages. The stages have their own module
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,6 +19,7 @@ from megatron_ds.cleaning.options import RESUME, CleaningOptions
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.cleaning.stats import Counts, ranked
 from megatron_ds.cli.progress import progress
+from megatron_ds.cli.sharding import ShardOptions, connect_ray
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, collect, counted
@@ -27,7 +31,10 @@ from megatron_ds.preprocess.inputs import (
     InputSpec,
     is_skipped_name,
 )
+from megatron_ds.preprocess.shards import Shard, shard_problems
 
+Update = Callable[[int, int, str], None]
+"""Takes the documents and bytes so far, and a description."""
 MERGED_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 
@@ -41,6 +48,7 @@ class CleaningCommand:
         10_000, "documents between progress lines if stderr is not a terminal", minimum=1
     )
     cleaning: CleaningOptions = option_group(CleaningOptions(workers=environment.available_cores()))
+    shards: ShardOptions = option_group(ShardOptions())
     tokenizer: TokenizerConfig = option_group(TokenizerConfig())
     given: frozenset[str] = frozenset()
 
@@ -58,6 +66,9 @@ class CleaningCommand:
             with collect(problems):
                 self.options.build()
         yield from problems
+        yield from self.shards.problems()
+        if self.shards.is_used:
+            yield from shard_problems(self.options.inputs)
 
     def warnings(self) -> Iterator[Problem]:
         yield from self.options.warnings()
@@ -122,7 +133,45 @@ def files_of(path: str, output: str) -> Iterator[str]:
 
 def work(command: CleaningCommand) -> None:
     """Clean and report the results."""
-    clean_and_report(command.options, command.log_interval)
+    run = functools.partial(_clean_shards, command) if command.shards.is_used else _clean
+    clean_and_report(command.options, command.log_interval, run)
+
+
+def _clean(options: CleaningOptions, update: Update) -> Counts:
+    return clean(options, functools.partial(_report, update))
+
+
+def _report(update: Update, counts: Counts, input_bytes: int) -> None:
+    before, after = counts.before.documents, counts.after.documents
+    update(before, input_bytes, f"{after:,} of {before:,} documents kept")
+
+
+def _clean_shards(
+    command: CleaningCommand, options: CleaningOptions, update: Update
+) -> Counts | None:
+    """Clean one shard, or all with Ray. None if other processes have to complete the output."""
+    from megatron_ds.cleaning import sharded
+    from megatron_ds.launch import ray_cluster
+    from megatron_ds.preprocess.shard_files import settle_count
+
+    def report(documents: int, input_bytes: int) -> None:
+        update(documents, input_bytes, f"{documents:,} documents read")
+
+    shards, part = command.shards, command.shards.part
+    if part is not None:
+        if not shards.merges:
+            ray_cluster.exit_with_task()
+        shard, merges = Shard(*part), shards.merges
+        return sharded.clean_shard(options, shard, report, log, merges=merges)
+    program = inspect.getfile(type(command))
+    with connect_ray(shards, program, options.workers, log) as ray:
+        count = settle_count(options.output, shards.num_shards, ray.count)
+        merged = functools.partial(_report, update)
+        return sharded.ShardedCleaning(options, count).complete(ray.run, log, merged)
+
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def merge_files(options: MergeOptions) -> None:
@@ -137,22 +186,29 @@ def merge_files(options: MergeOptions) -> None:
     clean_and_report(cleaning, log_interval=10_000)
 
 
-def clean_and_report(options: CleaningOptions, log_interval: int) -> None:
+def clean_and_report(
+    options: CleaningOptions,
+    log_interval: int,
+    run: Callable[[CleaningOptions, Update], Counts | None] = _clean,
+) -> None:
     """Clean documents and print the results.
+
+    Args:
+        options: What to read, apply and write.
+        log_interval: Documents between progress lines if stderr is not a terminal.
+        run: Cleans. Returns None if other processes have to complete the output.
 
     Raises:
         UserError: For invalid options, inputs that cannot be read, or if no document is left.
     """
     start = time.perf_counter()
     environment.limit_tokenizer_threads()  # the workers are the parallelism
-    total = None if any(options.inputs.problems()) else options.inputs.total_bytes()
+    is_known = run is _clean and not any(options.inputs.problems())
+    total = options.inputs.total_bytes() if is_known else None
     with progress("cleaning", total, log_interval) as update:
-
-        def report(counts: Counts, input_bytes: int) -> None:
-            before, after = counts.before.documents, counts.after.documents
-            update(before, input_bytes, f"{after:,} of {before:,} documents kept")
-
-        counts = clean(options, report)
+        counts = run(options, update)
+    if counts is None:
+        return
     print(*final_report(counts, options, time.perf_counter() - start), sep="\n")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -216,33 +216,36 @@ def _replaced(value: dict[str, Any], path: Sequence[str], text: str) -> dict[str
     return {**value, path[0]: inner}
 
 
-class _Run:
-    """Decides requested keys in order, writes kept and dropped documents, and counts."""
+class Run:
+    """Decides requested keys in order, writes kept and dropped documents, and counts.
+
+    Attributes:
+        position: Where the run continues.
+        counts: Counts so far.
+    """
 
     def __init__(self, options: CleaningOptions, work: ResumableOutput) -> None:
         self._options = options
         self._order = options.order
         self._work = work
-        self._position = START
+        self.position = START
         self.counts = Counts({name: StageCounts() for name in self._order})
         if work.progress is not None:
-            self._position = ReadPosition(*work.progress["place"])
+            self.position = ReadPosition(*work.progress["place"])
             self.counts = Counts.from_json(work.progress["counts"])
 
-    def run(self, workers: Workers[Chunk, Answers], report: Callable[[Counts, int], None]) -> None:
-        """Clean the documents from the position on, and finish the files."""
+    def write(self, answers: Iterable[Answers], report: Callable[[Counts, int], None]) -> None:
+        """Write the documents, which follow the position, and finish the files."""
         options, work, counts = self._options, self._work, self.counts
         self._seen_keys = options.build_seen_keys()
         for name, seen in self._seen_keys.items():
             file = keys_of(name)
             for key in read_records(work.folder / file, work.files[file].committed):
                 seen.reload(key)
-        keys = (options.json_key,) if self._order else ()
-        reader = DocumentReader(options.inputs, keys, self._position, all_columns=True)
-        for answers, end in workers.map(chunks(reader, options.part_bytes)):
-            for answer in answers:
+        for chunk, end in answers:
+            for answer in chunk:
                 self._add(answer)
-            self._position = end.position
+            self.position = end.position
             report(counts, end.input_bytes)
             if end.ends_part:
                 self._commit()
@@ -257,7 +260,7 @@ class _Run:
         self._commit(finished=True)
 
     def _commit(self, finished: bool = False) -> None:
-        progress = {"place": self._position, "counts": self.counts.to_json()}
+        progress = {"place": self.position, "counts": self.counts.to_json()}
         self._work.commit(progress, finished)
 
     def _add(self, answer: TracedDocument | RejectedDocument) -> None:
@@ -333,35 +336,52 @@ def clean(
             unreadable inputs, or if no document is left.
         OSError: If a file cannot be written.
     """
-    stages, dropped = options.build(), options.dropped_output
-    cleaner = Cleaner(
+    cleaner = build_cleaner(options)
+    settings = options.resume_settings(list(cleaner.stages))
+    with (
+        # Before any file is opened: forked workers inherit what is open, also the lock.
+        Workers(cleaner, options.workers) as workers,
+        ResumableOutput(options.output, settings, work_names(options), options.resume) as work,
+    ):
+        run = Run(options, work)
+        if not work.finished:
+            keys = (options.json_key,) if options.order else ()
+            reader = DocumentReader(options.inputs, keys, run.position, all_columns=True)
+            run.write(workers.map(chunks(reader, options.part_bytes)), report)
+        publish(options, work)
+    return run.counts
+
+
+def build_cleaner(options: CleaningOptions) -> Cleaner:
+    """The stages of a run, for its workers. Raises UserError: As `CleaningOptions.build` does."""
+    stages = options.build()
+    return Cleaner(
         stages,
         options.json_key if stages else None,
         options.url_key if "url" in options.order else None,
         options.inputs.max_document_bytes,
-        keep_dropped=dropped is not None,
+        keep_dropped=options.dropped_output is not None,
     )
+
+
+def work_names(options: CleaningOptions) -> dict[str, str]:
+    """Names of the growing files in the work folder, for `ResumableOutput`."""
+    dropped = options.dropped_output
     growing = {OUTPUT: options.output, QUARANTINED: ""} | ({DROPPED: dropped} if dropped else {})
     suffixes = {name: Path(path).suffix.lower() for name, path in growing.items()}
-    suffixes |= {keys_of(name): "" for name in options.build_seen_keys()}
-    settings = options.resume_settings(stages)
-    with (
-        # Before any file is opened: forked workers inherit what is open, also the lock.
-        Workers(cleaner, options.workers) as workers,
-        ResumableOutput(options.output, settings, suffixes, options.resume) as work,
-    ):
-        run = _Run(options, work)
-        if not work.finished:
-            run.run(workers, report)
-        finals = {
-            OUTPUT: options.output,
-            DROPPED: dropped,
-            QUARANTINED: options.quarantine,
-            NUMBERS: options.report_numbers,
-            PICTURE: options.report_figure,
-        }
-        if not work.files[QUARANTINED].committed:
-            del finals[QUARANTINED]
-            Path(options.quarantine).unlink(missing_ok=True)  # of an earlier run
-        work.publish({name: path for name, path in finals.items() if path is not None})
-    return run.counts
+    return suffixes | {keys_of(name): "" for name in options.build_seen_keys()}
+
+
+def publish(options: CleaningOptions, work: ResumableOutput) -> None:
+    """Give the files of a finished run their final names."""
+    finals = {
+        OUTPUT: options.output,
+        DROPPED: options.dropped_output,
+        QUARANTINED: options.quarantine,
+        NUMBERS: options.report_numbers,
+        PICTURE: options.report_figure,
+    }
+    if not work.files[QUARANTINED].committed:
+        del finals[QUARANTINED]
+        Path(options.quarantine).unlink(missing_ok=True)  # of an earlier run
+    work.publish({name: path for name, path in finals.items() if path is not None})

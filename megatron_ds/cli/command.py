@@ -37,8 +37,8 @@ whose flags in other frameworks are accepted, if it is another one, and `FIELD_F
 messages about fields that are not options of the tool.
 
 A field `given: frozenset[str]` of it, or of a group, receives the names of the fields that were
-set. A method `problems()` yields what the ranges of the fields do not say, a method `warnings()`
-what `only_with` does not say.
+set, and a field `arguments: tuple[str, ...]` the arguments. A method `problems()` yields what the
+ranges of the fields do not say, a method `warnings()` what `only_with` does not say.
 """
 
 
@@ -70,7 +70,7 @@ def parse(
         raise SystemExit(0)
     print_completion(argv, table if unknown is None else with_training_flags(table), rank)
     line = scan(argv, table, keep_unknown=unknown is not None)
-    result: T = build(options(), line.values)
+    result: T = build(options(), line.values, argv)
     values = _each(result, field_problems, line.values, table)
     related = result.problems() if hasattr(result, "problems") else ()
     # Consequences of a value that could not be read are unknown: reporting them would mislead.
@@ -170,12 +170,13 @@ def print_warning(warning: str, table: FlagTable) -> None:
     print(f"WARNING: {render(warning, table)}", file=sys.stderr, flush=True)
 
 
-def build(options: Any, values: Mapping[str, Any]) -> Any:
+def build(options: Any, values: Mapping[str, Any], argv: Sequence[str] = ()) -> Any:
     """Options with new values.
 
     Args:
         options: An instance of a dataclass of options.
         values: By field, also of groups and of groups in them.
+        argv: The arguments that set them.
     """
     changes: dict[str, Any] = {
         item.name: values[item.name] for item, _ in option_fields(options) if item.name in values
@@ -184,8 +185,10 @@ def build(options: Any, values: Mapping[str, Any]) -> Any:
         value = getattr(options, item.name)
         if item.name == "given":
             changes["given"] = frozenset(values)
+        elif item.name == "arguments":
+            changes["arguments"] = tuple(argv)
         elif item.name not in changes and dataclasses.is_dataclass(value):
-            changes[item.name] = build(value, values)
+            changes[item.name] = build(value, values, argv)
     return dataclasses.replace(options, **changes)
 
 

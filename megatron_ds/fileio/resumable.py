@@ -155,8 +155,7 @@ class ResumableOutput:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.output + WORK_SUFFIX)
-        settings = {"format version": FORMAT_VERSION, **self.settings}
-        self._settings: dict[str, Any] = json.loads(json.dumps(settings))
+        self._settings = _normalized(self.settings)
         self._completed = None if self.completed is None else Path(self.completed)
         self._stack = ExitStack()
         self._pending: Pending[None] | None = None
@@ -351,6 +350,25 @@ class ResumableOutput:
         self.published = True
 
 
+def complete_progress(completed: Path, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The progress of the complete output of a run with these settings.
+
+    Args:
+        completed: Path of the record of the completed run.
+
+    Returns:
+        None if there is no such output, or if it has changed.
+    """
+    record = _read(completed)
+    if record is None or record["settings"] != _normalized(settings):
+        return None
+    for name, size in record["files"].items():
+        path = completed.parent / name
+        if not path.exists() or path.stat().st_size != size:
+            return None
+    return cast("dict[str, Any]", record["progress"])
+
+
 def read_records(path: Path, size: int) -> Iterator[bytes]:
     """The records that `pack_record` wrote, in the first `size` bytes of a file."""
     with open(path, "rb") as file:
@@ -375,6 +393,14 @@ def _truncate(path: Path, size: int) -> None:
 def _damaged(path: Path, reason: str) -> UserError:
     parent = path.parent if path.parent.name.endswith(WORK_SUFFIX) else path
     return user_error("interrupted-work-damaged", path=path, reason=reason, parent=parent)
+
+
+def _normalized(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are read from a file."""
+    normalized: dict[str, Any] = json.loads(
+        json.dumps({"format version": FORMAT_VERSION, **settings})
+    )
+    return normalized
 
 
 def _encode(content: object) -> bytes:

@@ -118,6 +118,19 @@ def unused_tasks() -> int:
     return rank_variables.count_unused_tasks(os.environ)
 
 
+def slurm_array_part() -> tuple[int, int] | None:
+    """Index from 0 of this task in a Slurm array of consecutive numbers, and the number of tasks.
+
+    None outside of such an array.
+    """
+    names = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "STEP", "COUNT"))
+    try:
+        number, first, last, step, count = (int(os.environ[name]) for name in names)
+    except KeyError:
+        return None
+    return ((number - first) // step, count) if (last - first) // step + 1 == count else None
+
+
 def has_shared_devices() -> bool:
     """Whether the ranks of a host see the same devices, as under the agents of the launchers.
 

@@ -15,7 +15,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from megatron_ds.config.problems import UserError, user_error
@@ -30,6 +30,7 @@ from megatron_ds.preprocess.formats import (
     plain_text,
 )
 from megatron_ds.preprocess.inputs import InputSpec, describe_error, format_of, import_optional
+from megatron_ds.preprocess.shards import LinesUntil, Shard, Slice, skip_to_line, slices
 
 DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -39,7 +40,8 @@ class ReadPosition(NamedTuple):
 
     Attributes:
         file: Number of the file that is being read, from 0.
-        line: Line or row of the last document that was read of it; 0 if none.
+        line: Line or row of the last document that was read of it; 0 if none. A shard counts the
+            lines of JSON lines from its own first line.
         offset: Byte after that document in files that can be read from the middle, else 0.
     """
 
@@ -63,12 +65,18 @@ class DocumentReader:
         keys: Names of the text fields, see `Selection`.
         after: Where to continue. Files before it are not opened.
         all_columns: Whether tables give all columns, and plain text needs no key.
+        shard: The shard to read; None for all documents.
+
+    Attributes:
+        lines: Lines that a shard has read of a file whose other lines belong to later shards.
     """
 
     inputs: InputSpec
     keys: Sequence[str]
     after: ReadPosition = START
     all_columns: bool = False
+    shard: Shard | None = None
+    lines: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._selection = Selection(self.inputs, tuple(self.keys), self.all_columns)
@@ -97,33 +105,38 @@ class DocumentReader:
                 yield from dataset_rows(self.inputs.hf_dataset, self._selection, self.after.line)
             self._number = 1
             return
-        for number, source in enumerate(self.inputs.files()):
-            if number < self.after.file:
-                self._done += source.size
+        for part in slices(self.inputs.files(), self.inputs.format, self.shard):
+            source = part.file
+            if part.number < self.after.file:
+                self._done += (source.size if part.end is None else part.end) - part.begin
                 continue
-            self._number = number
-            after = self.after if number == self.after.file else START
+            self._number = part.number
+            after = self.after if part.number == self.after.file else START
             with _name_in_errors(source.name), source.open() as file:
-                yield from self._read(source.name, file, after)
+                yield from self._read(part, file, after)
             self._tell = self._offset = int
             self._number += 1
 
-    def _read(self, name: str, raw: BinaryIO, after: ReadPosition) -> Iterator[RawDocument]:
+    def _read(self, part: Slice, raw: BinaryIO, after: ReadPosition) -> Iterator[RawDocument]:
         size = 0
         if raw.seekable():
             start = raw.tell()  # standard input may have been read before
             size = raw.seek(0, os.SEEK_END)
             raw.seek(start)
             self._tell = raw.tell
-        documents = self._documents(name, raw, size, after)
+        elif part.begin or part.end is not None:
+            raise user_error("shard-not-seekable", name=part.file.name)
+        self._done -= part.begin
+        documents = self._documents(part, raw, size, after)
         if after.line:
             documents = itertools.dropwhile(lambda one: one.line <= after.line, documents)
         yield from documents
-        self._done += size
+        self._done += size if part.end is None else part.end
 
     def _documents(
-        self, name: str, raw: BinaryIO, size: int, after: ReadPosition
+        self, part: Slice, raw: BinaryIO, size: int, after: ReadPosition
     ) -> Iterator[RawDocument]:
+        name = part.file.name
         format, compression = format_of(name, self.inputs.format)
         selection = self._selection
         if format in ("parquet", "arrow"):
@@ -135,16 +148,30 @@ class DocumentReader:
             def set_progress(fraction: Callable[[], float]) -> None:
                 self._tell = lambda: int(size * fraction())
 
-            return parquet_rows(name, raw, selection, after.line, set_progress)
+            end = size if part.end is None else part.end
+            rows = (part.begin / max(size, 1), end / max(size, 1))
+            return parquet_rows(name, raw, selection, after.line, set_progress, rows)
         if format == "jsonl" and not compression and raw.seekable():
+            if part.begin and not after.offset:
+                skip_to_line(raw, part.begin, part.end)
             raw.seek(max(after.offset, raw.tell()))
             self._offset = raw.tell
+            if part.end is not None:
+                return self._lines_until(part.end, name, raw, after)
         stream = _decompress(raw, compression)
         if format == "jsonl":
             return json_lines(name, stream, selection, after.line if after.offset else 0)
         if format == "text":
             return plain_text(name, stream, selection)
         return csv_rows(name, stream, selection, "," if format == "csv" else "\t")
+
+    def _lines_until(
+        self, end: int, name: str, raw: BinaryIO, after: ReadPosition
+    ) -> Iterator[RawDocument]:
+        before = after.line if after.offset else 0
+        stream = LinesUntil(raw, end)
+        yield from json_lines(name, stream, self._selection, before)
+        self.lines[name] = before + stream.lines
 
 
 def _decompress(raw: BinaryIO, compression: str) -> BinaryIO:

@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 from megatron_ds.config.problems import option, user_error
 from megatron_ds.preprocess.inputs import InputSpec, describe_error, import_optional
@@ -114,8 +114,14 @@ class Selection:
         return UnreadableDocument(TOO_LONG, message, decode(head))
 
 
+class LineFile(Protocol):
+    """A file of lines."""
+
+    def readline(self, limit: int, /) -> bytes: ...
+
+
 def json_lines(
-    name: str, file: BinaryIO, selection: Selection, lines_before: int
+    name: str, file: LineFile, selection: Selection, lines_before: int
 ) -> Iterator[RawDocument]:
     """Unparsed lines.
 
@@ -129,7 +135,7 @@ def json_lines(
             yield RawDocument(name, number, line)
 
 
-def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
+def _lines(file: LineFile, limit: int) -> Iterator[tuple[bytes, bool]]:
     """Lines with their ends and True; of a too long line its beginning and False."""
     while line := file.readline(limit + 1):
         if len(line) <= limit or line.endswith(b"\n"):
@@ -251,6 +257,7 @@ def parquet_rows(
     selection: Selection,
     skip: int,
     set_progress: Callable[[Callable[[], float]], None],
+    part: tuple[float, float] = (0.0, 1.0),
 ) -> Iterator[RawDocument]:
     """Rows of a parquet file.
 
@@ -258,17 +265,19 @@ def parquet_rows(
         skip: Rows to skip; row groups among them are not read.
         set_progress: Takes a function that gives the fraction of the file that was read. The file
             position would not tell: readers jump in it.
+        part: Fractions of the rows between which the row groups that are read begin.
     """
     import_optional("pyarrow", name)
     table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
     columns = selection.columns(name, table.schema_arrow.names)
     rows = table.metadata.num_rows
-    read = 0
-    set_progress(lambda: read / max(rows, 1))
-    groups = list(range(table.num_row_groups))
-    while groups and read + (more := table.metadata.row_group(groups[0]).num_rows) <= skip:
-        read += more
+    sizes = [table.metadata.row_group(at).num_rows for at in range(table.num_row_groups)]
+    starts = [*itertools.accumulate(sizes, initial=0)]
+    groups = [at for at in range(len(sizes)) if part[0] <= starts[at] / max(rows, 1) < part[1]]
+    while groups and starts[groups[0] + 1] <= skip:
         groups.pop(0)
+    read = starts[groups[0]] if groups else rows
+    set_progress(lambda: read / max(rows, 1))
     for batch in table.iter_batches(ROWS, groups, columns=columns) if groups else ():
         if read + batch.num_rows > skip:
             yield from _batch_rows(name, read + 1, batch)

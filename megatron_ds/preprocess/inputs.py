@@ -142,10 +142,13 @@ class InputSpec:
                     yield from _local_files(path, self.format)
 
     def resume_problems(self) -> Iterator[Problem]:
-        """Problems of paths that cannot be read a second time: standard input and named pipes."""
-        for path in self.paths:
-            if path == STDIN or _is_pipe(path):
-                yield Problem("resume-of-unseekable-input", path=path)
+        """Problems of paths that cannot be read a second time."""
+        for path in self.unseekable_paths():
+            yield Problem("resume-of-unseekable-input", path=path)
+
+    def unseekable_paths(self) -> Iterator[str]:
+        """Standard input and named pipes, which can be read once and from the start."""
+        return (path for path in self.paths if path == STDIN or _is_pipe(path))
 
     def files(self) -> Iterator[InputFile]:
         """The files, in reading order. Each path is resolved when its turn comes.

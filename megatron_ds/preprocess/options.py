@@ -14,6 +14,7 @@ from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX
 from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
 from megatron_ds.preprocess.parsing import TextFields
 from megatron_ds.preprocess.sentence_splitter import Splitter
+from megatron_ds.preprocess.shards import Shard
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class PreprocessOptions:
     )
     splitter: Splitter | None = None
     """Splits texts into sentences, each of which becomes a sequence."""
+    shard: Shard | None = None
+    """The part of the input that is read; None for all of it."""
     resume: bool = option_field(
         False,
         "continue an interrupted run with the same --output-prefix, inputs and settings, and warn "
@@ -92,6 +95,7 @@ class PreprocessOptions:
             "order of inputs": list(files),
             **files,
             "tokenizer and sentence splitter": tokenizer_metadata.decode(),
+            **({} if self.shard is None else {"shard": str(self.shard)}),
         }
 
     def problems(self) -> Iterator[Problem]:

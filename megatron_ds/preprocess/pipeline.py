@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ from megatron_ds.preprocess.formats import content_size
 from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.parsing import BROKEN_JSON, RejectedDocument, texts_of
+from megatron_ds.preprocess.shards import lines_before
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer import Tokenizer
@@ -114,7 +115,6 @@ def preprocess(
     raise_if_any(options.problems())
     sentences = None if options.splitter is None else options.splitter.description
     metadata = metadata_json(tokenizer.fingerprint, sentences)
-    names = [options.stem(key) + suffix for key in options.json_keys for suffix in WORK_SUFFIXES]
     existing = [] if options.overwrite else options.existing_output()
     refusal = [Problem("output-exists", existing=", ".join(existing))] if existing else []
     resume = options.resume or bool(existing and not any(options.inputs.resume_problems()))
@@ -127,7 +127,7 @@ def preprocess(
         work = ResumableOutput(
             options.output_prefix,
             options.resume_settings(metadata),
-            dict.fromkeys([REJECTED, *names], ""),
+            work_names(options),
             resume,
             restart=True,
             completed=options.output_prefix + PROGRESS_SUFFIX,
@@ -136,15 +136,44 @@ def preprocess(
         before = _open_work(stack, work, options, refusal, log)
         if before is not None and work.finished:
             if not work.published:
-                _publish(options, work)
+                publish(options, work)
             log(f"{options.output_prefix} is complete; there is nothing left to do")
             return dataclasses.replace(before, input_bytes=options.inputs.total_bytes() or 0)
         if before is not None:
             log(f"resuming after {counted(before.documents, 'document')}")
         run = _Run(options, tokenizer, work, before or Progress())
         progress = run.encode(workers, metadata, report)
-        _publish(options, work)
+        publish(options, work)
     return progress
+
+
+def work_names(options: PreprocessOptions) -> dict[str, str]:
+    """Names of the files in the work folder, for `ResumableOutput`."""
+    names = [options.stem(key) + suffix for key in options.json_keys for suffix in WORK_SUFFIXES]
+    return dict.fromkeys([REJECTED, *names], "")
+
+
+def token_file_writers(
+    options: PreprocessOptions,
+    tokenizer: Tokenizer,
+    work: ResumableOutput,
+    written: Mapping[str, Sequence[int]],
+) -> dict[str, TokenFileWriter]:
+    """The writers of the pairs in the work folder, by key.
+
+    Args:
+        written: Counts of the content that the files have already, by key.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    return {
+        key: TokenFileWriter(
+            options.prefix(key),
+            dtype,
+            [work.files[options.stem(key) + suffix].raw for suffix in WORK_SUFFIXES[:3]],
+            WriteCounts(*written.get(key, ())),
+        )
+        for key in options.json_keys
+    }
 
 
 def _open_work(
@@ -177,7 +206,7 @@ def _open_work(
     return before
 
 
-def _publish(options: PreprocessOptions, work: ResumableOutput) -> None:
+def publish(options: PreprocessOptions, work: ResumableOutput) -> None:
     """Give the files of a finished run their final names."""
     finals: dict[str, str] = {}
     stale: dict[str, list[str]] = {}
@@ -207,13 +236,16 @@ class _Run:
     def __post_init__(self) -> None:
         options, work = self.options, self.work
         saved: Mapping[str, Any] = work.progress or {"position": START, "written": {}}
-        self._position = ReadPosition(*saved["position"])
-        dtype = token_dtype(self.tokenizer.vocab_size)
-        self._writers: dict[str, TokenFileWriter] = {}
-        for key in options.json_keys:
-            files = [work.files[options.stem(key) + suffix].raw for suffix in WORK_SUFFIXES[:3]]
-            counts = WriteCounts(*saved["written"].get(key, ()))
-            self._writers[key] = TokenFileWriter(options.prefix(key), dtype, files, counts)
+        position = ReadPosition(*saved["position"])
+        self._reader = DocumentReader(
+            options.inputs,
+            options.json_keys,
+            position,
+            shard=options.shard,
+            lines=saved.get("lines", {}),
+        )
+        self._position = position
+        self._writers = token_file_writers(options, self.tokenizer, work, saved["written"])
         self._is_resumable = not any(options.inputs.resume_problems())
         self._is_writing = False
         self._timer = StageTimer()
@@ -226,8 +258,7 @@ class _Run:
         report: Callable[[Progress], None],
     ) -> Progress:
         """Encode and write all documents. Returns the counts."""
-        options, timer = self.options, self._timer
-        reader = DocumentReader(options.inputs, options.json_keys, self._position)
+        options, timer, reader = self.options, self._timer, self._reader
         ends: deque[ReadPosition] = deque()
         chunks = timer.timed_iter("reading", _chunks(reader, options, ends))
         with self._commit_on_error():
@@ -241,18 +272,12 @@ class _Run:
                 with timer.stage("writing"):
                     self._write(encoded, ends.popleft(), reader.bytes_read)
                 report(self.progress)
-            if not self.progress.documents:
+            if not self.progress.documents and options.shard is None:
                 self.work.discard()
-                rejected = describe_rejects(self.progress)
-                first = f"; rejected: {rejected}, first {self._first_reject}" if rejected else ""
-                if {*self.progress.dropped} == {BROKEN_JSON}:
-                    first += f"; plain text needs {option('format')} text"
-                raise user_error("no-documents", name=options.inputs.name, first=first)
+                raise no_documents(options, self.progress, self._first_reject)
             with timer.stage("writing"):
                 self._is_writing = True
-                for key, writer in self._writers.items():
-                    writer.finish()
-                    self.work.files[options.stem(key) + TOKENIZER_SUFFIX].write(metadata)
+                finish_files(options, self.work, self._writers, metadata)
                 self._position = reader.end  # the same record for any size of chunks
                 self._commit(finished=True)
         return dataclasses.replace(
@@ -299,8 +324,36 @@ class _Run:
             "position": self._position,
             "written": {key: writer.written for key, writer in self._writers.items()},
             "counts": self.progress.to_json(),
+            **({} if self.options.shard is None else {"lines": self._reader.lines}),
         }
         self.work.commit(progress, finished)
+
+
+def finish_files(
+    options: PreprocessOptions,
+    work: ResumableOutput,
+    writers: Mapping[str, TokenFileWriter],
+    metadata: bytes,
+) -> None:
+    """Complete the files of all keys, after the last document."""
+    for key, writer in writers.items():
+        writer.finish()
+        work.files[options.stem(key) + TOKENIZER_SUFFIX].write(metadata)
+
+
+def no_documents(
+    options: PreprocessOptions, progress: Progress, first: RejectedDocument | None
+) -> UserError:
+    """The error of inputs without any document.
+
+    Args:
+        first: The first rejected line.
+    """
+    rejected = describe_rejects(progress)
+    why = f"; rejected: {rejected}, first {first}" if rejected else ""
+    if {*progress.dropped} == {BROKEN_JSON}:
+        why += f"; plain text needs {option('format')} text"
+    return user_error("no-documents", name=options.inputs.name, first=why)
 
 
 def describe_rejects(progress: Progress) -> str:
@@ -334,6 +387,7 @@ def _strict_problems(
     options: PreprocessOptions,
 ) -> Iterator[Problem]:
     """The first rejected documents, and those among the documents that follow."""
+    divided, before = lines_before(options.inputs, options.shard)
     rejected = list(first)
     for encoded in in_flight:
         rejected += encoded.rejected
@@ -341,12 +395,15 @@ def _strict_problems(
     end = ""
     for chunk in rest:
         if len(rejected) > PROBLEMS_SHOWN or checked >= DOCUMENTS_CHECKED_AHEAD:
-            end = f"; not checked from {chunk.files[0]}:{chunk.lines[0]} on"
+            line = chunk.lines[0] + before * (chunk.files[0] == divided)
+            end = f"; not checked from {chunk.files[0]}:{line} on"
             break
         texts = (texts_of(item, options.text_fields) for item in chunk.items())
         rejected += (one for one in texts if isinstance(one, RejectedDocument))
         checked += len(chunk.lines)
     for document in rejected[:PROBLEMS_SHOWN]:
+        if document.file == divided:
+            document = document._replace(line=document.line + before)
         yield Problem("rejected-document", document=document)
     hidden = len(rejected) - PROBLEMS_SHOWN
     if hidden > 0 or end:

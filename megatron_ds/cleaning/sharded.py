@@ -1,0 +1,219 @@
+"""Cleaning by several processes or machines: shards of the input, merged byte for byte.
+
+A shard applies the stages and records the outcome of each document, with the keys by which stages
+find duplicates. Duplicates occur across shards, so one process decides: it takes the documents in
+input order, as the writing process of `pipeline.py` does, and writes the output of one run over the
+entire input. Work of a repeated command continues, in the shards and in the merge.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ds.cleaning.options import CleaningOptions
+from megatron_ds.cleaning.pipeline import (
+    Answers,
+    Chunk,
+    ChunkEnd,
+    Cleaner,
+    Run,
+    build_cleaner,
+    chunks,
+    publish,
+    work_names,
+)
+from megatron_ds.cleaning.stats import Counts
+from megatron_ds.cleaning.traces import pack, unpack
+from megatron_ds.config.problems import UserError, raise_if_any
+from megatron_ds.fileio.resumable import LENGTH, ResumableOutput, pack_record
+from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.formats import content_size
+from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
+from megatron_ds.preprocess.shard_files import RunShards, ShardFiles, remove_shards, shard_prefix
+from megatron_ds.preprocess.shards import Shard, shard_problems
+from megatron_ds.preprocess.worker_pool import Workers
+
+TRACES = "traces"
+"""Name of the file of a shard."""
+Report = Callable[[Counts, int], None]
+
+
+@dataclass(frozen=True)
+class _Tracer:
+    """Applies the stages to a chunk and packs the outcomes, in a worker."""
+
+    cleaner: Cleaner
+
+    def __call__(self, chunk: Chunk) -> tuple[bytes, int, ChunkEnd]:
+        answers, end = self.cleaner(chunk)
+        sizes = [content_size(item.value) for item in chunk[0]]
+        return pack_record(pack(answers, sizes)), len(sizes), end
+
+
+def clean_shard(
+    options: CleaningOptions,
+    shard: Shard,
+    report: Callable[[int, int], None] = lambda documents, input_bytes: None,
+    log: Callable[[str], None] = lambda line: None,
+    *,
+    merges: bool = True,
+) -> Counts | None:
+    """Apply the stages to one shard; the process that completes the last shard merges them.
+
+    Args:
+        options: What to read, apply and write, of all shards.
+        shard: The shard to process.
+        report: Called after every chunk with the documents and bytes that were read.
+        log: Takes messages.
+        merges: Whether this process may merge the shards.
+
+    Returns:
+        The counts of the entire output; None if it is not complete yet.
+
+    Raises:
+        UserError: As `clean` does, and for inputs that cannot be divided.
+    """
+    sharded = ShardedCleaning(options, shard.count)
+    sharded.trace(shard, report)
+    missing = sharded.files.missing()
+    log(f"shard {shard} is complete; missing: {len(missing)} of {shard.count}")
+    if missing or not merges:
+        return None
+    try:
+        return sharded.complete(lambda missing: None, log)
+    except UserError as error:
+        if error.problems[0].code != "output-in-use":
+            raise
+        log("another process merges the shards")
+        return None
+
+
+class ShardedCleaning:
+    """All shards of a cleaning.
+
+    Args:
+        options: What to read, apply and write, of all shards.
+        count: Number of shards.
+
+    Raises:
+        UserError: For wrong options, and inputs that cannot be divided.
+    """
+
+    def __init__(self, options: CleaningOptions, count: int) -> None:
+        self._options = options
+        raise_if_any(shard_problems(options.inputs))
+        self._cleaner = build_cleaner(options)
+        settings = options.resume_settings(list(self._cleaner.stages))
+        self.files = ShardFiles(options.output, settings, count)
+
+    def trace(self, shard: Shard, report: Callable[[int, int], None]) -> None:
+        """Apply the stages to a shard, or to the rest of one that was interrupted."""
+        options, prefix = self._options, shard_prefix(self._options.output, shard)
+        settings = {**self.files.settings, "shard": str(shard)}
+        with (
+            # Before any file is opened: forked workers inherit what is open, also the lock.
+            Workers(_Tracer(self._cleaner), options.workers) as workers,
+            ResumableOutput(
+                prefix, settings, {TRACES: ""}, resume=True, completed=prefix + PROGRESS_SUFFIX
+            ) as work,
+        ):
+            if work.published:
+                return
+            if not work.finished:
+                self._trace(shard, work, workers, report)
+            work.publish({TRACES: _traces_of(prefix)})
+
+    def _trace(
+        self,
+        shard: Shard,
+        work: ResumableOutput,
+        workers: Workers[Chunk, tuple[bytes, int, ChunkEnd]],
+        report: Callable[[int, int], None],
+    ) -> None:
+        options = self._options
+        saved: dict[str, Any] = work.progress or {"place": START, "lines": {}, "documents": 0}
+        position, documents = ReadPosition(*saved["place"]), saved["documents"]
+        keys = (options.json_key,) if options.order else ()
+        reader = DocumentReader(options.inputs, keys, position, True, shard, saved["lines"])
+        for record, size, end in workers.map(chunks(reader, options.part_bytes)):
+            work.files[TRACES].write(record)
+            position, documents = end.position, documents + size
+            report(documents, end.input_bytes)
+            if end.ends_part:
+                progress = {"place": position, "lines": reader.lines, "documents": documents}
+                work.commit(progress)
+        progress = {"place": reader.end, "lines": reader.lines, "documents": documents}
+        work.commit(progress, finished=True)
+
+    def complete(
+        self,
+        run_shards: RunShards,
+        log: Callable[[str], None],
+        report: Report = lambda counts, size: None,
+    ) -> Counts:
+        """Complete the missing shards, and merge all of them.
+
+        While the shards run, no other process can merge them.
+
+        Args:
+            run_shards: Completes shards.
+            log: Takes messages.
+            report: Called with the counts while the shards are merged.
+
+        Returns:
+            The counts of the entire output.
+
+        Raises:
+            UserError: If another process merges; if a shard is missing in the end; if no document
+                is left.
+        """
+        options = self._options
+        with self.files.open_merge(work_names(options), log) as work:
+            run = Run(options, work)
+            if not work.finished:
+                self.files.run_missing(run_shards)
+                run.write(self._answers(run.position), report)
+            publish(options, work)
+        remove_shards(options.output)
+        return run.counts
+
+    def _answers(self, after: ReadPosition) -> Iterator[Answers]:
+        """The outcomes in input order, one document at a time.
+
+        Args:
+            after: Where to continue: the number of the shard, the documents that were taken of a
+                record, and the offset of the record.
+        """
+        part, before = 0, Counter[str]()
+        for number, shard in enumerate(self.files.shards):
+            start = after if number == after.file else START
+            for place, record in _records(self._options.output, shard, start.offset):
+                if number < after.file:
+                    break
+                for index, (answer, size) in enumerate(unpack(record), 1):
+                    if place == start.offset and index <= start.line:
+                        continue
+                    part += size
+                    ends_part = part >= self._options.part_bytes
+                    part = 0 if ends_part else part
+                    answer = answer._replace(line=answer.line + before[answer.file])
+                    position = ReadPosition(number, index, place)
+                    yield [answer], ChunkEnd(position, ends_part, 0)
+            before.update(self.files.progress(shard)["lines"])
+
+
+def _records(output: str, shard: Shard, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The records of a shard from an offset on, with their offsets."""
+    with open(_traces_of(shard_prefix(output, shard)), "rb") as file:
+        file.seek(offset)
+        while head := file.read(LENGTH.size):
+            (length,) = LENGTH.unpack(head)
+            yield offset, file.read(length)
+            offset = file.tell()
+
+
+def _traces_of(prefix: str) -> str:
+    return f"{prefix}.{TRACES}"

@@ -1,0 +1,125 @@
+"""The files of the shards of an output, in the folder `OUTPUT.shards.work` next to it.
+
+Owns which shards are complete, and the work folder in which they are merged. Processes that share
+the folder need to know nothing else of each other. Knows no content.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config.problems import user_error
+from megatron_ds.fileio.atomic import write_atomically
+from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX, ResumableOutput, complete_progress
+from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
+from megatron_ds.preprocess.shards import Shard
+
+RunShards = Callable[[Sequence[Shard]], None]
+"""Completes shards."""
+
+
+def shard_folder(output: str) -> str:
+    """The folder of the shards of an output."""
+    return f"{output}.shards{WORK_SUFFIX}"
+
+
+def shard_prefix(output: str, shard: Shard) -> str:
+    """Path prefix of the files of a shard."""
+    return os.path.join(shard_folder(output), f"{shard.index}-of-{shard.count}")
+
+
+def settle_count(output: str, given: int | None, default: int) -> int:
+    """The number of shards of an output, which a repeated run keeps unless another one is given."""
+    record = Path(shard_folder(output), "count")
+    count = given or (int(record.read_text()) if record.exists() else default)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(record, str(count).encode())
+    return count
+
+
+def remove_shards(output: str) -> None:
+    """Remove the shards of a complete output."""
+    shutil.rmtree(shard_folder(output), ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class ShardFiles:
+    """All shards of an output.
+
+    Args:
+        output: Path or prefix of the output.
+        settings: All that determines the output.
+        count: Number of shards.
+    """
+
+    output: str
+    settings: Mapping[str, Any]
+    count: int
+
+    @property
+    def shards(self) -> list[Shard]:
+        """All shards, in order."""
+        return [Shard(index, self.count) for index in range(self.count)]
+
+    @property
+    def is_merging(self) -> bool:
+        """Whether there is the work of an interrupted merge."""
+        return os.path.exists(os.path.join(self._merge + WORK_SUFFIX, RECORD))
+
+    @property
+    def _merge(self) -> str:
+        return os.path.join(shard_folder(self.output), f"merge-of-{self.count}")
+
+    def find(self, shard: Shard) -> dict[str, Any] | None:
+        """The progress of a complete shard of these settings; None if there is none."""
+        record = Path(shard_prefix(self.output, shard) + PROGRESS_SUFFIX)
+        return complete_progress(record, {**self.settings, "shard": str(shard)})
+
+    def progress(self, shard: Shard) -> dict[str, Any]:
+        """The progress of a shard. Raises UserError: If it is not complete."""
+        if (progress := self.find(shard)) is None:
+            raise user_error("shards-missing", shards=shard, folder=shard_folder(self.output))
+        return progress
+
+    def missing(self) -> list[Shard]:
+        """The shards that are not complete."""
+        # Each record has all settings, so none is read before all are there.
+        records = [shard_prefix(self.output, shard) + PROGRESS_SUFFIX for shard in self.shards]
+        found = {os.path.join(shard_folder(self.output), name) for name in self._names()}
+        missing = [one for one, path in zip(self.shards, records, strict=True) if path not in found]
+        return missing or [shard for shard in self.shards if self.find(shard) is None]
+
+    def _names(self) -> list[str]:
+        folder = shard_folder(self.output)
+        return os.listdir(folder) if os.path.isdir(folder) else []
+
+    def discard(self) -> None:
+        """Make all shards missing."""
+        for shard in self.shards:
+            Path(shard_prefix(self.output, shard) + PROGRESS_SUFFIX).unlink(missing_ok=True)
+
+    def run_missing(self, run_shards: RunShards) -> None:
+        """Complete the missing shards. Raises UserError: If one is missing in the end."""
+        if missing := self.missing():
+            run_shards(missing)
+            if missing := self.missing():
+                shown = ", ".join(map(str, missing))
+                raise user_error("shards-missing", shards=shown, folder=shard_folder(self.output))
+
+    def open_merge(
+        self, names: Mapping[str, str], warn: Callable[[str], None], **options: Any
+    ) -> ResumableOutput:
+        """The work folder of the merge, which one process at a time can open.
+
+        Args:
+            names: Names of the growing files, with the suffixes of their final names.
+            warn: Takes warnings.
+            options: Further arguments of `ResumableOutput`.
+        """
+        arguments = {"resume": True, "restart": True, **options}
+        return ResumableOutput(self._merge, self.settings, names, warn=warn, **arguments)
