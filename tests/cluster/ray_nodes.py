@@ -1,0 +1,43 @@
+"""A Ray cluster of two nodes on this machine, which a test controls by lines of its input.
+
+`PYTHONPATH=build/ray python tests/cluster/ray_nodes.py` prints the address of the cluster and the
+pids of the nodes' raylets. The word `remove` kills all processes of the second node. The cluster
+ends with its input, and so with the test's process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+
+ON_LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # nodes of one machine; otherwise its network address
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Variables of all processes of the cluster and of its drivers."""
+SETTINGS = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+
+
+def main() -> None:
+    os.environ.update(ON_LOOPBACK)
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        nodes = Cluster(initialize_head=True, head_node_args={**SETTINGS, "temp_dir": folder})
+        second = nodes.add_node(**SETTINGS)
+        try:
+            pids = (
+                node.all_processes["raylet"][0].process.pid for node in (nodes.head_node, second)
+            )
+            print(nodes.address, *pids, flush=True)
+            for line in sys.stdin:
+                if line.strip() == "remove":
+                    nodes.remove_node(second, allow_graceful=False)
+                    print("removed", flush=True)
+        finally:
+            nodes.shutdown()
+
+
+if __name__ == "__main__":
+    main()
