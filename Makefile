@@ -15,6 +15,8 @@ INTEROP := build/interop
 S3 := build/s3
 # Ray, which is large and only tests/cluster uses.
 RAY := build/ray
+# Schemas and a linter for the recipes of examples/clusters.
+RECIPES := build/recipes
 # What the tests need besides the product.
 TESTED = $(VENV)/.dev-installed $(VENV)/.ops-built $(S3)/.installed
 # What tests/cluster needs besides, of Debian.
@@ -66,7 +68,7 @@ cluster-packages: ## install what test-cluster needs; Debian, as root or with su
 	$(AS_ROOT) apt-get update
 	$(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(CLUSTER_PACKAGES)
 
-test-cluster: $(VENV)/.dev-installed $(RAY)/.installed ## runs on two nodes, which are namespaces of this machine; as root or with sudo
+test-cluster: $(VENV)/.dev-installed $(RAY)/.installed $(RECIPES)/.installed ## runs on two nodes, which are namespaces of this machine; as root or with sudo
 	$(AS_ROOT) env $(PYTEST) tests/cluster  # in one worker: a run has four ranks
 
 test-deepspeed: $(VENV)/.dev-installed ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/development/deepspeed_versions.md
@@ -119,6 +121,11 @@ $(INTEROP)/.installed: tests/interop/requirements.txt $(VENV)/.installed
 $(RAY)/.installed: tests/ray/requirements.txt $(VENV)/.installed
 	rm -rf $(RAY)
 	$(PIP) --quiet --no-deps --target $(RAY) -r tests/ray/requirements.txt
+	@touch $@
+
+$(RECIPES)/.installed: tests/cluster/requirements.txt $(VENV)/.installed
+	rm -rf $(RECIPES)
+	$(PIP) --quiet --no-deps --target $(RECIPES) -r tests/cluster/requirements.txt
 	@touch $@
 
 $(S3)/.installed: tests/s3/requirements.txt $(VENV)/.installed

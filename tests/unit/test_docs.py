@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = sorted(
     page
-    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/results/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/results/*.md")
     for page in REPOSITORY.glob(pattern)
 )
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
