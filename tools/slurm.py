@@ -44,6 +44,7 @@ from megatron_ds.reports.live import Follower, frame
 
 PROGRAM = "slurm.py"
 REPOSITORY = Path(__file__).resolve().parent.parent
+PRETRAIN = REPOSITORY / "pretrain_gpt.py"
 TEMPLATE = REPOSITORY / "examples" / "slurm" / "pretrain_gpt.sbatch"
 FILE, OUTPUT, RECORD = "slurm.sbatch", "slurm.out", "slurm.jsonl"
 """Files of a run's folder: the job's file and output; submissions and ends of attempts."""
@@ -119,15 +120,15 @@ class Submit:
         metavar="OPTION",
         repeatable=True,
     )
-    program: str = option_field(
-        str(REPOSITORY / "pretrain_gpt.py"),
-        "program with the flags of pretrain_gpt.py",
+    program: str | None = option_field(
+        None,
+        "program with the flags of pretrain_gpt.py (default: that of this repository)",
         metavar="FILE",
     )
-    template: str = option_field(
-        str(TEMPLATE),
+    template: str | None = option_field(
+        None,
         "file whose text from the first empty line on is that of the job's file, such as a copy of "
-        "the example that loads modules",
+        "the default that loads modules (default: examples/slurm/pretrain_gpt.sbatch)",
         metavar="FILE",
     )
     print_file: bool = option_field(
@@ -216,7 +217,8 @@ def _job_problems(options: Submit) -> Iterator[Problem]:
         elif limit <= options.signal_seconds:
             yield Problem("slurm-signal-before-start", settings=options, limit=limit)
     for name in ("program", "template"):
-        yield from run_problems(name, [getattr(options, name)])
+        if (path := getattr(options, name)) is not None:
+            yield from run_problems(name, [path])
     if options.print_file:
         return
     job = _last_job(Path(options.run))
@@ -315,7 +317,7 @@ def job_file(options: Submit, counts: Sequence[int], flags: Sequence[str]) -> st
     variables = {
         "repository": REPOSITORY,
         "python": sys.executable,
-        "program": os.path.abspath(options.program),
+        "program": os.path.abspath(options.program or PRETRAIN),
         "ranks": options.ranks_per_node,
         "node_counts": " ".join(map(str, counts)),
     }
@@ -331,7 +333,7 @@ def job_file(options: Submit, counts: Sequence[int], flags: Sequence[str]) -> st
             "\n",
             *(f"{name}={shlex.quote(str(value))}\n" for name, value in variables.items()),
             f"set --{words}\n\n",
-            Path(options.template).read_text(encoding="utf-8").partition("\n\n")[2],
+            Path(options.template or TEMPLATE).read_text(encoding="utf-8").partition("\n\n")[2],
         ]
     )
 
