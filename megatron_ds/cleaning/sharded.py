@@ -27,7 +27,7 @@ from megatron_ds.cleaning.pipeline import (
 )
 from megatron_ds.cleaning.stats import Counts
 from megatron_ds.cleaning.traces import pack, unpack
-from megatron_ds.config.problems import UserError, raise_if_any
+from megatron_ds.config.problems import raise_if_any
 from megatron_ds.fileio.resumable import LENGTH, ResumableOutput, pack_record
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.formats import content_size
@@ -78,17 +78,9 @@ def clean_shard(
     """
     sharded = ShardedCleaning(options, shard.count)
     sharded.trace(shard, report)
-    missing = sharded.files.missing()
-    log(f"shard {shard} is complete; missing: {len(missing)} of {shard.count}")
-    if missing or not merges:
+    if not merges:
         return None
-    try:
-        return sharded.complete(lambda missing: None, log)
-    except UserError as error:
-        if error.problems[0].code != "output-in-use":
-            raise
-        log("another process merges the shards")
-        return None
+    return sharded.files.merge_after(shard, lambda run: sharded.complete(run, log), log)
 
 
 class ShardedCleaning:

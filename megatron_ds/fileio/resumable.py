@@ -362,11 +362,12 @@ def complete_progress(completed: Path, settings: Mapping[str, Any]) -> dict[str,
     record = _read(completed)
     if record is None or record["settings"] != _normalized(settings):
         return None
-    for name, size in record["files"].items():
-        path = completed.parent / name
-        if not path.exists() or path.stat().st_size != size:
-            return None
-    return cast("dict[str, Any]", record["progress"])
+    paths = {completed.parent / name: size for name, size in record["files"].items()}
+    try:
+        is_unchanged = all(path.stat().st_size == size for path, size in paths.items())
+    except FileNotFoundError:
+        is_unchanged = False
+    return cast("dict[str, Any]", record["progress"]) if is_unchanged else None
 
 
 def read_records(path: Path, size: int) -> Iterator[bytes]:

@@ -11,14 +11,15 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.fileio.atomic import write_atomically
 from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX, ResumableOutput, complete_progress
 from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.shards import Shard
 
+T = TypeVar("T")
 RunShards = Callable[[Sequence[Shard]], None]
 """Completes shards."""
 
@@ -95,8 +96,10 @@ class ShardFiles:
         return missing or [shard for shard in self.shards if self.find(shard) is None]
 
     def _names(self) -> list[str]:
-        folder = shard_folder(self.output)
-        return os.listdir(folder) if os.path.isdir(folder) else []
+        try:
+            return os.listdir(shard_folder(self.output))
+        except FileNotFoundError:  # another process may have merged all
+            return []
 
     def discard(self) -> None:
         """Make all shards missing."""
@@ -110,6 +113,31 @@ class ShardFiles:
             if missing := self.missing():
                 shown = ", ".join(map(str, missing))
                 raise user_error("shards-missing", shards=shown, folder=shard_folder(self.output))
+
+    def merge_after(
+        self, shard: Shard, merge: Callable[[RunShards], T], log: Callable[[str], None]
+    ) -> T | None:
+        """Merge all shards after this one, if it was the last and no other process merges them.
+
+        Args:
+            shard: The shard that this process has completed.
+            merge: Merges all shards.
+            log: Takes messages.
+
+        Returns:
+            The result of the merge; None if this process does not merge.
+        """
+        missing = self.missing()
+        log(f"shard {shard} is complete; missing: {len(missing)} of {self.count}")
+        if missing:
+            return None
+        try:
+            return merge(lambda missing: None)
+        except UserError as error:
+            if error.problems[0].code not in ("output-in-use", "shards-missing"):
+                raise
+            log("another process merges the shards, or has merged them")
+            return None
 
     def open_merge(
         self, names: Mapping[str, str], warn: Callable[[str], None], **options: Any

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.problems import UserError, counted, raise_if_any, user_error
+from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import ResumableOutput, complete_progress
@@ -78,21 +78,8 @@ def preprocess_shard(
     if (done := sharded.find_output()) is not None:
         log(f"{options.output_prefix} is complete; there is nothing left to do")
         return done
-    encoded = preprocess(part, tokenizer, report, log)
-    missing = sharded.files.missing()
-    log(
-        f"shard {shard} is complete with {counted(encoded.documents, 'document')}; "
-        f"{counted(len(missing), 'shard')} of {shard.count} are missing"
-    )
-    if missing:
-        return None
-    try:
-        return sharded.complete(lambda missing: None, log)
-    except UserError as error:
-        if error.problems[0].code != "output-in-use":
-            raise
-        log("another process merges the shards")
-        return None
+    preprocess(part, tokenizer, report, log)
+    return sharded.files.merge_after(shard, lambda run: sharded.complete(run, log), log)
 
 
 @dataclass
