@@ -35,7 +35,7 @@ OTHERS_FLAGS = set(
         r"\S+",
         "num-gpus hostfile no-ssh launcher launcher-args ntasks-per-node node-rank nnodes "
         "nproc-per-node master-addr master-port bind-to nodes gpus-per-node gpus-per-task "
-        "cpus-per-task time kill-on-bad-exit pid pty signal shm-size ipc json-key vocab override- "
+        "cpus-per-task time wait pid pty signal shm-size ipc json-key vocab override- "
         "include exclude num-nodes force-multi rdzv-backend array",
     )
 )
