@@ -90,6 +90,9 @@ class FolderServer(ThreadingHTTPServer):
         self.variables = client_variables(f"http://{address}:{self.server_port}")
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Clients end in the middle of an answer when their run ends."""
+
 
 class _FolderRequest(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"

@@ -45,11 +45,14 @@ class ReadAhead:
     def __len__(self) -> int:
         return len(self._begun)
 
-    @property
     def is_busy(self) -> bool:
-        """Whether a further micro-batch would only wait for the downloads before it."""
+        """Whether a further micro-batch would only wait for the downloads before it.
+
+        Raises:
+            UserError: If a download fails.
+        """
         cache = self._dataset.cache
-        return bool(self._begun) and cache is not None and cache.fetcher.is_busy
+        return bool(self._begun) and cache is not None and cache.fetcher.is_busy()
 
     @property
     def is_next_complete(self) -> bool:
@@ -165,7 +168,7 @@ class LoaderProcess:
         ahead, free_slots, number = ReadAhead(dataset, self._ring.shape[1]), len(self._ring), 0
         try:
             while number < len(firsts) or ahead:
-                if number < len(firsts) and free_slots and not ahead.is_busy:
+                if number < len(firsts) and free_slots and not ahead.is_busy():
                     ahead.begin(firsts[number], self._ring[number % len(self._ring)])
                     number, free_slots = number + 1, free_slots - 1
                 elif not ahead:

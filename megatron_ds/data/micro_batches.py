@@ -110,7 +110,7 @@ def _read_all(
         for first in firsts:
             begun.append(first)
             ahead.begin(first)
-            if len(ahead) == most or ahead.is_busy:
+            if len(ahead) == most or ahead.is_busy():
                 yield begun.popleft(), ahead.take()
         while ahead:
             yield begun.popleft(), ahead.take()

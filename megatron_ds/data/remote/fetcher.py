@@ -69,10 +69,17 @@ class Fetcher:
         self._pending: dict[tuple[int, int], RemoteFile] = {}
         self._unread = b""
 
-    @property
     def is_busy(self) -> bool:
-        """Whether so many blocks are requested that more would only wait."""
-        return len(self._pending) >= AHEAD and self._owner == os.getpid()
+        """Whether so many blocks have not come yet that more would only wait.
+
+        Raises:
+            UserError: If one of them cannot be had.
+        """
+        while len(self._pending) >= AHEAD and self._owner == os.getpid():
+            if not self._has_reply(0.0):
+                return True
+            self.wait()
+        return False
 
     def request(self, file: RemoteFile, block: int) -> None:
         """Asks for a block, which another process may download as well."""
@@ -118,14 +125,19 @@ class Fetcher:
         assert self._process.stdout is not None
         content = self._unread
         while b"\n" not in content:
-            reply = self._process.stdout.fileno()
-            if not select.select([reply], [], [], NOTICE_S)[0]:
+            if not self._has_reply(NOTICE_S):
                 print(f"waiting for {next(iter(self._pending.values())).url}", file=sys.stderr)
-            part = os.read(reply, PIPE_READ)
+            part = os.read(self._process.stdout.fileno(), PIPE_READ)
             if not part:
                 raise RuntimeError("the process that downloads token files has ended")
             content += part
         return content
+
+    def _has_reply(self, timeout: float) -> bool:
+        """Whether a reply comes within so many seconds."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        return bool(select.select([self._process.stdout], [], [], timeout)[0])
 
     def _start(self) -> None:
         cache = {
