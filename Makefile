@@ -50,7 +50,7 @@ test: lint $(TESTED) ## lint, then unit, fuzz, multi-process and end-to-end test
 	$(PARALLEL) tests/unit tests/fuzz
 	$(PARALLEL) tests/dist tests/e2e
 
-proofs: lint $(TESTED) $(INTEROP)/.installed ## everything that proves something, more than an hour; ONLY="layouts mutants" selects sections
+proofs: lint $(TESTED) $(INTEROP)/.installed $(RAY)/.installed $(RECIPES)/.installed ## everything that proves something, more than an hour; ONLY="layouts mutants" selects sections
 	@$(RUN)/python tools/build_ops.py aio || echo "The proofs that offload to NVMe will be skipped"
 	$(RUN)/python tests/proofs/run.py $(ONLY)
 

@@ -16,6 +16,7 @@ AGENT = f"""{PROGRAMS}/torchrun --nnodes 2 --node-rank {{node}} --nproc-per-node
     --master-addr node1 --master-port 29500"""
 
 
+@pytest.mark.proof
 def test_a_run_is_as_exact_over_a_bad_network_and_ends_without_one(
     cluster: Cluster, base: Settings, launcher: Launcher, tmp_path: Path
 ) -> None:

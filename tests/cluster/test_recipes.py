@@ -108,6 +108,7 @@ def check(done: list[Done], save: Path, one_machine: Losses) -> None:
     assert losses(save) == one_machine("data")
 
 
+@pytest.mark.proof
 def test_skypilots_command_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
 ) -> None:
@@ -122,6 +123,7 @@ def test_skypilots_command_trains_on_both_nodes(
     check(cluster.run_on_all("bash", "-c", command, environment=variables), save, one_machine)
 
 
+@pytest.mark.proof
 def test_the_command_for_kubeflows_torch_runtime_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
 ) -> None:
@@ -139,6 +141,7 @@ def test_the_command_for_kubeflows_torch_runtime_trains_on_both_nodes(
     check(done, save, one_machine)
 
 
+@pytest.mark.proof
 def test_the_command_for_kubeflows_deepspeed_runtime_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
 ) -> None:
@@ -208,6 +211,7 @@ def ray_cluster(folder: Path) -> Iterator[Mapping[str, str]]:
         nodes.wait(DEADLINE)
 
 
+@pytest.mark.proof
 def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
     launcher: Launcher, one_machine: Losses, run_settings: RunSettings, tmp_path: Path
 ) -> None:

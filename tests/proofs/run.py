@@ -164,6 +164,7 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     "crashes": ("kills, signals and full disks during saves", Tests(CRASHES).run),
     "benchmarks": ("benchmarks and programs for GPUs, at tiny sizes", Tests(BENCHMARKS).run),
     "e2e": ("all other command lines", Tests(("tests/e2e",), without=(*CRASHES, *BENCHMARKS)).run),
+    "cluster": ("two nodes", Tests(("tests/cluster",), workers=False).run),
     "interop": (
         "token files, samples and checkpoints of `megatron-core`",
         Tests(

@@ -98,11 +98,10 @@ def markers_of(test: str) -> list[str | None]:
     found = names_of_tests(REPOSITORY / file)
     assert found, test
     assert not name or name in found, test
-    if file.startswith("tests/cluster/"):
-        return ["cluster"]
+    plain = "cluster" if file.startswith("tests/cluster/") else None
     names = [f"{file}::{each}" for each in ([name] if name else sorted(found))]
     marks = [marked().get(name) for name in names]
-    return [mark.marker if mark is not None and mark.is_complete else None for mark in marks]
+    return [mark.marker if mark is not None and mark.is_complete else plain for mark in marks]
 
 
 def test_verified_claims_name_tests_and_their_tier() -> None:
