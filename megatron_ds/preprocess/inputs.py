@@ -11,11 +11,12 @@ import functools
 import glob
 import hashlib
 import importlib
+import io
 import os
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
@@ -330,8 +331,16 @@ def _remote_files(address: str, format: str) -> Iterator[InputFile]:
             info = system.info(path)
             size = int(info.get("size") or 0)
             version = hashlib.sha256(repr(info).encode()).hexdigest()[:16]
-        opener = functools.partial(system.open, path, "rb")
+        opener = functools.partial(_open_remote, system, path)
         yield InputFile(system.unstrip_protocol(path), size, version, opener)
+
+
+@contextmanager
+def _open_remote(system: Any, path: str) -> Iterator[BinaryIO]:
+    with system.open(path, "rb") as file:
+        # Files of some systems, such as those of http and s3, cannot read lines up to a limit.
+        buffered: Any = file if isinstance(file, io.BufferedIOBase) else io.BufferedReader(file)
+        yield buffered
 
 
 def _dataset_version(name: str, split: str) -> str:

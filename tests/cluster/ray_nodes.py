@@ -7,15 +7,21 @@ ends with its input, and so with the test's process.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import tempfile
+from contextlib import suppress
+
+import psutil
 
 ON_LOOPBACK = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # nodes of one machine; otherwise its network address
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """Variables of all processes of the cluster and of its drivers."""
+PR_SET_CHILD_SUBREAPER = 36
+"""Option of prctl(2): processes whose parent has died become children of this one."""
 SETTINGS = {
     "num_cpus": 1,
     "object_store_memory": 80 << 20,
@@ -29,10 +35,11 @@ def main() -> None:
     os.environ.update(ON_LOOPBACK)
     from ray.cluster_utils import Cluster
 
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
-        nodes = Cluster(initialize_head=True, head_node_args={**SETTINGS, "temp_dir": folder})
-        second = nodes.add_node(**SETTINGS)
         try:
+            nodes = Cluster(initialize_head=True, head_node_args={**SETTINGS, "temp_dir": folder})
+            second = nodes.add_node(**SETTINGS)
             pids = (
                 node.all_processes["raylet"][0].process.pid for node in (nodes.head_node, second)
             )
@@ -41,8 +48,11 @@ def main() -> None:
                 if line.strip() == "remove":
                     nodes.remove_node(second, allow_graceful=False)
                     print("removed", flush=True)
-        finally:
             nodes.shutdown()
+        finally:
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 if __name__ == "__main__":

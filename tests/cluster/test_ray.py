@@ -21,6 +21,8 @@ from tests.preprocess_runs import output_files, remove_output
 from tests.problems import printed_codes
 
 INSTALLED = REPOSITORY / "build" / "ray"
+ATTEMPTS = 3
+"""Starts of the nodes: Ray gives a node 30 seconds, which a busy machine may exceed."""
 SHARDS = 6
 DOCUMENTS = 100_000
 PREPROCESS = [
@@ -40,17 +42,21 @@ class RayNodes:
             "PYTHONPATH": str(INSTALLED),
             "OMP_NUM_THREADS": "1",
         }
-        with (folder / "nodes.log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, Path(__file__).with_name("ray_nodes.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=self.environment,
-            )
-        assert self._process.stdout is not None
-        words = self._process.stdout.readline().split()
+        words: list[str] = []
+        for _ in range(ATTEMPTS):
+            with (folder / "nodes.log").open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, Path(__file__).with_name("ray_nodes.py")],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    env=self.environment,
+                )
+            assert self._process.stdout is not None
+            if words := self._process.stdout.readline().split():
+                break
+            self._process.wait(DEADLINE)
         assert words, (folder / "nodes.log").read_text()
         self.address, *pids = words
         self.raylets = [psutil.Process(int(pid)) for pid in pids]

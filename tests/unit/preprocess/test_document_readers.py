@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import csv
+import functools
 import gzip
 import io
 import json
@@ -13,7 +14,9 @@ import struct
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pyarrow as pa
@@ -455,6 +458,20 @@ def test_symbolic_link_to_a_folder_is_named_in_a_warning(tmp_path: Path) -> None
     (tmp_path / "in/link").symlink_to(tmp_path / "other")
     with pytest.warns(UserWarning, match=f"{tmp_path}/in/link"):
         assert fields(read(tmp_path / "in")) == TEXTS
+
+
+def test_lines_of_a_web_server(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl())
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert fields(read(f"http://127.0.0.1:{server.server_port}/a.jsonl")) == TEXTS
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 def test_hidden_folders_above_a_remote_folder_are_ignored(tmp_path: Path) -> None:
