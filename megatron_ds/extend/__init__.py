@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,12 +87,13 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
 
 
 def _host_reader(words: Sequence[str]) -> HostReader:
-    """The processes of this host, if they were started with the same flags."""
+    """The processes of this host, if they were started with the same flags and folders."""
+    flags = map(environment.expand_variables, words)  # a folder may contain $RANK
     return HostReader(
         environment.run_on_host(),
         environment.local_rank(),
         environment.local_world_size() or 1,
-        repr([os.getcwd(), environment.world_size(), *words]),
+        repr([os.getcwd(), tempfile.gettempdir(), environment.world_size(), *flags]),
     )
 
 

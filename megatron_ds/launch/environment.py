@@ -55,9 +55,13 @@ def local_world_size() -> int | None:
 
 
 def run_on_host() -> str:
-    """Identifies this run, in its current attempt, among the runs of a host."""
+    """Identifies this run, in its current attempt, among those of the processes of a host that see
+    the same files: containers may share the host's network and have files of their own."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    return " ".join([rendezvous(), *(os.environ.get(name, "") for name in names)])
+    mounts = ""
+    with suppress(OSError):
+        mounts = os.readlink("/proc/self/ns/mnt")
+    return " ".join([rendezvous(), mounts, *(os.environ.get(name, "") for name in names)])
 
 
 def elastic_run() -> str:
