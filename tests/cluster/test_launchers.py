@@ -45,6 +45,10 @@ ON_FIRST = {
     ),
 }
 """Layout and launcher that one command on the first node starts; there is no node3."""
+CASES = [
+    pytest.param(name, marks=pytest.mark.proof) if "--launcher" in name else name
+    for name in ON_FIRST
+]
 ALLOW_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
 VARIABLES = {"HF_HOME": "/tmp", "NCCL_DEBUG": "WARN", **ALLOW_ROOT}
 """Of the commands on the first node; .deepspeed_env has only NCCL_DEBUG."""
@@ -81,7 +85,7 @@ def files(cluster: Cluster) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ON_FIRST)
+@pytest.mark.parametrize("name", CASES)
 def test_one_command_trains_on_both_nodes(
     name: str,
     cluster: Cluster,
@@ -116,6 +120,7 @@ def test_a_command_on_each_node_trains_on_both(
     assert losses(save) == one_machine(layout)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("flags", "host"), [((), "node1"), (("--force_multi",), "node2")])
 def test_deepspeed_leaves_its_host_for_a_single_one_only_if_forced(
     flags: tuple[str, ...], host: str, cluster: Cluster

@@ -82,8 +82,15 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     nodes = RayNodes(tmp_path_factory.mktemp("nodes"))
     yield nodes
     nodes.end()
-    left = [process for process in nodes.processes if process.is_running()]
-    assert not left
+    assert not [each for each in nodes.processes if not has_ended(each)]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended, also if the one that inherited it has not noticed yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def start(

@@ -112,7 +112,8 @@ def test_a_run_survives_its_time_limit_and_the_loss_of_a_node(
     assert losses(save) == expected[:limit]
     assert f"status 143 at iteration {limit}" in node.run(*tool, "status", save).succeed()
 
-    now = {"StartTime": "now", "TimeLimit": 60}  # Slurm delays it by two minutes
+    # Slurm delays it by two minutes. Nodes refuse it in the second in which its last attempt ended.
+    now = {"StartTime": "now+3", "TimeLimit": 60}
     update(node, job, **now)
     wait_for(node, job, "RUNNING", output, has_trained(save, limit + 1))
     node.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=lost").succeed()
