@@ -29,6 +29,7 @@ from megatron_ds.engine.deepspeed.partitions import FlatPartition, read_partitio
 from megatron_ds.engine.deepspeed.patches import (
     clip_by_known_norm,
     experts_saved_by_caller,
+    literal_folder,
     reset_cpu_adam_beta_powers,
 )
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
@@ -294,6 +295,7 @@ class ZeroEngine:
     def load(self, folder: Path, tag: str) -> None:
         scale = self._loss_scale
         with (
+            literal_folder(folder),
             experts_saved_by_caller(self._engine),
             nvme_states.as_tensors(self._engine),
             reused_states(self._engine.basic_optimizer),

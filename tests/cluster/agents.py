@@ -13,8 +13,8 @@ from tests.cluster.cluster import Cluster, Node
 from tests.e2e.runs import FAULTS, Launcher, Settings, losses, steps, to_flags
 from tests.fork_server import DEADLINE
 
+SHARES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 VARIABLES = {
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "FAULT": "iteration:1+:pause",  # lest the run is far ahead when a test has noticed something
 }
 BANNER = "DeepSpeed info: "
@@ -27,10 +27,14 @@ class Agents:
         cluster: The nodes.
         command: Of an agent, without the program; `{node}` in it is the number of the node.
         settings: Of the run.
+        shares_store: Whether torchrun keeps its store when it starts the ranks again.
     """
 
-    def __init__(self, cluster: Cluster, command: str, settings: Settings) -> None:
+    def __init__(
+        self, cluster: Cluster, command: str, settings: Settings, *, shares_store: bool = False
+    ) -> None:
         self._cluster, self._command = cluster, command
+        self._variables = {**VARIABLES, SHARES: "0" if shares_store else "1"}
         self._flags = to_flags(settings)
         self._started: list[tuple[Popen[bytes], Path]] = []
 
@@ -38,7 +42,7 @@ class Agents:
         """Starts the agent of a node; returns the reader of its output."""
         command = self._command.format(node=self._cluster.nodes.index(node))
         log = self._cluster.new_log()
-        process = node.start([*command.split(), FAULTS, *self._flags], log, VARIABLES)
+        process = node.start([*command.split(), FAULTS, *self._flags], log, self._variables)
         self._started.append((process, log))
         return log.read_text
 

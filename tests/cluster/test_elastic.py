@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.cluster.agents import BANNER, Agents, last_rank_of, uninterrupted
 from tests.cluster.cluster import Cluster
@@ -27,6 +28,55 @@ def documented_command(ranks: int, restarts: int) -> str:
         words, count = re.subn(rf"{flag} \d+", f"{flag} {number}", words)
         assert count == 1
     return f"{PROGRAMS}/{words}"
+
+
+ONE_NODE = f"{PROGRAMS}/torchrun --nproc-per-node 2 --max-restarts 2"
+STATIC = f"""{PROGRAMS}/torchrun --nnodes 2 --node-rank {{node}} --nproc-per-node 1
+    --master-addr node1 --master-port 29500 --max-restarts 2"""
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("command", "nodes", "shares_store"),
+    [
+        pytest.param(documented_command(ranks=1, restarts=2), 2, True, id="shared store"),
+        pytest.param(STATIC, 2, False, id="fixed addresses"),
+        pytest.param(ONE_NODE, 1, False, id="one node"),
+        pytest.param(f"{ONE_NODE} --standalone", 1, False, id="one node, --standalone"),
+    ],
+)
+def test_a_run_survives_a_killed_rank_with_other_rendezvous(
+    command: str,
+    nodes: int,
+    shares_store: bool,
+    cluster: Cluster,
+    base: Settings,
+    launcher: Launcher,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    name = request.node.callspec.id
+    save, stop = cluster.shared / name, cluster.shared / f"stop {name}"
+    settings = {**base, "global_batch_size": 8, "train_iters": ENDLESS, "kill_switch_path": stop}
+    settings |= {"save": save, "load": save, "save_interval": 3}
+    agents = Agents(cluster, command, settings, shares_store=shares_store)
+    outputs = [agents.start(node) for node in cluster.nodes[:nodes]]
+
+    def output() -> str:
+        return max((read() for read in outputs), key=len)  # of the agent whose rank prints
+
+    agents.wait_for_iterations(output, "2 processes", 4)
+    killed_at = time.monotonic()
+    last_rank_of(cluster.nodes[nodes - 1]).kill()
+    agents.wait_for(lambda: sum(read().count(BANNER) for read in outputs) == 2)
+    agents.wait_for(lambda: len(steps(save)) > 3 and "loading checkpoint from" in output())
+    print(f"the run has continued after {time.monotonic() - killed_at:.1f} s")
+    before = len(steps(save))
+    agents.wait_for(lambda: len(steps(save)) > before + 1)
+    stop.touch()
+    assert agents.wait_for_end() == [0] * nodes
+    assert ("[restarts-with-old-store]" in output()) == shares_store
+    assert losses(save) == uninterrupted(launcher, settings, tmp_path / "whole")
 
 
 def test_a_run_survives_a_killed_rank_and_a_lost_node_and_takes_it_in_again(

@@ -79,7 +79,7 @@ def run_both(
     launcher: Launcher, settings: Settings, folder: Path, ranks: int, kill_position: int
 ) -> Path:
     """The folder of a run that is killed in iteration 6 and resumed, and equals another one."""
-    full, parts = folder / "full", folder / "parts"
+    full, parts = folder / "full", folder / "parts [1]"
     uninterrupted = launcher.start({**settings, "save": full}, ranks=ranks)
     fault = f"micro-batch:{kill_position}:kill-all"
     killed = launcher.start({**settings, "save": parts}, ranks=ranks, fault=fault)

@@ -16,9 +16,11 @@ which behaviour it changes and why, so that it can be removed once DeepSpeed beh
 
 from __future__ import annotations
 
+import glob
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -200,6 +202,24 @@ def limit_parameter_prefetch() -> None:
             original(self, wanted, async_op, swap_in_buffers)
 
     kind.swap_in = swap_in
+
+
+@contextmanager
+def literal_folder(folder: Path) -> Iterator[None]:
+    """Within it, a folder of checkpoints may have a name such as `lr [1e-3]`.
+
+    DeepSpeed lists the files of a checkpoint by a pattern that begins with the folder. It would
+    take the brackets for a part of the pattern, find no files, and fail.
+    """
+    find, prefix = glob.glob, str(folder)
+
+    def find_in_folder(pattern: str, **options: Any) -> list[str]:
+        if pattern.startswith(prefix):
+            pattern = glob.escape(prefix) + pattern.removeprefix(prefix)
+        return find(pattern, **options)
+
+    with _replaced(glob, "glob", find_in_folder):
+        yield
 
 
 # Interface: where DeepSpeed has no parameter for what it is given here.
