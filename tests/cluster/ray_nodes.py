@@ -26,7 +26,6 @@ SETTINGS = {
     "num_cpus": 1,
     "object_store_memory": 80 << 20,
     "include_dashboard": False,
-    "include_log_monitor": False,
     "no_monitor": True,
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -15,14 +14,11 @@ import pytest
 
 from megatron_ds.config.problems import counted
 from tests.cleaning_runs import corpus
-from tests.cluster.ray_nodes import ON_LOOPBACK
+from tests.cluster.ray_cluster import INSTALLED, RayNodes, has_ended
 from tests.fork_server import DEADLINE, REPOSITORY
 from tests.preprocess_runs import output_files, remove_output
 from tests.problems import printed_codes
 
-INSTALLED = REPOSITORY / "build" / "ray"
-ATTEMPTS = 3
-"""Starts of the nodes: Ray gives a node 30 seconds, which a busy machine may exceed."""
 SHARDS = 6
 DOCUMENTS = 100_000
 PREPROCESS = [
@@ -30,49 +26,6 @@ PREPROCESS = [
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "100"),
 ]
 CLEAN = str(REPOSITORY / "tools" / "openwebtext" / "clean.py")
-
-
-class RayNodes:
-    """Two nodes in processes of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.environment = {
-            **os.environ,
-            **ON_LOOPBACK,
-            "PYTHONPATH": str(INSTALLED),
-            "OMP_NUM_THREADS": "1",
-        }
-        words: list[str] = []
-        for _ in range(ATTEMPTS):
-            with (folder / "nodes.log").open("wb") as log:
-                self._process = subprocess.Popen(
-                    [sys.executable, Path(__file__).with_name("ray_nodes.py")],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    env=self.environment,
-                )
-            assert self._process.stdout is not None
-            if words := self._process.stdout.readline().split():
-                break
-            self._process.wait(DEADLINE)
-        assert words, (folder / "nodes.log").read_text()
-        self.address, *pids = words
-        self.raylets = [psutil.Process(int(pid)) for pid in pids]
-        self.processes = psutil.Process(self._process.pid).children(recursive=True)
-
-    def remove_second(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write("remove\n")
-        self._process.stdin.flush()
-        assert self._process.stdout.readline() == "removed\n"
-
-    def end(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(DEADLINE)
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +36,6 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
     yield nodes
     nodes.end()
     assert not [each for each in nodes.processes if not has_ended(each)]
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """Whether a process has ended, also if the one that inherited it has not noticed yet."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def start(

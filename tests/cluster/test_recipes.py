@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -16,7 +14,7 @@ import pytest
 import yaml
 
 from tests.cluster.cluster import SLOTS, Cluster, Done, find_obstacle
-from tests.cluster.ray_nodes import ON_LOOPBACK
+from tests.cluster.ray_cluster import INSTALLED, RayNodes
 from tests.e2e.runs import (
     PRETRAIN,
     REPOSITORY,
@@ -25,14 +23,12 @@ from tests.e2e.runs import (
     losses,
     to_flags,
 )
-from tests.fork_server import DEADLINE
 
 Losses = Callable[[str], list[float]]
 RunSettings = Callable[[str, Path], Settings]
 
 RECIPES = REPOSITORY / "examples" / "clusters"
 PACKAGES = REPOSITORY / "build" / "recipes"
-RAY = REPOSITORY / "build" / "ray"
 KEYS = "/home/megatron/.ssh"
 """Where Kubeflow Trainer mounts the keys."""
 PROGRAMS = Path(sys.executable).parent
@@ -180,37 +176,6 @@ def test_the_command_for_kubeflows_deepspeed_runtime_trains_on_both_nodes(
     check([done], save, one_machine)
 
 
-@contextmanager
-def ray_cluster(folder: Path) -> Iterator[Mapping[str, str]]:
-    """Two nodes of Ray; yields the variables of their clients."""
-    if not RAY.is_dir():
-        pytest.skip("needs build/ray, which `make test-cluster` installs")
-    variables = {
-        **os.environ,
-        **ON_LOOPBACK,
-        "PYTHONPATH": str(RAY),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    nodes = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("ray_nodes.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(folder / "nodes.log").open("wb"),
-        text=True,
-        env=variables,
-    )
-    assert nodes.stdin is not None
-    assert nodes.stdout is not None
-    try:
-        words = nodes.stdout.readline().split()
-        assert words, (folder / "nodes.log").read_text()
-        yield {**variables, "RAY_ADDRESS": words[0]}
-    finally:
-        nodes.stdin.close()
-        nodes.wait(DEADLINE)
-
-
 @pytest.mark.proof
 def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
     launcher: Launcher, one_machine: Losses, run_settings: RunSettings, tmp_path: Path
@@ -218,10 +183,16 @@ def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
     options = ["--ray-workers", "4", "--ray-cpus", "0.5", "--ray-no-gpu", "--ray-storage"]
     words = [sys.executable, RECIPES / "ray_train.py", *options, tmp_path / "results"]
     save = tmp_path / "run"
-    with ray_cluster(tmp_path) as variables:
-        flags = to_flags(run_settings("data", save))
+    if not INSTALLED.is_dir():
+        pytest.skip("Ray is not installed in build/ray (make test-cluster)")
+    nodes = RayNodes(tmp_path)
+    variables = {**nodes.environment, "RAY_ADDRESS": nodes.address, "DS_ACCELERATOR": "cpu"}
+    flags = to_flags(run_settings("data", save))
+    try:
         trained = launcher.command([*words, *flags], variables).succeed()
         failed = launcher.command([*words, *flags, "--no-such-flag"], variables).wait()
+    finally:
+        nodes.end()
     assert "4 processes on cpu" in trained
     assert losses(save) == one_machine("data")
     assert failed.codes == (1,)
