@@ -44,47 +44,57 @@ def log(save: Path, iterations: range, *, name: str | None = None) -> None:
     assert warnings == []
 
 
-def histories(save: Path) -> dict[str, list[dict[str, object]]]:
-    """The logged values of each start, by the identity of its run and its file."""
+def histories(save: Path, *, starts: int) -> dict[str, list[dict[str, object]]]:
+    """The logged values of each of `starts` starts, by the file of its run.
+
+    wandb writes the files in a process of its own, which may end later than `finish`: waits
+    until each holds the record of the run's end.
+    """
+    deadline = time.monotonic() + 60
+    while True:
+        files = sorted((save / "wandb").rglob("*.wandb"))
+        result = {str(path): history(path.read_bytes()) for path in files}
+        if len(result) == starts and all(ended for _, ended in result.values()):
+            return {path: rows for path, (rows, _) in result.items()}
+        assert time.monotonic() < deadline, result
+        time.sleep(0.05)
+
+
+def history(content: bytes) -> tuple[list[dict[str, object]], bool]:
+    """The logged values of a file so far, and whether it holds the record of the run's end."""
     from wandb.proto import wandb_internal_pb2
 
-    result = {}
-    for path in sorted((save / "wandb").rglob("*.wandb")):
-        rows = []
-        for data in log_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            items = record.history.item
-            names = [each.key or ".".join(each.nested_key) for each in items]
-            values = [json.loads(each.value_json) for each in items]
-            rows += [dict(zip(names, values, strict=True))] if names else []
-        result[str(path)] = rows
-    return result
+    rows, ended = [], False
+    for data in log_records(content):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        ended = ended or record.HasField("exit")
+        items = record.history.item
+        names = [each.key or ".".join(each.nested_key) for each in items]
+        values = [json.loads(each.value_json) for each in items]
+        rows += [dict(zip(names, values, strict=True))] if names else []
+    return rows, ended
 
 
 def log_records(content: bytes) -> Iterator[bytes]:
-    """The records of LevelDB's log format: parts with checksum, length and type, in blocks."""
+    """The complete records of LevelDB's log format: parts with checksum, length and type."""
     position, record = 7, b""  # after the file's own header
     while position + 7 <= len(content):
         length, kind = struct.unpack("<HB", content[position + 4 : position + 7])
-        if kind:
-            record += content[position + 7 : position + 7 + length]
-            position += 7 + length
+        if not kind or position + 7 + length > len(content):
+            return  # being written
+        record += content[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):  # complete, or the last part
             yield record
             record = b""
-        if not kind or position % 32768 > 32768 - 7:
+        if position % 32768 > 32768 - 7:
             position += -position % 32768
 
 
 def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
     log(tmp_path, range(1, 4), name="first")
-    # wandb writes its files in a process of its own, which may end later than `finish`.
-    deadline = time.monotonic() + 30
-    while len(rows := next(iter(histories(tmp_path).values()), [])) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (file,) = histories(tmp_path)
+    ((file, rows),) = histories(tmp_path, starts=1).items()
     assert [row["_step"] for row in rows] == [1, 2, 3]
     assert rows[1]["lm_loss"] == 8.0
     assert (rows[1]["aux"], rows[1]["consumed_tokens"]) == (1.0, 64)
@@ -94,10 +104,10 @@ def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
     identity = Path(file).stem
 
     log(tmp_path, range(3, 5))  # from a checkpoint before the last step
-    continued = [Path(each).stem for each in histories(tmp_path)]
+    continued = [Path(each).stem for each in histories(tmp_path, starts=2)]
     assert set(continued) == {identity}
     log(tmp_path, range(1, 2))  # a new run
-    assert len({Path(each).stem for each in histories(tmp_path)}) == 2
+    assert len({Path(each).stem for each in histories(tmp_path, starts=3)}) == 2
 
 
 def test_a_service_that_fails_costs_a_warning(
