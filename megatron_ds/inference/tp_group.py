@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import AllreduceOptions  # type: ignore[attr-defined]
 
 from megatron_ds.launch.liveness import find_launchers
 
@@ -59,8 +60,11 @@ class TpLink(Generic[Command]):
         kind = _hash_of(type(error).__name__) if error is not None else 0
         try:
             sent = torch.tensor([len(commands) if self.is_leader else 0, kind, -kind])
-            work = dist.all_reduce(sent, dist.ReduceOp.MAX, group=self._group, async_op=True)
-            work.wait(NO_TIMEOUT if error is None else ERROR_TIMEOUT)
+            options: Any = AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
+            # Of the operation, not of the wait for it: the process cannot exit while one goes on.
+            options.timeout = NO_TIMEOUT if error is None else ERROR_TIMEOUT
+            self._group.allreduce([sent], options).wait()
             count, highest, lowest = sent.tolist()
             if highest != -lowest:
                 shown = "no error" if error is None else repr(error)

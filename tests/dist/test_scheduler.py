@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -121,11 +122,16 @@ def serve_all(rank: int) -> dict[str, Any]:
     # The others may wait for a rank that failed alone, in the model.
     tp_group.ERROR_TIMEOUT = timedelta(seconds=0.1)
     abandoned: TpLink[Any] = TpLink()
+    abandoned.exchange(())
     if rank == 1:
         try:
             abandoned.exchange((), ValueError("only here"))
         except TpGroupBroken as error:
             found["abandoned"] = repr(error)
+        # The rank can end, though the other one, which waits for it, does not.
+        dist.destroy_process_group(abandoned._group)
+        del abandoned
+        gc.collect()
     return found
 
 
