@@ -268,6 +268,11 @@ class ExitBoard:
         # The existing connection may be blocked, waiting for a rank that never answers.
         store: Any = distributed_c10d._get_default_store()
         self._store = store.clone()
+        self._store.set(f"host of rank {rank()}", socket.gethostname())
+
+    def hosts(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Names of the hosts of ranks."""
+        return {rank: self._store.get(f"host of rank {rank}").decode() for rank in ranks}
 
     def post(self, rank_exit: RankExit) -> RankExit:
         """Posts an exit unless there already is one; returns the one that is posted."""

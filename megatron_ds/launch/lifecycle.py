@@ -316,7 +316,11 @@ class ProcessLifecycle:
             is_first = rank == min({rank, *self._peers} - stopped)
         reports, silent = found
         if is_first:
-            states = describe_silence(silent, self._peers, self._hosts)
+            hosts = dict(self._hosts)
+            if board is not None:
+                ask = functools.partial(board.hosts, silent)
+                hosts |= call_with_timeout(ask, default=dict[int, str]())
+            states = describe_silence(silent, self._peers, hosts)
             text = hang_problem(reports, states, watch.timeout_s or 0.0).render()
             output.print_error(output.with_rank_prefix(text))
             output.write_torchelastic_error_file(text)

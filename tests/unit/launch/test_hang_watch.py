@@ -109,11 +109,14 @@ def test_one_rank_collects_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "rank", lambda: own.rank)
     monkeypatch.setattr(distributed, "world_size", lambda: 3)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    found = {}
+    monkeypatch.setattr(distributed.socket, "gethostname", lambda: f"node{own.rank}")
+    boards, found = [], {}
+    for own.rank in range(3):
+        boards.append(ExitBoard())
 
     def report(rank: int, expected: int | None) -> None:
         own.rank = rank
-        found[rank] = ExitBoard().exchange_reports(f"report {rank}", expected, 5.0)
+        found[rank] = boards[rank].exchange_reports(f"report {rank}", expected, 5.0)
 
     threads = [threading.Thread(target=report, args=each) for each in ((0, None), (2, 2))]
     for thread in threads:
@@ -121,6 +124,7 @@ def test_one_rank_collects_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join()
     assert found == {0: ([], [1]), 2: (["report 0", "report 2"], [1])}
+    assert boards[2].hosts([1]) == {1: "node1"}
 
 
 def test_the_message_names_silent_ranks_and_those_that_are_behind() -> None:
