@@ -32,6 +32,7 @@ from benchmarks.common import this_machine, versions, write_json
 from benchmarks.simulated_ranks import (
     RANKS_PER_HOST,
     RankThreads,
+    attend_roll_call,
     count_start_calls,
     place_of,
     say_where,
@@ -147,14 +148,19 @@ def start_calls(sizes: Sequence[int]) -> Curve:
 
 
 def start_messages(size: int) -> dict[str, float]:
-    """What all ranks exchange through the store about their places, as threads."""
+    """What all ranks exchange through the store before and after it connects them, as threads."""
     ranks, start = RankThreads(size), time.perf_counter()
     results = ranks.run(say_where)
     assert all(result is not None for result in results)
     seconds, traffic = time.perf_counter() - start, ranks.store.traffic
-    row = {"ranks": size, "requests": traffic["requests"], "bytes": traffic["bytes"]}
+    row: dict[str, float] = {"ranks": size}
+    row |= {"requests": traffic["requests"], "bytes": traffic["bytes"]}
     message = len(json.dumps([each.to_json() for each in place_of(0)]))
-    return row | {"bytes, all to all": message * size * size, "seconds": seconds}
+    row |= {"bytes, all to all": message * size * size, "seconds": seconds}
+    ranks = RankThreads(size)
+    assert all(ranks.run(attend_roll_call))
+    traffic = ranks.store.traffic
+    return row | {"requests, roll call": traffic["requests"], "bytes, roll call": traffic["bytes"]}
 
 
 def gloo_group(size: int) -> dict[str, float]:
@@ -358,7 +364,11 @@ def print_table(title: str, curve: Curve) -> None:
 PANELS = {
     "start": (
         ("start calls", "Calls of the file system", ("most calls of a host", "calls of all hosts")),
-        ("start messages", "Bytes in the store, places", ("bytes", "bytes, all to all")),
+        (
+            "start messages",
+            "Bytes in the store at a start",
+            ("bytes", "bytes, all to all", "bytes, roll call"),
+        ),
         ("gloo group", "Bytes in the store, gloo", ("bytes, on demand", "bytes, all pairs")),
         ("gloo group", "Sockets of a gloo group", ("sockets, on demand", "sockets, all pairs")),
         ("mesh", "Process groups of a rank", ("groups",)),

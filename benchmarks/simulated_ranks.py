@@ -18,11 +18,13 @@ import threading
 import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_ds import extend, schedules
 from megatron_ds.checkpoint.lineage import Lineage
+from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     RUN,
@@ -31,6 +33,7 @@ from megatron_ds.checkpoint.metadata import (
     RunRecord,
     manifest_text,
 )
+from megatron_ds.checkpoint.shared_folders import SharedFolders
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import build_datasets, build_once_per_host
 from megatron_ds.data.indexed_writer import pair_writer
@@ -74,8 +77,19 @@ class CountingStore:
         self._count(key, self._values[key])
         return self._values[key].encode()
 
+    def check(self, keys: Sequence[str]) -> bool:
+        self._count("".join(keys), "")
+        with self._lock:
+            return all(self._is_set[key].is_set() for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        """Waits longer than asked for: what a rank repeats depends on the time that it waits."""
+        for key in keys:
+            self.get(key)
+
     def add(self, key: str, amount: int) -> int:
-        self._count(key, "")
+        if amount:  # otherwise the first rank asks again and again how many have come
+            self._count(key, "")
         with self._lock:
             self._counters[key] += amount
             return self._counters[key]
@@ -84,6 +98,28 @@ class CountingStore:
         with self._lock:
             self.traffic["requests"] += 1
             self.traffic["bytes"] += len(key) + len(value)
+
+
+class StoreBelow:
+    """The keys of a store that start with a prefix."""
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        self._prefix, self._store = prefix, store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._prefix + key)  # type: ignore[no-any-return]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check([self._prefix + key for key in keys])  # type: ignore[no-any-return]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        self._store.wait([self._prefix + key for key in keys], timeout)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(self._prefix + key, amount)  # type: ignore[no-any-return]
 
 
 class RankThreads:
@@ -96,7 +132,7 @@ class RankThreads:
         """Calls `work` with each rank; returns what the ranks return."""
         from torch.distributed import distributed_c10d
 
-        from megatron_ds.launch import distributed
+        from megatron_ds.launch import distributed, environment, roll_call, software
 
         results: list[Any] = [None] * self.count
 
@@ -104,9 +140,18 @@ class RankThreads:
             self._own.rank = rank
             results[rank] = work(rank)
 
-        places: list[tuple[Any, str, Callable[[], Any]]] = [
+        versions, digests = software.versions(), software.source_digests()
+        places: list[tuple[Any, str, Callable[..., Any]]] = [
             (distributed, "rank", lambda: self._own.rank),
             (distributed, "world_size", lambda: self.count),
+            (environment, "rank", lambda: self._own.rank),
+            (environment, "world_size", lambda: self.count),
+            (environment, "local_rank", lambda: self._own.rank % RANKS_PER_HOST),
+            (environment, "local_world_size", lambda: RANKS_PER_HOST),
+            (software, "versions", lambda: versions),
+            (software, "source_digests", lambda: digests),
+            (roll_call, "_connect", lambda timeout_s: self.store),
+            (roll_call, "_below", StoreBelow),
             (distributed_c10d, "_get_default_store", lambda: self.store),
         ]
         originals = [getattr(module, name) for module, name, _ in places]
@@ -129,6 +174,17 @@ def say_where(rank: int) -> tuple[dict[int, HostLocation], dict[str, list[str]]]
     from megatron_ds.launch import distributed
 
     return distributed.exchange_locations(*place_of(rank))
+
+
+def attend_roll_call(rank: int) -> bool:
+    """Takes part in the roll call of ranks that are started alike, without shared folders."""
+    from megatron_ds.launch.roll_call import RollCall
+
+    call = RollCall()
+    call.describe("settings", {f"flag{number}": "value" for number in range(100)})
+    call.probe = SharedFolders(RunFolders())
+    call.attend(timedelta(seconds=60))
+    return call.is_over
 
 
 def place_of(rank: int) -> tuple[HostLocation, HostVariables]:

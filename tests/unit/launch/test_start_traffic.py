@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from benchmarks.simulated_ranks import RANKS_PER_HOST, RankThreads, say_where
+from benchmarks.simulated_ranks import RANKS_PER_HOST, RankThreads, attend_roll_call, say_where
 from megatron_ds.launch import environment
+
+SIZES = (64, 256, 1024)
 
 
 def test_start_traffic_grows_with_the_ranks() -> None:
     traffic = {}
-    for count in (64, 256, 1024):
+    for count in SIZES:
         ranks = RankThreads(count)
         results = ranks.run(say_where)
         traffic[count] = ranks.store.traffic
@@ -28,8 +31,21 @@ def test_start_traffic_grows_with_the_ranks() -> None:
             assert locations[rank].process.pid == rank
             hosts = [f"node{number}" for number in range(1, count // RANKS_PER_HOST)]
             assert missing == ({} if rank else {"HF_HOME": hosts})
+    check_growth(traffic)
+
+
+def test_traffic_of_the_roll_call_grows_with_the_ranks() -> None:
+    traffic = {}
+    for count in SIZES:
+        ranks = RankThreads(count)
+        assert ranks.run(attend_roll_call) == [True] * count
+        traffic[count] = ranks.store.traffic
+    check_growth(traffic)
+
+
+def check_growth(traffic: dict[int, Counter[str]]) -> None:
     for kind in ("requests", "bytes"):
-        for count in (256, 1024):
+        for count in SIZES[1:]:
             growth = traffic[count][kind] / traffic[count // 4][kind]
             assert growth < 4.2, f"{kind}: x{growth:.1f} from {count // 4} to {count} ranks"
 
