@@ -10,7 +10,6 @@ Shapes: B sequences, S tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,6 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose
-from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.sequences import TextSequence
 from megatron_ds.model.gpt import GPTModel
 
@@ -281,14 +279,19 @@ def _shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> None:
     """Appends a token to each sequence; those with equal parameters are sampled together."""
-    by_params: dict[SamplingParams, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        params = sequence.config.sampling.after(len(sequence.ids) - sequence.prompt_length)
-        by_params.setdefault(dataclasses.replace(params, seed=0), []).append(row)
-    for params, rows in by_params.items():
-        part_BV = logits_BV if len(by_params) == 1 else logits_BV[rows]
+    params_by_row = [
+        each.config.sampling.after(len(each.ids) - each.prompt_length) for each in sequences
+    ]
+    rows_by_params: dict[tuple[float, ...], list[int]] = {}
+    for row, params in enumerate(params_by_row):
+        # All but the seed, which is that of the row's generator.
+        key = (params.greedy, params.temperature, params.top_k, params.top_p)
+        rows_by_params.setdefault(key, []).append(row)
+    for rows in rows_by_params.values():
+        part_BV = logits_BV if len(rows) == len(sequences) else logits_BV[rows]
         generators = [sequences[row].generator for row in rows]
-        for row, token in zip(rows, choose(part_BV, params, generators), strict=True):
+        tokens = choose(part_BV, params_by_row[rows[0]], generators)
+        for row, token in zip(rows, tokens, strict=True):
             if token is None:
                 sequences[row].error = user_error("logits-not-finite")
             else:
