@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     curves: dict[str, Curve] = {}
     parts: list[tuple[str, Callable[[], Curve]]] = [
         ("start calls", lambda: start_calls(sizes)),
-        ("start messages", lambda: rows(start_messages(size) for size in sizes)),
+        ("start messages", lambda: rows(in_fork(start_messages, size) for size in sizes)),
         ("gloo group", lambda: rows(gloo_group(size) for size in gloo)),
         ("mesh", lambda: rows(in_fork(mesh, size) for size in sizes)),
         ("manifest", lambda: rows(manifest(size) for size in sizes)),

@@ -22,6 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import distributed_c10d
+
 from megatron_ds import extend, schedules
 from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.location import RunFolders
@@ -38,8 +40,10 @@ from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import build_datasets, build_once_per_host
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.launch import distributed, environment, roll_call, software
 from megatron_ds.launch.host_variables import HostVariables
 from megatron_ds.launch.liveness import HostLocation, ProcessHandle
+from megatron_ds.launch.roll_call import RollCall
 from megatron_ds.planning import host_checks  # which the checks import, with torch
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import preflight
@@ -130,10 +134,6 @@ class RankThreads:
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Calls `work` with each rank; returns what the ranks return."""
-        from torch.distributed import distributed_c10d
-
-        from megatron_ds.launch import distributed, environment, roll_call, software
-
         results: list[Any] = [None] * self.count
 
         def run(rank: int) -> None:
@@ -171,15 +171,11 @@ class RankThreads:
 
 def say_where(rank: int) -> tuple[dict[int, HostLocation], dict[str, list[str]]]:
     """What a rank exchanges with the others when the process group has been initialized."""
-    from megatron_ds.launch import distributed
-
     return distributed.exchange_locations(*place_of(rank))
 
 
 def attend_roll_call(rank: int) -> bool:
     """Takes part in the roll call of ranks that are started alike, without shared folders."""
-    from megatron_ds.launch.roll_call import RollCall
-
     call = RollCall()
     call.describe("settings", {f"flag{number}": "value" for number in range(100)})
     call.probe = SharedFolders(RunFolders())
