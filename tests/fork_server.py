@@ -21,6 +21,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -29,7 +30,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -74,9 +75,26 @@ def rank_environments(count: int, **other: str) -> list[dict[str, str]]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that no other test of this worker has got, nor one of the other worker.
+
+    It is below those that the kernel chooses, of which gloo takes hundreds: none of them can be
+    this one until its server listens.
+    """
+    for port in _ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port")
+
+
+def _ports_of_worker() -> Iterator[int]:
+    """Ports of this worker of pytest, in random order."""
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    first, count = 12_000 + 5_000 * number, 5_000
+    return iter(random.Random().sample(range(first, first + count), count))
+
+
+_ports = _ports_of_worker()
 
 
 class ForkServer:

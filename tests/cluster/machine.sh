@@ -49,8 +49,8 @@ for node; do
       mount -t tmpfs tmpfs /dev/shm
       /usr/sbin/sshd -f /dev/null -h "$1/etc/key" -o AuthorizedKeysFile="$1/etc/key.pub" \
         -o PermitRootLogin=yes -o StrictModes=no -o UsePAM=no -o PidFile=none
-      touch "$1/scratch/ready"
-      while :; do sleep 3600 & wait; done  # and reap the orphans of the node
+      sleep 3600 & touch "$1/scratch/ready"
+      while :; do wait; sleep 3600 & done  # and reap the orphans of the node
     ' bash "$folder" "$node" </dev/null &
 done
 for node; do

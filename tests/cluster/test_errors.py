@@ -118,7 +118,7 @@ def test_rank_that_is_stopped_ends_the_run_with_a_report_that_names_its_node(
 ) -> None:
     """The log has named the slowest ranks and nodes before."""
     logs, stopped = cluster.shared / "logs", {"FAULT": "iteration:3:stop", "FAULT_RANK": "3"}
-    own = {**settings, "train_iters": ENDLESS, "hang_timeout": 2, "log_dir": logs}
+    own = {**settings, "train_iters": ENDLESS, "hang_timeout": 5, "log_dir": logs}
     own |= {"log_straggler": True, "global_batch_size": 8}
     done = cluster.run_on_all(*TORCHRUN.split(), FAULTS, *to_flags(own), environment=stopped)
     output = "".join(each.output for each in done)

@@ -46,7 +46,7 @@ def test_a_run_is_as_exact_over_a_bad_network_and_ends_without_one(
         assert agents.wait_for_end() == [1, 1]
     finally:
         second.set_link(is_up=True)
-    for text, peer in ((output(), "rank 1 (node2)"), (other_output(), "rank 0 (node1)")):
+    for text, peer in ((output(), "rank 1 on node2"), (other_output(), "rank 0 on node1")):
         assert printed_codes(text) == ["peer-lost"]
         assert f"because {peer} has given no sign of life for 10 s" in text
     assert losses(save) == uninterrupted(launcher, settings, tmp_path / "whole")

@@ -64,7 +64,7 @@ def _hold_roll_calls(rank: int, ports: list[int]) -> dict[str, Verdict]:
     if rank == 2:
         dist.barrier()
     else:
-        meet("absent", calls(lr="1"), timedelta(seconds=1.5))
+        meet("absent", calls(lr="1"), timedelta(seconds=6))
     _meet_again(rank, ports.pop(), meet, calls)
     return found
 

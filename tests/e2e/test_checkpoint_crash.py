@@ -146,7 +146,7 @@ def moments(count: int) -> list[Moment]:
     draw = random.Random(0)
     found = []
     for number in range(count):
-        event, delay = EVENTS[(3 * number + 1) % len(EVENTS)], draw.uniform(0.0, 0.03)
+        event, delay = EVENTS[(5 * number + 1) % len(EVENTS)], draw.uniform(0.0, 0.03)
         victim = (0, 1, None)[number % 3]
         found.append(Moment(event, delay, victim) if number % 2 else Moment(event, 0.0, None))
     return found

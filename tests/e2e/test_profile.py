@@ -97,9 +97,9 @@ def test_what_is_measured_changes_nothing(
         len(re.findall(rf"\n step without communication \(ms\) \| ranks: 2{spread}", second)) == 2
     )
     for step in (record for record in records(save) if "lm_loss" in record):
-        passes = step["time/forward-compute"] + step["time/backward-compute"]
-        assert 0 < passes + step["time/optimizer"] <= 1000 * step["seconds"] * 1.05
-        assert max(passes, step["time/communication"]) < step["time/step"]
+        # Each the maximum of the ranks, which a rank that waits makes another one's: no sums.
+        parts = ("forward-compute", "backward-compute", "optimizer", "communication")
+        assert all(0 < step[f"time/{part}"] < step["time/step"] for part in parts)
         assert 0 < step["time/all_reduce[tp]"] <= step["time/communication"]
         assert (step["iteration"] % 2 == 0) == ("layer_grad_norm/0" in step)
         assert step["num_zeros_in_grad"] > 0

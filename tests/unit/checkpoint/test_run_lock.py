@@ -33,12 +33,12 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def another_run(folder: Path, lifetime: float = 60.0) -> Iterator[int]:
+def another_run(folder: Path) -> Iterator[int]:
     """The pid of a process that owns the folder, until it is killed."""
     child = os.fork()
     if child == 0:
         acquire(folder, lambda line: None)
-        time.sleep(lifetime)
+        time.sleep(60.0)
         os._exit(0)
     end, lock = time.monotonic() + 10, folder / LOCK
     while not (lock.exists() and lock.read_bytes()) and time.monotonic() < end:
@@ -99,8 +99,13 @@ def test_a_killed_owners_lock_is_taken_at_once(tmp_path: Path, logged: list[str]
 
 
 def test_an_owner_that_is_about_to_end_is_awaited(tmp_path: Path, logged: list[str]) -> None:
-    with another_run(tmp_path, lifetime=0.3):
-        acquire(tmp_path, logged.append).release()
+    with another_run(tmp_path) as pid:
+
+        def end_it(line: str) -> None:
+            logged.append(line)
+            os.kill(pid, signal.SIGKILL)
+
+        acquire(tmp_path, end_it).release()
     assert len(logged) == 1
 
 

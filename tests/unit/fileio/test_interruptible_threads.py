@@ -34,7 +34,7 @@ def test_the_exit_waits_for_what_was_started_and_drops_the_rest() -> None:
         running = threads.submit(first)
         dropped = threads.submit(lambda: called.append(2))
         started.wait(timeout=30)
-        threading.Timer(0.05, go.set).start()
+        threading.Timer(0.3, go.set).start()
     assert (running.is_done, dropped.is_done, called) == (True, False, [1])
 
 

@@ -288,7 +288,7 @@ def test_a_sequence_that_fails_fails_only_its_job(
         _, good = server.submit(job([1]))
         _, bad = server.submit(job([9], [2]))
         server.gate.release(1)
-        wait_until(lambda: server.scheduler.generated == 2)
+        wait_until(lambda: server.scheduler.generated > 0)
     assert isinstance(error_of(bad.end), UserError)
     assert ids_of(good.end) == expected
     wait_until(lambda: works(server) == 0)

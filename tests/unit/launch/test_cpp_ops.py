@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,16 +46,17 @@ def test_a_build_is_announced(
     assert (str(CPU_ADAM) in capsys.readouterr().err) != is_built
 
 
-def test_a_long_wait_names_the_lock(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_wait_names_the_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch waits for the lock of another build without a word."""
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    lines: list[str] = []
     monkeypatch.setattr(output, "SILENT_WAIT_S", 0.0)
-    builds(monkeypatch, lambda verbose: time.sleep(0.2))
+    monkeypatch.setattr(output, "print_error", said.put)
+    builds(monkeypatch, lambda verbose: lines.append(said.get(timeout=30)))
 
     cpp_ops.build([CPU_ADAM])
 
-    assert f"by the one that holds {folder}/cpu_adam/lock" in capsys.readouterr().err
+    assert f"by the one that holds {folder}/cpu_adam/lock" in lines[0]
 
 
 def test_a_failed_build_is_a_users_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
