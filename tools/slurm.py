@@ -25,6 +25,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -346,7 +347,8 @@ def restart(options: Restart, training: Sequence[str]) -> int:
         place = f" at iteration {iteration}"
         reason = _reason_to_end(options, Path(save), iteration)
         ended = {"status": options.status, "iteration": iteration}
-        _record(Path(save), event="end", job=options.job, **ended)
+        with suppress(OSError):  # a full disk; the job is queued again all the same
+            _record(Path(save), event="end", job=options.job, **ended)
     elif save is not None and options.status == ExitCode.TERMINATED:
         reason = ""  # the signal of the time limit, after which nothing needs to be known
     else:
@@ -443,14 +445,22 @@ def _job_fields(job: str) -> dict[str, str]:
 
 
 def _record(run: Path, **values: Any) -> None:
-    with (run / RECORD).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**values, "time": round(time.time(), 3)}) + "\n")
+    path = run / RECORD
+    end = path.read_bytes()[-1:] if path.is_file() else b""
+    with path.open("a", encoding="utf-8") as file:
+        # A write to a full disk may have left a part of a line.
+        separator = "" if end in (b"", b"\n") else "\n"
+        file.write(separator + json.dumps({**values, "time": round(time.time(), 3)}) + "\n")
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
     path = run / RECORD
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    found = []
+    for line in text.splitlines():
+        with suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def _last_job(run: Path) -> str | None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from megatron_ds.fileio.file_lock import lock_now
+from megatron_ds.fileio.file_lock import is_at, lock_now
 
 
 class SwapFolder:
@@ -28,18 +28,21 @@ class SwapFolder:
     def __init__(self, parent: Path) -> None:
         for number in itertools.count():
             self.path = parent / f"swap{number}"
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / "lock").open("w")
-            if lock_now(lock) is not False:
-                break
-            lock.close()
+            parent.mkdir(parents=True, exist_ok=True)
+            # Its last user may remove it at the same time.
+            with suppress(FileNotFoundError, FileExistsError):
+                self.path.mkdir(exist_ok=True)
+                lock = (self.path / "lock").open("wb")
+                if lock_now(lock) is not False and is_at(lock, self.path / "lock"):
+                    break
+                lock.close()
         for path in self.path.iterdir():
             if path.name != "lock":
                 shutil.rmtree(path)
         self.remove = weakref.finalize(self, _remove, self.path, lock)
 
 
-def _remove(path: Path, lock: IO[str]) -> None:
+def _remove(path: Path, lock: IO[bytes]) -> None:
     with suppress(OSError):
         shutil.rmtree(path)
     lock.close()

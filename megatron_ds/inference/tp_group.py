@@ -21,9 +21,9 @@ from torch.distributed import AllreduceOptions  # type: ignore[attr-defined]
 from megatron_ds.launch.liveness import find_launchers
 
 NO_TIMEOUT = timedelta(days=365)
-ERROR_TIMEOUT = timedelta(seconds=60)
-"""For which a rank that has failed waits for the others. If it failed alone, they may wait for it
-in a collective of the model, until it ends."""
+STEP_TIMEOUT = timedelta(seconds=60)
+"""For which a rank waits for the others after a step, or at the first one's next commands. If a
+rank failed alone, the others may wait for it in a collective of the model, until it ends."""
 LAUNCHER_POLL_S = 0.5
 Command = TypeVar("Command")
 
@@ -63,7 +63,8 @@ class TpLink(Generic[Command]):
             options: Any = AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
             # Of the operation, not of the wait for it: the process cannot exit while one goes on.
-            options.timeout = NO_TIMEOUT if error is None else ERROR_TIMEOUT
+            waits_for_work = error is None and not self.is_leader
+            options.timeout = NO_TIMEOUT if waits_for_work else STEP_TIMEOUT
             self._group.allreduce([sent], options).wait()
             count, highest, lowest = sent.tolist()
             if highest != -lowest:

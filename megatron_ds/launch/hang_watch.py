@@ -146,8 +146,10 @@ def last_collectives() -> list[str]:
     if dump is None or not dist.is_initialized():
         return []
     world: Any = dist.distributed_c10d._world
-    ranks = {world.pg_names[group]: [*ranks] for group, ranks in world.pg_group_ranks.items()}
     with suppress(RuntimeError, ValueError, KeyError, TypeError):  # the format is torch's own
+        names, members = world.pg_names, world.pg_group_ranks
+        # Groups without this rank have no name.
+        ranks = {names[group]: [*members[group]] for group in members if group in names}
         entries = json.loads(dump(True, False))["entries"]
         entries.sort(key=lambda entry: entry["record_id"])
         return [_describe(entry, ranks) for entry in entries[-SHOWN_COLLECTIVES:]]

@@ -27,16 +27,14 @@ wait.
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import NoReturn
 
@@ -62,9 +60,9 @@ from megatron_ds.launch.liveness import (
     find_dead_peer,
     find_launchers,
 )
-from megatron_ds.launch.roll_call import RollCall
+from megatron_ds.launch.roll_call import ANSWER_S, FAILURE_GRACE_S, RollCall
 from megatron_ds.launch.stop_request import SIGNALS, StopReason, StopRequest
-from megatron_ds.launch.time_limits import call_with_timeout, wait_until
+from megatron_ds.launch.time_limits import call_with_timeout, end_process, say, wait_until
 
 POLL_S = 0.5
 """Interval at which the other processes are checked."""
@@ -148,7 +146,7 @@ class ProcessLifecycle:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
-        threading.Thread(target=self._monitor_loop, name="monitor", daemon=True).start()
+        threading.Thread(target=self._monitor, name="monitor", daemon=True).start()
 
     @contextmanager
     def rendezvous(self, timeout: timedelta) -> Iterator[None]:
@@ -166,6 +164,16 @@ class ProcessLifecycle:
         waiting = output.waiting_for(others, 1.0 + environment.local_rank())
         with output.calling_after(end, self._end_rendezvous, timeout), waiting:
             yield
+
+    def limited_start(self, timeout: timedelta) -> AbstractContextManager[None]:
+        """Until the ranks watch each other: ends the process if the first rank has become silent.
+
+        Args:
+            timeout: For all ranks to come, and for them to connect.
+        """
+        end = 2 * timeout.total_seconds() + ANSWER_S + FAILURE_GRACE_S + GRACE_S
+        seconds = min(end, threading.TIMEOUT_MAX)
+        return output.calling_after(seconds, self._end_rendezvous, timeout)
 
     def on_group_joined(
         self, board: ExitBoard | None, peers: Mapping[int, ProcessHandle], hosts: Mapping[int, str]
@@ -238,17 +246,17 @@ class ProcessLifecycle:
             first_exit = call_with_timeout(lambda: board.post(own_exit), default=own_exit)
         if first_exit == own_exit:
             if board is not None or not report.is_common or environment.local_rank() == 0:
-                output.print_error(report.full_text())
+                say(output.print_error, report.full_text())
             else:
                 rank_log.note(report.full_text())
             output.write_torchelastic_error_file(report.full_text())
         elif first_exit.reason != report.summary and report.code not in REQUESTED_EXITS:
             also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.place)
-            output.print_error(output.with_rank_prefix(also.render()))
+            say(output.print_error, output.with_rank_prefix(also.render()))
         if board is not None:
             # The store lives in rank 0's process: it must outlast the other ranks' next two polls.
             time.sleep(2.5 * POLL_S)
-        _end_process(report.code)
+        end_process(report.code)
 
     def _find_verdict(self, report: ErrorReport, lost: int = 0) -> Verdict | None:
         """Why the run cannot start on all hosts; None if there is no verdict, as on one host."""
@@ -261,10 +269,10 @@ class ProcessLifecycle:
     def _exit_with_verdict(self, verdict: Verdict) -> NoReturn:
         """Ends a rank of a run that cannot start on all hosts; the first rank says why."""
         text = output.with_rank_prefix(verdict.text)
-        (output.print_error if environment.rank() == 0 else rank_log.note)(text)
+        say(output.print_error if environment.rank() == 0 else rank_log.note, text)
         output.write_torchelastic_error_file(text)
         self.roll_call.say_goodbye()
-        _end_process(ExitCode(verdict.code))
+        end_process(ExitCode(verdict.code))
 
     def _exit_after_peer(self, peer: RankExit) -> NoReturn:
         """Ends a rank because another one exited. The first rank to do so names that one."""
@@ -277,8 +285,8 @@ class ProcessLifecycle:
             Problem("peer-lost", peer=peer.place, reason=peer.reason).render()
         )
         is_first = board is None or call_with_timeout(board.is_first_report, default=True)
-        (output.print_error if is_first else rank_log.note)(lost)
-        _end_process(ExitCode(peer.code) if peer.code in REQUESTED_EXITS else ExitCode.PEER_LOST)
+        say(output.print_error if is_first else rank_log.note, lost)
+        end_process(ExitCode(peer.code) if peer.code in REQUESTED_EXITS else ExitCode.PEER_LOST)
 
     def _check_hang(self) -> None:
         """Ends the process if it is overdue, or if another rank has said that it is."""
@@ -322,7 +330,7 @@ class ProcessLifecycle:
                 hosts |= call_with_timeout(ask, default=dict[int, str]())
             states = describe_silence(silent, self._peers, hosts)
             text = hang_problem(reports, states, watch.timeout_s or 0.0).render()
-            output.print_error(output.with_rank_prefix(text))
+            say(output.print_error, output.with_rank_prefix(text))
             output.write_torchelastic_error_file(text)
         elif first is not None:
             lost = Problem("peer-lost", peer=first.place, reason=first.reason)
@@ -331,7 +339,7 @@ class ProcessLifecycle:
             time.sleep(2.5 * POLL_S)
         for number in stopped.union(self._peers.keys() & silent):
             self._peers[number].kill()  # at last, for a launcher that reports the first exit
-        _end_process(ExitCode.HUNG)
+        end_process(ExitCode.HUNG)
 
     def _find_failed_peer(self, error: BaseException) -> RankExit | None:
         """The rank whose exit made a collective of this one fail; None if the error is our own."""
@@ -346,6 +354,14 @@ class ProcessLifecycle:
         if self._starting and os.getpid() == self._interruptible_pid:
             self._interruptible_pid = 0
             raise _StartupInterrupted(SIGNALS[number])
+
+    def _monitor(self) -> None:
+        """Ends the process if a check fails: without the checks, nothing might end it."""
+        try:
+            self._monitor_loop()
+        except Exception as error:
+            say(output.print_error, error_report.make_report(error).full_text())
+            end_process(ExitCode.ERROR)
 
     def _monitor_loop(self) -> None:
         while True:
@@ -372,7 +388,7 @@ class ProcessLifecycle:
                 if not self._saves:
                     plan = "exiting after this step; nothing is saved without --save"
                 again = " (press again to exit at once)" if reason is StopReason.SIGINT else ""
-                output.print_on_rank(f"received {reason.signal}: {plan}{again}")
+                say(output.print_on_rank, f"received {reason.signal}: {plan}{again}")
         elif reason is StopReason.SIGINT and now - self._signalled_at > SECOND_SIGINT_S:
             self._exit_lock.acquire(blocking=False)  # even if another thread is ending the process
             summary = "was ended by a second Ctrl-C"
@@ -384,8 +400,8 @@ class ProcessLifecycle:
         if self.stop_request.reason is None and not launchers_alive:
             self.stop_request.request(StopReason.LAUNCHER)
             if self._starting and self._exit_lock.acquire(blocking=False):
-                output.print_error(output.with_rank_prefix(Problem("launcher-lost").render()))
-                _end_process(ExitCode.PEER_LOST)
+                say(output.print_error, output.with_rank_prefix(Problem("launcher-lost").render()))
+                end_process(ExitCode.PEER_LOST)
 
     def _check_hosts(self) -> None:
         """Ends the run if the launcher has lost a host before its ranks have come."""
@@ -467,14 +483,3 @@ def process_lifecycle() -> Iterator[ProcessLifecycle]:
 def _ignore_signals() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def _end_process(code: ExitCode) -> NoReturn:
-    """Ends this process and its children (the data loaders), from any thread."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it is None if the descriptor was closed from the start
-            with suppress(OSError, ValueError):
-                stream.flush()
-    os._exit(code)

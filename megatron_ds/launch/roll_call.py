@@ -32,6 +32,7 @@ from megatron_ds.launch.host_differences import (
     clock_problems,
     judge,
 )
+from megatron_ds.launch.time_limits import call_with_timeout
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -136,10 +137,16 @@ class RollCall:
         is_cut_off = self._takes_part and self._store is None
         if self.is_over or is_cut_off or not environment.spans_hosts():
             return self._verdict
+
+        def take_part() -> Verdict | None:
+            with suppress(Exception):  # the report of this rank is what matters
+                return self._take_part(REPORT_S, tuple(problems), code, lost)
+            return None
+
+        # torch's client waits indefinitely for a server that does not answer.
+        limit_s = REPORT_S + ANSWER_S + FAILURE_GRACE_S
         try:
-            self._verdict = self._take_part(REPORT_S, tuple(problems), code, lost)
-        except Exception:  # the report of this rank is what matters
-            self._verdict = None
+            self._verdict = call_with_timeout(take_part, default=None, timeout_s=limit_s)
         finally:
             self.is_over = True
         return self._verdict

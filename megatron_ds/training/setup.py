@@ -97,8 +97,9 @@ def pretrain(
     require_precision(config.precision)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     meeting = functools.partial(life.rendezvous, timeout)
-    context = distributed.init_distributed(config.runtime, meeting, life.roll_call)
-    _watch_ranks(life, config, context, inputs.plan.folders.local_save)
+    with life.limited_start(timeout):
+        context = distributed.init_distributed(config.runtime, meeting, life.roll_call)
+        _watch_ranks(life, config, context, inputs.plan.folders.local_save)
     startup.mark("process group")
     ranks, folders, events = CollectiveIO(), inputs.plan.folders, EventLog(output.print_on_rank)
     with (

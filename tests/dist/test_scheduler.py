@@ -120,18 +120,20 @@ def serve_all(rank: int) -> dict[str, Any]:
             end = listener.end
             found[f"told of {failing_rank}"] = type(getattr(end, "error", None)).__name__
     # The others may wait for a rank that failed alone, in the model.
-    tp_group.ERROR_TIMEOUT = timedelta(seconds=0.1)
-    abandoned: TpLink[Any] = TpLink()
-    abandoned.exchange(())
-    if rank == 1:
-        try:
-            abandoned.exchange((), ValueError("only here"))
-        except TpGroupBroken as error:
-            found["abandoned"] = repr(error)
-        # The rank can end, though the other one, which waits for it, does not.
-        dist.destroy_process_group(abandoned._group)
-        del abandoned
-        gc.collect()
+    tp_group.STEP_TIMEOUT = timedelta(seconds=2)
+    for lone_rank, error in ((0, None), (1, ValueError("only here"))):
+        abandoned: TpLink[Any] = TpLink()
+        abandoned.exchange(())
+        if rank == lone_rank:
+            try:
+                abandoned.exchange((), error)
+            except TpGroupBroken as broken:
+                found["abandoned"] = repr(broken)
+            # The rank can end, though the other one, which waits for it, does not.
+            dist.destroy_process_group(abandoned._group)
+            del abandoned
+            gc.collect()
+        dist.barrier()
     return found
 
 
@@ -149,4 +151,5 @@ def test_two_ranks_stay_in_step_or_end() -> None:
         ]
         assert all("others differ" in message for message in messages)
         assert first[f"told of {failing_rank}"] == "TpGroupBroken"
+    assert "lost" in first["abandoned"]
     assert "lost" in second["abandoned"]

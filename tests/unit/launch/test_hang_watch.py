@@ -93,6 +93,8 @@ def test_collectives_are_described_with_ranks_and_sizes(
     sent = {**entry, "record_id": 2, "profiling_name": "nccl:send 0->1", "is_p2p": True}
     sent |= {"p2p_seq_id": 4, "process_group": ["77", "pp"]}
     texts = hang_watch.json.dumps({"entries": [sent, entry]})
+    # As torch records a group without this rank.
+    monkeypatch.setitem(dist.distributed_c10d._world.pg_group_ranks, -100, {})  # type: ignore[arg-type]
     c10d = torch._C._distributed_c10d
     monkeypatch.setattr(c10d, "_dump_fr_trace_json", lambda *_: texts, raising=False)
     assert hang_watch.last_collectives() == [

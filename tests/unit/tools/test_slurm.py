@@ -131,6 +131,7 @@ def test_a_job_is_queued_again_while_its_run_may_continue(
 ) -> None:
     """Each attempt before ended with 143, and left a checkpoint."""
     words = ["--job", 7, *FLAGS, "--save", tmp_path]
+    (tmp_path / "slurm.jsonl").write_text('{"event": "sub')  # the disk was full
     for number, iteration in enumerate(iterations, start=1):
         write_run(tmp_path, [], [start(0), event("checkpoint", iteration)])
         is_last = number == len(iterations)
