@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ PATIENCE_S = 120.0
 of a process that has died on another node."""
 PROBE_S = 10.0
 """Time within which a cluster accepts a connection."""
+LOOK_S, NODE_S = 10.0, 300.0
+"""Interval at which the nodes are looked at, and time for a lost one to return."""
 SHOWN_CHARACTERS = 4000
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent exits."""
@@ -53,8 +56,7 @@ class RayCluster:
             ray.init(self._address, log_to_driver=False, logging_level="ERROR")
         except (OSError, ValueError, RuntimeError) as error:
             raise user_error("ray-not-reached", address=self._address, reason=error) from error
-        alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        self.cores = [cpus for each in alive if (cpus := int(each.get("CPU", 0)))]
+        self.cores = _cores()
         if not self.cores:
             ray.shutdown()
             raise user_error("ray-without-cores", address=self._address)
@@ -77,7 +79,7 @@ class RayCluster:
 
         Raises:
             UserError: If a command ends with an error, with its message, or is killed again and
-                again. Other commands are ended then.
+                again, or no node has so many CPUs any more. Other commands are ended then.
         """
         import ray
 
@@ -91,8 +93,14 @@ class RayCluster:
         pending = {
             task.remote(command, folder, PATIENCE_S): name for name, command in commands.items()
         }
+        seen = time.monotonic()
         while pending:
-            for reference in ray.wait(list(pending))[0]:
+            ready = ray.wait(list(pending), timeout=LOOK_S)[0]
+            if any(cores <= each for each in _cores()):
+                seen = time.monotonic()
+            elif time.monotonic() - seen > NODE_S:  # Ray itself would wait forever
+                raise user_error("ray-node-lost", workers=cores, seconds=NODE_S)
+            for reference in ready:
                 name = pending.pop(reference)
                 try:
                     code, errors = ray.get(reference)
@@ -102,6 +110,14 @@ class RayCluster:
                     shown = errors[-SHOWN_CHARACTERS:].strip()
                     raise user_error("ray-task-failed", name=name, status=code, errors=shown)
                 log(f"{len(commands) - len(pending)} of {len(commands)} shards are complete")
+
+
+def _cores() -> list[int]:
+    """CPUs of the nodes that are alive and have some."""
+    import ray
+
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [cpus for each in alive if (cpus := int(each.get("CPU", 0)))]
 
 
 def _probe(address: str) -> None:
