@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -624,13 +624,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     return Outcome(folder, run_by_world(saving), run_by_world(loading))
 
 
-def cases(pairs: Iterable[Pair], form: str, basic: Collection[str] | None = None) -> list[Any]:
+def cases(
+    pairs: Iterable[Pair], form: str, marks_of: Callable[[str], Sequence[Any]] = lambda target: ()
+) -> list[Any]:
     """Parameters of a test: for each target its pairs, and the form of the checkpoints.
 
     Args:
         pairs: The pairs.
         form: The form.
-        basic: Targets of `make test`; None: all.
+        marks_of: Further marks of a target.
     """
     by_target: dict[str, list[Pair]] = {}
     for source, target in pairs:
@@ -638,16 +640,23 @@ def cases(pairs: Iterable[Pair], form: str, basic: Collection[str] | None = None
     found = []
     for target in (name for name in LAYOUTS if name in by_target):
         is_on_disk = any(LAYOUTS[n].changes == NVME for pair in by_target[target] for n in pair)
-        marks = [pytest.mark.libaio] if is_on_disk else []
-        if basic is not None and target not in basic:
-            marks.append(pytest.mark.proof)
+        marks = [*marks_of(target), *([pytest.mark.libaio] if is_on_disk else [])]
         found.append(pytest.param(form, by_target[target], id=target, marks=marks))
     return found
 
 
+def mostly_proofs(pairs: Iterable[Pair], form: str, basic: Collection[str]) -> list[Any]:
+    """The same if `make test` runs only the targets `basic`."""
+
+    def marks_of(target: str) -> list[Any]:
+        return [] if target in basic else [pytest.mark.proof]
+
+    return cases(pairs, form, marks_of)
+
+
 def last(form: str, basic: Collection[str]) -> list[Any]:
     """Each layout with the checkpoint that it loads in other forms."""
-    return cases([(source, target) for target, source in LAST.items()], form, basic)
+    return mostly_proofs([(source, target) for target, source in LAST.items()], form, basic)
 
 
 @pytest.mark.parametrize(("form", "pairs"), cases(BASIC, ""))
@@ -680,7 +689,7 @@ def test_weights_alone_continue_on_any_layout(
 
 
 @pytest.mark.parametrize(
-    ("form", "pairs"), cases([(name, name) for name in LAYOUTS], ASYNC, IN_BACKGROUND)
+    ("form", "pairs"), mostly_proofs([(name, name) for name in LAYOUTS], ASYNC, IN_BACKGROUND)
 )
 def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(
     form: str, pairs: list[Pair], outcomes: Outcome
