@@ -22,8 +22,8 @@ from megatron_ds.launch.liveness import find_launchers
 
 NO_TIMEOUT = timedelta(days=365)
 STEP_TIMEOUT = timedelta(seconds=60)
-"""For which a rank waits for the others after a step, or at the first one's next commands. If a
-rank failed alone, the others may wait for it in a collective of the model, until it ends."""
+"""Timeout of the exchange, except where a follower waits for work. It ends a rank that failed
+alone: the others may be waiting for that rank in a collective of the model until it exits."""
 LAUNCHER_POLL_S = 0.5
 Command = TypeVar("Command")
 

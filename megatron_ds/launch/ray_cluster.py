@@ -25,7 +25,7 @@ of a process that has died on another node."""
 PROBE_S = 10.0
 """Time within which a cluster accepts a connection."""
 LOOK_S, NODE_S = 10.0, 300.0
-"""Interval at which the nodes are looked at, and time for a lost one to return."""
+"""Interval of the check that a live node has enough CPUs, and how long it may fail."""
 SHOWN_CHARACTERS = 4000
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process gets when its parent exits."""
