@@ -320,7 +320,10 @@ class CheckpointManager:
         )
         checkpoint = self._newer_local(checkpoint) or checkpoint
         if checkpoint is None:
-            self._warn(Problem("no-checkpoint-to-load", folder=self._folders.load))
+            if self._folders.load == self._folders.save and not list_checkpoints(folder):
+                self._log(f" no checkpoint in {folder} yet: training starts from random weights")
+            else:
+                self._warn(Problem("no-checkpoint-to-load", folder=self._folders.load))
             return None
         conflicts = resume_conflicts(checkpoint, self._config, self._mesh.dp.size)
         if self._tokenizer is not None:

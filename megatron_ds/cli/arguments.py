@@ -84,6 +84,8 @@ def build_config(
     ]
     if check is not None and not (config.runtime.print_config or config.runtime.dry_run):
         problems += check(config, world_size, not problems, warn)
+    if any(problem.code in config_file.UNREADABLE for problem in files.problems):
+        problems = []  # most of them would follow from the settings of the file
     sound = [
         config.with_origin(problem)
         for problem in problems

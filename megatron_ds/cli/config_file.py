@@ -22,6 +22,8 @@ SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, 
 NULL = ("", "~", "null")
 NUMBERS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """YAML's spellings of floating-point values."""
+UNREADABLE = ("config-file-unreadable", "config-file-empty", "config-file-no-mapping")
+"""Codes of problems after which a file has set nothing."""
 
 
 @dataclass
@@ -91,11 +93,17 @@ class _Reader:
                 root = yaml.compose(file, Loader=yaml.BaseLoader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             reason = " ".join(str(error).split())
+            name, equals, value = self._path.partition("=")
+            if isinstance(error, FileNotFoundError) and equals:
+                reason += f"; a setting is a flag: --{name} {value}"
+            elif r"'\t'" in reason:
+                reason += "; indent with spaces instead of tabs"
             self.problems.append(
                 Problem("config-file-unreadable", "config", path=self._path, reason=reason)
             )
             return
         if root is None:
+            self.problems.append(Problem("config-file-empty", "config", path=self._path))
             return
         if not isinstance(root, yaml.MappingNode):
             self._report(root, Problem("config-file-no-mapping", "config"))

@@ -48,7 +48,10 @@ def is_remote(location: str) -> bool:
 def missing_folder(location: str) -> Iterator[Problem]:
     """Checks that the folder of a value of --load exists, if it is to be a local one."""
     if location and not is_remote(location) and not os.path.isdir(split_location(location)[1]):
-        yield Problem("load-folder-missing", load=location)
+        if split_location(location)[0] == "hf":
+            yield Problem("hub-model-without-owner", load=location)
+        else:
+            yield Problem("load-folder-missing", load=location)
 
 
 _folder = functools.partial(option_field, None, metavar="FOLDER")

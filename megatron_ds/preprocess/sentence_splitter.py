@@ -25,7 +25,7 @@ RULES_LANGUAGES = (
 DATA = "punkt_tab"
 """Name of nltk's data set."""
 DOWNLOAD = f"python -m nltk.downloader {DATA}"
-INSTALL = "pip install 'megatron_ds[preprocess]'"
+INSTALL = "pip install '.[preprocess]'"
 LONGEST_WORD = 200
 """Longest word that punkt sees entirely. Longer runs of characters are not words."""
 

@@ -23,7 +23,7 @@ from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import user_error
 from megatron_ds.data.build_datasets import Datasets, build_datasets, build_once_per_host
 from megatron_ds.data.map_dataset import build_own_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
@@ -230,8 +230,6 @@ def build_trainer(
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = planned_memory(config, mesh.dp.size, context.device.type)
     print_banner(config, context, mesh, engine, state, estimate)
-    if start.is_new and plan.folders.load is not None:
-        output.warn_on_rank(Problem("no-checkpoint-to-load", folder=plan.folders.load))
     last = _last_iteration(config, mesh, state)
     if save is not None and context.rank == 0 and config.logging.eval_only is None:
         # Before the loggers, which truncate their files: an error here leaves them as they were.

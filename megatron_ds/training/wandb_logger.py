@@ -50,7 +50,8 @@ class Wandb(Logger):
             self._run = wandb.init(
                 project=config.logging.wandb_project,
                 name=config.logging.wandb_exp_name,
-                dir=folder,
+                # wandb writes below a folder "wandb" in it.
+                dir=folder.parent if folder.name == "wandb" else folder,
                 id=file.read_text(encoding="utf-8").strip(),
                 resume="allow",
                 config=config.to_dict(),

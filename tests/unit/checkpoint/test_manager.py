@@ -204,8 +204,12 @@ def test_load_falls_back_to_the_checkpoint_before_a_damaged_one(
 
 
 def test_a_folder_without_a_checkpoint_starts_a_new_run(
-    checkpoints: CheckpointManager, folder: Path, logged: list[str]
+    checkpoints: CheckpointManager,
+    folder: Path,
+    logged: list[str],
+    manager: Callable[..., CheckpointManager],
 ) -> None:
+    """A warning only if the folder is not that of the run itself."""
     assert load(checkpoints)[0] is None
     logged.clear()
     for name in ("global_step5-copy", ".incomplete-global_step3", "index-cache"):
@@ -213,8 +217,11 @@ def test_a_folder_without_a_checkpoint_starts_a_new_run(
     (folder / "global_step6").write_text("a file of this name")
     state, engine = load(checkpoints)
     assert (state, engine.loaded) == (None, None)
-    assert len(logged) == 1
-    assert logged[0].endswith("[no-checkpoint-to-load]")
+    assert load(manager(save=str(folder / "other")))[0] is None
+    own, other = logged
+    assert f"no checkpoint in {folder} yet" in own
+    assert "WARNING" not in own
+    assert other.endswith("[no-checkpoint-to-load]")
 
 
 def test_resume_rejects_another_model_or_optimizer_with_every_difference(

@@ -88,10 +88,7 @@ def test_problems_name_file_and_line(tmp_path: Path) -> None:
         "weight-decay: -3\n"
         "lr-decay-style: cosin\n",
     )
-    empty, broken = written(tmp_path, "", "e.yaml"), written(tmp_path, "a: {", "b.yaml")
-    listed = written(tmp_path, "- a\n", "l.yaml")
-    paths = [path, empty, broken, listed, tmp_path / "none.yaml"]
-    _, problems, _ = built(f"{BASE} --config {' '.join(map(str, paths))}")
+    _, problems, _ = built(f"{BASE} --config {path}")
 
     located = {each.code: str(each) for each in problems}
     for code, line in {
@@ -106,10 +103,33 @@ def test_problems_name_file_and_line(tmp_path: Path) -> None:
     }.items():
         assert f"{path}:{line}" in located.pop(code)
     assert "--hidden-size" in str(problems)
-    assert f"{listed}:1" in located.pop("config-file-no-mapping")
-    assert located.keys() == {"config-file-unreadable"}
-    unreadable = [str(each) for each in problems if each.code == "config-file-unreadable"]
-    assert [str(broken) in unreadable[0], "none.yaml" in unreadable[1]] == [True, True]
+    assert not located
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "contains"),
+    [
+        (None, "config-file-unreadable", "No such file"),
+        ("", "config-file-empty", "run.yaml"),
+        ("# nothing\n", "config-file-empty", "run.yaml"),
+        ("a: {", "config-file-unreadable", "run.yaml"),
+        ("lr: 1\n\tseed: 2\n", "config-file-unreadable", "spaces instead of tabs"),
+        ("- a\n", "config-file-no-mapping", "run.yaml:1"),
+    ],
+)
+def test_a_file_that_sets_nothing_is_the_only_problem(
+    content: str | None, code: str, contains: str, tmp_path: Path
+) -> None:
+    """Without the settings that it would have made, which are missing."""
+    path = tmp_path / "run.yaml" if content is None else written(tmp_path, content)
+    _, (problem,), _ = built(f"--config {path} --lr 1")
+    assert problem.code == code
+    assert contains in str(problem)
+
+
+def test_a_setting_in_place_of_a_file_names_its_flag() -> None:
+    _, (problem,), _ = built(f"{BASE} --config lr=1e-3")
+    assert "--lr 1e-3" in str(problem)
 
 
 def test_origins_are_those_of_the_values_in_effect(tmp_path: Path) -> None:

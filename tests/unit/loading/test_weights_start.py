@@ -137,7 +137,8 @@ SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 1}
 @pytest.mark.parametrize(
     ("load", "given", "options", "expected"),
     [
-        *((f"{name}:gone", SIZES, {}, "load-folder-missing") for name in FORMATS),
+        *((f"{name}:gone", SIZES, {}, "load-folder-missing") for name in FORMATS if name != "hf"),
+        ("hf:gone", SIZES, {}, "hub-model-without-owner"),
         ("gone", {}, {}, "load-folder-missing"),
         ("gone", SIZES, {"finetune": True}, "load-folder-missing"),
         ("gone", SIZES, {"reset_iteration": True}, "load-folder-missing"),

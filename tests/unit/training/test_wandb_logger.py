@@ -95,6 +95,7 @@ def log_records(content: bytes) -> Iterator[bytes]:
 def test_a_resumed_run_continues_the_run(tmp_path: Path) -> None:
     log(tmp_path, range(1, 4), name="first")
     ((file, rows),) = histories(tmp_path, starts=1).items()
+    assert Path(file).parents[1] == tmp_path / "wandb"
     assert [row["_step"] for row in rows] == [1, 2, 3]
     assert rows[1]["lm_loss"] == 8.0
     assert (rows[1]["aux"], rows[1]["consumed_tokens"]) == (1.0, 64)
