@@ -27,6 +27,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.launch import cpp_ops
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, CppOp
 from megatron_ds.launch.environment import prepare_environment
+from megatron_ds.launch.output import waiting_for
 from megatron_ds.planning import swap_disk
 
 OPS = {"adam": (CPU_ADAM,), "aio": (ASYNC_IO,), "all": (CPU_ADAM, ASYNC_IO)}
@@ -53,7 +54,7 @@ def work(options: Options) -> int:
     """The exit status: 0 if what can be built here is, and something can."""
     folder = prepare_environment()
     folder.mkdir(parents=True, exist_ok=True)
-    clear_stale_locks(folder)
+    clear_stale_locks(OPS[options.ops])
     reasons = {op: find_problem(op) for op in OPS[options.ops]}
     for problem in filter(None, reasons.values()):
         print(problem.render(), file=sys.stderr)
@@ -66,11 +67,15 @@ def find_problem(op: CppOp) -> Problem | None:
     return swap_disk.find_problem() if op is ASYNC_IO else cpp_ops.find_problem(op)
 
 
-def clear_stale_locks(folder: Path) -> None:
-    """Remove the locks of killed builds, and print each."""
-    for lock in cpp_ops.find_stale_locks(folder):
-        print(f"Removing {lock}: the lock of a killed build")
-        lock.unlink(missing_ok=True)
+def clear_stale_locks(ops: Sequence[CppOp]) -> None:
+    """Remove the locks of builds that were killed, and print each."""
+    for op in ops:
+        lock = op.folder / cpp_ops.LOCK
+        with waiting_for(f"the process of another host or container that may hold {lock}"):
+            reason = cpp_ops.find_stale_lock(op)
+        if reason:
+            print(f"Removing {lock}, which a killed build has left: {reason}")
+            lock.unlink(missing_ok=True)
 
 
 def build(ops: Sequence[CppOp], folder: Path) -> bool:
@@ -82,6 +87,7 @@ def build(ops: Sequence[CppOp], folder: Path) -> bool:
     builds = []
     for op in ops:
         print(f"Building {op} (once, about a minute) ...", flush=True)
+        cpp_ops.note_builder(op)
         with (folder / f"{op.name}.log").open("w") as log:
             command = [sys.executable, "-c", BUILD, op.builder]
             builds.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))

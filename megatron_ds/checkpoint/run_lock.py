@@ -112,9 +112,14 @@ class LockFile(Protocol):
 
 
 class RunLock:
-    """A lock that this process holds until it is released or the process ends."""
+    """A lock that this process holds until it is released or the process ends.
+
+    Attributes:
+        on_lost: Called, perhaps several times, once another run has taken the lock.
+    """
 
     def __init__(self, file: LockFile, content: bytes, heartbeat_s: float) -> None:
+        self.on_lost: Callable[[], object] = lambda: None
         self._file, self._content, self._heartbeat_s = file, content, heartbeat_s
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._touch_regularly, name="run lock", daemon=True)
@@ -143,6 +148,8 @@ class RunLock:
         while not self._released.wait(self._heartbeat_s):
             with suppress(OSError):
                 self._file.touch(self._content)
+                if self._file.read() not in (None, self._content):
+                    self.on_lost()
 
 
 def acquire(folder: Path, log: Callable[[str], None]) -> RunLock:

@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ds.cli import arguments
@@ -19,7 +18,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.data.dataset_request import DatasetRequest
 from megatron_ds.fileio.host_reader import HostReader
-from megatron_ds.launch import cpp_ops, environment, rank_log
+from megatron_ds.launch import environment, rank_log
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading import plan as loading
@@ -63,10 +62,10 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
     with process_lifecycle() as life:
         environment.adopt_ranks()
-        ops = environment.prepare_environment()  # before the checks import libraries
+        environment.prepare_environment()  # before the checks import libraries
         host = _host_reader(words)
         config, inputs = host.read(
-            lambda: _read_settings(words, extensions, ops, life.roll_call),
+            lambda: _read_settings(words, extensions, life.roll_call),
             # The checkpoint of another program may be weights in memory.
             may_send=lambda read: read[1] is not None and read[1].plan.imported is None,
         )
@@ -98,14 +97,13 @@ def _host_reader(words: Sequence[str]) -> HostReader:
 
 
 def _read_settings(
-    words: Sequence[str], extensions: Extensions, ops: Path, roll_call: RollCall
+    words: Sequence[str], extensions: Extensions, roll_call: RollCall
 ) -> tuple[Config, RunInputs | None]:
     """Reads and checks the settings and what they name, on one process of a host if possible.
 
     Args:
         words: The flags.
         extensions: Parts of the program.
-        ops: The folder of DeepSpeed's C++ ops.
         roll_call: Of this process, which describes the settings there if it finds problems.
     """
     plans: list[loading.LoadPlan] = []
@@ -137,8 +135,6 @@ def _read_settings(
         check=check,
         raises=environment.spans_hosts(),
     )
-    if config.runtime.dry_run is None:
-        cpp_ops.require_no_stale_locks(ops)
     return config, next(iter(opened), None)
 
 

@@ -5,26 +5,41 @@ it wait for the lock of that build. This file builds before the first use and sa
 
 torch builds an op under a lock file that the builder creates and holds open. Other processes wait
 indefinitely and silently until the file is gone (torch.utils.file_baton). A builder that is killed
-leaves the file, and every later run hangs. This file tells a stale lock from one in use.
+leaves the file, and every later load hangs. This file tells a stale lock from one in use, also by
+a process of another container or host, right before an op is loaded.
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import os
 import shlex
 import shutil
 import sysconfig
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.launch.environment import local_rank, world_size
+from megatron_ds.launch.liveness import HostLocation
 from megatron_ds.launch.output import print_error, waiting_for, with_rank_prefix
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 PROCESSES = Path("/proc")
+LOCK = "lock"
+"""torch's lock in the folder of an op."""
+BUILDER = "builder.json"
+"""The location of the process that built the op last, beside the lock."""
+BUILD_SILENCE_S = 480.0
+"""Time without a change in the folder of an op after which nobody builds it. Shorter than the
+default timeout of the collective in which the other ranks wait."""
+OLD_S = 7200.0
+"""Age of the last change after which nobody builds it; clocks of hosts may be an hour apart."""
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -41,10 +56,14 @@ class CppOp:
     builder: str
     purpose: str
 
+    @property
+    def folder(self) -> Path:
+        """The folder of its build."""
+        return Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""), self.name)
+
     def is_built(self) -> bool:
         """Whether its library exists; DeepSpeed rebuilds it if a compiler flag has changed."""
-        folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""), self.name)
-        return (folder / f"{self.name}.so").is_file()
+        return (self.folder / f"{self.name}.so").is_file()
 
     def __str__(self) -> str:
         return f"DeepSpeed's C++ op {self.name} ({self.purpose})"
@@ -107,10 +126,15 @@ def _load(op: CppOp) -> None:
 
     if not op.is_built():
         print_error(with_rank_prefix(f"building {op}, once, in about a minute ..."))
-    lock = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ""), op.name, "lock")
+    lock = op.folder / LOCK
     try:
         with waiting_for(f"the build of {op}, by this process or by the one that holds {lock}"):
+            if reason := find_stale_lock(op):
+                raise user_error("stale-build-lock", op=op, lock=lock, reason=reason)
+            note_builder(op)
             get_accelerator().create_op_builder(op.builder).load(verbose=False)
+    except UserError:
+        raise
     except Exception as error:  # of torch, ninja or the compiler
         raise user_error("op-build-failed", op=op, error=str(error)[-2000:]) from error
 
@@ -125,38 +149,59 @@ def leave_out_shared_memory_op() -> None:
     deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
 
 
-def require_no_stale_locks(folder: Path) -> None:
-    """Raises a `UserError` if a folder of ops has stale locks: loading an op would wait forever."""
-    if locks := find_stale_locks(folder):
-        names = "\n".join(f"  {path}" for path in locks)
-        raise user_error("stale-build-lock", names=names)
+def note_builder(op: CppOp) -> None:
+    """Writes next to the lock of an op that this process is about to build it.
+
+    The lock itself is torch's and does not name its owner.
+    """
+    if not (op.folder / LOCK).exists():
+        op.folder.mkdir(parents=True, exist_ok=True)
+        (op.folder / BUILDER).write_text(json.dumps(HostLocation.here().to_json()))
 
 
-def find_stale_locks(folder: Path) -> list[Path]:
-    """Returns the locks below a folder of extensions that no process of this host holds open.
+def find_stale_lock(op: CppOp) -> str | None:
+    """Waits while a process that is not visible from here may be building an op.
 
-    Checks `<extension>/lock` and, for torch's default folder, `<version>/<extension>/lock`.
-    Processes of other hosts that share the folder are not seen.
-
-    Args:
-        folder: The folder that TORCH_EXTENSIONS_DIR names; it need not exist.
+    It may run in another container, or on another host that shares the folder.
 
     Returns:
-        Sorted paths. Empty without /proc.
+        Why the op's lock is stale; None if there is none, or if a process of this host holds it.
+    """
+    lock, seen, since = op.folder / LOCK, 0, time.monotonic()
+    while (lock_id := _file_id(lock)) and not _is_held(lock_id):
+        changed = max(sum(_file_id(path)[2:]) for path in (op.folder, *op.folder.iterdir()))
+        if changed != seen:
+            seen, since = changed, time.monotonic()
+        is_old = time.time() - changed / 1e9 > OLD_S
+        reason = _describe_dead_builder(op, lock_id)
+        if is_old or time.monotonic() - since > BUILD_SILENCE_S:
+            reason = reason or "no process of this host holds it, and its folder has not changed"
+        if reason and _file_id(lock) == lock_id:  # not released or taken again meanwhile
+            return reason
+        time.sleep(POLL_S)
+    return None
+
+
+def _describe_dead_builder(op: CppOp, lock_id: tuple[int, ...]) -> str | None:
+    """The process of this host that took a lock and has ended; None if the owner may be another."""
+    note, here = op.folder / BUILDER, HostLocation.here()
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        builder = HostLocation.from_json(json.loads(note.read_text()))
+        has_taken = builder.host == here.host and note.stat().st_mtime_ns <= lock_id[2]
+        if has_taken and not builder.process.is_alive():
+            return f"process {builder.process.pid}, which built it, has ended"
+    return None
+
+
+def _is_held(file_id: tuple[int, ...]) -> bool:
+    """Whether a process of this host has a file open; True without /proc.
+
+    Processes of other users, who have other extensions, are not visible.
     """
     if not PROCESSES.is_dir():
-        return []
-    locks = [*folder.glob("*/lock"), *folder.glob("*/*/lock")]
-    file_ids = {lock: _file_id(lock) for lock in locks}
-    # Without the processes of other users, who have other extensions.
-    descriptors = glob.iglob(f"{PROCESSES}/[0-9]*/fd/*") if locks else ()
-    held = {_file_id(descriptor)[:2] for descriptor in descriptors}
-    # A lock that was released, or taken again, during the check is in use.
-    return sorted(
-        lock
-        for lock, file_id in file_ids.items()
-        if file_id and file_id[:2] not in held and _file_id(lock) == file_id
-    )
+        return True
+    descriptors = glob.iglob(f"{PROCESSES}/[0-9]*/fd/*")
+    return any(_file_id(descriptor)[:2] == file_id[:2] for descriptor in descriptors)
 
 
 def _file_id(path: str | Path) -> tuple[int, ...]:

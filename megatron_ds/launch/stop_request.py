@@ -14,6 +14,7 @@ class StopReason(Enum):
     SIGINT = "after receiving SIGINT."
     SIGTERM = "after receiving SIGTERM."
     LAUNCHER = "since its launcher is gone."
+    FOLDER_LOST = "since another run has taken its --save folder."
 
     @property
     def signal(self) -> str:
@@ -22,7 +23,11 @@ class StopReason(Enum):
 
     @property
     def exit_code(self) -> ExitCode:
-        return ExitCode.INTERRUPTED if self is StopReason.SIGINT else ExitCode.TERMINATED
+        codes = {
+            StopReason.SIGINT: ExitCode.INTERRUPTED,
+            StopReason.FOLDER_LOST: ExitCode.SAVE_FAILED,
+        }
+        return codes.get(self, ExitCode.TERMINATED)
 
 
 SIGNALS: dict[int, StopReason] = {

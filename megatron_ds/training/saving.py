@@ -92,7 +92,8 @@ def _warn_of_errors(options: CheckpointConfig, *, final: bool) -> Iterator[None]
     try:
         yield
     except SaveError as error:
-        if final or options.on_save_error == "exit":
+        is_lost = error.problem.code == "save-folder-lost"  # each later save would fail, too
+        if final or is_lost or options.on_save_error == "exit":
             raise
         flag = option("on_save_error")
         output.warn_on_rank(Problem("save-skipped", problem=error.problem, flag=flag))

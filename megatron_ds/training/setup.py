@@ -38,6 +38,7 @@ from megatron_ds.launch.hang_watch import HangWatch
 from megatron_ds.launch.host_watch import HostWatch
 from megatron_ds.launch.lifecycle import POLL_S, ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
+from megatron_ds.launch.stop_request import StopReason
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.model.flops import model_flops_per_sample
@@ -108,6 +109,8 @@ def pretrain(
         claimed_stores(folders, ranks, output.print_on_rank) as stores,
         owned_tensorboard_folder(config.logging, ranks),
     ):
+        if (owned := stores.lock or lock) is not None:
+            owned.on_lost = functools.partial(life.stop_request.request, StopReason.FOLDER_LOST)
         writes = context.rank == 0 and folders.save is not None
         files = read_files(config.tokenizer) if writes else {}
         tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
@@ -115,7 +118,7 @@ def pretrain(
         checkpoints = functools.partial(
             CheckpointManager,
             ranks=ranks,
-            lock=stores.lock or lock,
+            lock=owned,
             folders=folders,
             tokenizer=tokenizer,
             stores=stores,

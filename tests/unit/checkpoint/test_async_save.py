@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint import local_files
+from megatron_ds.checkpoint import local_files, run_lock
 from megatron_ds.checkpoint import manager as manager_module
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
@@ -117,6 +117,20 @@ def test_a_second_save_waits_for_the_first(
     ]
     assert logged[-1].startswith("  successfully saved checkpoint at iteration      12")
     assert checkpoints._current is None
+
+
+def test_a_run_whose_folder_was_taken_ends_although_others_continue(
+    manager: Managers, folder: Path, logged: list[str]
+) -> None:
+    folder.mkdir()
+    lock = run_lock.acquire(folder, print)
+    options = CheckpointConfig(save=str(folder), on_save_error="continue")
+    saver = Saver(options, manager(lock=lock), FakeEngine())
+    saver.save(state_at(4), lambda: None, final=False)
+    (folder / run_lock.LOCK).write_text("of another run")
+    with pytest.raises(SaveError, match=r"\[save-folder-lost\]"):
+        saver.save(state_at(8), lambda: None, final=False)
+    lock.release()
 
 
 @pytest.mark.parametrize("on_save_error", ["continue", "exit"])

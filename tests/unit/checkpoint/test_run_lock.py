@@ -235,6 +235,17 @@ def test_a_run_that_lost_its_folder_leaves_it_to_the_new_owner(
     assert (folder / LOCK).read_text() == "of another run"
 
 
+def test_a_heartbeat_notices_that_another_run_has_the_folder(tmp_path: Path) -> None:
+    lock, lost = acquire(tmp_path, print), threading.Event()
+    lock.on_lost = lost.set
+    (tmp_path / LOCK).unlink()  # by a user who tidies up
+    assert lock.is_held()
+    assert not lost.wait(3 * run_lock.HEARTBEAT_S)
+    (tmp_path / LOCK).write_text("of another run")
+    assert lost.wait(30)
+    lock.release()
+
+
 def test_a_run_that_loses_its_folder_during_a_save_leaves_it_to_the_new_owner(
     manager: Managers, folder: Path, lock: run_lock.RunLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import queue
 import subprocess
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +16,8 @@ import pytest
 from deepspeed.accelerator import get_accelerator
 
 from megatron_ds.launch import cpp_ops, output
-from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, find_stale_locks
+from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM
+from megatron_ds.launch.liveness import HostLocation, ProcessHandle
 from tests.problems import codes, raises_problem
 
 
@@ -93,31 +98,75 @@ sys.stdin.read()
 """
 
 
-def test_a_lock_that_no_process_holds_is_an_error(tmp_path: Path) -> None:
-    """Also in torch's default folder, which has one level more."""
-    shallow, deep = tmp_path / "cpu_adam" / "lock", tmp_path / "py311_cpu" / "comm" / "lock"
-    for lock in (shallow, deep):
-        lock.parent.mkdir(parents=True)
-        lock.touch()
-    (tmp_path / "cpu_adam" / "main.o").touch()
-
-    assert find_stale_locks(tmp_path) == sorted([shallow, deep])
-    for lock in (shallow, deep):
-        with raises_problem("stale-build-lock", contains=str(lock)):
-            cpp_ops.require_no_stale_locks(tmp_path)
-    cpp_ops.require_no_stale_locks(tmp_path / "missing")
-
-
-def test_lock_is_stale_once_its_builder_was_killed(tmp_path: Path) -> None:
-    lock = tmp_path / "cpu_adam" / "lock"
+@pytest.fixture
+def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The lock of a build of `CPU_ADAM` that no process of this host holds open."""
+    monkeypatch.setattr(cpp_ops, "POLL_S", 0.01)
+    lock = folder / "cpu_adam" / "lock"
     lock.parent.mkdir()
+    lock.touch()
+    return lock
+
+
+def builds_once(monkeypatch: pytest.MonkeyPatch, lock: Path) -> list[bool]:
+    """Whether the lock exists when torch loads the op."""
+    locked: list[bool] = []
+    builds(monkeypatch, lambda verbose: locked.append(lock.exists()))
+    return locked
+
+
+def test_a_build_in_another_container_is_awaited(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes its folder, and no process of this host holds its lock."""
+    monkeypatch.setattr(cpp_ops, "BUILD_SILENCE_S", 0.2)
+    locked, steps, sleep = builds_once(monkeypatch, lock), iter(range(20)), time.sleep
+
+    def build_a_step(seconds: float) -> None:
+        sleep(seconds * 2)
+        if next(steps, None) is None:
+            lock.unlink(missing_ok=True)
+        else:
+            (lock.parent / "main.o").write_text("")
+
+    monkeypatch.setattr(cpp_ops.time, "sleep", build_a_step)
+    cpp_ops.build([CPU_ADAM])
+    assert locked == [False]
+
+
+def test_a_lock_whose_folder_does_not_change_is_an_error(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpp_ops, "BUILD_SILENCE_S", 0.1)
+    locked = builds_once(monkeypatch, lock)
+    with raises_problem("stale-build-lock", contains=str(lock)):
+        cpp_ops.build([CPU_ADAM])
+    assert lock.exists()
+    assert not locked
+
+
+def test_the_lock_of_another_op_is_of_no_interest(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked = builds_once(monkeypatch, lock)
+    cpp_ops.build([ASYNC_IO])
+    assert locked == [True]
+
+
+def test_lock_is_stale_once_its_builder_was_killed(folder: Path) -> None:
+    """At once: the builder has named itself."""
+    lock = folder / "cpu_adam" / "lock"
     command = [sys.executable, "-S", "-c", HOLD, str(lock)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    cpp_ops.note_builder(CPU_ADAM)
     builder = subprocess.Popen(command, **pipes, text=True)
+    note = {**HostLocation.here().to_json(), "process": asdict(ProcessHandle.of(builder.pid))}
     try:
-        assert (builder.stdout.readline(), find_stale_locks(tmp_path)) == ("held\n", [])
+        assert (builder.stdout.readline(), cpp_ops.find_stale_lock(CPU_ADAM)) == ("held\n", None)
+        (lock.parent / cpp_ops.BUILDER).write_text(json.dumps(note))
+        os.utime(lock.parent / cpp_ops.BUILDER, (1, 1))  # before it took the lock
     finally:
         builder.kill()
         builder.communicate()
 
-    assert find_stale_locks(tmp_path) == [lock]
+    assert f"process {builder.pid}" in (cpp_ops.find_stale_lock(CPU_ADAM) or "")

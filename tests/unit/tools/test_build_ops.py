@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,10 @@ def test_stale_lock_is_reported_and_removed(
     lock.parent.mkdir()
     lock.touch()
 
-    build_ops.clear_stale_locks(folder)
+    os.utime(lock, (0, 0))
+    os.utime(lock.parent, (0, 0))
+
+    build_ops.clear_stale_locks([CPU_ADAM])
 
     assert not lock.exists()
     assert str(lock) in capsys.readouterr().out

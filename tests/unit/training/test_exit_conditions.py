@@ -108,6 +108,11 @@ def test_the_duration_counts_from_the_start_of_the_program(make: Make, clock: li
         (StopReason.SIGTERM, "exiting program after receiving SIGTERM.", 143),
         (StopReason.SIGINT, "exiting program after receiving SIGINT.", 130),
         (StopReason.LAUNCHER, "exiting program since its launcher is gone.", 143),
+        (
+            StopReason.FOLDER_LOST,
+            "exiting program since another run has taken its --save folder.",
+            5,
+        ),
     ],
 )
 def test_external_requests_precede_other_conditions(
