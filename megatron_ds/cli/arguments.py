@@ -34,6 +34,10 @@ VERSION = "--version"
 FIRST_RANK_TIMEOUT_S = 10.0
 """Seconds within which a launcher terminates this rank after the first rank has failed."""
 
+REPLACED = {"zero0-in-half-precision"}
+"""Warnings of values that the run replaces. They are among the problems of a command that has to be
+changed anyway."""
+
 Warn = Callable[[str], None]
 Complete = Callable[[Config, int, Warn], tuple[Config, list[Problem]]]
 """Fills in a configuration from elsewhere, given the number of processes; returns problems."""
@@ -125,16 +129,23 @@ def parse(
         raise SystemExit(0)
     print_completion(argv, table, rank)
 
+    replaced: list[str] = []
+
     def warn(warning: str) -> None:
-        if rank == 0:
+        if isinstance(warning, Problem) and warning.code in REPLACED:
+            replaced.append(warning)
+        elif rank == 0:
             print_warning(warning, table)
 
     config, problems = build_config(
         argv, world_size=world_size, warn=warn, complete=complete, check=check
     )
+    problems = [*problems, *(replaced if problems else ())]
     if problems and raises:
         rendered = [render(problem, table) for problem in problems]
         raise SettingsRejected(listing(problems, table), rendered)
+    for warning in () if problems or rank else replaced:
+        print_warning(warning, table)
     if problems:
         reports = rank == 0 or _first_rank_is_silent()
         fail(problems, table, rank=0 if reports else rank)

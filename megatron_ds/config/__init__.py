@@ -76,6 +76,8 @@ class Config:
     """Names of the fields set by the user."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Where values come from that no flag set: by field, key and line of the DeepSpeed file."""
+    repeated: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Key and line of the DeepSpeed file for values that a flag gives as well, by field."""
     deepspeed_file: DeepSpeedFile | None = field(default=None, compare=False)
     """The parsed file of --deepspeed_config, so that it is read once."""
     custom_parts: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -149,10 +151,12 @@ class Config:
         yield from self.data.warnings()
 
     def with_origin(self, problem: Problem) -> Problem:
-        """Add to a problem where the values of its fields come from, if no flag set them."""
+        """Add to a problem where the values of its fields come from, other than from flags."""
+        places = {name: f"is {origin}" for name, origin in self.origins.items()}
+        places |= {name: f"is also {key}" for name, key in self.repeated.items()}
         named = "; ".join(
-            f"{flag_of(name)} is {origin}"
-            for name, origin in self.origins.items()
+            f"{flag_of(name)} {place}"
+            for name, place in places.items()
             if name in problem.mentioned
         )
         return problem.extended(f" ({named})") if named else problem
@@ -180,6 +184,13 @@ class Config:
         if steps:
             return steps[-1][1]
         return self.schedule.global_batch_size or self.schedule.micro_batch_size * dp_size
+
+    @property
+    def zero_stage(self) -> int:
+        """ZeRO stage in effect. DeepSpeed's stage 0 computes a wrong norm in half precision, where
+        stage 1 has the same results; bigscience's stage 0 of bf16 partitions the states as well."""
+        stage = self.deepspeed.zero_stage
+        return 1 if stage is None or (stage == 0 and self.precision.name != "fp32") else stage
 
     @property
     def expert_parallel_size(self) -> int:

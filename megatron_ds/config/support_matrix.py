@@ -138,7 +138,7 @@ AXES: Mapping[str, Axis] = {
     "zero": Axis(
         "ZeRO stage",
         {stage: f"--zero-stage {stage}" for stage in ("0", "1", "2", "3")},
-        lambda config: str(1 if (stage := config.deepspeed.zero_stage) is None else stage),
+        lambda config: str(config.zero_stage),
         "1",
     ),
     "offload": Axis(

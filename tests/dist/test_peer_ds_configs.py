@@ -33,18 +33,15 @@ FLAGS = (
 
 LENGTH = "curriculum-exceeds-sequence"
 UNSUPPORTED = "ds-key-unsupported"
-STAGE_0 = "zero0-with-half-precision"
 ROOT = "microsoft__examples_deepspeed_"
 REJECTED = {
     "bigscience__examples_curriculum_learning_ds_config_cl": LENGTH,
-    "bigscience__tests_ds_config_bf16": STAGE_0,
     "bigscience__tests_ds_config_cl": LENGTH,
     f"{ROOT}compression_ds_config_gpt_TEMPLATE_compression": UNSUPPORTED,
     f"{ROOT}data_efficiency_bert_pretrain_ds_config_bert_1clmetric_TEMPLATE": UNSUPPORTED,
     f"{ROOT}data_efficiency_bert_pretrain_ds_config_bert_2clmetrics_TEMPLATE": UNSUPPORTED,
     f"{ROOT}data_efficiency_gpt_pretrain_ds_config_gpt_1clmetric_TEMPLATE": UNSUPPORTED,
     f"{ROOT}data_efficiency_gpt_pretrain_ds_config_gpt_2clmetrics_TEMPLATE": UNSUPPORTED,
-    f"{ROOT}finetune_hf_llama_ds_config": STAGE_0,
 }
 """Files of other projects that are rejected, with the code of the problem. All others train."""
 

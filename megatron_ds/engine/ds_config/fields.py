@@ -15,7 +15,6 @@ MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
     ("train_batch_size", "global_batch_size", kinds.as_int),
     ("train_micro_batch_size_per_gpu", "micro_batch_size", kinds.as_int),
     ("gradient_clipping", "clip_grad", kinds.as_float),
-    ("zero_optimization.stage", "zero_stage", kinds.as_int),
     (f"{OFFLOAD}.device", "cpu_optimizer", lambda device: kinds.as_device(device) != "none"),
     (f"{OFFLOAD}.device", "nvme_optimizer", lambda device: kinds.as_device(device) == "nvme"),
     (f"{OFFLOAD}.ratio", "optimizer_offload_fraction", kinds.as_float),
@@ -32,6 +31,7 @@ MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
     ("bf16.enabled", "bf16", kinds.as_bool),
     ("bf16.bf16_master_weights_and_grads", "bf16_master_weights", kinds.as_bool),
     ("bf16.bf16_optimizer_states", "bf16_master_weights", kinds.as_bool),
+    ("zero_optimization.stage", "zero_stage", kinds.as_int),
     (
         "data_types.grad_accum_dtype",
         "accumulate_allreduce_grads_in_fp32",
@@ -50,7 +50,8 @@ MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
     (f"{CHECKPOINTING}.synchronize_checkpoint_boundary", "synchronize_each_layer", kinds.as_bool),
     (f"{CHECKPOINTING}.profile", "profile_backward", kinds.as_bool),
 )
-"""Key, field with the same meaning, and the function that converts the key's value."""
+"""Key, field with the same meaning, and the function that converts the key's value. The stage is
+behind the precision, which decides what stage 0 is."""
 
 OF_OPTIMIZER = {
     "lion": {"adam_beta1": "lion_beta1", "adam_beta2": "lion_beta2"},

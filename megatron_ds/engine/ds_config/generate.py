@@ -190,9 +190,8 @@ def value_origins(config: Config) -> dict[str, str]:
 
 
 def zero_stage(config: Config) -> int:
-    """The ZeRO stage; 1 if neither a flag nor the file gives one."""
-    stage = config.deepspeed.zero_stage
-    return 1 if stage is None else stage
+    """The ZeRO stage in effect."""
+    return config.zero_stage
 
 
 def is_read_at(key: str, stage: int) -> bool:

@@ -10,16 +10,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import Config, support_matrix
-from megatron_ds.config.deepspeed_file import DeepSpeedFile
+from megatron_ds.config import Config, flag_of, support_matrix
+from megatron_ds.config.deepspeed_file import DeepSpeedFile, get
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config import schedules as ds_schedules
-from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
+from megatron_ds.engine.ds_config.fields import MAPPINGS, as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.file import read_file
 from megatron_ds.engine.ds_config.generate import (
     adam_kernel,
@@ -50,11 +51,13 @@ def merge_file(
     """
     path = config.deepspeed.deepspeed_config
     if path is None or not Path(path).is_file():
+        _warn_of_stage_0(config, warn)
         return config, list(_layout_problems(config, world_size))
     try:
         file = read_file(path)
     except UserError as error:
         return config, list(error.problems)
+    config = _without_loss_scaling(config, file, warn)
     merger = _ConfigMerger(config, file, warn)
     if file.get("optimizer.type") is not None:
         merger.merge_key("optimizer.type", "optimizer", as_optimizer)
@@ -65,6 +68,7 @@ def merge_file(
     merger.merge_scheduler(world_size)
     merger.merge_curriculum()
     config = dataclasses.replace(merger.merged(), deepspeed_file=file)
+    _warn_of_stage_0(config, warn)
     is_contradicted = any("zero_stage" in problem.fields for problem in merger.problems)
     for warning in (*file.warnings, *([] if is_contradicted else _ineffective_keys(config, file))):
         warn(warning)
@@ -94,12 +98,11 @@ class _ConfigMerger:
         return self._config.with_values(self._values)
 
     def merged(self) -> Config:
-        origins = {
-            name: f"{key} of {self._file.location(key)}"
-            for name, key in self._keys.items()
-            if name not in self._config.given
-        }
-        return dataclasses.replace(self.filled(), origins={**self._config.origins, **origins})
+        places = {name: f"{k} of {self._file.location(k)}" for name, k in self._keys.items()}
+        repeated = {name: at for name, at in places.items() if name in self._config.given}
+        origins = {name: at for name, at in places.items() if name not in repeated}
+        origins = {**self._config.origins, **origins}
+        return dataclasses.replace(self.filled(), origins=origins, repeated=repeated)
 
     def merge_key(self, key: str, name: str, convert: Kind) -> None:
         try:
@@ -114,7 +117,8 @@ class _ConfigMerger:
         described = self._file.describe(key)
         if name in self._config.given:
             current = field_value(self._config, name)
-            if current != value:
+            self._keys[name] = key
+            if current != value and not (name == "zero_stage" and self._is_one_stage(value)):
                 flag = as_flag(name, current)
                 self.problems.append(
                     Problem("ds-key-contradicts-flag", name, as_flag=flag, describe=described)
@@ -126,6 +130,11 @@ class _ConfigMerger:
             self.problems.append(
                 Problem("ds-keys-contradict", name, first=described, second=other, flag=flag)
             )
+
+    def _is_one_stage(self, stage: int) -> bool:
+        """Whether a ZeRO stage is the flag's, given that 0 is 1 in half precision."""
+        config = self.filled()
+        return config.with_values({"zero_stage": stage}).zero_stage == config.zero_stage
 
     def set_fields(self, values: ds_schedules.FieldValues, problems: Iterator[Problem]) -> str:
         """Set the fields of a block, and return their flags; "" if there is any problem."""
@@ -188,6 +197,39 @@ class _ConfigMerger:
         if flags:
             problem = Problem("ds-curriculum-translated", block=block, flags=flags)
             self._warn(file.at(block, problem))
+
+
+def _without_loss_scaling(config: Config, file: DeepSpeedFile, warn: Warn) -> Config:
+    """Drop flags of loss scaling, next to which the file's fp16 block alone decides.
+
+    The forks build no loss scaler of their own with DeepSpeed. Keys that are "auto" leave it to
+    the flags.
+    """
+    keys = [each for each in MAPPINGS if each[0].startswith("fp16.") and each[1] != "fp16"]
+    dropped: dict[str, Any] = {}
+    for key, name, convert in keys if file.get("fp16") else ():
+        default, value = field_value(Config(), name), file.get(key)
+        with suppress(ValueError, OverflowError):  # reported by the merger
+            default = default if value is None else convert(value)
+        is_left = value is None and get(file.values, key) is not None
+        if name not in config.given or is_left or field_value(config, name) == default:
+            continue
+        dropped[name] = field_value(Config(), name)
+        flag = as_flag(name, field_value(config, name))
+        by = f"fp16 of {file.location('fp16')}" if value is None else file.describe(key)
+        warn(Problem("ds-loss-scaling-by-file", name, flag=flag, by=by))
+    given = config.given - dropped.keys()
+    return dataclasses.replace(config.with_values(dropped), given=given) if dropped else config
+
+
+def _warn_of_stage_0(config: Config, warn: Warn) -> None:
+    """Warn of a ZeRO stage 0 that runs as stage 1."""
+    file, key, stage = config.deepspeed_file, "zero_optimization.stage", config.deepspeed.zero_stage
+    if stage == 0 != config.zero_stage:
+        precision = flag_of(config.precision.name)
+        problem = Problem("zero0-in-half-precision", precision=precision)
+        is_in_file = file is not None and "zero_stage" not in config.given
+        warn(file.at(key, problem) if file and is_in_file else config.with_origin(problem))
 
 
 def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:

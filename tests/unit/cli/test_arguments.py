@@ -70,6 +70,23 @@ def test_problems_are_raised_for_a_message_about_all_hosts(
     assert [f"  - {problem}" for problem in raised.value.problems] == printed.splitlines()[1:]
 
 
+def test_values_that_the_run_replaces_are_among_the_problems_of_a_rejected_command(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    line = f"{BASE} --hidden-size 8 --bf16 --zero-stage 0".split()
+    assert parse(line, complete=merge_file).zero_stage == 1
+    accepted = capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        parse([*line, "--seed=-1"], complete=merge_file)
+    rejected = capfd.readouterr().err
+    code = "zero0-in-half-precision"
+    assert [(text.count(code), "WARNING" in text) for text in (accepted, rejected)] == [
+        (1, True),
+        (1, False),
+    ]
+    assert "--zero-stage 1" in rejected
+
+
 def test_value_is_checked_next_to_a_misspelt_flag() -> None:
     assert "out-of-range" in codes(problems_of("--num-layerz 2 --num-layers 0"))
 

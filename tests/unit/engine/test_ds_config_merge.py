@@ -85,17 +85,85 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "zero_optimization.offload_param.device": ("cpu", "nvme"),
     "zero_optimization.offload_optimizer.nvme_path": ("/one", "/two"),
     "zero_optimization.offload_param.nvme_path": ("/one", "/two"),
-    "fp16.loss_scale": (128.0, 0),
-    "fp16.initial_scale_power": (2.0**16, 12),
     "data_types.grad_accum_dtype": (True, "bf16"),
-    "fp16.min_loss_scale": (2.0, 1),
     "optimizer.type": ("adam", "SGD"),
 }
 """Key -> contradicting values of the flag and the key, where they are not simply two numbers."""
 
 
+LOSS_SCALING = {
+    "loss_scale": (12.0, 0),
+    "initial_loss_scale": (2.0**15, 12),
+    "min_loss_scale": (2.0, 1),
+    "loss_scale_window": (500, 100),
+    "hysteresis": (3, 4),
+}
+"""Flags next to which the file's fp16 block decides, with a value and that of the key."""
+
+
 @pytest.mark.parametrize(
-    ("key", "name", "read"), [one for one in MAPPINGS if "betas" not in one[0]]
+    ("key", "name"), [one[:2] for one in MAPPINGS if one[1] in LOSS_SCALING], ids=str
+)
+def test_flags_of_loss_scaling_have_no_effect_next_to_an_fp16_block(
+    merge: Merge, key: str, name: str
+) -> None:
+    """As in the forks, where DeepSpeed's loss scaler reads its file alone."""
+    given, last = {name: LOSS_SCALING[name][0]}, key.removeprefix("fp16.")
+    expected: dict[str, Any] = {"enabled": True, last: LOSS_SCALING[name][1]}
+    for block, place in ((expected, f"{key} "), ({"enabled": True}, "fp16 of ")):
+        config, problems, warnings = merge({"fp16": block}, given=given)
+        assert (problems, codes(warnings)) == ([], ["ds-loss-scaling-by-file"])
+        assert place in warnings[0]
+        assert "ds.json:1" in warnings[0]
+        defaults = build_ds_config(merge({"fp16": {"enabled": True}}).config, 2)["fp16"]
+        assert build_ds_config(config, 2)["fp16"] == defaults | block
+    for file in ({"fp16": {"enabled": True, last: "auto"}}, {}):
+        config, problems, warnings = merge(file, "--fp16" if not file else "", given=given)
+        assert (problems, warnings) == ([], [])
+        assert getattr(config.precision, name) == given[name]
+
+
+def test_a_loss_scale_of_the_file_is_no_contradiction_of_an_equal_flag(merge: Merge) -> None:
+    file = {"fp16": {"enabled": True, "loss_scale": 128}}
+    config, problems, warnings = merge(file, "--loss-scale 128")
+    assert (config.precision.loss_scale, problems, warnings) == (128, [], [])
+
+
+@pytest.mark.parametrize(
+    ("stage", "flags"),
+    [
+        (None, "--bf16 --zero-stage 0"),
+        (0, "--bf16"),
+        (0, "--fp16 --zero-stage 0"),
+        (1, "--bf16 --zero-stage 0"),
+        (0, "--bf16 --zero-stage 0 --cpu-optimizer"),
+    ],
+)
+def test_stage_0_runs_as_stage_1_in_half_precision(
+    merge: Merge, stage: int | None, flags: str
+) -> None:
+    file = {} if stage is None else {"zero_optimization": {"stage": stage}}
+    config, problems, warnings = merge(file, flags)
+    assert (problems, codes(warnings)) == ([], ["zero0-in-half-precision"])
+    assert zero_stage(config) == build_ds_config(config, 2)["zero_optimization"]["stage"] == 1
+    assert "option:zero_stage" in warnings[0] or "--zero-stage" in warnings[0].render()
+    assert ("zero_optimization.stage of" in warnings[0] or "ds.json:1: " in warnings[0]) == bool(
+        file
+    )
+
+
+def test_stage_0_remains_in_fp32_and_its_problems_name_both_places(merge: Merge) -> None:
+    file = {"zero_optimization": {"stage": 0}}
+    config, problems, warnings = merge(file, "--zero-stage 0")
+    assert (zero_stage(config), problems, warnings) == (0, [], [])
+    config, (problem,), _ = merge(file, "--zero-stage 0 --cpu-optimizer")
+    assert problem.code == "zero0-with-offload"
+    assert "zero_optimization.stage of " in config.with_origin(problem)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "read"),
+    [one for one in MAPPINGS if "betas" not in one[0] and one[1] not in LOSS_SCALING],
 )
 def test_contradiction_names_flag_and_key_with_values_and_line(
     merge: Merge, key: str, name: str, read: Kind
@@ -223,14 +291,14 @@ def test_layout_that_deepspeed_computes_wrongly_is_rejected(flags: str, code: st
 def test_problem_of_a_value_from_the_file_shows_its_key(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
-        '{\n"gradient_clipping": -1,\n"zero_optimization": {"stage": 0},\n'
-        '"bf16": {"enabled": true}}'
+        '{\n"gradient_clipping": -1,\n"zero_optimization": {"stage": 0,\n'
+        '"offload_optimizer": {"device": "cpu"}}}'
     )
     argv = f"{FLAGS} --deepspeed_config {path}".split()
     _, problems = build_config(argv, world_size=2, warn=lambda _: None, complete=merge_file)
     assert any(f"gradient_clipping of {path}:2" in problem for problem in problems)
     (stage,) = [one for one in problems if f"zero_optimization.stage of {path}:3" in one]
-    assert f"bf16.enabled of {path}:4" in stage
+    assert f"zero_optimization.offload_optimizer.device of {path}:4" in stage
 
 
 CURRICULUM = {
