@@ -31,6 +31,7 @@ from megatron_ds.engine.deepspeed.patches import (
     experts_saved_by_caller,
     literal_folder,
     reset_cpu_adam_beta_powers,
+    skip_reduction,
 )
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.norms import StepNorms, is_counted, sum_of_squares
@@ -134,10 +135,11 @@ class ZeroEngine:
         self._is_compiled = is_compiled
         self.timers = StepTimers(logging, is_compiled=is_compiled)
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
+        if self.settings.dp_size == 1:
+            skip_reduction(engine)
         if self._stage == 0:
-            is_alone = self.settings.dp_size == 1
             parameters = [parameter for _, parameter in self._named_parameters]
-            clip_by_known_norm(engine, self._clip_gradients, parameters, is_alone=is_alone)
+            clip_by_known_norm(engine, self._clip_gradients, parameters)
         keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:

@@ -22,6 +22,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose
 from megatron_ds.inference.sequences import TextSequence
+from megatron_ds.model.attention_cores import kernels_for_varying_sizes
 from megatron_ds.model.gpt import GPTModel
 
 PROMPT_TOKENS = 512
@@ -92,7 +93,7 @@ class GenerationEngine:
         Returns:
             The sequences with a new token and those that are done.
         """
-        with self._without_gradients():
+        with self._without_gradients(), kernels_for_varying_sizes(self._device):
             changed = self._start_waiting()
             if self.running:
                 changed += self.running

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import socket
 import sys
 import warnings
@@ -162,6 +163,9 @@ def prepare_environment() -> Path:
         os.environ["PATH"] = programs + os.pathsep + path
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(_ops_folder())
+    # DeepSpeed cannot parse variants of architectures ("9.0a"), which torch's own builds accept.
+    if given := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d+\.\d+)[a-z]", r"\1", given)
     # A gloo group would connect every two ranks, with addresses that grow with the cube of the
     # ranks: 20 MB in the store of 128. On demand it connects those that communicate.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

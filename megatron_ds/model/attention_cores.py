@@ -10,12 +10,14 @@ size.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.parallel.mesh import Group
@@ -122,6 +124,20 @@ class UlyssesAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         q, k, v = gather_sequence(q, k, v, self.group)
         return gather_heads(self.core.attend(q, k, v, dropout), self.group)
+
+
+def kernels_for_varying_sizes(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, torch chooses kernels of attention whose cost does not depend on earlier sizes.
+
+    cuDNN's, which torch prefers on some devices, builds a plan of tens of milliseconds for each new
+    number of queries and keys. It is the fastest where these stay the same.
+    """
+    if is_host(device.type):
+        return nullcontext()
+    kinds = SDPBackend
+    return sdpa_kernel(
+        [kinds.FLASH_ATTENTION, kinds.EFFICIENT_ATTENTION, kinds.MATH, kinds.OVERRIDEABLE]
+    )
 
 
 def _prefers_scores(q: Tensor) -> bool:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem
 from megatron_ds.model.position_embedding import Rotation, rope_table, rotate
 from megatron_ds.parallel.fused_linear_cross_entropy import EAGER as EAGER_LOSS
@@ -156,18 +157,21 @@ def _loss_results(
 ) -> list[Tensor]:
     """Outputs of the loss's kernels on tensors with the type and the device of `like`."""
     width = config.padded_vocab(tp_size) // tp_size
-    rows = min(chunk_rows(width, like.element_size()), num_tokens)
+    on_host = is_host(like.device.type)
+    rows = chunk_rows(num_tokens, width, like.element_size(), on_host=on_host)
     generator = torch.Generator(like.device).manual_seed(0)
 
     def draw(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(size, generator=generator, device=like.device, dtype=dtype)
 
-    logits = draw(rows, width, dtype=like.dtype)
-    log_sum = kernels.softmax_(logits)
+    # The last chunk may have fewer rows, for which softmax is compiled again.
+    sizes = {rows, num_tokens % rows or rows}
+    logits = [draw(size, width, dtype=like.dtype) for size in sorted(sizes, reverse=True)]
+    log_sums = [kernels.softmax_(one) for one in logits]
     # The gradients of several chunks, and of fp16, are summed in fp32.
     is_single = rows == num_tokens and like.dtype != torch.float16
     gradients = (
         draw(num_tokens, config.hidden_size, dtype=like.dtype),
         draw(2 * num_tokens, config.hidden_size, dtype=like.dtype if is_single else torch.float32),
     )
-    return [log_sum, logits, *(kernels.multiply(one, log_sum[0]) for one in gradients)]
+    return [*log_sums, *logits, *(kernels.multiply(one, log_sums[0][0]) for one in gradients)]

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ds.model.attention_cores import SDPA, AttentionCore
+from megatron_ds.model.attention_cores import SDPA, AttentionCore, kernels_for_varying_sizes
 
 BLOCK = 128
 """Queries and keys of a block of flex attention."""
@@ -132,12 +132,15 @@ class PerDocumentSDPA:
         for index, part in enumerate(parts[0]):
             by_length.setdefault(part.shape[1], []).append(index)
         attended: list[Tensor] = [q] * len(parts[0])
-        for length, members in by_length.items():
-            queries, keys, values = (torch.stack([part[at] for at in members]) for part in parts)
-            bias = None if self.bias_nSS is None else self.bias_nSS[:, :length, :length]
-            outputs = SDPA(bias, bias is None).attend(queries, keys, values, dropout)
-            for index, output in zip(members, outputs.unbind(), strict=True):
-                attended[index] = output
+        with kernels_for_varying_sizes(q.device):
+            for length, members in by_length.items():
+                queries, keys, values = (
+                    torch.stack([part[at] for at in members]) for part in parts
+                )
+                bias = None if self.bias_nSS is None else self.bias_nSS[:, :length, :length]
+                outputs = SDPA(bias, bias is None).attend(queries, keys, values, dropout)
+                for index, output in zip(members, outputs.unbind(), strict=True):
+                    attended[index] = output
         rows, heads, length, size = q.shape
         return torch.cat(attended, dim=1).view(heads, rows, length, size).transpose(0, 1)
 

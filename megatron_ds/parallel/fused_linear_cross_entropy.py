@@ -28,7 +28,11 @@ from megatron_ds.parallel.mesh import Group
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Losses [T] of logits [T, vocabulary] in fp32 and labels [T], each of its own row only."""
 CHUNK_BYTES = 2**28
-"""Bytes of the logits of a chunk, in the model's type."""
+"""Bytes of the logits of a chunk on a CPU, in the model's type."""
+DEVICE_CHUNK_BYTES = 2**29
+"""The same on other devices, whose products need more rows to be fast."""
+TILE_ROWS = 256
+"""Rows that matrix products of devices compute together."""
 CACHED_LOGITS = 2**20
 """Logits of a softmax call on a CPU, so that its passes over them in fp32 stay in the cache."""
 
@@ -88,9 +92,30 @@ def _row_slices(logits: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
 
 
-def chunk_rows(width: int, element_size: int) -> int:
-    """Tokens of a chunk, for this many columns of this many bytes per element."""
-    return max(1, CHUNK_BYTES // (width * element_size))
+def chunk_bytes(*, on_host: bool) -> int:
+    """Most bytes of the logits of a chunk."""
+    return CHUNK_BYTES if on_host else DEVICE_CHUNK_BYTES
+
+
+def chunk_rows(num_tokens: int, width: int, element_size: int, *, on_host: bool) -> int:
+    """Tokens of each chunk but the last one, which may have fewer.
+
+    On devices they are complete tiles. They are all equal where the number of tokens has such a
+    divisor, so that a compiled softmax has one shape.
+
+    Args:
+        num_tokens: Tokens of all chunks.
+        width: Columns of the logits.
+        element_size: Bytes of a logit.
+        on_host: Whether the logits are in host memory.
+    """
+    most = max(1, chunk_bytes(on_host=on_host) // (width * element_size))
+    if on_host or num_tokens <= most or most < TILE_ROWS:
+        return min(most, num_tokens)
+    chunks = -(-num_tokens // most)
+    equal = (n for n in range(chunks, 2 * chunks) if num_tokens % (n * TILE_ROWS) == 0)
+    count = next(equal, None)
+    return most // TILE_ROWS * TILE_ROWS if count is None else num_tokens // count
 
 
 def linear_cross_entropy(
@@ -184,10 +209,8 @@ class _Loss:
                 x = (x * scale).to(x.dtype)
             if is_single:
                 torch.mm(logits.t(), x, out=grad_weight)
-            elif x.dtype == torch.float16:
-                grad_weight += _mm_in_fp32(logits.t(), x)
             else:
-                grad_weight += logits.t() @ x
+                _add_product_(grad_weight, logits.t(), x)
             del logits  # before those of the next chunk are allocated
         return total, grad_x, grad_weight
 
@@ -203,8 +226,9 @@ class _Loss:
         # By the width, not the rows: the ranks communicate once per chunk, so they need the same
         # number of chunks, but padding is on the last ranks only.
         columns = self.width if self.function is None else self.width * self.group.size
-        size = chunk_rows(columns, x_TH.element_size())
-        return [slice(start, start + size) for start in range(0, x_TH.shape[0], size)]
+        tokens, on_host = x_TH.shape[0], is_host(x_TH.device.type)
+        size = chunk_rows(tokens, columns, x_TH.element_size(), on_host=on_host)
+        return [slice(start, start + size) for start in range(0, tokens, size)]
 
     def _loss_(self, logits: Tensor, chunk: slice, *, for_gradient: bool) -> Tensor:
         """Compute the chunk's loss and, in the memory of the logits, the gradient of each token's
@@ -261,22 +285,26 @@ class _Loss:
         return losses
 
 
-def _mm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Product of fp16 matrices in fp32, never rounded to fp16."""
-    if _multiplies_into_fp32(a.device):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b in fp32, without rounding the product where the device can."""
+    if a.dtype != total.dtype and _adds_products_in_fp32(a.device, a.dtype):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    elif a.dtype == torch.float16:  # the product may exceed its range
+        total += a.float() @ b.float()
+    else:
+        total += a @ b
 
 
 @cache
-def _multiplies_into_fp32(device: torch.device) -> bool:
-    """Whether torch has products of fp16 matrices with fp32 results on this device."""
-    tiny = torch.zeros((8, 8), dtype=torch.float16, device=device)
+def _adds_products_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch adds products of matrices of this type to fp32 correctly on this device."""
+    ones = torch.ones((8, 8), dtype=dtype, device=device)
+    total = torch.full((8, 8), 2.0**-12, dtype=torch.float32, device=device)
     try:
-        torch.mm(tiny, tiny, out_dtype=torch.float32)
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
         return False
-    return True
+    return bool((total == 8 + 2.0**-12).all())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -25,7 +25,7 @@ from megatron_ds.config.fields import in_effect
 from megatron_ds.model import flops
 from megatron_ds.model.mlp import num_tiles
 from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
-from megatron_ds.parallel.fused_linear_cross_entropy import CHUNK_BYTES
+from megatron_ds.parallel.fused_linear_cross_entropy import chunk_bytes
 from megatron_ds.planning.memory_inputs import FP32, MemoryInputs, memory_inputs, micro_batches
 
 ALLREDUCE_BUCKET = 500_000_000
@@ -309,8 +309,9 @@ class _Sizes:
 
     def reduction(self) -> int:
         inputs = self.inputs
-        if not self.has_bucket:  # flattened into one message
-            message = inputs.reduction_bytes * min(self.full, ALLREDUCE_BUCKET)
+        if not self.has_bucket:  # flattened into one message, which one rank does not send
+            elements = min(self.full, ALLREDUCE_BUCKET) if inputs.dp_size > 1 else 0
+            message = inputs.reduction_bytes * elements
             return max(message, self.matrix_updates())
         # The optimizer steps on a flat copy of its partition.
         step = 0 if inputs.offload_optimizer else FP32 * self.partition
@@ -440,9 +441,10 @@ class _Sizes:
         element = self.inputs.param_bytes
         rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
         table, logits = rows * self.model.hidden_size, self.tokens * rows * element
-        is_summed_in_fp32 = logits > CHUNK_BYTES or self.config.precision.name == "fp16"
+        most = chunk_bytes(on_host=self.inputs.on_cpu)
+        is_summed_in_fp32 = logits > most or self.config.precision.name == "fp16"
         gradient = table * (FP32 if is_summed_in_fp32 else element)
-        logits = min(logits, CHUNK_BYTES)
+        logits = min(logits, most)
         if not self.inputs.on_cpu:
             logits += logits // element * FP32  # the softmax before rounding
         # The gradient is scaled in fp32: a copy, the product and the rounded result.

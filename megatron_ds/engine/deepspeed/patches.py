@@ -380,18 +380,17 @@ def import_muon_without_compile() -> None:
 
 
 def clip_by_known_norm(
-    engine: Any, clip: Callable[[], None], parameters: Sequence[torch.Tensor], *, is_alone: bool
+    engine: Any, clip: Callable[[], None], parameters: Sequence[torch.Tensor]
 ) -> None:
-    """Spare an engine of stage 0 work that the training step has done, or that has no effect.
+    """Spare an engine of stage 0 work that the training step has done.
 
-    It computes the norm of all gradients for clipping, parameter by parameter, copies them through
-    a buffer even if no other rank has any, and walks over all modules to drop them.
+    It computes the norm of all gradients for clipping, parameter by parameter, and walks over all
+    modules to drop them.
 
     Args:
         engine: Engine of `deepspeed.initialize` at stage 0.
         clip: Scales the gradients; called by the engine before the optimizer's step.
         parameters: All parameters of its module.
-        is_alone: Whether this is the only data-parallel rank.
     """
 
     def drop_gradients() -> None:
@@ -400,5 +399,15 @@ def clip_by_known_norm(
 
     engine.clip_fp32_gradients = clip
     engine.zero_grad = drop_gradients
-    if is_alone:
+
+
+def skip_reduction(engine: Any) -> None:
+    """Spare the only data-parallel rank the reduction of gradients at stage 0 and, in bf16, 1.
+
+    The engine would copy all of them through a buffer: 4 bytes of memory per parameter in bf16.
+    """
+    optimizer = engine.optimizer
+    is_bf16 = isinstance(optimizer, bf16_optimizer.BF16_Optimizer)
+    if engine.zero_optimization_stage() == 0 or is_bf16:
         engine.enable_backward_allreduce = False
+        engine.pipeline_enable_backward_allreduce = False  # of a pipeline's engine

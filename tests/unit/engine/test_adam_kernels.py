@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_ds.engine.optimizers.adam_kernels import (
     available_on,
     select_adam_kernel,
 )
+from megatron_ds.launch.environment import prepare_environment
 
 TORCH_FUSED, APEX, DEEPSPEED = adam_kernels.PREFERENCE
 
@@ -94,7 +96,11 @@ def test_torch_tells_its_fused_devices() -> None:
 
 @pytest.mark.gpu(reason="the fused kernels that are compared run only there")
 @pytest.mark.parametrize("kernel", [TORCH_FUSED, APEX, DEEPSPEED])
-def test_fused_kernels_equal_plain_adamw(kernel: AdamKernel) -> None:
+def test_fused_kernels_equal_plain_adamw(
+    kernel: AdamKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    prepare_environment()  # as a run does before it builds an op
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.adam import FusedAdam as DeepSpeedFusedAdam
 

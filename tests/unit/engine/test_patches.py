@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from torch import Tensor
 
-from megatron_ds.engine.deepspeed.patches import limit_parameter_prefetch, reduce_norm_once
+from megatron_ds.engine.deepspeed.patches import (
+    limit_parameter_prefetch,
+    reduce_norm_once,
+    skip_reduction,
+)
 
 BUFFERS = 5
 
@@ -82,3 +88,21 @@ def test_norm_of_offloaded_states_is_summed_on_the_device(monkeypatch: pytest.Mo
 def _move(value: Tensor, device: torch.device) -> Tensor:
     """Like `Tensor.to`, which cannot copy from the meta device."""
     return torch.empty_like(value, device=device)
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "is_reduced"),
+    [
+        pytest.param(0, None, False, id="no-partition"),
+        pytest.param(1, object.__new__(BF16_Optimizer), False, id="bf16"),
+        pytest.param(1, None, True, id="reduction-fills-the-partition"),
+    ],
+)
+def test_one_rank_reduces_only_what_fills_its_partition(
+    stage: int, optimizer: Any, is_reduced: bool
+) -> None:
+    engine = SimpleNamespace(optimizer=optimizer, zero_optimization_stage=lambda: stage)
+    engine.enable_backward_allreduce = engine.pipeline_enable_backward_allreduce = True
+    skip_reduction(engine)
+    flags = (engine.enable_backward_allreduce, engine.pipeline_enable_backward_allreduce)
+    assert flags == (is_reduced, is_reduced)

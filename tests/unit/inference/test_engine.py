@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_ds.inference import engine as engine_module
 from megatron_ds.inference.engine import GenerationEngine
@@ -185,3 +186,25 @@ def test_a_sequence_whose_logits_are_not_finite_harms_no_other() -> None:
         prompt = sequence.ids[: sequence.prompt_length]
         (alone,) = continue_prompts(model, [prompt], sequence.config)
         assert sequence.ids == alone.ids
+
+
+def test_generation_on_devices_leaves_out_kernels_with_a_plan_per_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training, whose sizes stay the same, has all of them."""
+    switch = torch.backends.cuda
+    seen: set[bool] = set()
+    attend = F.scaled_dot_product_attention
+
+    def observed(*args: Any, **options: Any) -> torch.Tensor:
+        seen.add(switch.cudnn_sdp_enabled())
+        return attend(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", observed)
+    monkeypatch.setattr(attention_cores, "is_host", lambda kind: False)
+    model = model_of("rope")
+    continue_prompts(model, [[1, 2, 3], [4]], config(3))
+    assert seen == {False}
+    seen.clear()
+    model(torch.zeros((1, 40), dtype=torch.int64))
+    assert seen == {True}

@@ -60,6 +60,14 @@ def test_ops_are_stored_in_the_virtual_environment(
     assert environment.prepare_environment() == tmp_path / "mine"
 
 
+def test_deepspeed_can_parse_the_architectures_of_an_image(
+    clean_environment: pytest.MonkeyPatch,
+) -> None:
+    clean_environment.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 10.0f+PTX")
+    environment.prepare_environment()
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == "8.0;9.0 10.0+PTX"
+
+
 @pytest.mark.parametrize("is_virtual", [True, False])
 def test_ops_are_stored_at_home_without_a_writable_virtual_environment(
     is_virtual: bool, clean_environment: pytest.MonkeyPatch, tmp_path: Path

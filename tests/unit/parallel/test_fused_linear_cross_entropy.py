@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron_ds.parallel import fused_linear_cross_entropy
 from megatron_ds.parallel.fused_linear_cross_entropy import (
     LossKernels,
+    chunk_rows,
     fusible_softmax_,
     linear_cross_entropy,
 )
@@ -244,3 +245,20 @@ def test_fp16_gradient_of_many_tokens_does_not_overflow() -> None:
     loss = linear_cross_entropy(x, weight, labels, None, vocab_size=8, group=GROUP)
     (loss / tokens).backward()
     torch.testing.assert_close(weight.grad[0], torch.full((8,), -7.0, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [
+        pytest.param(65536, 4096, id="equal-chunks"),
+        pytest.param(4096, 4096, id="one-chunk"),
+        pytest.param(3 * 4096, 4096, id="the-fewest"),
+        pytest.param(65536 + 8, 5120, id="tiles-and-a-remainder"),
+    ],
+)
+def test_chunks_of_devices_are_complete_tiles(tokens: int, rows: int) -> None:
+    assert chunk_rows(tokens, 50304, 2, on_host=False) == rows
+
+
+def test_chunks_on_the_host_have_the_size_of_its_cache() -> None:
+    assert chunk_rows(65536, 50304, 2, on_host=True) == 2**28 // (50304 * 2)
