@@ -24,7 +24,20 @@ COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]
 REQUIRED_FILES = ("vocab_file", "merges_file")
 """Keys of `vocab_files_names`, in transformers, of the files without which a tokenizer is empty."""
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files next to tokenizer.json that name the end-of-document token."""
+"""Files next to tokenizer.json that name special tokens."""
+SETTINGS_FILES = (*SIDE_FILES, "added_tokens.json", "config.json")
+"""Files next to tokenizer.json that may change its ids."""
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of `transformers` that read a tokenizer.json as it is."""
+PLAIN_MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral")
+"""Types of models with which `transformers` keeps these classes."""
+HARMLESS_SETTINGS = (
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "backend", "chat_template", "errors"),
+    *("clean_up_tokenization_spaces", "do_lower_case", "is_local", "legacy", "local_files_only"),
+    *("max_length", "model_input_names", "model_max_length", "name_or_path", "padding_side"),
+    *("processor_class", "spaces_between_special_tokens", "truncation_side"),
+)
+"""Keys that do not change the ids of these classes."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")
 """Files of which a folder with a tokenizer has at least one."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
@@ -34,6 +47,8 @@ HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 
 def build_hf_tokenizer(path: str, trust_remote_code: bool) -> Tokenizer:
     """Loads a tokenizer.json with `tokenizers`, any other pretrained tokenizer with `transformers`.
+
+    `transformers` also applies the settings next to a tokenizer.json that may change its ids.
 
     The text of a special token inside a document becomes that token, as in Megatron; unlike there,
     no begin or end token is added.
@@ -49,17 +64,24 @@ def build_hf_tokenizer(path: str, trust_remote_code: bool) -> Tokenizer:
     folder = _local_folder(path, trust_remote_code)
     if os.path.isdir(folder) and (trust_remote_code or needs_transformers(folder)):
         return PretrainedTokenizer(folder, trust_remote_code)
-    file = os.path.join(folder, "tokenizer.json") if os.path.isdir(folder) else folder
-    if os.path.isfile(file):
-        return FileTokenizer(Path(file))
-    raise user_error("tokenizer-not-found", path=path)
+    file = Path(folder, "tokenizer.json") if os.path.isdir(folder) else Path(folder)
+    if not file.is_file():
+        raise user_error("tokenizer-not-found", path=path)
+    library = _read_library(file)
+    setting = file.name == "tokenizer.json" and _effective_setting(file, library)
+    if not setting:
+        return FileTokenizer(file, library)
+    loaded = _load_pretrained(file.parent, False, f" ({setting})")
+    if getattr(loaded, "backend_tokenizer", None) is None:
+        return PretrainedTokenizer(str(file.parent), False)
+    return FileTokenizer(file, loaded.backend_tokenizer, loaded)
 
 
 def pretrained_files(path: str, trust_remote_code: bool) -> list[Path]:
     """The files of a tokenizer that `build_hf_tokenizer` has loaded from the same path."""
     folder = Path(_local_folder(path, trust_remote_code, is_downloaded=True))
     if folder.is_file():
-        beside = [folder.with_name(name) for name in SIDE_FILES]
+        beside = [folder.with_name(name) for name in SETTINGS_FILES]
         return [folder, *(file for file in beside if file.is_file() and file != folder)]
     patterns = _patterns(trust_remote_code)
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
@@ -94,6 +116,52 @@ def needs_transformers(path: str) -> bool:
     return os.path.isdir(path) and not os.path.isfile(os.path.join(path, "tokenizer.json"))
 
 
+def _read_library(file: Path) -> Any:
+    """The tokenizer of `tokenizers` in a tokenizer.json."""
+    import tokenizers
+
+    with library_errors("tokenizer-json-invalid", file=file):
+        return tokenizers.Tokenizer.from_file(str(file))
+
+
+def _effective_setting(file: Path, library: Any) -> str | None:
+    """The first setting next to a tokenizer.json by which its ids may change, with its file."""
+    tokens = library.get_added_tokens_decoder()
+    states = {str(number): token.__getstate__() for number, token in tokens.items()}
+    ids = {token.content: number for number, token in tokens.items()}
+    paths = [path for name in SETTINGS_FILES if (path := file.with_name(name)).is_file()]
+    settings = {path.name: read_json(path, "tokenizer_model") for path in paths}
+    if "config.json" in settings:
+        has_class = settings.get(SIDE_FILES[0], {}).get("tokenizer_class") in PLAIN_CLASSES
+        config = {name: settings["config.json"].get(name) for name in ("model_type", "auto_map")}
+        is_plain = config["model_type"] in PLAIN_MODELS and has_class
+        settings["config.json"] = {} if is_plain else config
+    for name, values in settings.items():
+        for key, value in values.items():
+            if name == "added_tokens.json":
+                is_known = ids.get(key) == value
+            elif key == "tokenizer_class":
+                is_known = value in PLAIN_CLASSES
+            elif key == "added_tokens_decoder" and isinstance(value, dict):
+                is_known = all(states.get(number) == token for number, token in value.items())
+            elif isinstance(value, str | list | dict) and key.endswith(("_token", "_tokens")):
+                is_known = all(token in ids for token in _token_texts(value))
+            else:
+                is_known = not value
+            if not (is_known or key in HARMLESS_SETTINGS):
+                return f"{name}: {key}"
+    return None
+
+
+def _token_texts(value: Any) -> list[str]:
+    """The texts of the tokens in a setting: a text, an object with one, or many of them."""
+    if isinstance(value, dict):
+        return _token_texts(value.get("content", [*value.values()]))
+    if isinstance(value, list):
+        return [text for item in value for text in _token_texts(item)]
+    return [value] if isinstance(value, str) else []
+
+
 class FileTokenizer(JsonTokenizer):
     """A tokenizer.json, on the `tokenizers` library.
 
@@ -102,22 +170,31 @@ class FileTokenizer(JsonTokenizer):
     token in the vocabulary.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, library: Any, loaded: Any = None) -> None:
         """
-        Raises:
-            UserError: If the file is not a tokenizer.json or no token ends documents.
-        """
-        import tokenizers
+        Args:
+            file: The file.
+            library: The tokenizer of `tokenizers`.
+            loaded: The tokenizer of `transformers`, if it applies settings next to the file.
 
-        with library_errors("tokenizer-json-invalid", file=file):
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-            self._tokenizer.no_padding()
-            self._tokenizer.no_truncation()
-            vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        Raises:
+            UserError: If no token ends documents.
+        """
+        library.no_padding()
+        library.no_truncation()
+        self._tokenizer, self._splits_tokens = library, library.encode_special_tokens
+        vocab = library.get_vocab(with_added_tokens=True)
         self.vocab_size = count_ids(vocab, "tokenizer_model", file)
-        self.eod = vocab[_end_token(file, vocab)]
-        content = hash_content(self.tokenizer_json())
-        self.fingerprint = self._fingerprint_of("HFTokenizer", [file], content=content)
+        end = getattr(loaded, "eos_token_id", None)
+        self.eod = vocab[_end_token(file, vocab)] if end is None else int(end)
+        content = hash_content(self.tokenizer_json()) + "-split" * self._splits_tokens
+        beside = [file.with_name(name) for name in SETTINGS_FILES] if loaded else []
+        files = [file, *filter(Path.is_file, beside)]
+        self.fingerprint = self._fingerprint_of("HFTokenizer", files, content=content)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._tokenizer.encode_special_tokens = self._splits_tokens  # the library forgets it
 
     def added_tokens(self) -> Sequence[str]:
         return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
@@ -139,16 +216,8 @@ class PretrainedTokenizer(Tokenizer):
         Raises:
             UserError: If the folder has no tokenizer, or no token ends documents.
         """
-        transformers = import_library("transformers", f"{option('tokenizer_model')} {folder}")
-        try:
-            with library_errors("pretrained-tokenizer-unreadable", folder=folder):
-                self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                    folder, local_files_only=True, trust_remote_code=trust_remote_code
-                )
-                vocab: dict[str, int] = self._tokenizer.get_vocab()
-        except UserError:
-            _raise_known_cause(Path(folder), trust_remote_code)
-            raise
+        self._tokenizer = _load_pretrained(Path(folder), trust_remote_code)
+        vocab: dict[str, int] = self._tokenizer.get_vocab()
         names: dict[str, str] = self._tokenizer.vocab_files_names
         _check_files(Path(folder), names)
         self.vocab_size = count_ids(vocab, "tokenizer_model", folder)
@@ -171,6 +240,28 @@ class PretrainedTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _load_pretrained(folder: Path, trust_remote_code: bool, setting: str = "") -> Any:
+    """The AutoTokenizer of a folder.
+
+    Args:
+        folder: The folder.
+        trust_remote_code: Run the Python code in the folder.
+        setting: The setting that needs it, for messages.
+    """
+    needed_by = f"{option('tokenizer_model')} {folder}{setting}"
+    transformers = import_library("transformers", needed_by)
+    try:
+        with library_errors("pretrained-tokenizer-unreadable", folder=f"{folder}{setting}"):
+            loaded = transformers.AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            loaded.get_vocab()
+    except UserError:
+        _raise_known_cause(folder, trust_remote_code)
+        raise
+    return loaded
 
 
 def _raise_known_cause(folder: Path, trust_remote_code: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.conversion.source import ModelSettings
 from megatron_ds.tokenizer.gpt2 import END_OF_TEXT
-from megatron_ds.tokenizer.huggingface import SIDE_FILES, TOKENIZER_FILES
+from megatron_ds.tokenizer.huggingface import PLAIN_CLASSES, SIDE_FILES, TOKENIZER_FILES
 from megatron_ds.tokenizer.stored_files import read_files
 
 OF_THE_MODEL = ("config.json", "generation_config.json")
@@ -25,8 +25,9 @@ CLASSES: dict[str, dict[str, Any]] = {
     "BertWordPieceCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
     "GPTSentencePieceTokenizer": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False},
     "Llama2Tokenizer": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True},
+    "HFTokenizer": {"tokenizer_class": PLAIN_CLASSES[0]},
 }
-"""tokenizer_config.json of the kinds that transformers knows, besides its own."""
+"""tokenizer_config.json of the kinds that transformers knows; a given one takes precedence."""
 
 
 def settings_of_folder(path: Path) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def special_ids(settings: ModelSettings, names: Iterable[str], model_type: str) 
 
 def can_be_exported(tokenizer: TokenizerConfig | None) -> bool:
     """Whether transformers has a tokenizer of this kind."""
-    return tokenizer is not None and tokenizer.tokenizer_type in ("HFTokenizer", *CLASSES)
+    return tokenizer is not None and tokenizer.tokenizer_type in CLASSES
 
 
 def files_of(settings: ModelSettings) -> dict[str, bytes]:
@@ -57,10 +58,11 @@ def files_of(settings: ModelSettings) -> dict[str, bytes]:
     files = {}
     for path, content in read_files(tokenizer).items():
         field, _, name = path.partition("/")
-        name = _name(tokenizer, field, name)
-        if name not in OF_THE_MODEL:
-            files[name] = content
-    if tokenizer.tokenizer_type in CLASSES:
+        files[_name(tokenizer, field, name)] = content
+    # The class that the exported config.json names may split words in its own way.
+    is_plain = "tokenizer.json" in files and not {SETTINGS, *OF_THE_MODEL} & files.keys()
+    files = {name: content for name, content in files.items() if name not in OF_THE_MODEL}
+    if tokenizer.tokenizer_type != "HFTokenizer" or is_plain:
         files[SETTINGS] = (json.dumps(CLASSES[tokenizer.tokenizer_type], indent=2) + "\n").encode()
     return files
 

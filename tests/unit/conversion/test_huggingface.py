@@ -11,7 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megatron_ds.config import ModelConfig
+from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.conversion.huggingface.read_write import (
     GENERATION,
     PICKLED,
@@ -425,6 +425,18 @@ def test_the_tokenizer_of_a_run_is_exported(tmp_path: Path) -> None:
     assert loaded("hello hel")["input_ids"] == own.encode("hello hel")
     assert loaded.eos_token == END
     assert loaded.eos_token_id == own.eod
+
+
+def test_an_exported_tokenizer_json_keeps_its_ids(tmp_path: Path) -> None:
+    """Without a class, transformers takes that of the model, which splits words in its own way."""
+    file = Path(__file__).parents[2] / "golden" / "tokenizers" / "tokenizer.json"
+    tokenizer = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(file))
+    write_hf(random_source(ModelConfig(**SMALL, **LLAMA_LIKE), tokenizer), tmp_path / "hf")
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "the end of 2024\n  <|endoftext|>"
+    from megatron_ds.tokenizer import build_tokenizer
+
+    assert loaded(text)["input_ids"] == build_tokenizer(tokenizer).encode(text)
 
 
 def test_a_hugging_face_tokenizer_is_kept(tmp_path: Path) -> None:
