@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ds.evaluation import texts
 from megatron_ds.evaluation.options import Options
-from megatron_ds.evaluation.tasks import WIKITEXT, Task
+from megatron_ds.evaluation.tasks import Task, Totals, format_of
 from megatron_ds.inference.cli import loaded_model, log_rank0, open_checkpoint
 from megatron_ds.inference.prompts import replace_text_file
 from megatron_ds.launch import environment
@@ -32,13 +32,18 @@ def run(options: Options) -> None:
     from megatron_ds.evaluation.scoring import Scorer
 
     source, _, tokenizer = open_checkpoint(options)
+    loaded = []
+    if options.tasks:
+        from megatron_ds.evaluation import harness
+
+        # Before the model: data may be missing.
+        names = [name for each in options.tasks for name in each.split(",") if name]
+        loaded = harness.load_tasks(names, options.include_path)
     with loaded_model(options, source) as (model, mesh):
         scorer = Scorer(model, mesh, options.micro_batch_size)
         start = time.perf_counter()
         if options.tasks:
-            from megatron_ds.evaluation import harness
-
-            result = harness.run_tasks(options, scorer, tokenizer)
+            result = harness.run_tasks(options, loaded, scorer, tokenizer)
         else:
             result = _run_task(options, scorer, tokenizer)
         seconds = time.perf_counter() - start
@@ -52,22 +57,35 @@ def run(options: Options) -> None:
 
 
 def _run_task(options: Options, scorer: Scorer, tokenizer: Tokenizer) -> Figures:
+    """The results of all files together and, of several ones, those of each in `files`."""
     length = scorer.model.config.seq_length
     stride = min(options.overlapping_eval, length)
     task = Task(options.task, tokenizer, length, stride, options.strict_lambada)
-    # WikiText's files have a suffix of their own.
-    format = "text" if options.task == WIKITEXT else "auto"
-    documents = texts.read_texts(options.valid_data, options.json_keys, tokenizer, format)
-    return task.figures(task.evaluate(documents, lambda asked: scorer.score(_reported(asked))))
+    totals = {}
+    for path in dict.fromkeys(options.valid_data):
+        documents = texts.read_texts([path], options.json_keys, tokenizer, format_of(task.name))
+        totals[path] = task.evaluate(documents, lambda asked: scorer.score(_reported(asked)))
+    figures: Figures = task.figures(sum(totals.values(), Totals()))
+    if len(totals) > 1:
+        figures["files"] = {path: task.figures(each) for path, each in totals.items()}
+    return figures
 
 
 def _lines(figures: Figures) -> str:
-    width = max(map(len, figures))
-    shown = {
-        name: f"{value:.8g}" if isinstance(value, float) else value
-        for name, value in figures.items()
-    }
-    return "\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in shown.items())
+    """A line for each figure or, of several files, one for each file and for all of them."""
+    names = [name for name in figures if name != "files"]
+    files = figures.get("files", {})
+    rows = [[name.replace("_", " ") for name in names]]
+    for each in (*files.values(), figures):
+        values = (each[name] for name in names)
+        rows.append([f"{one:.8g}" if isinstance(one, float) else str(one) for one in values])
+    if files:
+        rows = [[name, *row] for name, row in zip(("", *files, "total"), rows, strict=True)]
+    else:
+        rows = [list(row) for row in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _reported(requests: Iterator[ScoredText]) -> Iterator[ScoredText]:

@@ -195,21 +195,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return text
 
 
-def run_tasks(options: Options, scorer: Scorer, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Runs tasks of the harness; its results on the first rank, which alone prints its log.
-
-    Raises:
-        UserError: If there is no such task.
-    """
-    names = [name for each in options.tasks for name in each.split(",") if name]
+def run_tasks(
+    options: Options, tasks: Sequence[Any], scorer: Scorer, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Runs loaded tasks; the results on the first rank, which alone prints the harness's log."""
     with quiet(on_first_rank=False):
-        manager = find_tasks(names, options.include_path)
         result = simple_evaluate(
             model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
-            tasks=names,
+            tasks=list(tasks),
             num_fewshot=options.num_fewshot,
             limit=options.limit,
-            task_manager=manager,
+            task_manager=TaskManager(include_defaults=False),
             log_samples=False,
         )
     return dict(result or {})
@@ -252,6 +248,8 @@ def load_tasks(names: Sequence[str], include_path: Sequence[str]) -> list[Any]:
         try:
             with quiet(on_first_rank=False):
                 found = manager.load([name])
+        except OSError as error:
+            raise user_error("harness-data-missing", task=name, error=error) from error
         except Exception as error:  # of the task's own code, too
             raise user_error("harness-task-not-loaded", task=name, error=error) from error
         group = found["groups"].get(name)

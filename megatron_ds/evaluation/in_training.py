@@ -23,7 +23,7 @@ from megatron_ds.config.logging import FileTask
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.evaluation import texts
 from megatron_ds.evaluation.scoring import NOTHING, Score, ScoredText, Scorer
-from megatron_ds.evaluation.tasks import PERPLEXITY, WIKITEXT, Task
+from megatron_ds.evaluation.tasks import PERPLEXITY, Task, format_of
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import Tokenizer
@@ -47,9 +47,9 @@ class Stopped(Exception):
 
 
 def problems(options: LoggingConfig) -> Iterator[Problem]:
-    """Problems with names and files, which are not read yet."""
+    """Problems with names and files, of which the first document is read."""
     for task in options.file_tasks:
-        yield from texts.problems([task.path], task.field)
+        yield from texts.problems([task.path], JSON_KEYS, format_of(task.name), task.field)
     if options.harness_tasks:
         from megatron_ds.evaluation import harness  # seconds
 
@@ -128,8 +128,9 @@ class TaskEvaluation:
         """The results of a task on a file that are not counts."""
         stride = min(self.options.overlapping_eval, self.length)
         work = Task(task.name, self.tokenizer, self.length, stride)
-        format = "text" if task.name == WIKITEXT else "auto"
-        documents = texts.read_texts([task.path], JSON_KEYS, self.tokenizer, format, task.field)
+        documents = texts.read_texts(
+            [task.path], JSON_KEYS, self.tokenizer, format_of(task.name), task.field
+        )
         figures = work.figures(work.evaluate(documents, score))
         return {key: value for key, value in figures.items() if isinstance(value, float)}
 

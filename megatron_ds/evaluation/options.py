@@ -10,7 +10,7 @@ from typing import ClassVar
 from megatron_ds.config.fields import ANY_VALUE, option_field, when
 from megatron_ds.config.problems import Problem
 from megatron_ds.evaluation import texts
-from megatron_ds.evaluation.tasks import LAMBADA, PERPLEXITY, TASKS
+from megatron_ds.evaluation.tasks import LAMBADA, PERPLEXITY, TASKS, format_of
 from megatron_ds.inference.cli import GenerationOptions
 from megatron_ds.inference.prompts import output_problems
 
@@ -100,6 +100,6 @@ class Options(ModelOptions):
             yield Problem("one-evaluation-required")
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             yield Problem("harness-missing", "tasks")
-        yield from texts.problems(self.valid_data)
+        yield from texts.problems(self.valid_data, self.json_keys, format_of(self.task))
         if self.output is not None:
             yield from output_problems("output", self.output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from megatron_ds.config.logging import FILE_TASKS
@@ -57,6 +57,9 @@ class Totals:
     """Negative logarithm of the probability of all scored tokens."""
     correct: int = 0
     """Texts of which every scored token is the most probable one."""
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,11 @@ class Task:
             "word_perplexity": _exp(totals.nats / max(1, words)),
             "bits_per_byte": totals.nats / math.log(2) / max(1, totals.num_bytes),
         }
+
+
+def format_of(task: str) -> str:
+    """The format of a task's files, as in `InputSpec`: WikiText's have a suffix of their own."""
+    return "text" if task == WIKITEXT else "auto"
 
 
 def without_wikitext_spaces(text: str) -> str:

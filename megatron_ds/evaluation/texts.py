@@ -9,7 +9,7 @@ from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.evaluation.tasks import Text
 from megatron_ds.preprocess.document_readers import DocumentReader
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.inputs import STDIN, InputSpec
 from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.tokenizer import Tokenizer
 
@@ -21,11 +21,24 @@ def is_token_file(path: str) -> bool:
     return Path(f"{path}.idx").is_file() and Path(f"{path}.bin").is_file()
 
 
-def problems(paths: Sequence[str], field: str = VALID_DATA) -> Iterator[Problem]:
-    """Problems with the paths of a field that are found without reading."""
+def problems(
+    paths: Sequence[str],
+    keys: Sequence[str],
+    format: str = "auto",
+    field: str = VALID_DATA,
+) -> Iterator[Problem]:
+    """Problems with the paths of a field, and with the first document of each; see `read_texts`."""
     files = tuple(path for path in paths if not is_token_file(path))
-    if files:
-        yield from (each.about(paths=field) for each in InputSpec(files).problems())
+    found = [*InputSpec(files, format).problems()] if files else []
+    for path in () if found else files:
+        if path == STDIN or Path(path).is_fifo():
+            continue  # can be read only once
+        try:
+            if next(_documents(InputSpec((path,), format), keys), None) is None:
+                found.append(Problem("file-without-text", "paths", path=path))
+        except UserError as error:
+            found += error.problems
+    yield from (each.about(paths=field) for each in found)
 
 
 def read_texts(

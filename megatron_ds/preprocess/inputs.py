@@ -47,7 +47,7 @@ OUTPUT_SUFFIXES = (
     *(".npy", ".lock", ".partial"),
 )
 """Suffixes of files that this package writes; a folder's files of these names are no input."""
-INSTALL_HINT = "pip install 'megatron_ds[preprocess]'"
+INSTALL_HINT = "pip install '.[preprocess]'"
 HF_DATASET = when(hf_dataset=ANY_VALUE)
 
 

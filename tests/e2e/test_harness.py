@@ -14,9 +14,12 @@ import torch
 import transformers
 import yaml
 
+from megatron_ds import cli
 from megatron_ds.config import Config
-from megatron_ds.evaluation import in_training
+from megatron_ds.evaluation import command, in_training
+from megatron_ds.evaluation.options import Options
 from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps
+from tests.problems import raises_problem
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -249,6 +252,23 @@ def test_unknown_tasks_are_reported_at_the_start(
     assert (problem.code, problem.fields) == ("harness-task-unknown", ("eval_tasks",))
     assert "local_choic: no such task; did you mean local_choice" in problem
     assert "--eval-tasks-include-path" in problem.render()
+
+
+def test_data_that_cannot_be_downloaded_is_a_problem_before_the_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("datasets.load_dataset", fail)
+    monkeypatch.setattr(command, "loaded_model", fail)
+    remote = {"task": "remote", "dataset_path": "nobody/nothing", "output_type": "multiple_choice"}
+    remote |= {"test_split": "test", "doc_to_text": "", "doc_to_target": 0, "doc_to_choice": "a"}
+    (tmp_path / "remote.yaml").write_text(yaml.safe_dump(remote), encoding="utf-8")
+    words = ["--load", f"hf:{folder / 'model'}", "--tasks", "remote"]
+    options = cli.parse(Options, [*words, "--include-path", str(tmp_path)])
+    with raises_problem("harness-data-missing", contains="no network"):
+        command.run(options)
 
 
 def test_files_are_evaluated_with_a_checkpoint_only(

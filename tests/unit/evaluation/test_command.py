@@ -27,6 +27,9 @@ NUMBERS = NullTokenizer(90)
         ("--valid-data FILE --overlapping-eval 0 --limit 0", ["out-of-range", "out-of-range"]),
         ("--valid-data FILE --tensor-model-parallel-size 2", ["evaluation-needs-whole-models"]),
         ("--valid-data FILE --output FILE/x", ["samples-folder-missing"]),
+        ("--valid-data FILE --json-keys txt", ["document-without-text"]),
+        ("--valid-data FILE EMPTY", ["file-without-text"]),
+        ("--valid-data EMPTY --task WIKITEXT103", ["file-without-text"]),
     ],
 )
 def test_wrong_settings_are_reported_before_the_model_is_loaded(
@@ -34,7 +37,10 @@ def test_wrong_settings_are_reported_before_the_model_is_loaded(
 ) -> None:
     file = tmp_path / "texts.jsonl"
     file.write_text('{"text": "1 2"}\n', encoding="utf-8")
-    arguments = ["--load", str(tmp_path), *words.replace("FILE", str(file)).split()]
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    words = words.replace("FILE", str(file)).replace("EMPTY", str(empty))
+    arguments = ["--load", str(tmp_path), *words.split()]
     with pytest.raises(SystemExit) as end:
         cli.parse(Options, arguments)
     assert end.value.code == 2
