@@ -164,10 +164,11 @@ def serve(
     keys: Collection[str],
 ) -> None:
     """Serves on the first rank until a signal."""
+    from megatron_ds.inference.access import is_loopback
     from megatron_ds.inference.completions_api import CompletionsApi
     from megatron_ds.inference.interfaces import Api
     from megatron_ds.inference.megatron_api import MegatronApi
-    from megatron_ds.inference.server import ServerOptions, TextServer, is_loopback
+    from megatron_ds.inference.server import ServerOptions, TextServer
 
     host, port = listener.getsockname()[:2]
     is_public = not is_loopback(host)

@@ -198,11 +198,11 @@ def _reject_constant(name: str) -> Any:
 
 
 def _reject_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise user_error("request-field-repeated", as_json=_as_json(repeated))
+    fields = dict[str, Any]()
+    for name, value in pairs:
+        if name in fields:
+            raise user_error("request-field-repeated", as_json=_as_json(name))
+        fields[name] = value
     return fields
 
 

@@ -110,12 +110,12 @@ class GenerationEngine:
         budget, done = PROMPT_TOKENS, list[TextSequence]()
         while budget > 0:
             if (sequence := self._partial) is not None:
-                budget -= self._feed_partial(sequence, budget)
+                budget -= max(1, self._feed_partial(sequence, budget))
                 if self._partial is None and sequence.is_done:
                     done.append(sequence)
                     self._drop([sequence])
             elif batch := self._next_batch(budget):
-                budget -= self._feed_batch(batch)
+                budget -= max(1, self._feed_batch(batch))
             elif self._partial is None:
                 break
         return done

@@ -66,6 +66,9 @@ class Backend(Protocol[Job]):
     @property
     def jobs(self) -> int: ...
 
+    @property
+    def step_s(self) -> float: ...
+
     def submit(
         self, job: Job, listener: Callable[[Event], None], timeout: float
     ) -> Ticket[Job]: ...

@@ -138,7 +138,8 @@ def draw(
     while len(rows):
         weights_rn = weights_Bn[rows]
         precedes_rn = more_probable(weights_rn, columns_B[rows])
-        is_outside_r = (weights_rn * precedes_rn).sum(dim=-1) >= top_p
+        # The most probable candidate is inside, also if top_p is 0 in fp32.
+        is_outside_r = precedes_rn.any(-1) & ((weights_rn * precedes_rn).sum(dim=-1) >= top_p)
         rows = rows[is_outside_r]
         quotients_Bn[rows] *= precedes_rn[is_outside_r]
         highest_B[rows], columns_B[rows] = quotients_Bn[rows].max(dim=-1)

@@ -144,6 +144,7 @@ class Scheduler(Generic[Job]):
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._keys = itertools.count()
         self._stopped = False
+        self._step_began: float | None = None
 
     @property
     def running(self) -> int:
@@ -159,6 +160,12 @@ class Scheduler(Generic[Job]):
     def jobs(self) -> int:
         """Number of jobs that run or wait."""
         return len(self._tickets)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds since the current step began; 0 while there is no work."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def submit(self, job: Job, listener: Callable[[Event], None], timeout: float) -> Ticket[Job]:
         """Adds a job, on the first rank; may be called in any thread.
@@ -189,7 +196,9 @@ class Scheduler(Generic[Job]):
             self._inbox.put(_Remove(ticket.key))
 
     def stop(self) -> None:
-        """Ends `run` on all ranks, and all jobs with `Cancelled`."""
+        """Ends all jobs with `Cancelled`, and `run` on all ranks after the current step."""
+        self._stopped = True
+        self._fail_tickets(Cancelled())
         self._inbox.put(_Stop())
 
     def run(self) -> None:
@@ -201,6 +210,7 @@ class Scheduler(Generic[Job]):
         error: Exception | None = None
         try:
             while True:
+                self._step_began = time.monotonic()
                 commands = self._commands() if self._link.is_leader else []
                 commands = list(self._link.exchange(commands, error))
                 if error is not None:
@@ -223,7 +233,9 @@ class Scheduler(Generic[Job]):
             self._end(ticket.key, Failed(TimedOut()))
             commands.append(_Remove(ticket.key))
         if not self._works and not commands:
+            self._step_began = None
             commands.append(self._inbox.get())
+            self._step_began = time.monotonic()
         while not self._inbox.empty():
             commands.append(self._inbox.get())
         # A job may have ended before it could start.

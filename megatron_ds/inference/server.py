@@ -1,15 +1,13 @@
 """HTTP server for text generation. Must not know models or requests.
 
 Owns HTTP and nothing else: each path's interface reads requests and writes responses, all of which
-are JSON objects or server-sent events of them. The only module that knows FastAPI.
+are JSON objects or server-sent events of them. Only this module and `access` know FastAPI.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
-import ipaddress
 import json
 import signal
 import socket
@@ -17,23 +15,20 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_ds.config.problems import UserError, counted, user_error
+from megatron_ds.inference.access import HostCheck, KeyCheck, error_response
 from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.interfaces import Api, Backend, Job
 from megatron_ds.inference.scheduler import (
@@ -48,20 +43,32 @@ from megatron_ds.inference.scheduler import (
 from megatron_ds.inference.sequences import TextSequence
 from megatron_ds.inference.server_metrics import ServerMetrics
 from megatron_ds.inference.tp_group import TpGroupBroken
+from megatron_ds.inference.worker_thread import WorkerThread
+from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.time_limits import end_process
 
 MAX_BODY = 8 * 2**20
 """Bytes of a request."""
+MAX_HELD_BYTES = 8 * MAX_BODY
+"""Bytes of all bodies that are being received or read."""
 MAX_DRAIN_BYTES = 8 * MAX_BODY
 """Bytes of a body that are read: a client reads no response before it has sent its body."""
 HEAD_TIMEOUT_S = 20.0
 """Within which a connection must send the head of a request."""
 BODY_TIMEOUT_S = 60.0
-"""Within which the body must follow."""
+"""Within which the body must follow, and then be read."""
 KEEP_ALIVE_S = 30
 """After which an idle connection is closed: later than clients close theirs (5 s), which would
 otherwise use one that is being closed."""
-SHUTDOWN_TIMEOUT_S = 10
+GRACE_S = 1.0
+"""After the deadline of a request, until it ends without an answer of its job."""
+STALL_S = 60.0
+"""Duration of a step of the model after which the server reports that it is not healthy."""
+SHUTDOWN_TIMEOUT_S = 5
 """For open connections, after a signal."""
+EXIT_TIMEOUT_S = 8.0
+"""After a signal, until the process ends while a step is being computed."""
+PAGE_HEADERS = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class ServerOptions:
     """How a server treats requests."""
 
     hosts: Collection[str] | None = None
-    """Names, in addition to this machine's, for which requests are accepted, see `_HostCheck`. None
+    """Names, in addition to this machine's, for which requests are accepted, see `HostCheck`. None
     accepts all."""
     keys: Collection[str] = ()
     """Bearer tokens, of which a request must have one. None are needed if there are none."""
@@ -101,8 +108,10 @@ class TextServer(Generic[Job]):
         self._log = log
         self._options = options
         self._metrics = ServerMetrics(backend)
-        # A pool, so that long prompts take no time from other requests.
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="reader")
+        # A thread, so that long prompts take no time from other requests.
+        self._reader = WorkerThread()
+        self._read_s = min(BODY_TIMEOUT_S, options.timeout)
+        self._held_bytes = 0
         self.app = FastAPI(openapi_url=None)
         self.app.add_exception_handler(HTTPException, _http_error)
         for path in apis:
@@ -114,11 +123,13 @@ class TextServer(Generic[Job]):
             respond = functools.partial(JSONResponse, dict(document))
             self.app.add_api_route(path, lambda respond=respond: respond(), methods=["GET", "HEAD"])
         page = Path(__file__).with_name("web_page.html").read_text(encoding="utf-8")
-        self.app.add_api_route("/", lambda: HTMLResponse(page), methods=["GET", "HEAD"])
+        self.app.add_api_route(
+            "/", lambda: HTMLResponse(page, headers=PAGE_HEADERS), methods=["GET", "HEAD"]
+        )
         if options.keys:
-            self.app.add_middleware(_KeyCheck, keys=options.keys)
+            self.app.add_middleware(KeyCheck, keys=options.keys)
         if options.hosts is not None:
-            self.app.add_middleware(_HostCheck, hosts=options.hosts)
+            self.app.add_middleware(HostCheck, hosts=options.hosts)
 
     def run(self, listener: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT, which cancel the requests. Main thread only.
@@ -161,13 +172,16 @@ class TextServer(Generic[Job]):
         ) -> JSONResponse:
             return JSONResponse(api.error(message, status, codes), status, headers=headers)
 
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _body(request)
-            loop = asyncio.get_running_loop()
-            job = await loop.run_in_executor(self._readers, api.read, body)
+            job = await self._read(request, api)
         except ClientDisconnect:
             return error("the body is not complete", 400)
+        except TimedOut:
+            return error(f"the request was not read within {self._read_s:g} s", 504)
+        except TooManyWaiting:
+            message = f"bodies have {MAX_HELD_BYTES} bytes together; repeat this request later"
+            return error(message, 503, **{"Retry-After": "1"})
         except TimeoutError:
             message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
             return error(message, 408, Connection="close")
@@ -175,6 +189,7 @@ class TextServer(Generic[Job]):
             codes = [each.code for each in problem.problems]
             status = 404 if "model-not-served" in codes else 400
             return error("; ".join(problem.problems), status, codes)
+        deadline = loop.time() + self._options.timeout
         events: asyncio.Queue[Event] = asyncio.Queue()
 
         def listen_to(event: Event) -> None:
@@ -190,22 +205,35 @@ class TextServer(Generic[Job]):
         except Cancelled:
             return error("the server is stopping", 503)
         if job.stream:
-            stream = self._stream(api, ticket, events)
+            stream = self._stream(api, ticket, events, deadline + GRACE_S)
             return StreamingResponse(stream, media_type="text/event-stream")
+        return await self._wait(request, api, ticket, events, deadline + GRACE_S)
+
+    async def _wait(
+        self,
+        request: Request,
+        api: Api[Job],
+        ticket: Ticket[Job],
+        events: asyncio.Queue[Event],
+        deadline: float,
+    ) -> Response:
+        """The response to a job that does not stream."""
+        job = ticket.job
         ended = asyncio.ensure_future(events.get())
         disconnected = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
-            await asyncio.wait({ended, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout_at(deadline):
+                await asyncio.wait({ended, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                return error("the client has disconnected", 499)
-            event = ended.result()
-            if isinstance(event, Failed):
-                return error(*self._explain(event.error))
+                return JSONResponse(api.error("the client has disconnected", 499), 499)
+            if isinstance(event := ended.result(), Failed):
+                raise event.error
             assert isinstance(event, Finished)
-            content = await loop.run_in_executor(self._readers, api.response, job, event)
-            response = JSONResponse(content)
-        except Exception as unexpected:
-            return error(*self._explain(unexpected))
+            left = deadline - asyncio.get_running_loop().time()
+            response = await self._reader.call(left, lambda: JSONResponse(api.response(job, event)))
+        except Exception as problem:
+            message, status = self._explain(problem)
+            return JSONResponse(api.error(message, status), status)
         finally:
             ended.cancel()
             disconnected.cancel()
@@ -213,14 +241,49 @@ class TextServer(Generic[Job]):
         self._finish(ticket, event)
         return response
 
+    async def _read(self, request: Request, api: Api[Job]) -> Job:
+        """The job of a request.
+
+        Raises:
+            UserError: If the body is invalid.
+            TooManyWaiting: If there are too many bodies.
+            TimeoutError: If it does not arrive in time.
+            TimedOut: If it cannot be read in time.
+        """
+        body, size, has_room = bytearray(), 0, True
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for part in request.stream():
+                    size += len(part)
+                    has_room = has_room and self._held_bytes + len(part) <= MAX_HELD_BYTES
+                    if size <= MAX_BODY and has_room:
+                        body += part
+                        self._held_bytes += len(part)
+                    elif size > MAX_DRAIN_BYTES:
+                        break
+            if size > MAX_BODY:
+                raise user_error("request-too-long", limit=MAX_BODY)
+            if not has_room:
+                raise TooManyWaiting
+            try:
+                return await self._reader.call(self._read_s, api.read, bytes(body))
+            except TimeoutError:
+                raise TimedOut from None
+        finally:
+            self._held_bytes -= len(body)
+
     async def _stream(
-        self, api: Api[Job], ticket: Ticket[Job], events: asyncio.Queue[Event]
+        self, api: Api[Job], ticket: Ticket[Job], events: asyncio.Queue[Event], deadline: float
     ) -> AsyncIterator[str]:
         """Server-sent events; ends early with an object that has the key error."""
         stream = api.events(ticket.job)
         try:
             while True:
-                event = await events.get()
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        event = await events.get()
+                except TimeoutError:
+                    event = Failed(TimedOut())
                 if isinstance(event, NewToken):
                     for each in stream.of_token(event):
                         yield _event(each)
@@ -240,7 +303,7 @@ class TextServer(Generic[Job]):
         """Message and status of a job without a result."""
         if isinstance(error, Cancelled):
             return "the server is stopping", 503
-        if isinstance(error, TimedOut):
+        if isinstance(error, TimedOut | TimeoutError):
             return f"the request did not end within {self._options.timeout:g} s", 504
         if isinstance(error, TpGroupBroken):
             return f"the server stops: {error}", 500
@@ -269,58 +332,13 @@ class TextServer(Generic[Job]):
             )
 
     async def _health(self) -> Response:
-        return JSONResponse({"status": "ok", "requests": self._backend.jobs})
+        stalled = self._backend.step_s > STALL_S
+        status = f"a step takes longer than {STALL_S:.0f} s" if stalled else "ok"
+        content = {"status": status, "requests": self._backend.jobs}
+        return JSONResponse(content, 503 if stalled else 200)
 
     async def _show_metrics(self) -> Response:
         return Response(self._metrics.text(), media_type=self._metrics.content_type)
-
-
-class _KeyCheck:
-    """Rejects requests without one of the keys, except for the page and the state of the server."""
-
-    OPEN = ("/", "/health")
-
-    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1")  # the bytes of the header
-        is_known = any(hmac.compare_digest(given, each) for each in self._keys)
-        if scope["path"] in self.OPEN or (kind.lower() == "bearer" and is_known):
-            await self._app(scope, receive, send)
-            return
-        message = "a key is required: Authorization: Bearer KEY"
-        await _error(401, message, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-
-
-class _HostCheck:
-    """Rejects requests that web pages of other sites send through a browser of this machine.
-
-    Such a request has the page's site as its origin or, after DNS rebinding, as its host.
-    """
-
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
-        self._app = app
-        self._hosts = {host.lower().rstrip(".") for host in (*hosts, "localhost")}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        for name, prefix in (("host", "//"), ("origin", "")):
-            value = headers.get(name)
-            if value is not None and not self._is_accepted(prefix + value):
-                message = f"the {name} {value} is not accepted; --allowed-hosts adds a host"
-                await _error(403, message)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _is_accepted(self, url: str) -> bool:
-        try:
-            host = (urlsplit(url).hostname or "").rstrip(".")
-        except ValueError:
-            return False
-        return host in self._hosts or is_loopback(host)
 
 
 class _HeadTimeout(H11Protocol):
@@ -367,27 +385,39 @@ class _Server(uvicorn.Server):
     @contextmanager
     def stopping(self, stop: Callable[[], None]) -> Iterator[None]:
         """Calls a function, inside the context, when SIGTERM or SIGINT arrives; a second SIGINT
-        gives up open connections."""
+        gives up open connections. The process ends even if the main thread does not return.
 
-        def handle(number: int, frame: Any) -> None:
-            stop()
-            self.handle_exit(number, frame)
+        Python's handlers wait for the main thread, which may be computing: the number of a signal
+        is written to a socket, which another thread reads.
+        """
+        receiving, sending = socket.socketpair()
+        sending.setblocking(False)
+        limit = threading.Timer(EXIT_TIMEOUT_S, end_process, [ExitCode.FINISHED])
+        limit.daemon = True
+
+        def watch() -> None:
+            while number := receiving.recv(1):
+                if number[0] in numbers:
+                    if not self.should_exit:
+                        limit.start()
+                    stop()
+                    self.handle_exit(number[0], None)
 
         numbers = (signal.SIGTERM, signal.SIGINT)
-        previous = [signal.signal(number, handle) for number in numbers]
+        previous_fd = signal.set_wakeup_fd(sending.fileno())
+        previous = [signal.signal(number, lambda *_: None) for number in numbers]
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
         try:
             yield
         finally:
             for number, handler in zip(numbers, previous, strict=True):
                 signal.signal(number, handler)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host is an address that only this machine can reach."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+            signal.set_wakeup_fd(previous_fd)
+            sending.close()
+            watcher.join()
+            receiving.close()
+            limit.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -404,24 +434,6 @@ def listen(host: str, port: int) -> socket.socket:
     # For connections, too: without it, a response's end waits 40 ms for an acknowledgment.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
-
-
-async def _body(request: Request) -> bytes:
-    """
-    Raises:
-        UserError: If the body is too long.
-    """
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= MAX_BODY:
-            parts.append(part)
-        elif size > MAX_DRAIN_BYTES:
-            break
-    if size > MAX_BODY:
-        raise user_error("request-too-long", limit=MAX_BODY)
-    return b"".join(parts)
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -441,8 +453,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
         405: f"{request.method} is not allowed for {request.url.path}; use PUT /api",
     }
     message = messages.get(error.status_code, error.detail)
-    return _error(error.status_code, message, error.headers)
-
-
-def _error(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"message": message}, status_code=status, headers=headers)
+    return error_response(error.status_code, message, error.headers)

@@ -51,7 +51,7 @@ ALLOWED = {
 ONLY_IN = {
     "argparse": "cli/completion.py conversion/megatron/write_common.py",
     "deepspeed": "engine/ checkpoint/universal/ launch/",
-    "fastapi starlette uvicorn": "inference/server.py",
+    "fastapi starlette uvicorn": "inference/server.py inference/access.py",
     "os.environ os.environb os.getenv os.putenv os.unsetenv": "launch/",
     "pretrain_gpt tools benchmarks tests": "",
     "torch.cuda": "launch/device.py",

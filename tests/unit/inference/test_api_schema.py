@@ -59,7 +59,10 @@ INVALID_BODIES: dict[str, list[bytes]] = {
         b'{"prompts": ["a"], "temperature": NaN}',
         b'{"prompts": ["a"], "random_seed": ' + b"9" * 5000 + b"}",
     ],
-    "request-field-repeated": [b'{"prompts": ["a"], "prompts": ["b"]}'],
+    "request-field-repeated": [
+        b'{"prompts": ["a"], "prompts": ["b"]}',
+        b"{%b}" % b",".join(b'"%d": 0' % (number % 100_000) for number in range(100_001)),
+    ],
     "request-not-json-object": [b"[]", b"null", b'"prompts"'],
     "request-field-missing": [b"{}"],
     "request-value-invalid": [b'{"prompts": ["\\ud800"]}'],

@@ -47,7 +47,7 @@ def allowed(settings: SamplingParams) -> dict[int, float]:
     [
         *((SamplingParams(top_k=count), ALL) for count in (0, 5000)),
         *((SamplingParams(top_k=1), {1: 1.0}), (SamplingParams(top_p=1.0), ALL)),
-        *((SamplingParams(top_p=share), {1: 1.0}) for share in (0.3, 1e-9)),
+        *((SamplingParams(top_p=share), {1: 1.0}) for share in (0.3, 1e-9, 1e-300)),
         # 0.4 + 0.25 < 0.7: the token that crosses 0.7 belongs to the nucleus.
         *((SamplingParams(top_k=3), THREE), (SamplingParams(top_p=0.7), THREE)),
         # Of the three that top-k keeps, 0.4 / 0.85 = 0.47 < 0.5.

@@ -343,12 +343,17 @@ def test_a_search_whose_model_is_broken_fails_alone(
 
 def test_a_stop_cancels_everything(service: TextGenerationService) -> None:
     with running(engine_of(service), service.start) as server:
+        wait_until(lambda: server.scheduler.step_s == 0)  # it waits for work
         with server.hold():
             jobs = (job([1], new=30), job([2], [3], [4], new=30), search([5], new=30))
             listeners = [server.submit(each)[1] for each in jobs]
             server.gate.release(1)
             wait_until(lambda: server.engine.running != [])
+            wait_until(lambda: server.scheduler.step_s > 0.01)  # a step is held
             server.scheduler.stop()
+            # Before the step has ended.
+            assert all(isinstance(error_of(each.end), Cancelled) for each in listeners[:1])
+            listeners = listeners[1:]
         assert all(isinstance(error_of(each.end), Cancelled) for each in listeners)
         wait_until(lambda: server.scheduler._stopped)
         with pytest.raises(Cancelled):

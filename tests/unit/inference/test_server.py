@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import multiprocessing
 import os
 import re
 import signal
 import socket
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -51,9 +55,16 @@ class Job:
 class EchoApi:
     """Answers with the text of the request, and streams its characters."""
 
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
     def read(self, body: bytes) -> Job:
         if body == b"bad":
             raise UserError(Problem.of("bad-request", "this is bad"))
+        while body == b"endless":
+            pass
+        if body == b"long":  # in a library, which no exception interrupts
+            self.released.wait(60)
         return Job(body.decode())
 
     def response(self, job: Job, finished: Finished) -> dict[str, Any]:
@@ -96,6 +107,7 @@ class Backend:
     prompted: int = 9
     running: int = 0
     waiting: int = 0
+    step_s: float = 0.0
     tickets: list[Ticket[Job]] = field(default_factory=list)
     cancelled: list[Ticket[Job]] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -128,9 +140,10 @@ class Client:
     def __init__(self, run: Run = echo, **options: Any) -> None:
         self.log: list[str] = []
         self.backend = Backend(run)
+        self.api = EchoApi()
         self.server = TextServer[Job](
             self.backend,
-            {"/api": EchoApi()},
+            {"/api": self.api},
             self.log.append,
             ServerOptions(**options),
             {"/info": {"name": "<b>", "defaults": {"temperature": 1.0}}},
@@ -174,14 +187,21 @@ def test_other_requests_are_answered_in_json(method: str, path: str, status: int
 
 
 def test_health_and_page() -> None:
-    client = Client().http
+    server = Client()
+    client, backend = server.http, server.backend
 
     assert client.get("/health").json() == {"status": "ok", "requests": 0}
+    backend.step_s = 61
+    response = client.get("/health")
+    assert (response.status_code, response.json()["requests"]) == (503, 0)
+    backend.step_s = 59
     assert client.get("/info").json()["name"] == "<b>"
     for path in ("/", "/health", "/info"):
         head = client.head(path)
         assert (head.status_code, head.content) == (200, b"")
     page = client.get("/")
+    assert page.headers["X-Frame-Options"] == "DENY"
+    assert page.headers["X-Content-Type-Options"] == "nosniff"
     assert page.headers["content-type"].startswith("text/html")
     # Texts of users and models are never HTML.
     assert not re.search("innerHTML|outerHTML|insertAdjacentHTML|document.write", page.text)
@@ -210,6 +230,104 @@ def test_a_failed_request_does_not_stop_the_server() -> None:
     assert client.put(b"slow") == (504, {"message": "the request did not end within 7 s"})
     assert (client.put(b"nan")[0], client.put(b"well")) == (500, (200, {"text": ["well"]}))
     assert len(client.backend.cancelled) == len(client.backend.tickets)
+
+
+@pytest.mark.parametrize("body", [b"endless", b"long"])
+def test_a_request_holds_the_reader_no_longer_than_its_deadline(body: bytes) -> None:
+    client = Client(timeout=0.3)
+    with client.http:
+        status, response = client.put(body)
+        assert (status, response) == (504, {"message": "the request was not read within 0.3 s"})
+        assert client.put(b"well") == (200, {"text": ["well"]})
+    client.api.released.set()
+
+
+@pytest.mark.parametrize("body", [b"x", b"stream"])
+def test_a_request_ends_in_time_though_the_model_does_not(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "GRACE_S", 0.0)
+    client = Client(lambda job, listener: None, timeout=0.2)
+    response = client.http.put("/api", content=body)
+    assert response.status_code == (504 if body == b"x" else 200)
+    assert "did not end within 0.2 s" in response.text
+    assert len(client.backend.cancelled) == 1
+
+
+def compute_for_hours() -> None:
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+
+def loop_endlessly() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("step", [compute_for_hours, loop_endlessly])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_whatever_it_computes(
+    step: Callable[[], None], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "EXIT_TIMEOUT_S", 0.5)
+
+    def serve(listener: socket.socket) -> None:
+        client = Client(lambda job, listener: None)
+        client.backend.run = step  # type: ignore[method-assign]
+        client.server.run(listener)
+
+    with listen("127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=serve, args=(listener,))
+        process.start()
+        try:
+            request = urllib.request.Request(f"{url}/api", b"x")
+            with ThreadPoolExecutor(1) as pool:
+                pending = pool.submit(urllib.request.urlopen, request, timeout=60)
+                while json.load(urllib.request.urlopen(f"{url}/health"))["requests"] < 1:
+                    assert not pending.done()
+                assert process.pid is not None
+                os.kill(process.pid, number)
+                with pytest.raises(urllib.error.HTTPError) as raised:
+                    pending.result(60)
+                assert raised.value.code == 503
+            process.join(60)
+            assert process.exitcode == 0
+        finally:
+            process.kill()
+            process.join()
+
+
+def test_bodies_have_a_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_HELD_BYTES", 10)
+    client = Client()
+
+    def serve_and_ask(listener: socket.socket) -> list[int]:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
+
+        def status() -> int:
+            try:
+                with urllib.request.urlopen(url, b"123456", timeout=60) as response:
+                    return int(response.status)
+            except urllib.error.HTTPError as error:
+                return error.code if error.headers["Retry-After"] == "1" else 0
+
+        try:
+            with socket.create_connection(listener.getsockname()) as slow:
+                slow.sendall(b"PUT /api HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n12345")
+                while client.server._held_bytes < 5:
+                    pass
+                assert [status(), status()] == [503, 503]
+            while client.server._held_bytes:
+                pass
+            return [status(), status(), client.server._held_bytes]
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(serve_and_ask, listener)
+        client.server.run(listener)
+        assert asked.result(60) == [200, 200, 0]
 
 
 def test_more_requests_than_may_wait_are_told_to_come_back() -> None:
