@@ -169,7 +169,7 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
         shown = f"{with_value(schedule, name)} x {end:.15g} = {start:.15g} {unit}"
     elif warmup is not None:
         name, start, shown = warmup.field, in_unit(warmup), described(warmup)
-    if start >= end:
+    if start >= end and not (schedule.lr_decay_style == "constant" and fraction is None):
         yield Problem(
             "warmup-not-shorter-than-decay",
             name,

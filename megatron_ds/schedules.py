@@ -10,7 +10,8 @@ The lengths of the learning rate schedule may be given in iterations, samples or
 become samples by the final global batch size, as in Megatron.
 
 Sources of the formulas: Megatron-LM's optimizer_param_scheduler and num_microbatches_calculator;
-Megatron-DeepSpeed's for tokens; DeepSpeed's curriculum_scheduler (fixed_linear).
+Megatron-DeepSpeed's for tokens; DeepSpeed's curriculum_scheduler (fixed_linear) and lr_schedules
+(logarithmic warmup).
 """
 
 from __future__ import annotations
@@ -336,11 +337,22 @@ def decay_length(config: Config, dp_size: int) -> int:
 
 
 def warmup_length(config: Config, dp_size: int) -> float:
-    """Warmup in `lr_unit`; not an integer in general if given as a fraction."""
-    if config.schedule.lr_warmup_fraction is not None:
-        return config.schedule.lr_warmup_fraction * decay_length(config, dp_size)
-    given = given_length(config, "lr_warmup")
-    return 0 if given is None else in_lr_units(config, given, dp_size)
+    """Warmup in `lr_unit`; not an integer in general if given as a fraction.
+
+    A logarithmic one has at least two steps, as in DeepSpeed.
+    """
+    given, fraction = given_length(config, "lr_warmup"), config.schedule.lr_warmup_fraction
+    length: float = 0 if given is None else in_lr_units(config, given, dp_size)
+    if fraction is not None:
+        length = fraction * decay_length(config, dp_size)
+    if length > 0 and config.schedule.lr_warmup_style == "log":
+        return max(length, 2 * _lr_units_of_step(config, dp_size))
+    return length
+
+
+def _lr_units_of_step(config: Config, dp_size: int) -> int:
+    """Samples or tokens of a step with the final batch size, in `lr_unit`."""
+    return in_lr_units(config, ScheduleLength("lr_warmup_iters", 1), dp_size)
 
 
 def learning_rate(config: Config, state: TrainState, dp_size: int) -> float:
@@ -364,7 +376,12 @@ def _scheduled_rate(
     warmup, decay = warmup_length(config, dp_size), decay_length(config, dp_size)
     if warmup > 0 and applied <= warmup:
         start = config.schedule.lr_warmup_init
-        return start + (peak - start) * applied / warmup
+        if config.schedule.lr_warmup_style == "linear":
+            return start + (peak - start) * applied / warmup
+        # The order of the operations is DeepSpeed's, so that the results are equal.
+        step = _lr_units_of_step(config, dp_size)
+        factor = 1.0 / math.log(warmup / step) * math.log(applied / step + 1)
+        return start + (peak - start) * (factor if applied < warmup else 1.0)
     style = config.schedule.lr_decay_style
     if style == "constant":
         return peak

@@ -57,7 +57,8 @@ takes, but not their order."""
 SCHEDULER_FIELDS = frozenset(
     {
         *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
-        *("lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init", "lr_warmup_fraction"),
+        *("lr_decay_style", "lr_wsd_decay_style"),
+        *("lr_warmup_style", "lr_warmup_init", "lr_warmup_fraction"),
         *(f"{stem}_{unit}" for stem in ("train", *SCHEDULE_LENGTHS) for unit in SCHEDULE_UNITS),
         *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     }

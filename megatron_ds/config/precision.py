@@ -34,7 +34,8 @@ class PrecisionConfig:
     min_loss_scale: float = _of_dynamic_scale(1.0, "minimum dynamic loss scale", minimum=1)
     loss_scale_window: int = _of_dynamic_scale(
         1000,
-        "number of consecutive steps without overflow before the loss scale is doubled",
+        "number of consecutive steps without overflow before the loss scale is doubled; one more "
+        "at the start and after an overflow, as in DeepSpeed",
         minimum=1,
     )
     hysteresis: int = _of_dynamic_scale(

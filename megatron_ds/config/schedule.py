@@ -122,6 +122,12 @@ class ScheduleConfig:
     lr_warmup_init: float = option_field(
         0.0, "learning rate at the start of warmup", minimum=0, only_with=WARMUP
     )
+    lr_warmup_style: str = option_field(
+        "linear",
+        "course of the warmup; log is DeepSpeed's: log(step) / log(steps of the warmup)",
+        choices=("linear", "log"),
+        only_with=WARMUP,
+    )
     min_lr: float = option_field(
         0.0,
         "minimum learning rate after warmup",
@@ -171,6 +177,11 @@ class ScheduleConfig:
             lengths[f"lr_decay_{unit}"] = getattr(self, f"{stem}_{unit}") if has_decay else None
             lengths[f"train_{unit}"] = getattr(self, f"train_{unit}") if is_of_run else None
         return lengths
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether a length of the warmup is set."""
+        return bool(self.lr_warmup_fraction or self.given_lengths("lr_warmup"))
 
     def given_lengths(self, stem: str) -> list[str]:
         """The fields of a length (train, lr_decay, lr_warmup, lr_wsd_decay) that are set."""

@@ -32,7 +32,8 @@ LR_FIELDS = (
     *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
 )
 LR_STYLE_FIELDS = (
-    *("min_lr", "lr_decay_style", "lr_wsd_decay_style", "lr_warmup_init", "lr_warmup_fraction"),
+    *("min_lr", "lr_decay_style", "lr_wsd_decay_style"),
+    *("lr_warmup_style", "lr_warmup_init", "lr_warmup_fraction"),
 )
 """Fields of the schedule that are taken as they are. Its lengths are converted."""
 

@@ -208,7 +208,8 @@ def _schedule(facts: BannerData) -> Lines:
     course = f"from {options.lr:g}, "
     if warmup:
         start = f"{schedule.lr_warmup_init:g} to {options.lr:g}"
-        course = f"warmup from {start} in {warmup:,.0f} {unit}, then "
+        kind = "logarithmic warmup" if schedule.lr_warmup_style == "log" else "warmup"
+        course = f"{kind} from {start} in {warmup:,.0f} {unit}, then "
     course += schedule.lr_decay_style
     if schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"

@@ -22,7 +22,7 @@ def config_with(schedule: dict[str, Any], optimizer: dict[str, Any] | None = Non
 
 
 def after(applied_samples: int) -> TrainState:
-    return TrainState(applied_samples=applied_samples)
+    return TrainState(applied_samples=applied_samples, applied_tokens=SEQUENCE * applied_samples)
 
 
 BY_SAMPLES = {
@@ -78,6 +78,15 @@ def test_lengths_in_iterations_are_converted_by_the_global_batch_size() -> None:
     [
         ({}, {0: 1.0}),
         ({"lr_warmup_samples": 100, "lr_warmup_init": 0.2}, {0: 0.2, 50: 0.6}),
+        (
+            {"lr_warmup_samples": 100, "lr_warmup_init": 0.2, "lr_warmup_style": "log"},
+            {0: 0.2, 20: 0.2 + 0.8 * math.log(3) / math.log(10), 90: 1.0, 100: 1.0, 101: 0.99775},
+        ),
+        ({"lr_warmup_samples": 5, "lr_warmup_style": "log"}, {0: 0.0, 10: 1.0, 20: 1.0}),
+        (
+            {"lr_warmup_tokens": 1000, "lr_decay_samples": 0, "lr_warmup_style": "log"},
+            {20: math.log(3) / math.log(10)},
+        ),
         # Relative to the decay.
         ({"lr_warmup_fraction": 0.25}, {25: 0.2, 125: 1.0}),
     ],

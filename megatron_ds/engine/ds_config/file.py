@@ -14,11 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config.checks import json_remedy
+import hjson
+from hjson.decoder import HjsonDecodeError, scanKeyName
+
 from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json, get, has, leaves, pop, put
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_config.keys import (
     BLOCKS,
+    CHECKED_BLOCKS,
     DROPPED_IF,
     IGNORED_KEYS,
     OLD_PIN_KEY,
@@ -27,9 +30,23 @@ from megatron_ds.engine.ds_config.keys import (
     RENAMED,
     TOP_KEYS,
 )
+from megatron_ds.engine.ds_config.schedules import DECAY_MAX_LR
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_object
 
-TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:\n]')
+LITERAL = r"(?:true|false|null|-?\d[-+.\w]*)"
+COMMENT = r"\#[^\n]* | //[^\n]* | /\*.*?\*/"
+TOKEN = re.compile(
+    rf"""
+    {COMMENT}
+    | \'{{3}}.*?\'{{3}} | "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*'  # texts
+    | [{{}}\[\],\n]
+    | :(?:[ \t]*  # with a text without quotes, which ends with its line
+        (?![\s"'{{}}\[\]] | {COMMENT} | {LITERAL}\s*(?:[,}}\]\n]|\Z|{COMMENT})) [^\n]*)?
+    | {LITERAL}(?=[,}}\]\s\#/]|\Z) | [^\s{{}}\[\],:"']+  # key without quotes
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""Tokens of Hjson, as far as they decide where keys are."""
 
 
 def read_file(path: str) -> DeepSpeedFile:
@@ -44,20 +61,26 @@ def read_file(path: str) -> DeepSpeedFile:
 
 
 def parse_file(path: str) -> DeepSpeedFile:
-    """Read a file as it is written.
+    """Read a file as it is written, in Hjson as DeepSpeed does: with comments and trailing commas.
 
     Raises:
         UserError: If it is not a JSON object.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        values = json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        place = f"{path}:{error.lineno}:{error.colno}"
-        raise _unreadable(place, error.msg + json_remedy(error)) from error
+        text = Path(path).read_text(encoding="utf-8-sig")
+        try:
+            values = json.loads(text, object_pairs_hook=_without_duplicates)
+        except json.JSONDecodeError:
+            values = hjson.loads(text, object_pairs_hook=_without_duplicates)
+    except HjsonDecodeError as error:
+        reason = str(error).rpartition(": line ")[0]
+        reason = reason.replace("Bad key name (eof)", "the end of an object is missing")
+        raise _unreadable(f"{path}:{error.lineno}:{error.colno}", reason) from error
     except RecursionError:
         raise _unreadable(path, "nested too deeply") from None
-    except (OSError, ValueError) as error:  # includes numbers of thousands of digits
+    except IndexError:
+        raise _unreadable(path, "ends inside a comment or a text") from None
+    except (OSError, ValueError, OverflowError) as error:  # of numbers that are too large as well
         raise _unreadable(path, error) from error
     if not isinstance(values, dict):
         raise _unreadable(path, "not a JSON object")
@@ -70,6 +93,7 @@ def normalize(file: DeepSpeedFile) -> None:
     translate(file)
     _drop_or_refuse_keys(file)
     _check_keys_and_values(file)
+    _drop_rate_of_optimizer(file)
 
 
 def translate(file: DeepSpeedFile) -> None:
@@ -154,6 +178,8 @@ def _drop_or_refuse_keys(file: DeepSpeedFile) -> None:
         if not has(file.values, key):
             continue
         value = pop(file.values, key)
+        if value == "auto":
+            continue
         if key in REFUSED and _is_off(value):
             _warn_dropped(file, key, f"it is off, and not supported: {reason}")
         elif key in IGNORED_KEYS and value == DROPPED_IF.get(key, value):
@@ -167,11 +193,27 @@ def _check_keys_and_values(file: DeepSpeedFile) -> None:
     for block, kinds in {"": TOP_KEYS, **BLOCKS}.items():
         for dotted, key, value in _entries(file, block):
             if key not in kinds:
-                hint = did_you_mean(key, kinds)
-                problem = Problem("ds-key-unknown", key=dotted, hint=hint)
-                file.problems.append(file.at(dotted, problem))
+                is_checked = block in CHECKED_BLOCKS
+                hint = did_you_mean(key, kinds, 0.6 if is_checked else 0.8)
+                if is_checked:
+                    problem = Problem("ds-key-unknown", key=dotted, hint=hint)
+                    file.problems.append(file.at(dotted, problem))
+                else:
+                    pop(file.values, dotted)
+                    _warn_dropped(file, dotted, f"DeepSpeed does not read it{hint}")
             elif value not in (None, "auto"):
                 _check_value(file, dotted, kinds[key], value)
+
+
+def _drop_rate_of_optimizer(file: DeepSpeedFile) -> None:
+    """A warm-up of DeepSpeed replaces the learning rate of the optimizer."""
+    key, peak = "optimizer.params.lr", "scheduler.params.warmup_max_lr"
+    value = file.get(peak)
+    if file.get("scheduler.type") == "WarmupDecayLR" and not has(file.values, peak):
+        value = DECAY_MAX_LR
+    if file.get(key) is not None and value not in (None, file.get(key)):
+        pop(file.values, key)
+        _warn_dropped(file, key, f"the scheduler sets the learning rate, by warmup_max_lr {value}")
 
 
 def unknown_keys(file: DeepSpeedFile) -> list[str]:
@@ -184,9 +226,9 @@ def unknown_keys(file: DeepSpeedFile) -> list[str]:
     ]
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The end of a message about an unknown name."""
-    near = difflib.get_close_matches(name, list(names), n=1)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -228,27 +270,25 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> Json:
 
 
 def _key_lines(text: str) -> dict[str, int]:
-    """Line of every dotted key in valid JSON, without keys inside lists."""
+    """Line of every dotted key in valid Hjson, without keys inside lists."""
     lines: dict[str, int] = {}
     stack: list[str | None] = []  # the key of each open object; None for a list
-    key, line, last = "", 1, ""
+    key, line, last, last_line = "", 1, "", 1
     for match in TOKEN.finditer(text):
         token = match.group()
-        if token == "\n":
-            line += 1
-        elif token == "{":
+        if token == "{":
             stack.append(key)
         elif token == "[":
             stack.append(None)
-        elif token in "}]":
-            stack.pop()
-        elif token == ":":
+        elif token in ("}", "]"):
+            stack = stack[:-1]
+        elif token.startswith(":"):
             if None not in stack:
-                key = json.loads(last)
-                prefix = [name for name in stack[1:] if name is not None]
-                lines[".".join([*prefix, key])] = line
-        elif token != ",":
-            last = token
+                key = scanKeyName(f"{last}:", 0)[0]
+                lines[".".join([*(name for name in stack if name), key])] = last_line
+        elif token not in (",", "\n") and not token.startswith(("#", "//", "/*")):
+            last, last_line = token, line
+        line += token.count("\n")
     return lines
 
 
@@ -257,6 +297,8 @@ def _is_off(value: Any) -> bool:
     if not isinstance(value, dict):
         return not value
     if "enabled" in value:
-        return value["enabled"] is False
+        parts = [one for one in value.values() if isinstance(one, dict) and "enabled" in one]
+        is_empty = parts != [] and all(map(_is_off, parts))
+        return value["enabled"] in (False, "auto") or is_empty
     switches = [key for key in leaves(value) if key.endswith(".enabled")]
     return not value or (switches != [] and all(get(value, key) is False for key in switches))

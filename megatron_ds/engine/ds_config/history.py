@@ -21,8 +21,8 @@ TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 OLDEST = "0.5.0"
 REPLACED: dict[str, str] = TABLES["replaced"]
 """Keys that only a migration replaces -> current key."""
-OPTIMIZERS: dict[str, tuple[str, str]] = TABLES["optimizers"]
-"""Optimizers that DeepSpeed no longer has -> successor, and what differs."""
+OPTIMIZERS: dict[str, dict[str, Any]] = TABLES["optimizers"]
+"""Other optimizers -> their `successor`, `effect`: what differs, and `params` of theirs alone."""
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ BLOCKS: dict[str, dict[str, Kind]] = _keys_of_models() | {
     for block, by_kind in TABLES["kinds"].items()
 }
 """Supported keys of each block by its dotted name -> kind of the value."""
+CHECKED_BLOCKS = {*INSTALLED["blocks"], "optimizer.params", "scheduler.params"}
+"""Blocks in which DeepSpeed refuses unknown keys. It ignores them elsewhere."""
 PASSED_KEYS = BLOCKS.pop("passed")
 """Top-level keys that are passed to DeepSpeed unchanged."""
 TOP_KEYS = PASSED_KEYS | BLOCKS.pop("")

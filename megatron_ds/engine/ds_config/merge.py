@@ -185,8 +185,10 @@ class _ConfigMerger:
             fields = ds_schedules.scheduler_fields(config, self._file, batch_size)
         flags = self.set_fields(fields, ds_schedules.scheduler_problems(config, self._file))
         if flags:
-            place, problem = "scheduler.type", Problem("ds-scheduler-translated", flags=flags)
-            self._warn(self._file.at(place, problem))
+            has_warmup = self.filled().schedule.has_warmup
+            hint = "" if has_warmup else f", without a warmup: {option('lr_warmup_iters')} sets it"
+            problem = Problem("ds-scheduler-translated", flags=flags, hint=hint)
+            self._warn(self._file.at("scheduler.type", problem))
 
     def merge_curriculum(self) -> None:
         """Set the fields of the sequence-length curriculum from its block."""

@@ -121,10 +121,13 @@ def _replaced_keys(file: DeepSpeedFile) -> Iterator[Problem]:
 
 def _replaced_optimizer(file: DeepSpeedFile) -> Iterator[Problem]:
     key = "optimizer.type"
-    for old, (new, effect) in history.OPTIMIZERS.items():
+    for old, entry in history.OPTIMIZERS.items():
         if str(get(file.values, key)).lower() == old.lower():
-            put(file.values, key, new)
-            yield _replaced(file, f"{key} {old}", new, effect, key)
+            put(file.values, key, entry["successor"])
+            params = (f"optimizer.params.{name}" for name in entry["params"])
+            gone = [each for each in params if pop(file.values, each) is not None]
+            shown = " with ".join([f"{key} {old}", *[", ".join(gone)][: len(gone)]])
+            yield _replaced(file, shown, entry["successor"], entry["effect"], key)
 
 
 def _check_optimizer(file: DeepSpeedFile) -> None:

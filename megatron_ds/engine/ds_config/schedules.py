@@ -1,7 +1,8 @@
 """Translates the schedules of a DeepSpeed file, learning rate and curriculum, into our flags.
 
 A `scheduler` block is translated if one of our schedules gives exactly its learning rates. Others
-are refused with the flags of the nearest schedule.
+are refused with the flags of the nearest schedule. Absent keys have DeepSpeed's defaults, unless
+their flag was given.
 
 Older DeepSpeed versions truncated samples by a `curriculum_learning` block; the installed one
 rejects it, so it is not passed on. Only the schedule of Megatron-DeepSpeed's files is supported:
@@ -13,16 +14,17 @@ Sources: deepspeed.runtime.lr_schedules, deepspeed.runtime.data_pipeline.curricu
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ds.config import Config
-from megatron_ds.config.deepspeed_file import DeepSpeedFile
+from megatron_ds.config.deepspeed_file import DeepSpeedFile, get, has
 from megatron_ds.config.problems import Problem, option
 
 TRANSLATED = ("WarmupLR", "WarmupDecayLR")
+WARMUP_STEPS, DECAY_MAX_LR = 1000, 0.001
+"""DeepSpeed's defaults of warmup_num_steps, and of warmup_max_lr in WarmupDecayLR."""
 CURRICULUM = "curriculum_learning"
 LENGTHS = (
     f"{CURRICULUM}.min_difficulty",
@@ -53,29 +55,41 @@ def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> Fi
     by_samples = config.schedule.train_samples is not None
     per_step, unit = (batch_size, "samples") if by_samples else (1, "iters")
     yield "scheduler.type", "lr_decay_style", "constant" if kind == "WarmupLR" else "linear"
-    fields: list[tuple[str, str, Callable[[Any], float]]] = [
-        ("warmup_min_lr", "lr_warmup_init", float),
-        ("warmup_max_lr", "lr", float),
+    is_warming, block = config.schedule.has_warmup, "scheduler.params"
+    fields: list[tuple[str, str, Callable[[Any], float], Any]] = [
+        ("warmup_min_lr", "lr_warmup_init", float, None),
+        ("warmup_max_lr", "lr", float, None if kind == "WarmupLR" else DECAY_MAX_LR),
         # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
-        ("warmup_num_steps", f"lr_warmup_{unit}", lambda steps: max(2, int(steps)) * per_step),
+        (
+            "warmup_num_steps",
+            f"lr_warmup_{unit}",
+            lambda steps: max(2, int(steps)) * per_step,
+            None if is_warming else WARMUP_STEPS,
+        ),
     ]
     if kind == "WarmupDecayLR":
         fields += [
-            ("warmup_min_lr", "min_lr", float),
-            ("total_num_steps", f"lr_decay_{unit}", lambda steps: int(steps) * per_step),
+            ("warmup_min_lr", "min_lr", float, None),
+            ("total_num_steps", f"lr_decay_{unit}", lambda steps: int(steps) * per_step, None),
         ]
-    for name, field, convert in fields:
-        key = f"scheduler.params.{name}"
-        if file.get(key) is not None:
-            yield key, field, convert(file.get(key))
+    for name, field, convert, default in fields:
+        key, value = f"{block}.{name}", file.get(f"{block}.{name}")
+        if value is not None:
+            yield key, field, convert(value)
+        elif default is not None and not has(file.values, key) and field not in config.given:
+            yield "scheduler.type", field, convert(default)
+    style, steps = f"{block}.warmup_type", f"{block}.warmup_num_steps"
+    has_steps = is_warming or get(file.values, steps) != "auto"
+    if has_steps and (file.get(style) or "lr_warmup_style" not in config.given):
+        place = style if file.get(style) else "scheduler.type"
+        yield place, "lr_warmup_style", file.get(style) or "log"
 
 
 def scheduler_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     """Find out why a scheduler block cannot be translated, and which flags replace it."""
-    if file.get("scheduler") is None:
-        return
-    kind = file.get("scheduler.type")
-    place = "scheduler.type" if kind else "scheduler"
+    kind, place = file.get("scheduler.type"), "scheduler.type"
+    if kind is None:
+        return  # DeepSpeed has no schedule then
     if kind == "WarmupCosineLR":
         flags = _cosine_flags(config, file)
         yield file.at(place, Problem("ds-scheduler-inexact", cosine_flags=flags))
@@ -88,20 +102,12 @@ def scheduler_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]
 
 
 def _translation_problems(config: Config, file: DeepSpeedFile, kind: str) -> Iterator[Problem]:
-    place, key = "scheduler.type", "scheduler.params.warmup_type"
-    given = file.get(key)
-    if given != "linear":
-        # DeepSpeed's default is "log".
-        shown = json.dumps(given or "log (the default)")
-        yield file.at(
-            key if given else place, Problem("ds-warmup-not-linear", key=key, given=shown)
-        )
     steps = "scheduler.params.warmup_num_steps"
     if file.get(steps) is not None and file.get(steps) <= 0:
         yield file.invalid(steps, "must be positive", "lr_warmup_iters")
     params = file.values["scheduler"].get("params") or {}
     if kind == "WarmupDecayLR" and not params.get("total_num_steps"):
-        yield file.at(place, Problem("ds-scheduler-without-total-steps"))
+        yield file.at("scheduler.type", Problem("ds-scheduler-without-total-steps"))
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(config.schedule, name) is not None:
             problem = Problem("ds-scheduler-with-varying-batch", name, flag=option(name))

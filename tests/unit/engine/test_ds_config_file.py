@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_ds.config import deepspeed_file
 from megatron_ds.config.checks import json_remedy
+from megatron_ds.config.deepspeed_file import leaves
+from megatron_ds.config.problems import UserError
+from megatron_ds.engine.ds_config.file import _key_lines, parse_file
 from megatron_ds.engine.ds_config.generate import (
     ZERO3_DEFAULTS,
     ZERO12_DEFAULTS,
@@ -38,12 +42,9 @@ OFFLOAD = "zero_optimization.offload_optimizer"
 @pytest.mark.parametrize(
     ("file", "code", "shown"),
     [
-        ({"zero_optimisation": {}}, UNKNOWN, "'zero_optimization'"),
         ({"zero_optimization": {"stge": 1}}, UNKNOWN, "'stage'"),
         ({"bf16": {"enable": True}}, UNKNOWN, "'enabled'"),
         ({"optimizer": {"params": {"lrr": 1}}}, UNKNOWN, "'lr'"),
-        ({"data_types": {"params": "fp32"}}, UNKNOWN, "data_types.params"),
-        ({"activation_checkpointing": {"profil": True}}, UNKNOWN, "'profile'"),
         ({"timers": {"throughput": {"enable": 1}}}, UNKNOWN, "'enabled'"),
         ({"zero_optimization": {"offload_param": {"pin_mem": 1}}}, UNKNOWN, "pin_memory"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_nu_steps": 0}}}, UNKNOWN, "num"),
@@ -68,6 +69,18 @@ OFFLOAD = "zero_optimization.offload_optimizer"
         ),
         ({"elasticity": {"enabled": True}}, UNSUPPORTED, "elasticity"),
         ({"checkpoint": {"load_universal": True}}, UNSUPPORTED, "load_universal"),
+        ({"data_types": {"param_dtype": "bf16"}}, UNSUPPORTED, "--bf16"),
+        (
+            {
+                "data_efficiency": {
+                    "enabled": True,
+                    "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
+                    "data_sampling": {"enabled": False},
+                }
+            },
+            UNSUPPORTED,
+            "--curriculum-seqlen",
+        ),
         ({"optimizer": {"params": {"bias_correction": False}}}, UNSUPPORTED, "bias_correction"),
         (
             {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
@@ -104,6 +117,135 @@ def test_comment_or_trailing_comma_is_located(text: str, line: int | None) -> No
         json.loads(text)
     remedy = json_remedy(raised.value)
     assert re.findall(r"line (\d+)", remedy) == ([] if line is None else [str(line)])
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "hint"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation", "zero_optimization"),
+        ({"activation_checkpointing": {"profil": True}}, "profil", "profile"),
+        ({"data_types": {"params": "fp32"}}, "data_types.params", None),
+        ({"elastic_checkpoint": True}, "elastic_checkpoint", None),
+        ({"_comment": "for 8 GPUs"}, "_comment", None),
+        ({"comms_config": {"verbose": False}}, "comms_config", None),
+        ({"monitor_config": {"csv_monitor": {"enabled": True}}}, "monitor_config", None),
+    ],
+)
+def test_key_that_deepspeed_does_not_read_is_ignored_with_a_warning(
+    merge: Merge, file: Any, key: str, hint: str | None
+) -> None:
+    config, problems, warnings = merge(file)
+    assert (problems, codes(warnings)) == ([], ["ds-key-dropped"])
+    assert f"{key} has no effect" in warnings[0]
+    assert re.findall(r"did you mean '(\w+)'", warnings[0]) == ([hint] if hint else [])
+    assert build_ds_config(config, 2) == build_ds_config(merge({}).config, 2)
+
+
+HJSON = """\ufeff{ // "fp16": {
+  # Hugging Face's "auto"
+  "train_micro_batch_size_per_gpu": 2, /* "bf16": {
+  */ "bf16": {"enabled": true,},
+  'zero_optimization': {
+     stage: 3  # no comma
+     offload_param: {device: nvme // a text ends with its line
+       },
+     "stge": 1, "reduce_bucket_size": 2e8,
+  },
+  "optimizer":
+    {"params": {"betas": [0.8, 0.9,], "eps"
+      : -1e-6}}, gradient_clipping: 0.5,
+}"""
+
+
+def test_file_is_read_as_deepspeed_reads_it(tmp_path: Path) -> None:
+    import hjson
+
+    path = tmp_path / "ds.json"
+    path.write_text(HJSON, encoding="utf-8")
+    file = parse_file(str(path))
+    assert file.values == hjson.loads(HJSON)
+    assert file.values["zero_optimization"]["offload_param"]["device"].startswith("nvme //")
+    lines = {key: file.lines[key] for key in leaves(file.values)}
+    assert list(lines.values()) == [3, 4, 6, 7, 9, 9, 12, 12, 13]
+    lines = {key: file.lines[key] for key in ("bf16", "optimizer", "zero_optimization")}
+    assert list(lines.values()) == [4, 11, 5]
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_file_with_byte_order_mark_keeps_its_numbers(tmp_path: Path, ending: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(f'\ufeff{{{ending}"a": {{"b":{ending} 2.0}}}}'.encode())
+    file = parse_file(str(path))
+    assert (json.dumps(file.values), file.lines) == ('{"a": {"b": 2.0}}', {"a": 2, "a.b": 2})
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{\n"a": 1', "2:7"),
+        ('{\n"a" 1}', "2:5"),
+        ('{"a": "x}', "1:7"),
+        ('{"a":1}}', "1:8"),
+        ('{"a": 1,, "b": 2}', "1:9"),
+        ('{"a": /* x', ""),
+        ('{"a": 1e400 # x\n}', ""),
+        ('{"a": 1, "a": 2 # x\n}', ""),
+        ('{"a":{"b":' * 2000, ""),
+        ("[1, # x\n]", ""),
+    ],
+)
+def test_unreadable_file_is_reported_with_its_place(tmp_path: Path, text: str, place: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as raised:
+        parse_file(str(path))
+    (problem,) = raised.value.problems
+    assert problem.code == "ds-config-unreadable"
+    assert f"{path}:{place}" in problem
+
+
+def test_comments_do_not_change_the_lines_of_other_files() -> None:
+    """Of valid JSON, the lines are those of its keys, whatever is around them."""
+    text = (ROOT / "examples" / "deepspeed_config.json").read_text()
+    commented = re.sub(r"(\n *)(\"|\})", r"\1/* , { \" */ \2", text)
+    assert commented != text
+    assert _key_lines(commented) == _key_lines(text)
+    assert _key_lines(text.replace("\n", "# : }\n")) == _key_lines(text)
+
+
+class Recording(dict[str, Any]):
+    """An object of a file that notes the dotted keys that are read."""
+
+    def __init__(self, values: dict[str, Any], prefix: str, read: set[str]) -> None:
+        super().__init__(values)
+        self._prefix, self._read = prefix, read
+
+    def __contains__(self, key: object) -> bool:
+        self._read.add(f"{self._prefix}{key}")
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(f"{self._prefix}{key}")
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+    def __copy__(self) -> Recording:
+        return self
+
+
+def test_every_key_that_deepspeed_reads_is_known() -> None:
+    """The keys of blocks that are pydantic models are in the generated table."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    read: set[str] = set()
+    blocks = "optimizer scheduler activation_checkpointing aio flops_profiler data_types checkpoint"
+    file = {name: Recording({}, f"{name}.", read) for name in (*blocks.split(), "timers")}
+    DeepSpeedConfig(Recording({"train_batch_size": 1, **file}, "", read))
+    known = set(TOP_KEYS) | {f"{block}.{key}" for block, keys in BLOCKS.items() for key in keys}
+    assert len(read) > 80
+    assert read <= known | {*REFUSED, *IGNORED_KEYS, *RENAMED, *OLD_SWITCHES}
 
 
 PARAM_DEVICE = "zero_optimization.offload_param.device"
@@ -154,14 +296,28 @@ def test_old_key_is_translated_with_a_warning(
         {"compression_training": {"a": {"shared": {"enabled": False}, "b": {"bits": 8}}}},
         {"sparse_gradients": False},
         {"zero_optimization": {"mics_shard_size": 0}},
+        {"zero_optimization": {"elastic_checkpoint": True}},
         {"dataloader_drop_last": True},
+        {"amp": {"enabled": "auto", "opt_level": "auto"}},
+        {"max_grad_norm": 1.0},
+        {"compile": {"disable": True}},
+        {"pipeline": {"pipe_partitioned": True, "grad_partitioned": True}},
+        {"pipeline": {"activation_checkpoint_interval": 1}},
+        {"seq_parallel_communication_data_type": "fp32"},
+        {
+            "data_efficiency": {
+                "enabled": True,
+                "data_routing": {"enabled": False, "random_ltd": {"enabled": True}},
+                "data_sampling": {"enabled": True, "curriculum_learning": {"enabled": False}},
+            }
+        },
     ],
 )
 def test_unsupported_key_that_is_off_is_dropped_with_a_warning(merge: Merge, file: Any) -> None:
     config, problems, warnings = merge(file)
     assert (problems, codes(warnings)) == ([], ["ds-key-dropped"])
     assert deepspeed_file.get(build_ds_config(config, 2), next(iter(file))) in (
-        None,
+        *(None, {}),
         build_ds_config(merge({}).config, 2).get(next(iter(file))),
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ds import schedules
+from megatron_ds import schedule_validation, schedules
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.engine.ds_config.fields import MAPPINGS
@@ -238,10 +239,10 @@ def test_betas_of_the_file_are_those_of_its_optimizer(merge: Merge) -> None:
 
 
 def test_two_keys_of_one_field_must_agree(merge: Merge) -> None:
-    scheduler = {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_max_lr": 1e-3}}
-    file = {"optimizer": {"params": {"lr": 1e-4}}, "scheduler": scheduler}
-    problems = merge(file, without="--lr 1e-4").problems
-    assert (codes(problems), fields(problems)) == (["ds-keys-contradict"], [("lr",)])
+    file = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}}
+    problems = merge(file).problems
+    assert "ds-keys-contradict" in codes(problems)
+    assert ("bf16_master_weights",) in fields(problems)
 
 
 @pytest.mark.parametrize(
@@ -367,24 +368,102 @@ WARMUP = {
 }
 
 
-@pytest.mark.parametrize("length", ["--train-iters 12", "--train-samples 192"])
-@pytest.mark.parametrize("kind", ["WarmupLR", "WarmupDecayLR"])
-def test_scheduler_gives_learning_rates_of_deepspeed(merge: Merge, kind: str, length: str) -> None:
+LENGTHS = ["--train-iters 12", "--train-samples 192"]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("style", ["linear", "log", None])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("WarmupLR", {"total_num_steps": None}),
+        ("WarmupLR", {"total_num_steps": None, "warmup_num_steps": 1, "warmup_min_lr": None}),
+        ("WarmupLR", {"total_num_steps": None, "warmup_num_steps": None}),
+        ("WarmupDecayLR", {}),
+        ("WarmupDecayLR", {"warmup_num_steps": 1}),
+        (
+            "WarmupDecayLR",
+            {"warmup_max_lr": None, "total_num_steps": 2000, "warmup_num_steps": None},
+        ),
+    ],
+)
+def test_scheduler_gives_learning_rates_of_deepspeed(
+    merge: Merge, kind: str, changes: dict[str, Any], style: str | None, length: str
+) -> None:
+    """With all keys, or with the defaults of absent ones; the default of the style is "log"."""
     import torch
     from deepspeed.runtime import lr_schedules
 
-    params = {**WARMUP}
-    if kind == "WarmupLR":
-        del params["total_num_steps"]
-    file = {"scheduler": {"type": kind, "params": params}}
-    config, problems, warnings = merge(file, length, without="--train-iters 10")
-    assert (problems, codes(warnings)) == ([], ["ds-scheduler-translated"])
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-4)
+    params = {**WARMUP, "warmup_type": style, **changes}
+    params = {key: value for key, value in params.items() if value is not None}
+    file = {"optimizer": {"params": {"lr": 2e-3}}, "scheduler": {"type": kind, "params": params}}
+    given = "--lr 1e-4 --adam-beta2 0.95 --weight-decay 0.1 --train-iters 10"
+    config, problems, warnings = merge(file, length, without=given)
+    ineffective = ["ds-scheduler-translated", "ds-key-dropped"]
+    assert (problems, codes(warnings)) == ([], ineffective)
+    assert not [*schedule_validation.problems(config, 2)]
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=2e-3)
     theirs = getattr(lr_schedules, kind)(optimizer, **params)
     for step in range(12):
         theirs.step(step)
+        (rate,) = theirs.get_last_lr()
         ours = schedules.learning_rate(config, TrainState(applied_samples=16 * step), 2)
-        assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-12), step
+        assert ours == pytest.approx(rate, rel=1e-15), step
+        is_logarithmic = style != "linear" and step < params.get("warmup_num_steps", 1000)
+        assert ours == rate or not is_logarithmic, step
+
+
+def test_unknown_style_of_warmup_is_reported_with_its_line(merge: Merge) -> None:
+    params = {**WARMUP, "warmup_type": "squared"}
+    config = merge({"scheduler": {"type": "WarmupDecayLR", "params": params}}).config
+    problem = next(one for one in config.problems(2) if "lr_warmup_style" in one.fields)
+    assert "scheduler.params.warmup_type of" in config.with_origin(problem)
+
+
+def test_auto_scheduler_takes_its_values_from_the_flags(merge: Merge) -> None:
+    """A block of Hugging Face's documentation, whose warm-up is logarithmic."""
+    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    file = {
+        "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps"), "auto")},
+        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")},
+    }
+    config, problems, warnings = merge(file, "--lr-warmup-iters 4")
+    assert (problems, codes(warnings)) == ([], ["ds-scheduler-translated"])
+    rates = [
+        schedules.learning_rate(config, TrainState(applied_samples=16 * step), 2)
+        for step in range(11)
+    ]
+    expected = [1e-4 * math.log(step + 1) / math.log(4) for step in range(4)]
+    assert rates == pytest.approx([*expected, *(1e-4 * (10 - step) / 6 for step in range(4, 11))])
+    config, problems, (warning,) = merge(file)
+    assert (problems, config.schedule.has_warmup) == ([], False)
+    assert "--lr-warmup-iters" in warning
+    assert not [one for one in config.warnings() if "lr_warmup_style" in one.fields]
+
+
+def test_flags_replace_absent_keys_of_a_scheduler(merge: Merge) -> None:
+    file = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}}
+    flags = "--lr-warmup-fraction 0.5 --lr-warmup-style linear"
+    config, problems, _ = merge(file, flags)
+    assert problems == []
+    schedule = config.schedule
+    assert (schedule.lr_warmup_style, schedule.lr_warmup_iters) == ("linear", 0)
+    assert (config.optimizer.lr, schedule.lr_decay_iters) == (1e-4, 9)
+
+
+def test_scheduler_replaces_the_rate_of_the_optimizer(merge: Merge) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
+    file = {"optimizer": {"params": {"lr": 1e-4}}, "scheduler": scheduler}
+    config, problems, warnings = merge(file, without="--lr 1e-4")
+    assert (problems, config.optimizer.lr) == ([], 1e-3)
+    assert codes(warnings) == ["ds-scheduler-translated", "ds-key-dropped"]
+    assert "optimizer.params.lr has no effect" in warnings[1]
+
+
+@pytest.mark.parametrize("block", [{}, {"params": {"warmup_num_steps": 5}}, {"type": None}])
+def test_scheduler_without_a_type_is_none(merge: Merge, block: Any) -> None:
+    config, problems, _ = merge({"scheduler": block})
+    assert (problems, config.schedule.has_warmup) == ([], False)
 
 
 LINEAR = {"warmup_type": "linear"}
@@ -393,9 +472,8 @@ LINEAR = {"warmup_type": "linear"}
 @pytest.mark.parametrize(
     ("params", "kind", "flags", "code"),
     [
-        ({"warmup_type": "log"}, "WarmupLR", "", "ds-warmup-not-linear"),
-        ({}, "WarmupLR", "", "ds-warmup-not-linear"),
         (WARMUP, "WarmupDecayLR", "--lr-warmup-iters 5", "ds-key-contradicts-flag"),
+        (WARMUP, "WarmupDecayLR", "--lr-warmup-style log", "ds-key-contradicts-flag"),
         (LINEAR | {"warmup_max_lr": 1.0}, "WarmupLR", "", "ds-key-contradicts-flag"),
         (LINEAR, "WarmupDecayLR", "", "ds-scheduler-without-total-steps"),
         (LINEAR | {"warmup_num_steps": 0}, "WarmupLR", "", "ds-value-invalid"),

@@ -70,6 +70,19 @@ def values_of(path: Path, values: Any) -> Any:
             {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1, "freeze_step": 9}}},
             {"optimizer": {"type": "AdamW", "params": {"lr": 1}}},
         ),
+        (
+            {
+                "optimizer": {
+                    "type": "Lamb",
+                    "params": {"lr": 1, "max_coeff": 0.3, "bias_correction": False},
+                }
+            },
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1}}},
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+        ),
         ({ZERO: {"stage": 0}, "fp16": {"enabled": True}}, {ZERO: {"stage": 1}}),
         ({ZERO: {"stage": 0}}, {ZERO: {"stage": 0}}),
     ],
@@ -90,7 +103,7 @@ def test_old_keys_become_current_ones(path: Path, old: Any, new: Any) -> None:
         ({"compile": {"enabled": True, "backend": "inductor"}}, "--compile"),
         ({"autotuning": {"enabled": True}}, "tools/plan.py"),
         ({"scheduler": {"type": "OneCycle", "params": {}}}, "--lr-decay-style"),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "linear"),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {}}}, "--lr-warmup-iters 1000"),
     ],
 )
 def test_removed_features_are_left_out_with_their_successor(
@@ -127,12 +140,27 @@ def test_curriculum_becomes_flags(path: Path) -> None:
 def test_unknown_keys_are_left_out_and_reported(path: Path) -> None:
     result = migrated(path, {"stepz": 1, ZERO: {"stge": 1}}, new_defaults=True)
     assert result.values == {ZERO: {}}
-    assert codes(result.unknown) == ["ds-key-unknown", "ds-key-unknown"]
+    assert (codes(result.changes), codes(result.unknown)) == (
+        ["ds-key-dropped"],
+        ["ds-key-unknown"],
+    )
+
+
+def test_parameters_of_a_replaced_optimizer_are_named_with_it(path: Path) -> None:
+    params = {"lr": 1, "freeze_step": 9, "cuda_aware": False, "mine": 1}
+    result = migrated(path, {"optimizer": {"type": "OneBitAdam", "params": params}})
+    assert (codes(result.changes), codes(result.unknown)) == (
+        ["ds-key-replaced"],
+        ["ds-key-unknown"],
+    )
+    assert "OneBitAdam with optimizer.params.freeze_step, optimizer.params.cuda_aware is" in str(
+        result.changes[0]
+    )
 
 
 def test_invalid_values_are_reported_together(path: Path) -> None:
     with pytest.raises(UserError) as error:
-        migrated(path, {"steps_per_print": "ten", "optimizer": {"type": "Lamb"}})
+        migrated(path, {"steps_per_print": "ten", "optimizer": {"type": "Adagrad"}})
     assert codes(error.value.problems) == ["ds-value-invalid", "ds-value-invalid"]
 
 

@@ -124,6 +124,12 @@ SAVED: dict[str, dict[str, Any]] = {
     "tokens": {**COSINE, "train_tokens": 640, "lr_warmup_samples": 16},
     "more tokens": {**COSINE, "train_samples": 999, "lr_decay_tokens": 640, "lr_warmup_tokens": 64},
     "annealed": {**WSD, "train_iters": 40, "lr_wsd_decay_iters": 10},
+    "logarithmic": {
+        **COSINE,
+        "train_iters": 40,
+        "lr_warmup_iters": 4,
+        "lr_warmup_style": "log",
+    },
     "constant": {"lr_decay_style": "constant", "train_iters": 40, "lr_warmup_iters": 4},
 }
 RUNS: dict[str, dict[str, Any]] = {
@@ -159,7 +165,9 @@ def test_the_schedule_is_that_of_the_checkpoint(
     found, _, problems = complete(own, 1, warnings.append)
     assert problems == []
     assert [*found.schedule.problems(found.parallel, 1), *found.optimizer.problems()] == []
-    for samples in range(0, 200, 3):
+    # A logarithmic warmup counts steps, so that it depends on the batch size until it ends.
+    start = 18 if (saved, run) == ("logarithmic", "larger batch") else 0
+    for samples in range(start, 200, 3):
         state = TrainState(applied_samples=samples, applied_tokens=4 * samples)
         for rate in (schedules.learning_rate, schedules.decoupled_learning_rate):
             assert rate(found, state, 1) == pytest.approx(rate(first, state, 1), rel=1e-12)
