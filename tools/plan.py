@@ -13,6 +13,8 @@ if __name__ == "__main__":
     program_start.begin()
 
 import dataclasses
+import functools
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,34 +24,39 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
+from megatron_ds.config.checks import folder_problems
+from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
+from megatron_ds.loading.plan import model_options
 from megatron_ds.planning import plan_report
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
-from megatron_ds.planning.plan import make_plan, with_values
+from megatron_ds.planning.plan import make_plan
+from megatron_ds.planning.settings import Completed, completed, planned_tokens, without_tokenizer
 from megatron_ds.planning.suggest import suggest
 from megatron_ds.tokenizer import build_tokenizer
 
-UNITS = {"": 1, "MB": 1e6, "GB": 1e9, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"MB": 1e6, "GB": 1e9, "MIB": 2**20, "GIB": 2**30}
 SIZE = re.compile(r"([0-9.]+)\s*([A-Za-z]*)")
 RATES = {each.name for each in dataclasses.fields(Hardware)} - {"name"}
-PLANNED_RATE = 1e-4
-"""Learning rate of a plan, on which nothing depends."""
+PICTURES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
 class Options:
     """Plans a run on any number of processes in one: ranks, memory, communication, time.
 
-    Nothing is started, and data need not exist. Parameters, states and messages follow from the
-    settings; times assume a share of the device's peak, and are lower bounds where data or
-    checkpoints limit a run.
+    Nothing is started, and neither data nor weights need exist. Parameters, states and messages
+    follow from the settings; times assume a share of the device's peak, and are lower bounds where
+    data or checkpoints limit a run.
 
+        python tools/plan.py --load hf:FOLDER --world-size 8 --device-memory 80GB --tokens 1T
         python tools/plan.py --world-size 512 --hardware h100 --suggest FLAGS OF pretrain_gpt.py
 
-    All other flags are those of pretrain_gpt.py, of which --lr, the length of the run and the data
-    may be left out.
+    All other flags are those of pretrain_gpt.py. --lr, the length of the run and the data may be
+    left out, the model with --load hf:FOLDER, the tokenizer with --vocab-size, and with
+    --micro-batch-size the layout, which is then suggested.
     """
 
     world_size: int = option_field(1, "number of processes of the run", minimum=1)
@@ -76,14 +83,20 @@ class Options:
     )
     devices_per_machine: int | None = option_field(None, "devices of a machine", minimum=1)
     tokens: float | None = option_field(
-        None, "tokens of the complete training, such as 15e12, whose days are shown", above=0
+        None,
+        "tokens of the complete training, such as 15T or 15e12, whose days are shown (default: "
+        "those of --train-tokens, --train-samples or --train-iters)",
+        above=0,
     )
-    suggest: bool = option_field(False, "list layouts that fit the device, the fastest first")
+    suggest: bool = option_field(
+        False,
+        "list layouts that fit the device, the fastest first (always without --micro-batch-size)",
+    )
     print_json: bool = option_field(
         False, "print JSON, which also has the position of every rank", flag="json"
     )
     plot: str | None = option_field(
-        None, "draw the memory by component into this file (PNG or SVG)", metavar="FILE"
+        None, f"draw the memory by component into this file ({' '.join(PICTURES)})", metavar="FILE"
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -94,6 +107,15 @@ class Options:
         except (OSError, ValueError) as error:
             names = ", ".join(sorted(RATES))
             yield Problem("rates-unreadable", "rates", path=self.rates, error=error, names=names)
+        if self.plot is None:
+            return
+        if not self.plot.lower().endswith(PICTURES):
+            suffixes = " ".join(PICTURES)
+            problem = Problem("plot-suffix", output=self.plot, suffixes=suffixes)
+            yield problem.about(output="plot")
+        elif importlib.util.find_spec("matplotlib") is None:
+            yield Problem("plot-needs-matplotlib", output=self.plot).about(output="plot")
+        yield from folder_problems("plot", str(Path(self.plot).parent))
 
     def _rates(self) -> dict[str, float]:
         """The content of the file.
@@ -138,40 +160,50 @@ def _bytes_of(text: str) -> float | None:
 
 
 def _complete(
-    config: Config, world_size: int, warn: Callable[[str], None]
+    config: Config,
+    world_size: int,
+    warn: Callable[[str], None],
+    *,
+    is_host: bool = False,
+    found: list[Completed] | None = None,
 ) -> tuple[Config, list[Problem]]:
-    """Fills in the DeepSpeed file, and what a plan does not depend on."""
-    config, problems = merge_file(config, world_size, warn)
-    schedule = config.schedule
-    if schedule.train_iters is schedule.train_samples is schedule.train_tokens is None:
-        config = with_values(config, train_iters=1)
-    if "lr" not in config.given:
-        config = with_values(config, lr=PLANNED_RATE)
-    if not any(name.endswith("data_path") for name in config.given):
-        config = with_values(config, data_path=("planned",))
-    return config, problems
+    """Fills in the model that --load names, the DeepSpeed file, and what a plan does not need."""
+    config, of_model = model_options(config, warn)
+    config, of_file = merge_file(config, world_size, warn)
+    plan = completed(without_tokenizer(config), world_size, is_host=is_host)
+    if found is not None:
+        found.append(plan)
+    return plan.config, [*of_model, *of_file, *([] if of_model else plan.problems)]
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     training: list[str] = []
-    options = cli.parse(Options, argv, unknown=training)
+    return cli.run(Options, lambda options: _work(options, training), argv, unknown=training)
+
+
+def _work(options: Options, training: Sequence[str]) -> None:
+    """Prints the plan of the flags of pretrain_gpt.py."""
+    completions: list[Completed] = []
+    device = options.device
+    complete = functools.partial(_complete, is_host=device.kind == HOST, found=completions)
     config = arguments.parse(
-        training, world_size=options.world_size, complete=_complete, program="plan.py"
+        training, world_size=options.world_size, complete=complete, program="plan.py"
     )
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
     config = config.with_vocab(tokenizer.vocab_size)
     world_size = config.runtime.dry_run or options.world_size
-    plan = make_plan(config, world_size, options.device)
-    found = suggest(config, world_size, options.device) if options.suggest else []
+    (settings,) = completions
+    samples, assumed = settings.samples, settings.assumed
+    found = suggest(config, world_size, device, samples) if options.suggest or samples else None
+    plan = found[0].plan if found and samples else make_plan(config, world_size, device)
+    tokens = options.tokens or planned_tokens(config, plan.samples)
     if options.print_json:
-        print(json.dumps(plan_report.as_json(plan, options.tokens, found), indent=1))
+        print(json.dumps(plan_report.as_json(plan, tokens, found or (), assumed), indent=1))
     else:
-        print(plan_report.text(plan, options.tokens), end="")
-        if options.suggest:
-            print(f"\nlayouts\n{plan_report.suggestions_text(found)}", end="")
+        print(plan_report.text(plan, tokens, found, assumed), end="")
     if options.plot is not None:
         plan_report.draw_memory(plan, Path(options.plot))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -22,6 +22,8 @@ from megatron_ds.config.problems import Problem, UserError, user_error
 NEGATIONS = ("no-", "disable-")
 DASHES = ("\u2012", "\u2013", "\u2014", "\u2212")
 """What editors and web pages make of hyphens."""
+EXPONENTS = {"K": 3, "M": 6, "B": 9, "T": 12}
+"""Suffixes of numbers of tokens and samples, such as 300B."""
 LARGEST_EXACT = 2**53
 """Larger numbers with a point or an exponent may not be the integer that was written."""
 
@@ -259,6 +261,10 @@ def _is_same(argument: str, other: str) -> bool:
 def _converted(flag: Flag, option: str, argument: str) -> Any:
     if not argument.strip():
         raise user_error("empty-value", flag.field, flag=option)
+    exponent = EXPONENTS.get(argument[-1].upper())
+    if exponent and flag.kind in (int, float) and flag.field.endswith(("tokens", "samples")):
+        with suppress(UserError):
+            return _converted(flag, option, f"{argument[:-1]}e{exponent}")
     if flag.kind is int:
         return _integer(flag, option, argument)
     if flag.kind is range:

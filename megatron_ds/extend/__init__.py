@@ -22,6 +22,7 @@ from megatron_ds.launch import environment, rank_log
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading import plan as loading
+from megatron_ds.planning.settings import without_tokenizer
 from megatron_ds.train_state import StepResult, TrainState
 from megatron_ds.training.extensions import Callback, Extensions
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
@@ -113,6 +114,8 @@ def _read_settings(
         """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
         config = dataclasses.replace(config, custom_parts=extensions.custom_parts())
         config, plan, problems = loading.complete(config, size, warn)
+        if config.runtime.dry_run is not None:
+            config = without_tokenizer(config)
         plans.append(plan)
         return config, problems
 

@@ -70,7 +70,7 @@ def open_importable(
         problems.append(
             Problem("ckpt-step-missing", field, step=step, folder=path, names="weights alone")
         )
-    config, differing = _merge_model(config, source, warn)
+    config, differing = merge_model(config, source, warn)
     problems += differing
     continued = _continued(source, config)
     if "softmax_vocab_size" not in config.given and continued is not None:
@@ -87,7 +87,7 @@ def open_importable(
     return config, source, problems
 
 
-def _merge_model(
+def merge_model(
     config: Config, source: SourceCheckpoint, warn: Warn
 ) -> tuple[Config, list[Problem]]:
     """Fills the options of the model that are not given; compares those that are."""

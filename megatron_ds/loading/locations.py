@@ -30,6 +30,7 @@ from megatron_ds.checkpoint.store.mirror import (
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.checkpoint import hub_model, is_remote, is_url, split_location
 from megatron_ds.config.problems import Problem, UserError, renaming_fields, user_error
+from megatron_ds.conversion.weights_locations import HF_CONFIG
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.fileio.object_store import ObjectStore
 from megatron_ds.tokenizer.base import library_errors
@@ -84,6 +85,18 @@ def _mirrored(field: str, url: str, staging_dir: str | None, *, everything: bool
     folder = staging_folder(url, staging_dir)
     mirror(_reachable(field, url), folder, everything=everything)
     return folder
+
+
+def download_config(field: str, model: str) -> Path:
+    """The folder with the config.json of a model of the Hub.
+
+    Raises:
+        UserError: If it cannot be downloaded.
+    """
+    import huggingface_hub
+
+    with renaming_fields(load=field), library_errors("model-download-failed", name=model):
+        return Path(huggingface_hub.hf_hub_download(model, HF_CONFIG)).parent
 
 
 def _download_model(field: str, model: str, staging_dir: str | None) -> Path:

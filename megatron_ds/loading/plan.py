@@ -21,13 +21,26 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
 from megatron_ds.config import CheckpointConfig, Config
-from megatron_ds.config.checkpoint import FORMATS, TAG, missing_folder, split_location
-from megatron_ds.config.problems import Problem, UserError, collect
+from megatron_ds.config.checkpoint import (
+    FORMATS,
+    TAG,
+    hub_model,
+    is_remote,
+    missing_folder,
+    split_location,
+)
+from megatron_ds.config.problems import (
+    Problem,
+    UserError,
+    collect,
+    raise_if_any,
+    renaming_fields,
+)
 from megatron_ds.conversion.megatron.detect import detect_megatron
-from megatron_ds.conversion.weights_locations import HF, is_hf
+from megatron_ds.conversion.weights_locations import HF, HF_CONFIG, is_hf
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.loading.initial_load import find_importable, open_importable
-from megatron_ds.loading.locations import locate_save, locate_weights
+from megatron_ds.loading.initial_load import find_importable, merge_model, open_importable
+from megatron_ds.loading.locations import download_config, locate_save, locate_weights
 from megatron_ds.loading.options_from_checkpoint import (
     MODEL_SIZE_FIELDS,
     Warn,
@@ -138,6 +151,52 @@ def make_plan(
     if contents.is_interrupted:
         unusable = ()
     return config, LoadPlan(plan.folders, None, saved, unusable), problems
+
+
+def model_options(config: Config, warn: Warn) -> tuple[Config, list[Problem]]:
+    """Takes the options of the model from --load or --pretrained-checkpoint, for a plan.
+
+    Of a model of Hugging Face, config.json is enough, and parts that ours lacks are left out. Other
+    checkpoints are read if no size of the model is given.
+
+    Args:
+        config: Configuration of the command line.
+        warn: Called for each option that is replaced, and for parts that are left out.
+    """
+    options, problems = config.checkpoint, list[Problem]()
+    for field in ("load", "pretrained_checkpoint"):
+        location = getattr(options, field) or ""
+        name, folder = split_location(location)
+        if location and (name == HF or is_hf(Path(folder))):
+            with collect(problems), renaming_fields(load=field):
+                raise_if_any(missing_folder(location))
+                model = hub_model(location)
+                path = Path(folder) if model is None else download_config(field, model)
+                return _with_hf_model(config, path, warn)
+            return config, problems
+    location = options.load or options.pretrained_checkpoint
+    if location is None or is_remote(location) or not config.given.isdisjoint(MODEL_SIZE_FIELDS):
+        return config, []
+    read = dataclasses.replace(config, checkpoint=dataclasses.replace(options, save=None))
+    planned, _, problems = make_plan(read, warn)
+    return dataclasses.replace(planned, checkpoint=options), problems
+
+
+def _with_hf_model(config: Config, path: Path, warn: Warn) -> tuple[Config, list[Problem]]:
+    from megatron_ds.conversion.huggingface.read_write import read_settings
+    from megatron_ds.conversion.safe_unpickle import malformed_values
+    from megatron_ds.conversion.source import SourceCheckpoint
+
+    lacking: list[str] = []
+    with malformed_values(path / HF_CONFIG):
+        settings = read_settings(path, lacking)[1]
+    if lacking:
+        warn(Problem("plan-leaves-out", path=path / HF_CONFIG, parts="; ".join(lacking)))
+    config, problems = merge_model(config, SourceCheckpoint(path, HF, settings, {}), warn)
+    if config.given.isdisjoint({"vocab_size", *vars(config.tokenizer)}):
+        config = config.with_vocab(settings.model.vocab_size)
+        config = dataclasses.replace(config, given=config.given | {"vocab_size"})
+    return config, problems
 
 
 def _look_into(location: Location | None, options: CheckpointConfig) -> _Contents:

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.elementwise import EAGER
 from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.chunks import num_tiles
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import GATE_UP
@@ -77,8 +78,3 @@ class TiledMLP(MLP):
             super().forward, x_SBH, use_reentrant=False, preserve_rng_state=False
         )
         return part
-
-
-def num_tiles(tokens: int, hidden: int) -> int:
-    """Tiles of a micro-batch of this many tokens."""
-    return max(2, -(-tokens // hidden))

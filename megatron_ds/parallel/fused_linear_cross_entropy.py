@@ -22,15 +22,12 @@ from torch import Tensor
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
+from megatron_ds.parallel.chunks import chunk_bytes
 from megatron_ds.parallel.collectives import all_gather, start_all_reduce_
 from megatron_ds.parallel.mesh import Group
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Losses [T] of logits [T, vocabulary] in fp32 and labels [T], each of its own row only."""
-CHUNK_BYTES = 2**28
-"""Bytes of the logits of a chunk on a CPU, in the model's type."""
-DEVICE_CHUNK_BYTES = 2**29
-"""The same on other devices, whose products need more rows to be fast."""
 TILE_ROWS = 256
 """Rows that matrix products of devices compute together."""
 CACHED_LOGITS = 2**20
@@ -90,11 +87,6 @@ def _row_slices(logits: Tensor) -> list[slice]:
     if is_host(logits.device.type):
         size = max(1, CACHED_LOGITS // logits.shape[1])
     return [slice(start, start + size) for start in range(0, logits.shape[0], size)]
-
-
-def chunk_bytes(*, on_host: bool) -> int:
-    """Most bytes of the logits of a chunk."""
-    return CHUNK_BYTES if on_host else DEVICE_CHUNK_BYTES
 
 
 def chunk_rows(num_tokens: int, width: int, element_size: int, *, on_host: bool) -> int:

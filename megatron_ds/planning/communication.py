@@ -20,6 +20,8 @@ from megatron_ds.planning.memory_inputs import FP32, memory_inputs, micro_batche
 RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 """How often a rank sends a message on a ring of many ranks; (n - 1) / n of that on n ranks."""
 
+ALLREDUCE_BUCKET = 500_000_000
+"""Elements that DeepSpeed copies into one message if it has no bucket."""
 LOSS_STATISTICS = 2
 """Numbers of each token that the ranks with parts of the vocabulary exchange for the loss."""
 
@@ -38,6 +40,7 @@ class Traffic:
     """Bytes of all messages together, each counted once: the whole tensor of all ranks."""
     ranks: int
     """Ranks that take part."""
+    messages: int = 1
     overlaps: bool = False
     """Whether the messages are sent while the backward or forward pass computes."""
 
@@ -96,27 +99,27 @@ class _Messages:
         experts, ep_size = 0, self.config.expert_parallel_size
         if ep_size > 1:
             experts = rank_experts(self.model, self.parallel, self.config.moe)[self.pp_rank]
-        for elements, axis, ranks in (
-            (size - experts, "dp_sp", self.replicas),
-            (experts, "expert_dp", self.replicas // ep_size),
-        ):
-            yield from self._of_replicas(elements, axis, ranks)
+        yield from self._of_replicas(size - experts, "dp_sp", self.replicas)
+        yield from self._of_replicas(experts, "expert_dp", self.replicas // ep_size)
 
     def _of_replicas(self, elements: int, axis: str, ranks: int) -> Iterator[Traffic]:
         stage, zero = self.inputs.zero_stage, self.inputs.zero
         gradients = elements * self.inputs.reduction_bytes
         parameters = elements * self.inputs.param_bytes
-        overlaps = bool(zero.get("overlap_comm")) or stage == 3
-        if stage == 3:
-            gathers = self.count * 2 * parameters
-            yield Traffic("reduce-scatter", axis, "gradients", self.count * gradients, ranks, True)
-            yield Traffic("all-gather", axis, "parameters", gathers, ranks, True)
+        times = self.count if stage > 1 else 1
+        buckets = times * -(-elements // int(zero.get("reduce_bucket_size", ALLREDUCE_BUCKET)))
+        total = times * gradients
+        if stage == 3:  # the parameters of each layer, for the forward and the backward pass
+            gathers = self.count * 2
+            size, number = gathers * parameters, gathers * (self.layers + 2)
+            yield Traffic("reduce-scatter", axis, "gradients", total, ranks, buckets, True)
+            yield Traffic("all-gather", axis, "parameters", size, ranks, number, True)
             return
-        times = self.count if stage == 2 else 1
-        is_hidden = overlaps and stage == 2
-        yield Traffic("all-reduce", axis, "gradients", times * gradients, ranks, is_hidden)
+        is_hidden = bool(zero.get("overlap_comm")) and stage == 2
+        yield Traffic("all-reduce", axis, "gradients", total, ranks, buckets, is_hidden)
         if stage > 0:
-            yield Traffic("all-gather", axis, "parameters", parameters, ranks)
+            number = -(-elements // int(zero.get("allgather_bucket_size", ALLREDUCE_BUCKET)))
+            yield Traffic("all-gather", axis, "parameters", parameters, ranks, number)
 
     def of_tensor_parallelism(self) -> Iterator[Traffic]:
         """Two sums per layer and direction, one of the embedding and one of the output layer.
@@ -127,21 +130,23 @@ class _Messages:
         hidden, tokens = "hidden states", self.tokens * last
         expert_sums = self.config.moe.moe_router_topk * (3 if self.is_recomputed else 2)
         statistics = self.count * LOSS_STATISTICS * FP32 * tokens * size
-        yield Traffic("all-gather", "tp", "loss statistics", statistics, size)
+        yield Traffic("all-gather", "tp", "loss statistics", statistics, size, self.count)
         if not self.parallel.sequence_parallel:
             # Recomputation ends before the last sum of a layer, which no gradient needs.
             sums = self.layers * (5 if self.is_recomputed else 4) + first + last
-            sums += self.sparse * (expert_sums - 2)
-            yield Traffic("all-reduce", "tp", hidden, self.count * sums * self.stream, size)
+            sums = self.count * (sums + self.sparse * (expert_sums - 2))
+            yield Traffic("all-reduce", "tp", hidden, sums * self.stream, size, sums)
             return
         # What a projection has gathered is gathered again for the gradient of its weight.
         gathers = self.layers * (8 if self.is_recomputed else 6) + first + last - self.sparse
         scatters = self.layers * (6 if self.is_recomputed else 4) + first + last
         scatters -= self.sparse * (3 if self.is_recomputed else 2)
-        routed = self.count * self.sparse * expert_sums * self.stream
-        yield Traffic("all-reduce", "tp", "rows of experts", routed, size)
-        yield Traffic("all-gather", "tp", hidden, self.count * gathers * self.stream, size)
-        yield Traffic("reduce-scatter", "tp", hidden, self.count * scatters * self.stream, size)
+        for operation, what, number in (
+            ("all-reduce", "rows of experts", self.count * self.sparse * expert_sums),
+            ("all-gather", hidden, self.count * gathers),
+            ("reduce-scatter", hidden, self.count * scatters),
+        ):
+            yield Traffic(operation, "tp", what, number * self.stream, size, number)
         vectors = 1 if self.model.normalization == "RMSNorm" else 2
         norms = self.layers * 2 + last + first * self.model.embed_layernorm
         elements = norms * vectors * self.model.hidden_size
@@ -157,15 +162,16 @@ class _Messages:
         kv = max(kv, self.sp_size * self.model.head_dim) if self.sp_size > 1 else kv
         exchanged = self.tokens * self.inputs.param_bytes * (2 * q + 2 * kv)
         passes = 3 if self.is_recomputed else 2
-        size = self.count * self.layers * passes * exchanged
-        yield Traffic("all-to-all", "sp", "heads", size, self.sp_size)
+        number = self.count * self.layers * passes
+        yield Traffic("all-to-all", "sp", "heads", number * exchanged, self.sp_size, 4 * number)
 
     def of_experts(self) -> Iterator[Traffic]:
         """Tokens to their experts and back, in both directions, if all experts get as many."""
         passes = 3 if self.is_recomputed else 2
-        routed = self.stream * self.config.moe.moe_router_topk * 2 * passes
-        size = self.count * self.sparse * routed
-        yield Traffic("all-to-all", "ep", "routed tokens", size, self.config.expert_parallel_size)
+        number = self.count * self.sparse * 2 * passes
+        size = number * self.stream * self.config.moe.moe_router_topk
+        ep_size = self.config.expert_parallel_size
+        yield Traffic("all-to-all", "ep", "routed tokens", size, ep_size, number)
 
     def of_stages(self) -> Iterator[Traffic]:
         """Hidden states to the next stage, their gradients to the one before."""
@@ -178,7 +184,8 @@ class _Messages:
         sends = sum((a in own) != (b in own) for a, b in edges)
         # With sequence parallelism, a slice from each tensor-parallel rank.
         part = self.stream // (self.tp_size if self.parallel.sequence_parallel else 1)
-        yield Traffic("send", "pp", "hidden states", self.count * sends * part, ranks)
+        number = self.count * sends
+        yield Traffic("send", "pp", "hidden states", number * part, ranks, number)
         ends = {0, stages - 1} & own
         if not self.model.untie_embeddings_and_output_weights and len(ends) == 1:
             table = self.model.padded_vocab(self.tp_size) // self.tp_size * self.model.hidden_size

@@ -1,18 +1,33 @@
 """Devices for which a run can be planned: data-sheet rates, and how much of them runs reach.
 
 The peaks are those of dense matrix products, from the vendors' data sheets. `efficiency`, the share
-of the peak that the products of large models reach, and the machines' memory and storage are
-assumptions.
+of the peak that products reach, is that of published runs unless it is given; latencies are those
+of NCCL's model of rings with 16-bit data (src/graph/tuning.cc). The machines' memory and storage,
+and the time of other kernels, are assumptions.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from megatron_ds.config.devices import HOST
 
 GB = 1e9
 DEFAULT = "h100"
+SHARES: dict[str, dict[float, float]] = {
+    "h100": {124e6: 0.40, 355e6: 0.46, 1.5e9: 0.48, 7e9: 0.46, 70e9: 0.42},
+    "h200": {124e6: 0.427, 355e6: 0.477, 1.32e9: 0.601, 8e9: 0.52, 70e9: 0.42},
+    "a100": {125e6: 0.45, 350e6: 0.52, 1.3e9: 0.60, 7e9: 0.63, 13e9: 0.60, 30e9: 0.55},
+    "mi300x": {1e9: 0.40},
+    "910b": {1e9: 0.50},
+    HOST: {1e9: 0.60},
+}
+"""Share of the peak by parameters, from the runs that docs/planning.md lists."""
+MEASURED = {"h200": 1.5e9}
+"""Parameters up to which the share is that of this program."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,14 @@ class Hardware:
     """Bytes per second to the other devices of a machine."""
     between: float
     """Bytes per second to other machines."""
-    efficiency: float = 0.55
+    efficiency: float | None = None
+    """Share of the peak that products reach. None: that of `SHARES`."""
+    latency_inside: float = 3.4e-6
+    """Seconds of a step of a ring inside a machine."""
+    latency_between: float = 14e-6
+    """Seconds of a step of a ring between machines."""
+    kernels: float = 2e-4
+    """Seconds of a layer and micro-batch besides products: starts of kernels and what they read."""
     host: float = 25 * GB
     """Bytes per second between a device and the memory of its machine."""
     host_memory: float = 250 * GB
@@ -47,6 +69,15 @@ class Hardware:
         """What decides about kernels and DeepSpeed's defaults: a CPU or another device."""
         return HOST if self.name == HOST else "accelerator"
 
+    def share(self, parameters: float) -> tuple[float, str]:
+        """The share of the peak of a model with so many parameters in use, and its origin."""
+        if self.efficiency is not None:
+            return self.efficiency, "given"
+        sizes, shares = zip(*SHARES[self.name].items(), strict=True)
+        is_measured = parameters <= MEASURED.get(self.name, 0)
+        share = float(np.interp(math.log(parameters), np.log(sizes), shares))
+        return share, "measured on one device" if is_measured else "assumed"
+
     def tflops(self, precision: str) -> float:
         """The peak in a number format."""
         return self.tflops_32 if precision == "fp32" else self.tflops_16
@@ -58,9 +89,9 @@ HARDWARE = {
         Hardware("h100", 989, 67, 80 * GB, 3350 * GB, 8, 450 * GB, 50 * GB),
         Hardware("h200", 989, 67, 141 * GB, 4800 * GB, 8, 450 * GB, 50 * GB),
         Hardware("a100", 312, 19.5, 80 * GB, 2039 * GB, 8, 300 * GB, 25 * GB),
-        Hardware("mi300x", 1307, 163, 192 * GB, 5300 * GB, 8, 448 * GB, 50 * GB, 0.4),
-        Hardware("910b", 320, 80, 64 * GB, 1600 * GB, 8, 196 * GB, 25 * GB, 0.5),
-        Hardware(HOST, 1, 0.4, 64 * GB, 40 * GB, 1, 10 * GB, 1.25 * GB, 0.6),
+        Hardware("mi300x", 1307, 163, 192 * GB, 5300 * GB, 8, 448 * GB, 50 * GB),
+        Hardware("910b", 320, 80, 64 * GB, 1600 * GB, 8, 196 * GB, 25 * GB),
+        Hardware(HOST, 1, 0.4, 64 * GB, 40 * GB, 1, 10 * GB, 1.25 * GB, None, 5e-5, 5e-5, 1e-5),
     )
 }
 """By the name of --hardware. Of "cpu", the rates of two cores of a server."""

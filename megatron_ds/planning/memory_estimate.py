@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.model import flops
-from megatron_ds.model.mlp import num_tiles
 from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
-from megatron_ds.parallel.fused_linear_cross_entropy import chunk_bytes
+from megatron_ds.parallel.chunks import chunk_bytes, num_tiles
+from megatron_ds.planning.communication import ALLREDUCE_BUCKET
 from megatron_ds.planning.memory_inputs import FP32, MemoryInputs, memory_inputs, micro_batches
 
-ALLREDUCE_BUCKET = 500_000_000
-"""Elements that DeepSpeed copies into one message if it has no bucket."""
+TEMPORARY = ("activations", "output layer and loss", "averaging and step", "gathered parameters")
+"""What the device has at different times of a step."""
 MALLOC_TRIM_LIMIT = 2**25
 """Bytes below which the C library may keep a freed block."""
 
@@ -54,8 +54,13 @@ class MemoryEstimate:
     """Buckets and copies during gradient reduction and optimizer step."""
     gathered: int = 0
     """ZeRO-3: parameters that are gathered at a time."""
-    phases: dict[str, int] = field(default_factory=dict)
-    """Phase of a step -> memory of the device."""
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Phase of a step -> memory of the device by purpose."""
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Phase of a step -> memory of the device."""
+        return {phase: sum(parts.values()) for phase, parts in self.parts.items()}
 
     @property
     def states(self) -> int:
@@ -65,12 +70,8 @@ class MemoryEstimate:
     @property
     def temporary(self) -> dict[str, int]:
         """What the device has at different times of a step, by purpose."""
-        return {
-            "activations": self.activations,
-            "output layer and loss": self.head,
-            "averaging and step": self.reduction,
-            "gathered parameters": self.gathered,
-        }
+        sizes = self.activations, self.head, self.reduction, self.gathered
+        return dict(zip(TEMPORARY, sizes, strict=True))
 
     @property
     def peak_phase(self) -> str:
@@ -99,12 +100,18 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
     disk, locked = sizes.move_to_disk(host)
     if in_effect(config.checkpoint).async_save:
         host["copy of an asynchronous save"] = sizes.saved(device, host, disk)
-    states, activations = sum(device.values()), sizes.activations()
+    activations = sizes.activations()
     table, logits, scaled = sizes.output_layer()
     head = sizes.stream + table  # gradients of its input and weight
     gathered = sizes.gathered()
     reduction, retained = sizes.reduction(), sizes.retained_by_malloc(activations)
-    forward = states - sizes.not_yet_allocated(device) + gathered + activations + head
+    allocated, buckets = sizes.allocated(device), sizes.num_buckets * sizes.bucket
+    gathered_bucket = sizes.bucket if inputs.zero_stage == 3 else 0
+    temporary = {
+        "loss": (activations, head + logits, gathered_bucket, gathered),
+        "start of the backward pass": (activations, head + scaled, buckets, gathered),
+        "averaging of the gradients": (retained, 0, reduction, gathered),
+    }
     return MemoryEstimate(
         device=device,
         host=host,
@@ -114,10 +121,10 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
         head=head + max(logits, scaled),
         reduction=reduction,
         gathered=gathered,
-        phases={
-            "loss": forward + logits + (sizes.bucket if inputs.zero_stage == 3 else 0),
-            "start of the backward pass": forward + scaled + sizes.num_buckets * sizes.bucket,
-            "averaging of the gradients": states + gathered + reduction + retained,
+        parts={
+            phase: (device if phase.startswith("averaging") else allocated)
+            | dict(zip(TEMPORARY, values, strict=True))
+            for phase, values in temporary.items()
         },
     )
 
@@ -285,16 +292,16 @@ class _Sizes:
         # The current parameter, and the last one that exceeds a limit.
         return self.inputs.param_bytes * min(self.full, kept + ahead + 2 * largest)
 
-    def not_yet_allocated(self, device: dict[str, int]) -> int:
-        """States on the device that do not exist before the backward pass.
+    def allocated(self, device: dict[str, int]) -> dict[str, int]:
+        """States on the device that exist before the backward pass.
 
         Gradients exist until the step, or until they are accumulated; accumulation starts with the
         second micro-batch, unless DeepSpeed keeps its buffer.
         """
-        absent = device.get("gradients", 0) if self.is_single or self.has_accumulator else 0
+        absent = {"gradients"} if self.is_single or self.has_accumulator else set()
         if self.is_single and self.inputs.zero_stage == 2:
-            absent += device.get("accumulated gradients", 0)
-        return absent
+            absent.add("accumulated gradients")
+        return {kind: size for kind, size in device.items() if kind not in absent}
 
     def matrix_updates(self) -> int:
         """Muon's messages and the largest matrix, in the type in which it is orthogonalized.

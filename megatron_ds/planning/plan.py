@@ -1,12 +1,13 @@
 """What a run will need and take, computed from its settings: for any number of processes.
 
 Parameters, states and messages follow from the settings. Times are a model: every product at a
-share of the device's peak, every message at the rate of its links, nothing else.
+share of the device's peak, every message at the rate of its links after the latency of its steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model import flops
 from megatron_ds.model.stages import layers_per_stage, rank_parameters
-from megatron_ds.planning.communication import Traffic, step_traffic
+from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
 from megatron_ds.planning.memory_inputs import DTYPE_BYTES, FP32, memory_inputs, micro_batches
@@ -36,6 +37,8 @@ class Link:
     between: bool
     """Whether the ranks are on several machines."""
     seconds: float
+    latency: float
+    """Of the seconds."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class Plan:
     config: Config
     world_size: int
     hardware: Hardware
+    efficiency: float
+    """Share of the peak of the products."""
+    efficiency_origin: str
+    """given, assumed, or measured."""
     sizes: dict[str, int]
     """Of the parallel axes, in the order of `AXES`."""
     layers: tuple[int, ...]
@@ -63,7 +70,7 @@ class Plan:
     flops: int
     """Of a step on all ranks, without recomputation."""
     compute: float
-    """Products of a rank, recomputation included."""
+    """Products and kernels of a rank, recomputation included."""
     bubble: float
     """Share of a step in which a pipeline rank idles."""
     optimizer: float
@@ -83,6 +90,11 @@ class Plan:
     @property
     def seconds(self) -> float:
         return self.compute / (1 - self.bubble) + self.exposed + self.optimizer
+
+    @property
+    def latency(self) -> float:
+        """Seconds that the messages of a step take however small they are."""
+        return sum(link.latency for link in self.links)
 
     @property
     def tokens(self) -> int:
@@ -158,7 +170,12 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     memory = planned_memory(config, dp_size, hardware.kind)
     count = micro_batches(config, dp_size)
     layers = layers_per_stage(config.model, config.parallel, config.moe)
-    compute = _compute_seconds(config, sizes, layers, count, hardware)
+    parameters = flops.parameters_per_rank(config.model, 1, config.moe)
+    padded = config.model.padded_vocab(sizes["tp"])
+    of_sample = flops.model_flops_per_sample(config.model, padded, config.moe)
+    # Experts that are not selected have no products.
+    efficiency, origin = hardware.share(min(parameters, of_sample / (6 * config.model.seq_length)))
+    compute = _compute_seconds(config, sizes, layers, count, hardware, efficiency)
     own_layers = [sum(layers[stage] for stage in own) for own in config.parallel.stages_of_ranks]
     longest = {0, own_layers.index(max(own_layers)), sizes["pp"] - 1}
     by_rank = [
@@ -170,21 +187,22 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     ]
     links = max(by_rank, key=lambda links: sum(link.seconds for link in links))
     samples = config.final_global_batch_size(dp_size)
-    padded = config.model.padded_vocab(sizes["tp"])
     states, host = sum(memory.device.values()), sum(memory.host.values())
     return Plan(
         config=config,
         world_size=world_size,
         hardware=hardware,
+        efficiency=efficiency,
+        efficiency_origin=origin,
         sizes=sizes,
         layers=layers,
-        parameters=flops.parameters_per_rank(config.model, 1, config.moe),
+        parameters=parameters,
         rank_parameters=rank_parameters(config.model, config.parallel, config.moe),
         memory=memory,
         links=links,
         micro_batches=count,
         samples=samples,
-        flops=samples * flops.model_flops_per_sample(config.model, padded, config.moe),
+        flops=samples * of_sample,
         compute=compute,
         bubble=_bubble(config, sizes["pp"], count),
         optimizer=2 * states / hardware.memory_rate + 2 * host / hardware.host,
@@ -194,22 +212,30 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
 
 
 def _compute_seconds(
-    config: Config, sizes: dict[str, int], layers: Sequence[int], count: int, hardware: Hardware
+    config: Config,
+    sizes: dict[str, int],
+    layers: Sequence[int],
+    count: int,
+    hardware: Hardware,
+    efficiency: float,
 ) -> float:
-    """Products of the pipeline rank that has the most."""
+    """Products of the pipeline rank that has the most, and its other kernels."""
     model, moe = config.model, config.moe
     padded = model.padded_vocab(sizes["tp"])
     whole = flops.model_flops_per_sample(model, padded, moe)
     head = flops.model_flops_per_sample(dataclasses.replace(model, num_layers=0), padded, moe)
-    of_layers = (whole - head) * (4 / 3 if config.recompute.recompute_granularity == "full" else 1)
+    passes = 4 / 3 if config.recompute.recompute_granularity == "full" else 1
+    of_layers = passes * (whole - head)
     slowest = max(
         sum(layers[stage] * of_layers / model.num_layers for stage in own)
         + (head if len(layers) - 1 in own else 0)
         for own in config.parallel.stages_of_ranks
     )
-    rate = hardware.tflops(config.precision.name) * 1e12 * hardware.efficiency
+    rate = hardware.tflops(config.precision.name) * 1e12 * efficiency
     samples = count * config.schedule.micro_batch_size
-    return samples * slowest / (sizes["tp"] * sizes["sp"]) / rate
+    most = max(sum(layers[stage] for stage in own) for own in config.parallel.stages_of_ranks)
+    kernels = count * most * passes * hardware.kernels
+    return samples * slowest / (sizes["tp"] * sizes["sp"]) / rate + kernels
 
 
 def _bubble(config: Config, ranks: int, count: int) -> float:
@@ -224,17 +250,41 @@ def _bubble(config: Config, ranks: int, count: int) -> float:
     return idle / (count + idle)
 
 
-def _link_time(traffic: Traffic, sizes: dict[str, int], hardware: Hardware) -> tuple[bool, float]:
-    """Whether messages leave a machine, and the seconds that they take.
+def _link_time(
+    traffic: Traffic, sizes: dict[str, int], hardware: Hardware
+) -> tuple[bool, float, float]:
+    """Whether messages leave a machine, and the seconds that they take, with and without bytes.
 
     Ranks of a group that share a machine send to others over all of their network cards.
     """
     stride = _stride(traffic.axis, sizes)
     inside = max(1, min(traffic.ranks, hardware.per_machine // stride))
+    latency = traffic.messages * _latency(traffic, inside, hardware)
     if inside >= traffic.ranks:
-        return False, traffic.sent / hardware.inside
+        return False, traffic.sent / hardware.inside + latency, latency
     rate = min(hardware.inside, inside * hardware.between)
-    return True, traffic.sent / rate
+    return True, traffic.sent / rate + latency, latency
+
+
+def _latency(traffic: Traffic, inside: int, hardware: Hardware) -> float:
+    """Seconds that a message takes however small it is.
+
+    A ring has a step for each of its other ranks, of which one per machine crosses the network. An
+    all-reduce takes a tree over the machines where it has fewer steps.
+
+    Args:
+        traffic: The message.
+        inside: Ranks of the group on one machine.
+        hardware: The devices.
+    """
+    machines = -(-traffic.ranks // inside)
+    near, far = traffic.ranks - machines, machines - 1
+    if traffic.operation in ("all-to-all", "send"):
+        near, far = int(far == 0), min(far, 1)
+    elif traffic.operation == "all-reduce" and far > (depth := math.ceil(math.log2(machines))):
+        near, far = inside - 1, depth
+    times = RING.get(traffic.operation, 1)
+    return times * (near * hardware.latency_inside + far * hardware.latency_between)
 
 
 def _stride(axis: str, sizes: dict[str, int]) -> int:
@@ -256,9 +306,3 @@ def _exposed(links: tuple[Link, ...], compute: float) -> float:
         if not link.traffic.overlaps and link.traffic.operation != "send"
     )
     return serial + max(0.0, hidden - BACKWARD * compute)
-
-
-def with_values(config: Config, **values: Any) -> Config:
-    """A copy with other values, as if flags had set them."""
-    changed = config.with_values(values)
-    return dataclasses.replace(changed, given=config.given | values.keys())

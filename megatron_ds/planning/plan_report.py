@@ -9,10 +9,13 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import counted
+from megatron_ds.config.schedule import SUFFIXES
+from megatron_ds.engine.ds_config.generate import zero_stage
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE
 from megatron_ds.planning.memory_estimate import MemoryEstimate
-from megatron_ds.planning.plan import AXES, Plan, make_plan
-from megatron_ds.planning.suggest import Suggestion
+from megatron_ds.planning.plan import AXES, Link, Plan, make_plan
+from megatron_ds.planning.settings import planned_tokens
+from megatron_ds.planning.suggest import MARGIN, Suggestion
 from megatron_ds.tokenizer import build_tokenizer
 
 GB = 1e9
@@ -24,25 +27,38 @@ AXIS_NAMES = {
     "tp": "tensor",
 }
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "bytes"))
+MANY_RANKS = 512
+"""Ranks above which the page names the latency of ZeRO 3."""
 SHOWN_RANKS = 4
 """First ranks whose positions the text shows; the JSON has all of them."""
 
 
-def text(plan: Plan, tokens: float | None) -> str:
+def text(
+    plan: Plan,
+    tokens: float | None,
+    suggestions: Sequence[Suggestion] | None = None,
+    assumed: Sequence[str] = (),
+) -> str:
     """The page.
 
     Args:
         plan: The plan.
-        tokens: Tokens of the complete training. None: those of the run.
+        tokens: Tokens of the complete training, if they are known.
+        suggestions: Layouts that fit, which come first. None: they were not asked for.
+        assumed: Flags that were not given.
     """
+    first = (
+        "" if suggestions is None else f"layouts that fit\n{_suggestions(suggestions, tokens)}\n"
+    )
     sections = {
-        "layout": _layout(plan),
+        "run": _run(plan, assumed),
         "memory of a rank": _memory(plan),
-        "communication of a rank per step": _communication(plan),
         "time": _time(plan, tokens),
+        "communication of a rank per step": _communication(plan),
         "checkpoints": _checkpoints(plan),
+        "ranks": _ranks(plan),
     }
-    return "\n".join(f"{title}\n{_columns(rows)}" for title, rows in sections.items())
+    return first + "\n".join(f"{title}\n{_columns(rows)}" for title, rows in sections.items())
 
 
 def print_plan(config: Config, world_size: int) -> None:
@@ -50,41 +66,50 @@ def print_plan(config: Config, world_size: int) -> None:
     tokenizer = build_tokenizer(config.tokenizer, config.model.vocab_size or None)
     plan = make_plan(config.with_vocab(tokenizer.vocab_size), world_size, HARDWARE[DEFAULT])
     print(f"planned for {DEFAULT} (tools/plan.py --hardware has others)")
-    print(text(plan, None), end="")
+    print(text(plan, planned_tokens(plan.config, plan.samples)), end="")
 
 
-def suggestions_text(suggestions: Sequence[Suggestion], count: int = 10) -> str:
-    """A table of the best layouts."""
+def _suggestions(suggestions: Sequence[Suggestion], tokens: float | None, count: int = 10) -> str:
+    """A table of the best layouts, and of the best one without model parallelism."""
     if not suggestions:
-        return "no layout fits: more processes, more memory or a smaller model are needed\n"
-    rows = [("s/step", "TFLOPS", "GB", "flags, and what limits them")]
-    for each in suggestions[:count]:
+        return "  none: more processes, more memory or a smaller model are needed\n"
+    shown = [
+        each
+        for place, each in enumerate(suggestions)
+        if place < count or each.has_data_parallelism_only
+    ]
+    unit = "days" if tokens is None else f"days of {_count(tokens)}"
+    rows = [(unit, "s/step", "tokens/s", "TFLOPS", "GB", "flags, and what limits them")]
+    for each in shown:
         plan = each.plan
-        figures = f"{plan.seconds:.2f}", f"{plan.tflops:.0f}", f"{plan.memory.peak / GB:.1f}"
-        rows += [(*figures, each.flags), ("", "", "", f"  {each.reason}")]
-    return _columns(rows)
+        days = "" if tokens is None else f"{plan.days(tokens):,.1f}"
+        speed = f"{plan.seconds:.2f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"
+        rows += [
+            (days, *speed, f"{plan.memory.peak / GB:.1f}", each.flags),
+            *[("",) * 5 + (f"  {each.reason}",)],
+        ]
+    return _columns(row[tokens is None :] for row in rows)
 
 
-def as_json(plan: Plan, tokens: float | None, suggestions: Sequence[Suggestion]) -> dict[str, Any]:
+def as_json(
+    plan: Plan,
+    tokens: float | None,
+    suggestions: Sequence[Suggestion],
+    assumed: Sequence[str] = (),
+) -> dict[str, Any]:
     """The plan as plain values; see `Plan` for the units."""
     return {
+        "assumed": assumed,
+        "efficiency": {"share": plan.efficiency, "origin": plan.efficiency_origin},
         "world_size": plan.world_size,
-        "hardware": vars(plan.hardware),
+        "hardware": {**vars(plan.hardware), "efficiency": plan.efficiency},
         "axes": plan.sizes,
         "rank_map": {"axes": AXES, "ranks": list(plan.rank_map())},
         "layers_per_stage": plan.layers,
         "parameters": plan.parameters,
         "parameters_per_pipeline_rank": plan.rank_parameters,
         "memory": _memory_values(plan.memory),
-        "communication": [
-            {
-                **vars(link.traffic),
-                "sent": link.traffic.sent,
-                "between_machines": link.between,
-                "seconds": link.seconds,
-            }
-            for link in plan.links
-        ],
+        "communication": list(map(_link_values, plan.links)),
         "micro_batches": plan.micro_batches,
         "samples_per_step": plan.samples,
         "tokens_per_step": plan.tokens,
@@ -111,11 +136,22 @@ def as_json(plan: Plan, tokens: float | None, suggestions: Sequence[Suggestion])
             {
                 "flags": each.flags,
                 "seconds": each.plan.seconds,
+                "days": None if tokens is None else each.plan.days(tokens),
                 "peak": each.plan.memory.peak,
                 "reason": each.reason,
             }
             for each in suggestions
         ],
+    }
+
+
+def _link_values(link: Link) -> dict[str, Any]:
+    return {
+        **vars(link.traffic),
+        "sent": link.traffic.sent,
+        "between_machines": link.between,
+        "seconds": link.seconds,
+        "latency": link.latency,
     }
 
 
@@ -137,43 +173,74 @@ def draw_memory(plan: Plan, path: Path) -> None:
     """Draws the memory of each phase of a step, by component."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1.4 + 0.7 * len(plan.memory.phases)), layout="constrained")
+    memory, device = plan.memory, plan.hardware.memory / GB
+    figure = Figure(figsize=(9, 1.9 + 0.7 * len(memory.parts)), layout="constrained", dpi=110)
     axes = figure.add_subplot()
-    states = dict(plan.memory.device)
-    for row, (phase, size) in enumerate(plan.memory.phases.items()):
-        left = 0.0
-        parts = {**states, "activations and temporary": size - sum(states.values())}
-        for number, (name, part) in enumerate(parts.items()):
-            width = max(0, part) / GB
-            label = name if row == 0 else None
-            axes.barh(phase, width, left=left, color=f"C{number}", label=label)
-            left += width
-        axes.text(left, row, f" {size / GB:.2f} GB", va="center")
-    axes.axvline(plan.hardware.memory / GB, color="black", linestyle="--", label=plan.hardware.name)
-    axes.set_xlabel("GB of a rank's device")
-    axes.set_xlim(0, max(plan.hardware.memory, plan.memory.peak) / GB * 1.15)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    left = dict.fromkeys(memory.parts, 0.0)
+    for number, name in enumerate((*memory.device, *memory.temporary)):
+        widths = [parts.get(name, 0) / GB for parts in memory.parts.values()]
+        if any(widths):
+            color = f"C{number}"
+            axes.barh(list(left), widths, left=list(left.values()), color=color, label=name)
+        left = {phase: x + width for (phase, x), width in zip(left.items(), widths, strict=True)}
+    for row, size in enumerate(left.values()):
+        axes.text(size, row, f" {size:.1f} GB", va="center")
+    axes.invert_yaxis()
+    axes.axvline(device, color="black", linestyle="--", label=f"{device:.0f} GB of the device")
+    axes.axvline(MARGIN * device, color="gray", linestyle=":", label=f"{MARGIN:.0%} of it")
+    axes.set_xlabel("GB of a rank's device, at the times of a step")
+    axes.set_xlim(0, max(device, memory.peak / GB) * 1.15)
+    axes.set_title(f"{_model(plan)}\n{_sizes(plan)}: {memory.peak / GB:.1f} of {device:.0f} GB")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 
-def _layout(plan: Plan) -> Iterator[tuple[str, ...]]:
-    sizes = ", ".join(f"{AXIS_NAMES[axis]} {size}" for axis, size in plan.sizes.items())
-    yield "processes", f"{plan.world_size:,} on {plan.machines:,} machines: {sizes}"
-    order = " x ".join(AXIS_NAMES[axis] for axis in AXES)
-    yield "ranks", f"in the order {order}, the last one fastest"
-    for rank in range(min(SHOWN_RANKS, plan.world_size)):
-        positions = zip(AXES, plan.coordinates(rank), strict=True)
-        yield f"  rank {rank}", ", ".join(f"{axis} {position}" for axis, position in positions)
-    yield "stages", f"{', '.join(map(str, plan.layers))} layers"
-    counts = [(count, len(list(same))) for count, same in itertools.groupby(plan.rank_parameters)]
-    shown = ", ".join(f"{count:,}" + (f" (x {n})" if n > 1 else "") for count, n in counts)
-    yield "parameters", f"{plan.parameters:,}; of a rank by stage: {shown}"
+def _model(plan: Plan) -> str:
+    model, precision = plan.config.model, plan.config.precision.name
+    return (
+        f"{_count(plan.parameters)} parameters, {counted(model.num_layers, 'layer')}, "
+        f"sequence length {model.seq_length:,}, {precision}"
+    )
+
+
+def _sizes(plan: Plan) -> str:
+    """The layout in short."""
+    config = plan.config
+    sizes = ", ".join(f"{axis} {size}" for axis, size in plan.sizes.items() if size > 1)
+    recomputed = config.recompute.recompute_granularity
+    return (
+        f"{counted(plan.world_size, 'process', ',')}{sizes and f' ({sizes})'}, "
+        f"ZeRO {zero_stage(config)}, micro-batch size {config.schedule.micro_batch_size}"
+        + (f", {recomputed} recomputation" if recomputed else "")
+    )
+
+
+def _run(plan: Plan, assumed: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    yield "model", _model(plan)
+    if assumed:
+        yield "assumed", " ".join(assumed)
+    yield "layout", _sizes(plan)
     yield (
         "batch",
         f"{plan.samples:,} samples, {plan.tokens:,} tokens: "
-        f"{counted(plan.micro_batches, 'micro-batch')} of "
-        f"{counted(plan.config.schedule.micro_batch_size, 'sample')} per data-parallel rank",
+        f"{counted(plan.micro_batches, 'micro-batch')} on each data-parallel rank",
     )
+    counts = [(count, len(list(same))) for count, same in itertools.groupby(plan.rank_parameters)]
+    shown = ", ".join(f"{count:,}" + (f" (x {n})" if n > 1 else "") for count, n in counts)
+    yield "parameters", f"{plan.parameters:,}; of a rank by stage: {shown}"
+
+
+def _ranks(plan: Plan) -> Iterator[tuple[str, ...]]:
+    sizes = ", ".join(f"{AXIS_NAMES[axis]} {size}" for axis, size in plan.sizes.items())
+    machines = counted(plan.machines, "machine")
+    yield "processes", f"{plan.world_size:,} on {machines}: {sizes}"
+    yield "stages", f"{', '.join(map(str, plan.layers))} layers"
+    order = " x ".join(AXIS_NAMES[axis] for axis in AXES)
+    yield "order", f"{order}, the last one fastest"
+    for rank in range(min(SHOWN_RANKS, plan.world_size)):
+        positions = zip(AXES, plan.coordinates(rank), strict=True)
+        yield f"  rank {rank}", ", ".join(f"{axis} {position}" for axis, position in positions)
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -183,6 +250,8 @@ def _memory(plan: Plan) -> Iterator[tuple[str, ...]]:
             yield name, _bytes(size)
     free = plan.hardware.memory - memory.peak
     fits = f"{_bytes(free)} free" if free >= 0 else f"{_bytes(-free)} too much"
+    if 0 <= free < (1 - MARGIN) * plan.hardware.memory:
+        fits += f", less than the {1 - MARGIN:.0%} that libraries and fragmentation need"
     yield (
         "peak",
         f"{_bytes(memory.peak)} of {_bytes(plan.hardware.memory)}: {fits} ({memory.peak_phase})",
@@ -207,15 +276,22 @@ def _communication(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _time(plan: Plan, tokens: float | None) -> Iterator[tuple[str, ...]]:
-    yield "operations", f"{plan.flops:.4g} per step on all ranks"
-    yield "products", f"{plan.compute:.3g} s at {plan.hardware.efficiency:.0%} of the peak"
-    yield "pipeline", f"idle for {plan.bubble:.1%}"
-    yield "communication", f"{plan.exposed:.3g} s not behind computation"
-    yield "optimizer", f"{plan.optimizer:.3g} s"
+    share = f"{plan.efficiency:.0%} of the peak ({plan.efficiency_origin})"
+    ranks = plan.sizes["dp"] * plan.sizes["sp"]
+    if tokens is not None:
+        fits = plan.memory.peak <= plan.hardware.memory
+        days = f"{plan.days(tokens):,.1f} days, with products at {share}"
+        yield f"{_count(tokens)} tokens", days if fits else f"{days}, if it fitted the memory"
     yield "step", f"{plan.seconds:.3g} s, {plan.tokens_per_second:,.0f} tokens/s"
     yield "per device", f"{plan.tflops:.4g} TFLOPS, {plan.mfu:.1%} of the peak"
-    if tokens is not None:
-        yield f"{tokens:.4g} tokens", f"{plan.days(tokens):.2f} days"
+    yield "operations", f"{plan.flops:.4g} per step on all ranks"
+    yield "products", f"{plan.compute:.3g} s at {share}; --efficiency sets it"
+    yield "pipeline", f"idle for {plan.bubble:.1%}"
+    yield "communication", f"{plan.exposed:.3g} s not behind computation"
+    if zero_stage(plan.config) == 3 and ranks > MANY_RANKS:
+        latency = f"{plan.latency:.3g} s of it the latency of messages"
+        yield "", f"{latency}: ZeRO 3 collects each layer from {ranks:,} ranks"
+    yield "optimizer", f"{plan.optimizer:.3g} s"
 
 
 def _checkpoints(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -231,6 +307,14 @@ def _bytes(size: float) -> str:
         (size / scale, unit) for scale, unit in UNITS if abs(size) >= scale or scale == 1
     )
     return f"{number:,.3g} {unit}" if abs(number) < 1000 else f"{number:,.0f} {unit}"
+
+
+def _count(number: float) -> str:
+    """A number in short: 8.03B."""
+    suffix, unit = next(
+        ((name, unit) for name, unit in reversed(SUFFIXES.items()) if number >= unit), ("", 1)
+    )
+    return f"{number / unit:.3g}{suffix}"
 
 
 def _columns(rows: Iterable[tuple[str, ...]]) -> str:

@@ -15,7 +15,8 @@ from megatron_ds.config.devices import HOST
 from megatron_ds.config.problems import with_default_flags
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.planning.hardware import Hardware
-from megatron_ds.planning.plan import Plan, make_plan, with_values
+from megatron_ds.planning.plan import Plan, make_plan
+from megatron_ds.planning.settings import with_values
 
 STAGES = (1, 2, 3)
 MICRO_BATCHES = (1, 2, 4, 8)
@@ -28,6 +29,10 @@ OFFLOADING: tuple[dict[str, Any], ...] = (
 """Each is tried only if nothing fits with the one before."""
 SEQUENCE_SIZES = (1, 2, 4, 8)
 FLAGS = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "zero_stage": -1,
+    "micro_batch_size": -1,
     "ds_sequence_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "sequence_parallel": False,
@@ -35,7 +40,10 @@ FLAGS = {
     "cpu_optimizer": False,
     "remote_device": "none",
 }
-"""Fields that the flags of a layout give if they have another value than this one."""
+"""Fields that the flags of a layout give if they have another value than this one, or were given
+another one."""
+TIE = 1.005
+"""Steps within this ratio are as long: the layout with fewer stages comes first."""
 MARGIN = 0.92
 """Share of a device's memory that may be planned: libraries and fragmentation need the rest."""
 
@@ -46,42 +54,46 @@ class Suggestion:
 
     plan: Plan
     reason: str
-
-    @property
-    def flags(self) -> str:
-        """The flags of the layout."""
-        config = self.plan.config
-        given = [
-            f"--tensor-model-parallel-size {self.plan.sizes['tp']}",
-            f"--pipeline-model-parallel-size {self.plan.sizes['pp']}",
-            f"--zero-stage {config.deepspeed.zero_stage}",
-            f"--micro-batch-size {config.schedule.micro_batch_size}",
-        ]
-        given += [
-            with_default_flags(as_flag(name, value))
-            for name, default in FLAGS.items()
-            if (value := field_value(config, name)) != default
-        ]
-        return " ".join(given)
+    flags: str
+    """The flags of the layout."""
+    has_data_parallelism_only: bool
 
 
-def suggest(config: Config, world_size: int, hardware: Hardware) -> list[Suggestion]:
-    """The fastest layout of each combination of parallel sizes that fits, best first.
+def suggest(
+    config: Config, world_size: int, hardware: Hardware, samples: int | None = None
+) -> list[Suggestion]:
+    """The fastest layout of each combination of parallel sizes that fits, the fastest first.
 
     Args:
         config: Complete configuration; its sizes, ZeRO stage, micro-batch size and recomputation
-            are varied, and what is in the host's memory; its global batch size is kept.
+            are varied, and what is in the host's memory.
         world_size: Number of processes.
         hardware: Their devices, with the memory that may be used.
+        samples: Of a step. None: the global batch size of the configuration.
     """
-    samples = config.schedule.global_batch_size or config.schedule.micro_batch_size * world_size
-    config = with_values(config, global_batch_size=samples)
+    samples = samples or config.final_global_batch_size(world_size)
+    given, config = config, with_values(config, global_batch_size=samples)
     for offloading in OFFLOADING:
         best = list(_best_of_each_size(with_values(config, **offloading), world_size, hardware))
         if best:
             break
-    best.sort(key=lambda plan: plan.seconds)
-    return [Suggestion(plan, _reason(plan, best[0])) for plan in best]
+    shortest = min((plan.seconds for plan in best), default=1.0)
+    best.sort(key=lambda plan: (int(math.log(plan.seconds / shortest, TIE)), plan.sizes["pp"]))
+    return [
+        Suggestion(plan, _reason(plan, best[0]), _flags(plan, given), plan.dp_size == world_size)
+        for plan in best
+    ]
+
+
+def _flags(plan: Plan, given: Config) -> str:
+    """The flags that change a configuration into that of a plan."""
+    values = {name: field_value(plan.config, name) for name in FLAGS}
+    return " ".join(
+        with_default_flags(as_flag(name, value))
+        for name, value in values.items()
+        if value not in (FLAGS[name], None)
+        or (value is not None and name in given.given and value != field_value(given, name))
+    )
 
 
 def _best_of_each_size(config: Config, world_size: int, hardware: Hardware) -> Iterator[Plan]:

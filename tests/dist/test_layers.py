@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_ds.parallel import fused_linear_cross_entropy
+from megatron_ds.parallel import chunks
 from megatron_ds.parallel.collectives import all_gather, gather_from_group, reduce_from_group_
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
@@ -173,7 +173,7 @@ def check_cross_entropy_in_chunks(group: Group) -> None:
 
 def chunks_of(tokens: int, group: Group) -> AbstractContextManager[int]:
     size = 4 * tokens * PADDED // group.size
-    return mock.patch.object(fused_linear_cross_entropy, "CHUNK_BYTES", size)
+    return mock.patch.object(chunks, "CHUNK_BYTES", size)
 
 
 def check_random_streams(group: Group) -> None:

@@ -77,6 +77,12 @@ except SystemExit as end:
         ("tools/run_text_generation_server --help", 0, "127.0.0.1"),
         ("tools/report --help", 0, "--peak-tflops"),
         ("tools/watch tests --once", 0, "no step yet"),
+        (
+            "tools/plan --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+            "--vocab-size 256",
+            0,
+            "layouts that fit",
+        ),
         ("tools/slurm submit tests --ranks-per-node 2", 2, ""),
     ],
 )

@@ -69,8 +69,6 @@ def open_hf(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoin
 
 
 def _open(path: Path) -> SourceCheckpoint:
-    if not (path / HF_CONFIG).is_file():
-        raise user_error("hf-folder-without-config", path=path)
     family, settings = read_settings(path)
     opened = _open_tensors(path).items()
     theirs = {name.removeprefix(family.prefix): tensor for name, tensor in opened}
@@ -91,18 +89,28 @@ def _open(path: Path) -> SourceCheckpoint:
     return SourceCheckpoint(path, "hf", settings, tensors).checked(may_be_padded=False)
 
 
-def read_settings(path: Path) -> tuple[Family, ModelSettings]:
+def read_settings(path: Path, lacking: list[str] | None = None) -> tuple[Family, ModelSettings]:
     """The family of a folder's model, and its settings.
 
+    Args:
+        path: The folder.
+        lacking: Receives the parts that ours lacks, of families with Llama's keys, too.
+
     Raises:
-        UserError: If config.json is damaged, or the model has parts that ours lacks.
+        UserError: If config.json is damaged, or the model has parts that ours lacks, and there is
+            no `lacking`.
     """
+    if not (path / HF_CONFIG).is_file():
+        raise user_error("hf-folder-without-config", path=path)
     values = read_json_object(path / HF_CONFIG)
     kind = values.get("model_type")
     family = FAMILIES.get(str(kind))
+    if family is None and lacking is not None and str(kind) in LACKING:
+        lacking += LACKING[str(kind)]
+        family = FAMILIES["llama"]
     if family is None:
-        if lacking := LACKING.get(str(kind)):
-            raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(lacking))
+        if parts := LACKING.get(str(kind)):
+            raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(parts))
         known = ", ".join(FAMILIES)
         raise user_error("hf-model-type", path=path / HF_CONFIG, kind=kind, known=known)
     config = ConfigValues(path / HF_CONFIG, values)
@@ -110,7 +118,9 @@ def read_settings(path: Path) -> tuple[Family, ModelSettings]:
     for key in ("quantization_config", "transformers_weights"):
         if values.get(key) is not None:
             config.lack("weights that are quantized or have another file name", key, "...")
-    if config.lacking:
+    if lacking is not None:
+        lacking += config.lacking
+    elif config.lacking:
         raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
     file = path / GENERATION
     generation = read_json_object(file) if file.is_file() else {}

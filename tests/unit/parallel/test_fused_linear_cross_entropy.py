@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_ds.parallel import fused_linear_cross_entropy
+from megatron_ds.parallel import chunks, fused_linear_cross_entropy
 from megatron_ds.parallel.fused_linear_cross_entropy import (
     LossKernels,
     chunk_rows,
@@ -65,7 +65,7 @@ def test_loss_and_gradients_equal_those_of_separate_layers(
 ) -> None:
     x, weight, labels, weights = inputs(dtype)
     chunk_bytes = chunk_tokens * PADDED * torch.finfo(dtype).bits // 8
-    monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(fused_linear_cross_entropy, "CACHED_LOGITS", 3 * VOCAB)
     expected, grad_x, grad_weight = reference(x, weight, labels, weights)
     loss = linear_cross_entropy(
@@ -95,7 +95,7 @@ def z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_custom_loss_has_the_gradients_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_BYTES", 7 * PADDED * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 7 * PADDED * 4)
     x, weight, labels, weights = inputs(torch.float32)
     one_x, one_weight = (one.detach().double().requires_grad_() for one in (x, weight))
     expected = (z_loss(one_x @ one_weight[:VOCAB].t(), labels) * weights).sum()
@@ -190,7 +190,7 @@ def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
     done = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(dist, "all_gather", lambda parts, x, group: [p.copy_(x) for p in parts])
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: done)
-    monkeypatch.setattr(fused_linear_cross_entropy, "CHUNK_BYTES", chunk * vocab * dtype.itemsize)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk * vocab * dtype.itemsize)
     monkeypatch.setattr(fused_linear_cross_entropy, "CACHED_LOGITS", cached * vocab)
     x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=with_gradients)
     weight = torch.randn(vocab, hidden, dtype=dtype, requires_grad=with_gradients)

@@ -434,7 +434,9 @@ def test_zero3_gathers_a_few_layers_of_a_large_model() -> None:
 
 
 def test_peak_is_maximum_over_phases() -> None:
-    found = MemoryEstimate(phases={"loss": 5, "start of the backward pass": 9, "later": 7})
+    found = MemoryEstimate(
+        parts={"loss": {"a": 5}, "start of the backward pass": {"a": 4, "b": 5}, "later": {"b": 7}}
+    )
     assert (found.peak, found.peak_phase) == (9, "start of the backward pass")
 
 

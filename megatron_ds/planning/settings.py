@@ -1,0 +1,96 @@
+"""Completes the settings of a plan, which needs neither data nor a tokenizer. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ds.config import Config
+from megatron_ds.config.data import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS
+from megatron_ds.config.problems import Problem, with_default_flags
+from megatron_ds.engine.ds_config.fields import as_flag
+
+PLANNED_RATE = 1e-4
+"""Learning rate of a plan, on which nothing depends."""
+TOKENS = 2**22
+"""Tokens of a step of which nothing is known, as of most models with billions of parameters."""
+TRAINING_DATA = {*SPLIT_DATA_FIELDS, "per_split_data_args_path", *PER_SPLIT_DATA_FIELDS["train"]}
+OTHER_DATA = {*PER_SPLIT_DATA_FIELDS["valid"], *PER_SPLIT_DATA_FIELDS["test"]}
+
+
+def without_tokenizer(config: Config) -> Config:
+    """With --vocab-size for the number of ids, where the tokenizer has no files here."""
+    options, size = config.tokenizer, config.model.vocab_size
+    is_remote = options.tokenizer_type == "HFTokenizer" and not os.path.exists(
+        options.tokenizer_model or ""
+    )
+    if "vocab_size" in config.given and (is_remote or any(options.problems(size))):
+        return config.with_values({"tokenizer_type": "NullTokenizer", "vocab_size": size - 1})
+    return config
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The settings of a plan."""
+
+    config: Config
+    assumed: tuple[str, ...]
+    """Flags that were not given."""
+    samples: int | None
+    """Of a step, if the layout is open and to be suggested. The configuration is then that of one
+    micro-batch."""
+    problems: tuple[Problem, ...]
+
+
+def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
+    """Fills in what a plan does not depend on, and assumes what a command line leaves open.
+
+    Args:
+        config: Configuration of the flags and of the DeepSpeed file.
+        world_size: Number of processes.
+        is_host: Whether the devices are CPUs.
+    """
+    schedule, problems = config.schedule, list[Problem]()
+    filled: dict[str, Any] = {}
+    assumed: dict[str, Any] = {}
+    samples = None
+    if schedule.train_iters is schedule.train_samples is schedule.train_tokens is None:
+        filled["train_iters"] = 1
+    if config.given.isdisjoint(TRAINING_DATA):
+        field = "data_path" if config.given.isdisjoint(OTHER_DATA) else "train_data_path"
+        filled[field] = ("planned",)
+    if config.given.isdisjoint({"vocab_size", *vars(config.tokenizer)}):
+        problems.append(Problem("plan-needs-a-vocabulary"))
+        filled |= {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+    if "lr" not in config.given | config.origins.keys():  # not the flags of a complete run
+        filled["lr"] = PLANNED_RATE
+        if config.precision.name == "fp32" and not is_host:
+            assumed["bf16"] = True
+    if not schedule.micro_batch_size:
+        filled["micro_batch_size"] = 1
+        if not (samples := schedule.global_batch_size):
+            length = max(1, config.model.seq_length)
+            samples = max(1, round(TOKENS / length / world_size)) * world_size
+            assumed["global_batch_size"] = samples
+    config = with_values(config, **filled, **assumed)
+    if samples is not None:
+        config = config.with_values({"global_batch_size": None})
+    flags = tuple(with_default_flags(as_flag(*each)) for each in assumed.items())
+    return Completed(config, flags, samples, tuple(problems))
+
+
+def with_values(config: Config, **values: Any) -> Config:
+    """A copy with other values, as if flags had set them."""
+    changed = config.with_values(values)
+    return dataclasses.replace(changed, given=config.given | values.keys())
+
+
+def planned_tokens(config: Config, samples: int) -> float | None:
+    """The tokens of a run with steps of so many samples; None if its length is not given."""
+    schedule = config.schedule
+    if schedule.train_tokens is not None:
+        return schedule.train_tokens
+    total = schedule.train_samples or (schedule.train_iters or 0) * samples
+    return total * config.model.seq_length if total > samples else None  # one step of `completed`
