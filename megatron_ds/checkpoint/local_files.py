@@ -32,7 +32,7 @@ from megatron_ds.checkpoint.metadata import (
     read_run,
 )
 from megatron_ds.config.problems import Problem, counted
-from megatron_ds.engine.deepspeed.tensor_files import read_tensors
+from megatron_ds.engine.deepspeed.tensor_files import LARGEST, find_extreme, read_tensors
 from megatron_ds.fileio.atomic import FileRecord, fsync_path, rename, write_atomically
 from megatron_ds.fileio.file_lock import lock_now
 from megatron_ds.fileio.visibility import retry
@@ -95,8 +95,8 @@ def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str,
     """Checks files of a checkpoint against their checksums, and their contents.
 
     Returns:
-        The reason by name, for each file that differs from its checksum or that contains anything
-        but tensors and plain values.
+        The reason by name, for each file that differs from its checksum, or that contains anything
+        but tensors of finite numbers and plain values.
     """
     reasons = {}
     for name, record in files.items():
@@ -104,8 +104,10 @@ def find_damaged_files(path: Path, files: Mapping[str, FileRecord]) -> dict[str,
             reasons[name] = f"{name} does not match its checksum in the manifest"
         elif name.endswith(STATES):
             try:
-                read_tensors(path / name, mmap=True)
-            except ValueError as error:
+                extreme = find_extreme(read_tensors(path / name, mmap=True))
+                if extreme is not None:
+                    reasons[name] = f"{extreme} in {name} is not finite, or above {LARGEST:g}"
+            except (ValueError, RecursionError) as error:
                 reasons[name] = str(error)
     return reasons
 

@@ -136,6 +136,7 @@ class CheckpointManager:
         history: Callable[[], BlendHistory | None] = lambda: None,
         *,
         in_background: bool = False,
+        after_skip: bool = False,
     ) -> None:
         """Writes SAVE/global_stepN, then removes those that --keep-last does not keep.
 
@@ -144,8 +145,8 @@ class CheckpointManager:
             state: State after the last step.
             history: Returns the consumption of the training data; called on the first rank only.
             in_background: Return after a copy of the states, which is written in the background.
-                `advance` must then be called until the save has ended. The one before must have
-                ended.
+                `advance` must then be called until it has ended, as the save before must have.
+            after_skip: The last step was skipped: no checkpoint is removed.
 
         Raises:
             SaveError: If the disk of any rank fails, or another run has taken the folder.
@@ -153,6 +154,8 @@ class CheckpointManager:
         assert self._current is None, "the save before has not ended"
         self._last_start = time.monotonic()
         save = self._collect(engine, state, history, copy=in_background)
+        if after_skip:
+            save.keep_older()
         self._current = SaveInProgress(save, self._ranks, in_background=in_background)
         if not in_background:
             self.advance(wait=True)
@@ -214,10 +217,7 @@ class CheckpointManager:
         save = done.save
         self.newest = save.target
         self._report_saved(save.iteration)
-        self._log(
-            f"  successfully saved checkpoint at iteration {save.iteration:7d} to "
-            f"{save.shown_folder}"
-        )
+        self._log(f"  {save.outcome_line}")
         if done.in_background:
             seconds = time.monotonic() - done.started
             stall = f"; training waited {waited:.1f} s for it" if waited else ""

@@ -71,6 +71,7 @@ class SaveSteps:
         lock: The lock of the folder, on the first rank; None if no other run can use it.
         retention: Which older checkpoints to keep; None for all.
         warnings: Problems that did not fail the save.
+        outcome: What happens to the checkpoint.
     """
 
     folder: Path
@@ -82,6 +83,12 @@ class SaveSteps:
     lock: RunLock | None
     retention: Retention | None
     warnings: list[Problem] = field(default_factory=list)
+    outcome: str = "successfully saved"
+
+    def keep_older(self) -> None:
+        """The last step was skipped: no older checkpoint is removed."""
+        self.retention, self.outcome = None, "wrote"
+        self.warnings.append(Problem("saved-after-skipped-step", iteration=self.iteration))
 
     @property
     def target(self) -> Path:
@@ -92,6 +99,11 @@ class SaveSteps:
     def shown_folder(self) -> str:
         """Where the checkpoint is saved, for messages."""
         return str(self.folder)
+
+    @property
+    def outcome_line(self) -> str:
+        """For the log, once the checkpoint is complete."""
+        return f"{self.outcome} checkpoint at iteration {self.iteration:7d} to {self.shown_folder}"
 
     @property
     def temporary(self) -> Path:

@@ -206,6 +206,9 @@ class Engine(Protocol):
     def params_norm(self) -> float:
         """Compute the L2 norm of all parameters, each counted once."""
 
+    def has_finite_weights(self) -> bool:
+        """Whether the weights are finite. Collective. Not checked where they are on a disk."""
+
     def snapshot(self, *, copy: bool) -> Snapshot:
         """Collect what this rank writes of a checkpoint. Touches no files of checkpoints.
 

@@ -22,7 +22,11 @@ from megatron_ds.config import LoggingConfig
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed import nvme_states
-from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot, SafeCheckpointEngine
+from megatron_ds.engine.deepspeed.checkpoint_io import (
+    DeepSpeedSnapshot,
+    SafeCheckpointEngine,
+    load_checkpoint,
+)
 from megatron_ds.engine.deepspeed.expert_files import ExpertFiles
 from megatron_ds.engine.deepspeed.loss_scaler import LossScale
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, read_partitions
@@ -33,6 +37,7 @@ from megatron_ds.engine.deepspeed.patches import (
     reset_cpu_adam_beta_powers,
     skip_reduction,
 )
+from megatron_ds.engine.deepspeed.tensor_files import LARGEST
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.norms import StepNorms, is_counted, sum_of_squares
 from megatron_ds.engine.optimizers.param_groups import (
@@ -289,6 +294,10 @@ class ZeroEngine:
             dist.all_reduce(squares, group=self._mesh.dp_sp.handle)
         return float(squares.sqrt())
 
+    def has_finite_weights(self) -> bool:
+        offload = self.ds_config["zero_optimization"].get("offload_param") or {}
+        return offload.get("device") == "nvme" or self.params_norm() < LARGEST
+
     def snapshot(self, *, copy: bool) -> DeepSpeedSnapshot:
         save = partial(self._engine.save_checkpoint, "snapshot", tag="snapshot", save_latest=False)
         with experts_saved_by_caller(self._engine), nvme_states.as_tensors(self._engine):
@@ -303,7 +312,7 @@ class ZeroEngine:
             reused_states(self._engine.basic_optimizer),
             nullcontext() if scale is None else scale.keep_settings_on_load(),
         ):
-            path, _ = self._engine.load_checkpoint(str(folder), tag=tag)
+            path, _ = load_checkpoint(self._engine, folder, tag)
         if path is None:
             raise user_error("checkpoint-not-loaded", folder=folder / tag)
         if hasattr(self._engine.optimizer, "clip_grad"):  # from the checkpoint, at some stages

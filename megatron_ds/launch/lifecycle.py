@@ -39,7 +39,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from megatron_ds.config.problems import Problem, catalogue
-from megatron_ds.launch import environment, error_report, launched_hosts, output, rank_log
+from megatron_ds.launch import attempts, environment, error_report, launched_hosts, output, rank_log
 from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.error_report import ErrorReport
 from megatron_ds.launch.exit_codes import ExitCode
@@ -245,11 +245,14 @@ class ProcessLifecycle:
         if board is not None:
             first_exit = call_with_timeout(lambda: board.post(own_exit), default=own_exit)
         if first_exit == own_exit:
-            if board is not None or not report.is_common or environment.local_rank() == 0:
+            is_shown = board is not None or not report.is_common or environment.local_rank() == 0
+            if is_shown:
                 say(output.print_error, report.full_text())
             else:
                 rank_log.note(report.full_text())
             output.write_torchelastic_error_file(report.full_text())
+            if is_shown and (report.is_common or report.traceback):
+                self._end_futile_attempts(report.summary)
         elif first_exit.reason != report.summary and report.code not in REQUESTED_EXITS:
             also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.place)
             say(output.print_error, output.with_rank_prefix(also.render()))
@@ -271,8 +274,17 @@ class ProcessLifecycle:
         text = output.with_rank_prefix(verdict.text)
         say(output.print_error if environment.rank() == 0 else rank_log.note, text)
         output.write_torchelastic_error_file(text)
+        if environment.local_rank() == 0:
+            self._end_futile_attempts(verdict.text)
         self.roll_call.say_goodbye()
         end_process(ExitCode(verdict.code))
+
+    def _end_futile_attempts(self, failure: str) -> None:
+        """Ends torchrun if one attempt after the other fails equally."""
+        failure = f"{self.hang_watch.iteration}: {failure}"
+        if self._launchers and attempts.end_if_futile(failure, self._launchers[0]):
+            text = Problem("attempts-futile", count=attempts.FUTILE).render()
+            say(output.print_error, output.with_rank_prefix(text))
 
     def _exit_after_peer(self, peer: RankExit) -> NoReturn:
         """Ends a rank because another one exited. The first rank to do so names that one."""

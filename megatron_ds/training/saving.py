@@ -37,7 +37,12 @@ class Saver:
         return is_late or (interval is not None and iteration % interval == 0)
 
     def save(
-        self, state: TrainState, history: Callable[[], BlendHistory | None], *, final: bool
+        self,
+        state: TrainState,
+        history: Callable[[], BlendHistory | None],
+        *,
+        final: bool,
+        after_skip: bool = False,
     ) -> None:
         """Saves a checkpoint after the last save has completed.
 
@@ -46,6 +51,7 @@ class Saver:
             history: Returns the consumption of the training data.
             final: The run ends with this checkpoint, so a failed save is an error in any case, and
                 there is no training that a background save would let continue.
+            after_skip: The last step was skipped.
 
         Raises:
             SaveError: If the save fails, and the run ends with it.
@@ -55,7 +61,9 @@ class Saver:
         self.finish(final=False)
         in_background = self.options.async_save and not final
         with _warn_of_errors(self.options, final=final):
-            self.checkpoints.save(self.engine, state, history, in_background=in_background)
+            self.checkpoints.save(
+                self.engine, state, history, in_background=in_background, after_skip=after_skip
+            )
 
     def is_local_due(self, iteration: int) -> bool:
         """Whether --local-save-interval demands a save after an iteration."""

@@ -194,7 +194,9 @@ class _Start:
             for note in self.imported.notes:
                 output.warn_on_rank(note)
             output.print_on_rank(f"  loaded the {self.imported.summary}")
-        if not self.is_new:
+        if (source := self.checkpoint or self.imported) is not None:
+            if not engine.has_finite_weights():
+                raise user_error("weights-not-finite", path=source.path)
             startup.mark("checkpoint")
         return state
 

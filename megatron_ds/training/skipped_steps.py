@@ -32,13 +32,23 @@ class SkippedSteps:
     def __init__(self, config: PrecisionConfig, engine: Engine) -> None:
         self._config = config
         self._engine = engine
-        self._count = 0
+        self._count = self._steps = 0
         self._finite: dict[str, torch.Tensor] = {}
 
     @property
     def has_record(self) -> bool:
         """Whether the gradients of the last step were recorded."""
         return bool(self._finite)
+
+    @property
+    def last_was_skipped(self) -> bool:
+        """Whether the last step was, unless it was a spike."""
+        return self._count > 0
+
+    @property
+    def all_were_skipped(self) -> bool:
+        """Whether there were steps and all were skipped."""
+        return 0 < self._steps == self._count
 
     @contextmanager
     def record_gradients(self, *, always: bool = False) -> Iterator[None]:
@@ -61,6 +71,7 @@ class SkippedSteps:
 
     def limit_reached(self, result: StepResult) -> bool:
         """Counts a step. Returns whether the run must end, the same on all ranks."""
+        self._steps += 1
         self._count = self._count + 1 if result.skipped and not result.is_spike else 0
         limit = self._config.max_consecutive_skipped_steps
         return limit > 0 and (self._count >= limit or result.loss_scale_exhausted)

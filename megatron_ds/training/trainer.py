@@ -24,7 +24,7 @@ from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.evaluation.in_training import Stopped, TaskEvaluation
 from megatron_ds.launch import output
-from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.launch.hang_watch import HangWatch
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
@@ -105,6 +105,9 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_end(self.state)
             self.metrics.close()
+        if stop is None and self.skips.all_were_skipped:
+            output.warn_on_rank(Problem("all-steps-skipped", first=self.first_iteration))
+            return ExitCode.SKIPPED_STEPS
         return ExitCode.FINISHED if stop is None else stop.code
 
     def _train(self, batches: DeviceBatches, stop: StopDecision | None) -> StopDecision | None:
@@ -125,6 +128,7 @@ class Trainer:
                 stop = self._evaluate_tasks() or stop
             if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
                 self.metrics.write_pending()
+                self._require_finite_weights()
                 with self.watch.patient():
                     self.checkpoints.save_local(self.engine, self.state, self._blend_history)
             if self.saver.is_due(self.state.iteration) or self._is_last(stop):
@@ -335,7 +339,18 @@ class Trainer:
         self.metrics.write_pending()
         for callback in self.callbacks:
             callback.before_save(self.state)
-        self.saver.save(self.state, self._blend_history, final=final)
+        self._require_finite_weights()
+        after_skip = self.skips.last_was_skipped
+        self.saver.save(self.state, self._blend_history, final=final, after_skip=after_skip)
+
+    def _require_finite_weights(self) -> None:
+        """Ends the run before it saves weights that it cannot continue with."""
+        if not self.engine.has_finite_weights():
+            self.saver.finish(final=False)
+            newest = self.checkpoints.newest
+            resume = f"Resume from {newest}" if newest else "No checkpoint to resume from"
+            problem = Problem("training-diverged", iteration=self.state.iteration, resume=resume)
+            raise RunAborted(problem.render(), ExitCode.SKIPPED_STEPS)
 
     def _blend_history(self) -> BlendHistory:
         assert self.data.progress is not None

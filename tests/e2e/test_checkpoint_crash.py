@@ -5,6 +5,7 @@ The unit tests of checkpoints interrupt saves at every rename; here complete run
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -14,8 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint.metadata import check_names, list_checkpoints, read_run
+from megatron_ds.checkpoint.metadata import (
+    MANIFEST,
+    check_names,
+    list_checkpoints,
+    manifest_text,
+    read_manifest,
+    read_run,
+)
 from megatron_ds.checkpoint.run_lock import LOCK
+from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from tests.e2e.runs import (
     RANKS,
     SCHEDULE,
@@ -83,11 +93,17 @@ def test_a_crash_during_a_save_loses_at_most_that_save(
 def test_resume_falls_back_to_the_checkpoint_before_damaged_ones(
     uninterrupted: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
-    """A flipped byte in one checkpoint, a truncated file in the next, a missing one in the last."""
+    """A NaN with the right checksum in one checkpoint, a flipped byte in the next, a truncated
+    file, and a missing one in the last."""
     run = tmp_path / "run"
     settings = {**base, **SCHEDULE, "save": run, "load": run, "save_interval": 1}
     launcher.start(settings, ranks=RANKS).succeed()
     moments = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    poisoned = run / "global_step3"
+    states = read_tensors(poisoned / moments)
+    states["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data[5] = math.nan
+    files = {**read_manifest(poisoned), moments: write_tensors(states, poisoned / moments)}
+    (poisoned / MANIFEST).write_text(manifest_text(files))
     flip_a_bit(run / "global_step4" / moments)
     truncated = run / "global_step5" / "mp_rank_00_model_states.pt"
     size = truncated.stat().st_size
@@ -98,11 +114,11 @@ def test_resume_falls_back_to_the_checkpoint_before_damaged_ones(
     output = launcher.start(settings, ranks=RANKS).succeed()
     skipped = [line for line in output.splitlines() if "[checkpoint-skipped]" in line]
     named = [(run / "global_step6", moments), (run / "global_step5", truncated.name)]
-    named.append((run / "global_step4", moments))
+    named += [(run / "global_step4", moments), (poisoned, moments)]
     for line, (path, name) in zip(skipped, named, strict=True):
         assert f"{path}: " in line
         assert name in line
-    assert f"loading checkpoint from {run} at iteration 3\n" in output
+    assert f"loading checkpoint from {run} at iteration 2\n" in output
     assert_equal_runs(run, uninterrupted)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from torch.utils.serialization import config as serialization_config
 
+from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed import zero_to_fp32
 from megatron_ds.engine.deepspeed.expert_files import ExpertFiles
 from megatron_ds.engine.deepspeed.patches import replace_checkpoint_engine
@@ -31,6 +33,9 @@ from megatron_ds.engine.deepspeed.tensor_files import OPTIMIZER_KEYS, read_tenso
 from megatron_ds.engine.states.host_staging import HostStaging
 from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
 
+SHAPES = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\).*?Size\(\[(.*?)\]\)")
+"""Name and shapes in torch's message about weights of other shapes."""
+SHOWN = 5
 CHUNK = 2**24
 """Bytes that are written at once; a cancelled write ends after as many."""
 
@@ -146,6 +151,33 @@ class DeepSpeedSnapshot:
     def cancel(self) -> None:
         """Let a write in another thread end soon, with an error."""
         self._is_cancelled.set()
+
+
+def load_checkpoint(engine: Any, folder: Path, tag: str) -> tuple[str | None, Any]:
+    """Let DeepSpeed load folder/tag.
+
+    Raises:
+        UserError: If weights have other names or shapes than those of the model.
+    """
+    try:
+        loaded: tuple[str | None, Any] = engine.load_checkpoint(str(folder), tag=tag)
+    except RuntimeError as error:
+        if "loading state_dict" not in str(error):
+            raise
+        differing = [
+            f"{name} is [{saved}], the model's [{own}]"
+            for name, saved, own in SHAPES.findall(str(error))
+        ]
+        missing = [
+            line.strip() for line in str(error).splitlines()[1:] if "size mismatch" not in line
+        ]
+        lines = [*differing, *missing]
+        more = f", and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        differences = "; ".join(lines[:SHOWN]) + more
+        raise user_error(
+            "checkpoint-shapes-differ", path=folder / tag, differences=differences
+        ) from None
+    return loaded
 
 
 def without_states(values: Any) -> Any:

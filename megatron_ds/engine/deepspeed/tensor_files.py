@@ -6,7 +6,7 @@ Works without DeepSpeed, for generation, except for files that contain its class
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,10 @@ from megatron_ds.config.problems import user_error
 
 OPTIMIZER_KEYS = ("base_optimizer_state", "optimizer_state_dict", "optimizer")
 """Where DeepSpeed's files have the state dict of torch's optimizer, from the inside outwards."""
+
+LARGEST = 1e25
+"""Magnitude of a weight, or of a state of the optimizer, above which no run can train."""
+CHECKED_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def safe_classes() -> list[Any]:
@@ -67,3 +71,17 @@ def read_tensors(
             return torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise user_error("tensor-file-unreadable", path=name or path, error=error) from error
+
+
+def find_extreme(values: Any, name: str = "") -> str | None:
+    """The name of the first tensor in nested values that has a NaN, or one above `LARGEST`."""
+    if isinstance(values, torch.Tensor):
+        if values.dtype not in CHECKED_TYPES or not values.numel():
+            return None
+        low, high = map(float, torch.aminmax(values.detach()))
+        return None if low > -LARGEST and high < LARGEST else name
+    items: Iterable[Any] = values.items() if isinstance(values, Mapping) else ()
+    if isinstance(values, list | tuple):
+        items = enumerate(values)
+    found = (find_extreme(value, f"{name}.{key}".lstrip(".")) for key, value in items)
+    return next(filter(None, found), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import random
 import re
@@ -324,6 +325,38 @@ def test_keep_last_keeps_that_many_checkpoints(manager: Managers, folder: Path) 
     save(keeping, 8, 10)
     kept = {"global_step4", "global_step8", "global_step10", "global_step12"}
     assert names_in(folder) == {*kept, *local_files.POINTERS}
+
+
+def test_a_save_after_a_skipped_step_removes_no_checkpoint(
+    manager: Managers, folder: Path, logged: list[str]
+) -> None:
+    keeping = manager(keep_last=1)
+    save(keeping, 2)
+    for iteration in (4, 6):
+        keeping.save(FakeEngine(), state_at(iteration), after_skip=True)
+    assert names_in(folder) == {
+        *("global_step2", "global_step4", "global_step6"),
+        *local_files.POINTERS,
+    }
+    assert sum("successfully saved" in line for line in logged) == 1
+    assert sum("[saved-after-skipped-step]" in line for line in logged) == 2
+    save(keeping, 8)
+    assert names_in(folder) == {"global_step8", *local_files.POINTERS}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e30, 1e24])
+def test_values_with_which_no_run_can_train_are_damage(
+    value: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """They have the right checksums."""
+    tensor = torch.ones(4, 5, dtype=dtype)
+    tensor[2, 3] = value
+    states = {"module": torch.ones(3), "state": [{"step": 3, "empty": torch.ones(0)}, (tensor,)]}
+    name = "mp_rank_00_model_states.pt"
+    found = local_files.find_damaged_files(tmp_path, {name: write_tensors(states, tmp_path / name)})
+    assert [*found] == [name][: value != 1e24]
+    assert value == 1e24 or f"state.1.0 in {name}" in found[name]
 
 
 def test_keep_every_keeps_milestones(manager: Managers, folder: Path) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from megatron_ds.engine.deepspeed.checkpoint_io import load_checkpoint
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.norms import sum_of_squares
 from megatron_ds.engine.zero import ZeroEngine, _read_step
@@ -99,3 +102,15 @@ def test_padding_of_a_zero3_partition_is_not_part_of_the_parameter(
     partition = torch.tensor([1.0, 2.0, 3.0, 4.0])
     parameter = SimpleNamespace(ds_numel=10, ds_tensor=partition)
     assert engine._own_partition(parameter).tolist() == own
+
+
+def test_weights_of_other_shapes_are_named_with_both() -> None:
+    saved = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).state_dict()
+    del saved["1.bias"]
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 6))
+    engine = SimpleNamespace(load_checkpoint=lambda folder, tag: model.load_state_dict(saved))
+    differences = '1.weight is [5, 4], the model\'s [6, 4]; Missing key(s) in state_dict: "1.bias"'
+    with raises_problem("checkpoint-shapes-differ", "load", contains="run/global_step4 does not"):
+        load_checkpoint(engine, Path("run"), "global_step4")
+    with raises_problem("checkpoint-shapes-differ", "load", contains=differences):
+        load_checkpoint(engine, Path("run"), "global_step4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -19,6 +20,7 @@ from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import LossSum
 from megatron_ds.evaluation.in_training import Result, Stopped
+from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import StopDecision
@@ -46,6 +48,10 @@ class World:
     def __init__(self, compiles_in: int | None = None) -> None:
         self.now, self.taken, self.compiles_in = 0.0, 0, compiles_in
         self.saves: list[int] = []
+        self.saves_after_skip: list[int] = []
+        self.skipped: frozenset[int] = frozenset()
+        self.diverges_in = 10
+        self.newest = "global_step3"
         self.evaluations = 0
 
     def clock(self) -> float:
@@ -57,16 +63,29 @@ class World:
         if plan.iteration == self.compiles_in:
             self.now += FIRST_STEP
             counters["stats"]["unique_graphs"] += 1
-        return StepResult(1.0, 1.0)
+        skipped = plan.iteration in self.skipped
+        return StepResult(1.0, math.inf if skipped else 1.0, skipped=skipped)
+
+    def has_finite_weights(self) -> bool:
+        return self.taken < self.diverges_in
 
     def eval_loss(self, batches: object, count: int) -> LossSum:
         self.now += EVALUATION
         self.evaluations += 1
         return LossSum(1.0, 1.0)
 
-    def save(self, engine: object, state: TrainState, data: object, *, in_background: bool) -> None:
+    def save(
+        self,
+        engine: object,
+        state: TrainState,
+        data: object,
+        *,
+        in_background: bool,
+        after_skip: bool,
+    ) -> None:
         self.now += SAVE
         self.saves.append(state.iteration)
+        self.saves_after_skip += [state.iteration] * after_skip
 
     def advance(self, *, wait: bool) -> None:
         return None
@@ -137,6 +156,36 @@ def test_warm_up_evaluations_and_saves_are_not_training_time(
     assert world.now == 2 * SAVE + 3 * EVALUATION + FIRST_STEP + 5 * STEP
     assert [record.seconds_per_iteration for record in records] == [STEP, STEP, STEP]
     assert [record.samples_per_second for record in records] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("skipped", "saved_after_skip", "code"),
+    [
+        ({3, 4}, [3], ExitCode.FINISHED),
+        ({1, 2, 6}, [6], ExitCode.FINISHED),
+        (set(range(1, 7)), [3, 6], ExitCode.SKIPPED_STEPS),
+    ],
+)
+def test_a_save_knows_that_the_last_step_was_skipped(
+    monkeypatch: pytest.MonkeyPatch, skipped: set[int], saved_after_skip: list[int], code: ExitCode
+) -> None:
+    """A run all of whose steps were skipped is no success."""
+    world = World()
+    world.skipped = frozenset(skipped)
+    monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
+    assert make_trainer(world, MagicMock(spec=Logger)).run() == code
+    assert world.saves == [3, 6]
+    assert world.saves_after_skip == saved_after_skip
+
+
+def test_weights_that_are_not_finite_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.diverges_in = 5
+    monkeypatch.setattr(Trainer, "_batches", lambda *_: world)
+    with pytest.raises(RunAborted, match=r"Resume from global_step3.*\[training-diverged\]") as end:
+        make_trainer(world, MagicMock(spec=Logger)).run()
+    assert end.value.code == ExitCode.SKIPPED_STEPS
+    assert world.saves == [3]
 
 
 @pytest.mark.parametrize(
@@ -244,6 +293,7 @@ class Reader:
 
     clock = staticmethod(itertools.count(0.0).__next__)
     save = close = advance = staticmethod(lambda *_, **__: None)
+    has_finite_weights = staticmethod(lambda: True)
 
     def __init__(self) -> None:
         self.device_batches = partial(DeviceBatches, device=torch.device("cpu"), sharing=GROUP)
