@@ -81,7 +81,7 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     """The commands in order. Each is built after the previous one has run."""
     corpus = data or folder / "corpus.jsonl"
     tokens, checkpoints = folder / "text_text_document", folder / "checkpoints"
-    unigram, metrics = folder / "unigram.json", checkpoints / "metrics.jsonl"
+    unigram = folder / "unigram.json"
     vocabulary = ("--vocab-file", folder / "vocab.json", "--merge-file", folder / "merges.txt")
     if data is None:
         yield tool(
@@ -110,7 +110,7 @@ def steps(folder: Path, data: Path | None) -> Iterator[Step]:
     yield f"Pretraining until iteration {half}", [*training, "--exit-interval", half]
     yield "The same command resumes from the checkpoint", training
     yield tool(
-        *("The loss curve", "plot_loss", "--metrics", metrics, "--output", folder / "loss.png"),
+        *("The loss curve", "plot_loss", checkpoints, "--output", folder / "loss.png"),
         *("--baseline", f"{read_unigram_loss(unigram):.4f}", "--baseline-name", "unigram model"),
     )
     yield tool(

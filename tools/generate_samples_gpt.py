@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.checks import file_problems
+from megatron_ds.config.checks import file_problems, output_problems
 from megatron_ds.config.fields import (
     ANY_VALUE,
     exclusive_problem,
@@ -50,7 +50,6 @@ from megatron_ds.inference.cli import (
 from megatron_ds.inference.prompts import (
     Prompt,
     encode_prompts,
-    output_problems,
     read_prompt_file,
     replace_text_file,
 )

@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ds import cli
+from megatron_ds.config.checks import output_problems
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.reports.charts import loss_chart
-from megatron_ds.reports.history import AXES, names_of, read_run
+from megatron_ds.reports.history import AXES, names_of, read_run, run_problems
 from megatron_ds.reports.text_plot import chart
 
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -33,12 +34,14 @@ SUFFIXES = (".png", ".pdf", ".svg")
 class Options:
     """Plots the loss curves of runs as text, and as a figure with --output."""
 
-    metrics: tuple[str, ...] = option_field(
+    runs: tuple[str, ...] = option_field(
         (),
         "--save folder or metrics.jsonl of each run; a run that continues another one begins with "
         "its curve",
         nargs="*",
-        metavar="PATH",
+        metavar="RUN",
+        positional=True,
+        aliases=("metrics",),
         required=True,
     )
     output: str | None = option_field(None, f"output file ({' '.join(SUFFIXES)})", metavar="FILE")
@@ -49,7 +52,8 @@ class Options:
     )
     smoothing: float | None = option_field(
         None,
-        "weight of the past in the smoothed curve; 0: none (default: 0.9, less for short runs)",
+        "weight of the steps around each one in the smoothed curve; 0: none (default: 0.9, less "
+        "for short runs)",
         minimum=0,
         below=1,
     )
@@ -58,8 +62,10 @@ class Options:
     baseline_name: str = option_field("baseline", "name of the horizontal line")
 
     def problems(self) -> Iterator[Problem]:
+        yield from run_problems("runs", self.runs)
         if self.output is None:
             return
+        yield from output_problems("output", self.output)
         if not self.output.lower().endswith(SUFFIXES):
             yield Problem("plot-suffix", output=self.output, suffixes=" ".join(SUFFIXES))
         elif importlib.util.find_spec("matplotlib") is None:
@@ -67,7 +73,7 @@ class Options:
 
 
 def work(options: Options) -> None:
-    paths = list(dict.fromkeys(options.metrics))
+    paths = list(dict.fromkeys(options.runs))
     runs = dict(zip(names_of(paths), map(read_run, map(Path, paths)), strict=True))
     for name, curves in runs.items():
         print(f"{name}\n" if len(runs) > 1 else "", end="")

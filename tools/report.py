@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
+from megatron_ds.config.checks import folder_problems, output_problems
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.reports.history import names_of, read_run, run_problems
+
+SUFFIXES = (".html", ".htm")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,10 @@ class Options:
 
     def problems(self) -> Iterator[Problem]:
         yield from run_problems("runs", self.runs)
+        yield from output_problems("output", self.output)
+        yield from folder_problems("png", self.png)
+        if not self.output.lower().endswith(SUFFIXES):
+            yield Problem("plot-suffix", output=self.output, suffixes=" ".join(SUFFIXES))
         if importlib.util.find_spec("matplotlib") is None:
             yield Problem("plot-needs-matplotlib", output=self.output)
 

@@ -43,17 +43,19 @@ class Options:
         required=True,
     )
     once: bool = option_field(False, "print one frame and end")
+    follow: bool = option_field(False, "wait for the next start when the run has ended")
     interval: float = option_field(2.0, "seconds between two frames", metavar="SECONDS", above=0)
 
     def problems(self) -> Iterator[Problem]:
-        yield from run_problems("run", [self.run] if self.run else [])
+        yield from run_problems("run", [self.run] if self.run else [], may_start=True)
 
 
 def work(options: Options) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from megatron_ds.reports.live import Follower, frame, status
+    from megatron_ds.reports.live import Follower, frame
+    from megatron_ds.reports.tables import status
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal may lack the dots of the curves
@@ -68,7 +70,7 @@ def work(options: Options) -> None:
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 live.update(frame(name, follower, console.width, has_dots=has_dots), refresh=True)
-                if status(follower.history, follower.age).has_ended:
+                if status(follower.history, follower.age).has_ended and not options.follow:
                     return
                 time.sleep(options.interval)
                 follower.poll()

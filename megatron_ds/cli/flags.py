@@ -114,9 +114,12 @@ class FlagTable:
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Flag]:
-        """Every flag by each of its names, with dashes; of two with one name the first."""
-        named = [flag for flag in (*self.own, *self.foreign) if not flag.positional]
-        return {dashed(name): flag for flag in reversed(named) for name in flag.names}
+        """Every flag by each of its names, with dashes; of two with one name the first.
+
+        Of a value without a flag, its aliases.
+        """
+        named = reversed((*self.own, *self.foreign))
+        return {dashed(name): flag for flag in named for name in flag.names[flag.positional :]}
 
     @functools.cached_property
     def by_field(self) -> Mapping[str, Flag]:

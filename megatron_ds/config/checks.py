@@ -73,6 +73,25 @@ def folder_problems(field: str, path: str | None) -> Iterator[Problem]:
         yield Problem("folder-not-writable", field, path=path, existing=existing)
 
 
+def output_problems(field: str, path: str) -> Iterator[Problem]:
+    """Check that a file can be written.
+
+    Args:
+        field: Name of the option field concerned.
+    """
+    folder = os.path.dirname(os.path.realpath(path))
+    if os.path.isdir(path):
+        yield Problem("not-a-file", field, path=path)
+    elif not os.path.isdir(folder):
+        yield Problem("samples-folder-missing", field, path=path)
+    elif not os.access(folder, os.W_OK | os.X_OK) and not is_special_file(path):
+        yield Problem("folder-not-writable", field, path=path, existing=folder)
+
+
+def is_special_file(path: str) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
 def prefix_problems(prefix: str) -> Iterator[Problem]:
     """Check --output-prefix, the beginning of the paths of files whose folder may be missing."""
     folder, name = os.path.split(prefix)

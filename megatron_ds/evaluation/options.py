@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megatron_ds.config.checks import output_problems
 from megatron_ds.config.fields import ANY_VALUE, option_field, when
 from megatron_ds.config.problems import Problem
 from megatron_ds.evaluation import texts
 from megatron_ds.evaluation.tasks import LAMBADA, PERPLEXITY, TASKS, format_of
 from megatron_ds.inference.cli import GenerationOptions
-from megatron_ds.inference.prompts import output_problems
 
 TASK_NAMES = when(tasks=ANY_VALUE)
 

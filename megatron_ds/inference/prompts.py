@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from megatron_ds.config.checks import is_special_file
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.fileio.atomic import name_in_errors
 from megatron_ds.tokenizer import Tokenizer
@@ -87,21 +88,6 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
     return prompts
 
 
-def output_problems(field: str, path: str) -> Iterator[Problem]:
-    """Check that a file can be written.
-
-    Args:
-        field: Name of the option field concerned.
-    """
-    folder = os.path.dirname(os.path.realpath(path))
-    if os.path.isdir(path):
-        yield Problem("not-a-file", field, path=path)
-    elif not os.path.isdir(folder):
-        yield Problem("samples-folder-missing", field, path=path)
-    elif not os.access(folder, os.W_OK | os.X_OK) and not _is_special(path):
-        yield Problem("folder-not-writable", field, path=path, existing=folder)
-
-
 @contextmanager
 def replace_text_file(path: str) -> Iterator[TextIO]:
     """A text file that takes the place of PATH at the end.
@@ -109,7 +95,7 @@ def replace_text_file(path: str) -> Iterator[TextIO]:
     After an error or an interruption, what was written is in PATH.partial, which a note of the
     exception says, and PATH is as before. A device or a named pipe is written directly.
     """
-    if _is_special(path):
+    if is_special_file(path):
         with name_in_errors(path), open(path, "w", encoding="utf-8") as file:
             yield file
         return
@@ -125,7 +111,3 @@ def replace_text_file(path: str) -> Iterator[TextIO]:
     except BaseException as error:
         error.add_note(f"the texts so far are in {partial}")
         raise
-
-
-def _is_special(path: str) -> bool:
-    return os.path.exists(path) and not os.path.isfile(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,6 +34,14 @@ def version_text() -> str:
     found = versions()
     names = ("megatron_ds", "torch", "deepspeed", "Python")
     return ", ".join(f"{name} {found[name]}" for name in names)
+
+
+def commit() -> str:
+    """The commit of the repository that this package is in; "" outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    return ""
 
 
 def source_digests() -> dict[str, str]:

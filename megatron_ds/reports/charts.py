@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from megatron_ds.reports.history import AXES, History, Values
-from megatron_ds.reports.tables import throughput
+from megatron_ds.reports.tables import comparable
 from megatron_ds.training.records import StepRecord
 
 Runs = Mapping[str, History]
@@ -82,11 +82,14 @@ class Chart:
 
 
 def smooth(values: Sequence[float] | Values, weight: float) -> list[float]:
-    """Exponential moving average; the first values are averages of few, not biased to the first."""
-    total, count, means = 0.0, 0.0, []
-    for value in values:
-        total, count = weight * total + value, weight * count + 1
-        means.append(float(total / count))
+    """Means with weights that fall exponentially to both sides, so that the curve does not lag."""
+
+    def sums(each: Values) -> Values:
+        return np.array([*accumulate(each, lambda total, value: weight * total + value)])
+
+    y = np.asarray(values, dtype=float)
+    total, count = (sums(each) + sums(each[::-1])[::-1] - each for each in (y, np.ones_like(y)))
+    means: list[float] = (total / count).tolist()
     return means
 
 
@@ -114,7 +117,7 @@ def curve(
         color: Number of the run.
         x: Positions.
         y: Values.
-        smoothing: Weight of the past; None: 0.9, less for short runs.
+        smoothing: As `weight` of `smooth`; None: 0.9, less for short runs.
     """
     known = ~(np.isnan(x) | np.isnan(y))
     x, y = x[known], y[known]
@@ -213,15 +216,20 @@ def memory_chart(runs: Runs) -> Chart:
 
 
 def scaling_chart(runs: Runs) -> Chart | None:
-    """Throughput against ranks with the ideal line; None unless the numbers of ranks differ."""
-    measured = [each for each in map(throughput, runs.values()) if each is not None]
-    found = sorted((each.ranks, each.tokens_per_second) for each in measured if each.ranks)
-    if len({ranks for ranks, _ in found}) < 2:
-        return None
-    x, y = np.array(found, dtype=float).T
-    ideal = Line("ideal", 0, x, y[0] / x[0] * x, "ideal")
-    lines = (ideal, Line("measured", 0, x, y), Line("", 0, x, y, "dots"))
-    return Chart("scaling", "Throughput by number of ranks", "ranks", "tokens/s", lines)
+    """Throughput against ranks with the ideal line; None without runs that can be compared."""
+    lines: list[Line] = []
+    groups = comparable(runs)
+    for color, group in enumerate(groups):
+        label = "measured" if len(groups) == 1 else ", ".join(name for name, _ in group)
+        points = [(each.ranks, each.tokens_per_second) for _, each in group]
+        x, y = np.array(points, dtype=float).T
+        lines.append(Line("" if color else "ideal", color, x, y[0] / x[0] * x, "ideal"))
+        if len({*x}) == len(x):
+            lines.append(Line(label, color, x, y))
+            label = ""
+        lines.append(Line(label, color, x, y, "dots"))
+    title = "Throughput by number of ranks"
+    return Chart("scaling", title, "ranks", "tokens/s", tuple(lines)) if lines else None
 
 
 def step_charts(runs: Runs, peak_tflops: float | None) -> Iterator[Chart]:

@@ -19,8 +19,8 @@ COLORS = ("#0b62b8", "#c2410c", "#0a7a55", "#9b3d9b", "#7a5c00", "#00707a")
 """Of the runs, in a light theme; `DARK` has those of a dark one."""
 DARK = ("#6cb6ff", "#ff9a62", "#4cd4a0", "#e29ae2", "#e0b93c", "#5fd3dd")
 TEXT, GRID = "#1b1f24", "#d0d7de"
-DASHES = ("-", "--", "-.", ":")
-"""Of the runs in order, for readers and printers that do not distinguish the colors."""
+DASHES = ("solid", "dashed", "dotted")
+"""Of the first runs, and of further ones, which have the same colors."""
 MARKS = {"restart": "resumed", "checkpoint": "checkpoint", "warning": "warning"}
 PAGE_SIZE, FILE_SIZE = (5.0, 3.2), (9.0, 5.5)
 """Inches. On a phone, the letters of a chart of the first size are readable."""
@@ -75,8 +75,14 @@ def _colors(chart: Chart) -> set[int]:
     return {line.color for line in chart.lines}
 
 
+def run_style(run: int) -> tuple[int, str]:
+    """Number of the color of a run, and its dashes."""
+    return run % len(COLORS), DASHES[run // len(COLORS) % len(DASHES)]
+
+
 def _draw_line(drawn: Figure, axes: Any, line: Line, scale: float, several: bool) -> None:
-    color, dashes = COLORS[line.color % len(COLORS)], DASHES[line.color % len(DASHES)]
+    number, dashes = run_style(line.color)
+    color = COLORS[number]
     x = line.x / scale
     if line.kind == "faint":
         axes.plot(x, line.y, color=color, alpha=0.3, linewidth=0.8)
@@ -84,7 +90,7 @@ def _draw_line(drawn: Figure, axes: Any, line: Line, scale: float, several: bool
         axes.plot(x, line.y, color="grey", linestyle="--", label=line.label)
     elif line.kind == "line":
         marker = "o" if len(x) == 1 else ""
-        axes.plot(x, line.y, dashes, color=color, marker=marker, label=line.label)
+        axes.plot(x, line.y, linestyle=dashes, color=color, marker=marker, label=line.label)
     else:
         # A test follows the last validation, and its point would cover it.
         offset = offset_copy(axes.transData, drawn, x=9, units="points")
@@ -106,7 +112,7 @@ def _draw_marks(axes: Any, chart: Chart, scale: float) -> None:
         transform = axes.get_xaxis_transform()
         if mark.kind == "restart":
             for number, place in enumerate(x):
-                style = {"color": color, "linestyle": ":", "linewidth": 1.2}
+                style = {"color": color, "linestyle": "--", "linewidth": 0.6}
                 axes.axvline(place, label=None if number else label, **style)
             continue
         height, marker = (0.03, "^") if mark.kind == "checkpoint" else (0.97, "x")
@@ -129,7 +135,7 @@ def _format(axes: Any, chart: Chart) -> None:
     elif 0 < largest_y < 1e-2:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     if chart.name in FROM_ZERO:
-        axes.set_ylim(0, max(1.1 * largest_y, 1))
+        axes.set_ylim(0, 1.1 * largest_y or 1)
 
 
 def svg(chart: Chart) -> str:

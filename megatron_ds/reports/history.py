@@ -107,6 +107,7 @@ class History:
         checkpoints: Iterations of the checkpoints that were complete, or are in the folder.
         settings: Arguments of the run by option, those of its last start.
         layout_ranks: Ranks that have written the newest checkpoint; 0: unknown.
+        written: When the metrics were written, in seconds since 1970.
     """
 
     columns: dict[str, array[float]] = field(default_factory=dict)
@@ -115,6 +116,7 @@ class History:
     checkpoints: list[int] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     layout_ranks: int = 0
+    written: float = 0.0
 
     def __len__(self) -> int:
         return len(self.columns.get("iteration", ()))
@@ -161,6 +163,7 @@ class History:
             sorted({*self.checkpoints, *other.checkpoints}),
             other.settings,
             other.layout_ranks,
+            other.written,
         )
 
     def points(self, key: str = "lm_loss") -> Points:
@@ -262,7 +265,9 @@ class RunReader:
         with suppress(FileNotFoundError):  # runs of older versions have none
             size += self._events.read()
         try:
-            return size + self._metrics.read()
+            size += self._metrics.read()
+            self.history.written = self.metrics.stat().st_mtime
+            return size
         finally:
             self._read_folder()
 
@@ -336,11 +341,13 @@ def read_history(path: Path, until: int | None = None) -> History:
     return reader.history
 
 
-def run_problems(field: str, runs: Sequence[str]) -> Iterator[Problem]:
-    """The values of an option that are no files or folders."""
+def run_problems(field: str, runs: Sequence[str], *, may_start: bool = False) -> Iterator[Problem]:
+    """The values of an option that are no runs, which may have no metrics yet if `may_start`."""
     for run in runs:
         if not Path(run).exists():
             yield Problem("run-missing", field, path=run)
+        elif Path(run).is_dir() and not may_start and not Path(run, METRICS).is_file():
+            yield Problem("run-without-metrics", field, path=run)
 
 
 def names_of(paths: Sequence[str]) -> list[str]:

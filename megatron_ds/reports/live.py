@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,9 @@ from rich.table import Table
 
 from megatron_ds.config.problems import UserError, counted
 from megatron_ds.reports.history import History, RunReader, Values
-from megatron_ds.reports.tables import event_cells, last_losses
+from megatron_ds.reports.tables import Status, duration, last_losses, seconds_per_step, status
 from megatron_ds.reports.text_plot import braille
 
-RECENT = 50
-"""Last steps over which speed and loss are averaged."""
-LATE_INTERVALS, LATE_SECONDS = 3, 10.0
-"""A run is late if nothing was written for so many log intervals, and so many seconds."""
 WARNINGS = 3
 CURVES = (
     ("loss", "lm_loss", 6),
@@ -80,48 +75,8 @@ class Follower:
         return 0.0 if self._written_at is None else self.clock() - self._written_at
 
 
-@dataclass(frozen=True)
-class Status:
-    """What a run is doing."""
-
-    text: str
-    has_ended: bool = False
-    is_late: bool = False
-
-
-def status(run: History, age: float) -> Status:
-    """The status of a run.
-
-    Args:
-        run: Its history.
-        age: Seconds since it has written.
-    """
-    changes = [each for each in run.events if each["event"] in ("start", "end")]
-    if changes and changes[-1]["event"] == "end":
-        return Status([*event_cells(changes[-1])][-1], has_ended=True)
-    if not len(run):
-        return Status("no step yet")
-    if not changes and run["iteration"][-1] == run.total_iterations:
-        return Status("ended", has_ended=True)
-    interval = seconds_per_step(run) * int(run.settings.get("--log-interval") or 1)
-    if interval and age > max(LATE_INTERVALS * interval, LATE_SECONDS):
-        times = f"{age / interval:,.0f} times that of a log interval"
-        return Status(f"no new step for {_duration(age)}, {times}", is_late=True)
-    return Status("running")
-
-
-def seconds_per_step(run: History) -> float:
-    """Median of the last steps that are not warm-up; 0 if there are none."""
-    timed = run["seconds"][-RECENT:][run["warm_up"][-RECENT:] != 1]
-    return float(np.median(timed)) if len(timed) else 0.0
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
 
 
 def frame(name: str, follower: Follower, width: int, *, has_dots: bool = True) -> RenderableType:
@@ -155,7 +110,7 @@ def _progress(run: History, now: Status, width: int) -> Iterator[RenderableType]
         return
     text = f"iteration {done:,} of {total:,} ({done / total:.0%})"
     if each and not now.has_ended:
-        text += f", {_duration((total - done) * each)} left at {each:.3g} s per step"
+        text += f", {duration((total - done) * each)} left at {each:.3g} s per step"
     row = Table.grid()  # a bar alone has no end of its line
     row.add_row(ProgressBar(total=total, completed=done, width=min(width, 80)))
     yield from (row, text)

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from megatron_ds.reports.charts import Chart, Runs
-from megatron_ds.reports.figures import COLORS, DARK, MARKS, svg
+from megatron_ds.reports.figures import COLORS, DARK, MARKS, run_style, svg
 from megatron_ds.reports.tables import (
+    UNKNOWN,
     Table,
+    about_table,
     events_table,
     figures_table,
     scaling_table,
     settings_table,
 )
 
-STYLES = ("solid", "dashed", "dashed", "dotted")
 SYMBOLS = {"dots": "●", "stars": "★", "restart": "┊", "checkpoint": "▲", "warning": "✕"}
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --grid: #d0d7de; --box: #f6f8fa;
@@ -38,13 +39,19 @@ th, td { padding: .25rem .5rem; border-bottom: 1px solid var(--grid); text-align
   vertical-align: top; }
 thead th { background: var(--box); font-size: .9rem; }
 tbody th { white-space: nowrap; }
-td { min-width: 3rem; }
-td:not(.number) { min-width: 7rem; }
-td.number { text-align: right; white-space: nowrap; }
+td:not(.number) { min-width: 7rem; overflow-wrap: anywhere; }
+.about td { min-width: 14rem; }
+.number { text-align: right; white-space: nowrap; }
+thead .number { white-space: normal; }
+@media (max-width: 600px) {
+  .events thead { display: none; }
+  .events :is(tr, th, td) { display: block; text-align: left; border: 0; padding: .1rem; }
+  .events tr { border-bottom: 1px solid var(--grid); }
+}
 .key { display: inline-block; width: .9em; height: .9em; margin-right: .4em; border-radius: 50%; }
 fieldset { border: 0; padding: 0; margin: 0; }
 .tabs label { display: inline-block; margin: 0 1rem .5rem 0; padding: .3rem 0; }
-.tabs figure { max-width: 44rem; }
+.tabs figure { max-width: 37rem; }
 @supports selector(:has(a)) { .tabs figure { display: none; } TABS { display: block; } }
 ul { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0; padding: .25rem .5rem;
   list-style: none; font-size: .9rem; }
@@ -70,13 +77,15 @@ def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) 
     tables.append(events_table(runs))
     body = [
         "<h1>Training report</h1>",
+        *(_table(about) if (about := about_table(runs)).rows else ()),
         *_table(figures_table(runs, peak_tflops), keys=list(runs)),
         "<h2>Loss</h2>",
         *_tabs(losses),
         "<h2>Training</h2>",
         '<div class="charts">',
-        *(_figure(chart) for chart in others),
+        *(_figure(chart) for chart in others if not _is_constant(chart)),
         "</div>",
+        *(f"<p>{escape(_constant(chart))}</p>" for chart in others if _is_constant(chart)),
         *(line for table in tables for line in _table(table)),
         *_all_settings(settings_table(runs, only_different=False)),
     ]
@@ -86,6 +95,15 @@ def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) 
         f"<title>{escape(title)}</title>\n<style>{_style(losses)}</style>\n</head>\n<body>\n"
     )
     return head + "\n".join(body) + "\n</body>\n</html>\n"
+
+
+def _is_constant(chart: Chart) -> bool:
+    return all(len(line.y) > 1 and line.y.min() == line.y.max() for line in chart.lines)
+
+
+def _constant(chart: Chart) -> str:
+    values = dict.fromkeys(f"{line.label} {line.y[0]:,.4g}".strip() for line in chart.lines)
+    return f"{chart.title}, which did not change: {', '.join(values)}"
 
 
 def _style(losses: Sequence[Chart]) -> str:
@@ -109,8 +127,8 @@ def _legend(chart: Chart) -> str:
     entries: dict[str, str] = {}
     for line in sorted(chart.lines, key=lambda line: line.kind in SYMBOLS):
         if line.label and line.kind in ("line", "ideal"):
-            number, style = line.color % len(COLORS), STYLES[line.color % len(STYLES)]
-            color, dashes = f"var(--run{number})", style
+            number, dashes = run_style(line.color)
+            color = f"var(--run{number})"
             if line.kind == "ideal":
                 color, dashes = "grey", "dashed"
             style = f"border-top-style: {dashes}; border-top-color: {color}"
@@ -135,8 +153,10 @@ def _tabs(charts: Sequence[Chart]) -> Iterator[str]:
 
 def _table(table: Table, keys: Sequence[str] = ()) -> Iterator[str]:
     """A table with its heading; `keys` are rows whose name follows the color of their run."""
-    yield f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table><thead><tr>'
-    yield from (f'<th scope="col">{escape(cell)}</th>' for cell in table.header)
+    kind = table.title.split()[-1].lower()
+    yield f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table class="{kind}"><thead><tr>'
+    for name, *column in zip(table.header, *table.rows, strict=True):
+        yield f'<th scope="col"{_kind(*column)}>{escape(name)}</th>'
     yield "</tr></thead><tbody>"
     for number, row in enumerate(table.rows):
         color = f'<span class="key" style="background: var(--run{number % len(COLORS)})"></span>'
@@ -147,8 +167,13 @@ def _table(table: Table, keys: Sequence[str] = ()) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    kind = ' class="number"' if text[:1].isdigit() and len(text) < 20 else ""
-    return f"<td{kind}>{escape(text)}</td>"
+    return f"<td{_kind(text)}>{escape(text)}</td>"
+
+
+def _kind(*cells: str) -> str:
+    """The class of cells that are all numbers or unknown."""
+    numbers = (text == UNKNOWN or (text[:1].isdigit() and len(text) < 20) for text in cells)
+    return ' class="number"' if cells and all(numbers) else ""
 
 
 def _all_settings(table: Table) -> Iterable[str]:

@@ -1,20 +1,31 @@
-"""Tables of runs: their final figures, the settings that differ, their events."""
+"""Tables of runs: their status, final figures, the settings that differ, their events."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_ds.reports.history import History
+from megatron_ds.config import ModelConfig, MoEConfig, PrecisionConfig
+from megatron_ds.reports.history import History, flat_settings
 
 LAST_STEPS = 10
 """Steps over which the final loss is averaged."""
 MAX_WARNINGS = 20
 """Warnings of a run that a table shows, the last ones."""
+RECENT = 50
+"""Last steps over which speed and loss are averaged."""
+LATE_INTERVALS, LATE_SECONDS = 3, 10.0
+"""A run is late if nothing was written for so many log intervals, and so many seconds."""
+UNKNOWN = "–"
+MODEL = (each.name for group in (ModelConfig, MoEConfig, PrecisionConfig) for each in fields(group))
+COMPARED = tuple(flat_settings({"": dict.fromkeys(MODEL)}))
+"""Settings that are equal in runs whose speeds can be compared."""
 
 
 class Table(NamedTuple):
@@ -27,7 +38,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Throughput:
-    """Speed of a run over its steps that are not warm-up, on the last number of ranks."""
+    """Speed of a run over its steps that are not warm-up, in its last layout."""
 
     ranks: int | None
     seconds_per_step: float
@@ -39,10 +50,11 @@ class Throughput:
 
 def throughput(run: History) -> Throughput | None:
     """The speed of a run; None without a step that is not warm-up."""
-    ranks, seconds = run.ranks, run["seconds"]
-    timed = (run["warm_up"] == 0) & (seconds > 0)
-    if not np.isnan(ranks[-1]):
-        timed &= ranks == ranks[-1]
+    ranks, seconds, begin = run.ranks, run["seconds"], 0
+    for before, start in pairwise(run.of("start")):
+        if _layout(before) != _layout(start):
+            begin = start["iteration"]
+    timed = (run["warm_up"] == 0) & (seconds > 0) & (run["iteration"] > begin)
     total = seconds[timed].sum()
     if not total:
         return None
@@ -58,6 +70,26 @@ def throughput(run: History) -> Throughput | None:
     )
 
 
+def _layout(start: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What distributes the work of a start."""
+    return start.get("ranks"), *(start["config"].get(group) for group in ("parallel", "deepspeed"))
+
+
+def comparable(runs: Mapping[str, History]) -> list[list[tuple[str, Throughput]]]:
+    """Names and speeds of runs of the same model, precision and batch, by number of ranks.
+
+    Only groups whose numbers of ranks differ.
+    """
+    groups = dict[tuple[Any, ...], list[tuple[str, Throughput]]]()
+    for name, run in runs.items():
+        speed = throughput(run)
+        if speed is not None and speed.ranks:
+            same = (str(run.settings.get(flag)) for flag in COMPARED)
+            groups.setdefault((run["global_batch_size"][-1], *same), []).append((name, speed))
+    ordered = [sorted(each, key=lambda pair: pair[1].ranks or 0) for each in groups.values()]
+    return [each for each in ordered if each[0][1].ranks != each[-1][1].ranks]
+
+
 def final_loss(run: History) -> float:
     """Mean training loss of the last steps that were not skipped; nan if all were."""
     applied = run["lm_loss"][(run["skipped"] != 1) & ~np.isnan(run["lm_loss"])]
@@ -71,15 +103,15 @@ def last_losses(run: History, split: str) -> dict[str, float]:
 
 def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None) -> Table:
     """The final figures of each run."""
-    header = ["run", "ranks", "steps", f"loss (last {LAST_STEPS} steps)", "validation loss"]
-    header += ["test loss", "s/step", "samples/s", "tokens/s", "TFLOPs per device"]
+    header = ["run", "status", "ranks", "steps", f"loss (last {LAST_STEPS} steps)"]
+    header += ["validation loss", "test loss", "s/step", "samples/s", "tokens/s"]
+    header += ["TFLOPs per device"]
     header += ["MFU"] if peak_tflops else []
     header += ["peak memory", "skipped", "restarts"]
     rows = []
     for name, run in runs.items():
         speed = throughput(run)
-        figures = ["–"] * (4 + bool(peak_tflops))
-        ranks = None if speed is None else speed.ranks
+        figures = [UNKNOWN] * (4 + bool(peak_tflops))
         if speed is not None:
             figures = [
                 f"{speed.seconds_per_step:.3f}",
@@ -92,38 +124,62 @@ def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None)
         rows.append(
             [
                 name,
-                str(ranks or "–"),
-                f"{run['iteration'][-1]:,.0f}",
+                _status(run),
+                _ranks(run),
+                f"{run['iteration'][-1]:,.0f}"
+                + (f" of {total:,}" if (total := run.total_iterations) else ""),
                 f"{final_loss(run):.4f}",
                 *(_losses(last_losses(run, split)) for split in ("validation", "test")),
                 *figures,
-                f"{max(peaks) / 2**30:.2f} GiB" if peaks else "–",
+                f"{max(peaks) / 2**30:.2f} GiB" if peaks else UNKNOWN,
                 f"{np.nansum(run['skipped']):.0f}",
-                str(len(run.restarts)) if run.events else "–",
+                str(len(run.restarts)) if run.events else UNKNOWN,
             ]
         )
     return Table("Final figures", header, rows)
 
 
+def _status(run: History) -> str:
+    """Whether the run ended, runs, or ended without a record of it."""
+    age = time.time() - run.written
+    now = status(run, age)
+    if now.has_ended or not now.is_late:
+        return now.text
+    return f"no end recorded, last step {duration(age)} ago" if run.of("start") else UNKNOWN
+
+
+def _ranks(run: History) -> str:
+    """The numbers of ranks, in their order."""
+    numbers = [start.get("ranks") for start in run.of("start")] or [run.layout_ranks]
+    changes = [number for before, number in pairwise([None, *numbers]) if number != before]
+    return ", then ".join(str(number or UNKNOWN) for number in changes) or UNKNOWN
+
+
+def about_table(runs: Mapping[str, History]) -> Table:
+    """What each run is, as its banner says; without rows if none has recorded it."""
+    lines = [run.of("about")[-1]["lines"] if run.of("about") else {} for run in runs.values()]
+    labels = dict.fromkeys(label for each in lines for label in each)
+    rows = [[label, *(each.get(label, UNKNOWN) for each in lines)] for label in labels]
+    return Table("About", ["", *runs], rows)
+
+
 def _losses(losses: Mapping[str, float]) -> str:
     shown = [f"{group} {loss:.4f}".strip() for group, loss in losses.items()]
-    return ", ".join(shown) or "–"
+    return ", ".join(shown) or UNKNOWN
 
 
 def scaling_table(runs: Mapping[str, History]) -> Table | None:
-    """Speed-up and efficiency by number of ranks; None unless these differ."""
-    measured = ((name, throughput(run)) for name, run in runs.items())
-    known = [(name, each) for name, each in measured if each is not None and each.ranks]
-    known.sort(key=lambda pair: pair[1].ranks or 0)
-    if len({each.ranks for _, each in known}) < 2:
-        return None
-    first, rows = known[0][1], []
-    for name, each in known:
-        speedup = each.tokens_per_second / first.tokens_per_second
-        ideal = (each.ranks or 1) / (first.ranks or 1)
-        figures = [f"{each.tokens_per_second:,.0f}", f"{speedup:.2f}", f"{speedup / ideal:.0%}"]
-        rows.append([name, str(each.ranks), *figures])
-    return Table("Scaling", ["run", "ranks", "tokens/s", "speed-up", "of the ideal"], rows)
+    """Speed-up and efficiency by number of ranks; None without runs that can be compared."""
+    rows = []
+    for group in comparable(runs):
+        first = group[0][1]
+        for name, each in group:
+            speedup = each.tokens_per_second / first.tokens_per_second
+            ideal = (each.ranks or 1) / (first.ranks or 1)
+            figures = [f"{each.tokens_per_second:,.0f}", f"{speedup:.2f}", f"{speedup / ideal:.0%}"]
+            rows.append([name, str(each.ranks), *figures])
+    header = ["run", "ranks", "tokens/s", "speed-up", "of the ideal"]
+    return Table("Scaling", header, rows) if rows else None
 
 
 def settings_table(runs: Mapping[str, History], *, only_different: bool) -> Table:
@@ -132,14 +188,14 @@ def settings_table(runs: Mapping[str, History], *, only_different: bool) -> Tabl
     flags = dict.fromkeys(flag for each in settings for flag in each)
     rows = [[flag, *(_value(each, flag) for each in settings)] for flag in flags]
     if only_different:
-        rows = [row for row in rows if len(set(row[1:])) > 1]
+        rows = [row for row in rows if len({*row[1:]} - {UNKNOWN}) > 1]
     title = "Settings that differ" if only_different else "All settings"
     return Table(title, ["argument", *runs], rows)
 
 
 def _value(settings: Mapping[str, object], flag: str) -> str:
     if flag not in settings:
-        return "–"
+        return UNKNOWN
     value = settings[flag]
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -154,6 +210,46 @@ def events_table(runs: Mapping[str, History]) -> Table:
         for each in sorted(shown, key=lambda event: event.get("time", 0)):
             rows.append([name, *event_cells(each)])
     return Table("Events", ["run", "time (UTC)", "iteration", "event"], rows)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a run is doing."""
+
+    text: str
+    has_ended: bool = False
+    is_late: bool = False
+
+
+def status(run: History, age: float) -> Status:
+    """The status of a run.
+
+    Args:
+        run: Its history.
+        age: Seconds since it has written.
+    """
+    changes = [each for each in run.events if each["event"] in ("start", "end")]
+    if changes and changes[-1]["event"] == "end":
+        return Status([*event_cells(changes[-1])][-1], has_ended=True)
+    if not len(run):
+        return Status("no step yet")
+    if not changes and run["iteration"][-1] == run.total_iterations:
+        return Status("ended", has_ended=True)
+    interval = seconds_per_step(run) * int(run.settings.get("--log-interval") or 1)
+    if interval and age > max(LATE_INTERVALS * interval, LATE_SECONDS):
+        times = f"{age / interval:,.0f} times that of a log interval"
+        return Status(f"no new step for {duration(age)}, {times}", is_late=True)
+    return Status("running")
+
+
+def seconds_per_step(run: History) -> float:
+    """Median of the last steps that are not warm-up; 0 if there are none."""
+    timed = run["seconds"][-RECENT:][run["warm_up"][-RECENT:] != 1]
+    return float(np.median(timed)) if len(timed) else 0.0
+
+
+def duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 def event_cells(event: Mapping[str, object]) -> Iterator[str]:

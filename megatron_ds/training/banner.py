@@ -69,17 +69,7 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
     grid = Table.grid(padding=(0, 1))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    sections = {
-        "run": [("", facts.versions)],
-        "layout": _layout(facts),
-        "model": _model(facts),
-        "batch": _batch(facts),
-        "schedule": _schedule(facts),
-        "in effect": _engine_settings(facts),
-        "kernels": _kernels(facts),
-        "memory": _memory(facts.estimate),
-    }
-    for heading, lines in sections.items():
+    for heading, lines in sections(facts).items():
         for number, (label, text) in enumerate(lines):
             title = Text(f"{heading if number == 0 else '':<8}", style="bold")
             grid.add_row(title + Text(f" {label}", style="not bold"), Text(text))
@@ -91,6 +81,20 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
     printed = [line.rstrip() for line in out.getvalue().splitlines()]
     rule = "-" * min(width, WIDTH)
     return "\n".join([rule, *printed, rule])
+
+
+def sections(facts: BannerData) -> dict[str, Lines]:
+    """The lines of the banner by heading."""
+    return {
+        "run": [("", facts.versions)],
+        "layout": _layout(facts),
+        "model": _model(facts),
+        "batch": _batch(facts),
+        "schedule": _schedule(facts),
+        "in effect": _engine_settings(facts),
+        "kernels": _kernels(facts),
+        "memory": _memory(facts.estimate),
+    }
 
 
 def _layout(facts: BannerData) -> Lines:

@@ -234,13 +234,14 @@ def build_trainer(
     state = start.load(engine, checkpoints, startup)
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = planned_memory(config, mesh.dp.size, context.device.type)
-    print_banner(config, context, mesh, engine, state, estimate)
+    about = print_banner(config, context, mesh, engine, state, estimate)
     last = _last_iteration(config, mesh, state)
     if save is not None and context.rank == 0 and config.logging.eval_only is None:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         write_run_files(save, engine, data)
         checkpoints.start_branch(start.checkpoint)
         events.start(save, config, state.iteration, last, context.world_size)
+        events.record("about", lines=about)
     exits = _exit_conditions(config, last, life, timeout)
     return Trainer(
         config=config,

@@ -5,7 +5,9 @@ Collects values from the parts of a run and prints or writes them; changes none 
 
 from __future__ import annotations
 
+import os
 import platform
+import shlex
 import shutil
 import sys
 from collections import Counter
@@ -29,12 +31,13 @@ from megatron_ds.engine.readback import loaded_ops
 from megatron_ds.fileio.atomic import write_atomically
 from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.host_variables import describe
+from megatron_ds.launch.software import commit
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.banner import MIB, WIDTH, BannerData, banner
+from megatron_ds.training.banner import MIB, WIDTH, BannerData, banner, sections
 from megatron_ds.training.events import EventLog
 from megatron_ds.training.loggers import is_short
 
@@ -115,10 +118,14 @@ def print_banner(
     engine: Engine,
     state: TrainState,
     estimate: MemoryEstimate,
-) -> None:
-    """Prints layout, model, schedule, settings and kernels on the first rank. Not collective."""
+) -> dict[str, str]:
+    """Prints layout, model, schedule, settings and kernels on the first rank. Not collective.
+
+    Returns:
+        What the run is, by a word for it.
+    """
     if context.rank != 0:
-        return
+        return {}
     documents = engine.packing
     for warning in engine.startup_warnings:
         output.warn_on_rank(warning)
@@ -148,6 +155,18 @@ def print_banner(
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else WIDTH
     output.print_on_rank(banner(facts, width=width, terminal=terminal))
+    shown = {
+        name: "; ".join(" ".join(line).strip() for line in lines)
+        for name, lines in sections(facts).items()
+    }
+    data = (value for name, value in vars(config.data).items() if name.endswith("_path") and value)
+    return {
+        **{name: shown[name] for name in ("model", "batch", "schedule", "layout", "in effect")},
+        "data": next((" ".join(value) for value in data if isinstance(value, tuple)), ""),
+        "software": f"{facts.versions}, commit {commit() or 'unknown'}",
+        "machine": f"{platform.node()}, {platform.machine()}, {os.cpu_count()} CPUs",
+        "command": shlex.join(sys.argv),
+    }
 
 
 def write_run_files(folder: Path, engine: Engine, data: Datasets) -> None:

@@ -38,8 +38,8 @@ def check_events(save: Path, output: str) -> None:
     """The killed run has no end; the resumed one has every event of its log."""
     found = events_in(save)
     assert [(each["event"], each["iteration"]) for each in found if each["event"] != "warning"] == [
-        *(("start", 0), ("memory", 1), ("checkpoint", SAVED)),
-        *(("start", SAVED), ("memory", SAVED + 1), ("checkpoint", 2 * SAVED)),
+        *(("start", 0), ("about", 0), ("memory", 1), ("checkpoint", SAVED)),
+        *(("start", SAVED), ("about", SAVED), ("memory", SAVED + 1), ("checkpoint", 2 * SAVED)),
         *(("checkpoint", LAST), ("memory", LAST), ("end", LAST)),
     ]
     start = next(each for each in found if each["event"] == "start")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +77,7 @@ def test_losses_against_each_axis_and_the_marks_of_events(runs: dict[str, Histor
 
 
 def test_a_smoothed_curve_lies_over_its_raw_values() -> None:
-    assert smooth([4.0, 2.0, 8.0], 0.5) == pytest.approx([4.0, 8 / 3, 40 / 7])
+    assert smooth([4.0, 2.0, 8.0], 0.5) == pytest.approx([4.0, 4.0, 40 / 7])
 
 
 def test_metrics_of_the_steps(runs: dict[str, History]) -> None:
@@ -85,7 +87,7 @@ def test_metrics_of_the_steps(runs: dict[str, History]) -> None:
     assert shown(charts["learning_rate"])["slow"] == [(each, 0.001) for each in range(1, 7)]
     # Without warm-up, which the first step of a process is.
     assert [x for x, _ in shown(charts["tokens_per_second"])["fast"]] == [2, 3, 4, 6, 7, 8]
-    assert shown(charts["mfu"])["slow"][0] == (2, 50.0)
+    assert shown(charts["mfu"])["slow"][0] == pytest.approx((2, 50.0))
     assert shown(charts["validation"]) == {"slow: wiki": [(6, 3.5)], "slow: code": [(6, 2.5)]}
     assert shown(charts["memory"]) == {"slow": [(2, 3.0)]}
     assert "mfu" not in {chart.name for chart in charts_of(runs)}
@@ -105,6 +107,22 @@ def test_scaling_compares_throughput_with_the_ideal(runs: dict[str, History]) ->
     ]
     same = {"a": runs["slow"], "b": runs["slow"]}
     assert scaling_chart(same) is tables.scaling_table(same) is None
+    runs["fast"].settings["--hidden-size"] = 128  # another model
+    assert scaling_chart(runs) is tables.scaling_table(runs) is None
+
+
+def test_runs_on_equally_many_ranks_are_points_without_a_line(runs: dict[str, History]) -> None:
+    chart = scaling_chart({**runs, "again": runs["slow"]})
+    assert chart is not None
+    assert [(line.kind, len(line.x)) for line in chart.lines] == [("ideal", 3), ("dots", 3)]
+
+
+def test_speeds_are_compared_for_equal_batches_only(
+    runs: dict[str, History], tmp_path: Path
+) -> None:
+    records = steps(range(1, 5), global_batch_size=8)
+    other = read_history(write_run(tmp_path / "other", records, [start(0, 2)]))
+    assert tables.scaling_table({"slow": runs["slow"], "other": other}) is None
 
 
 def test_final_figures(runs: dict[str, History]) -> None:
@@ -112,8 +130,9 @@ def test_final_figures(runs: dict[str, History]) -> None:
     slow, fast = (dict(zip(table.header, row, strict=True)) for row in table.rows)
     assert slow == {
         "run": "slow",
+        "status": "ended with status 0",
         "ranks": "1",
-        "steps": "6",
+        "steps": "6 of 8",
         "loss (last 10 steps)": "6.0000",
         "validation loss": "wiki 3.5000, code 2.5000",
         "test loss": "–",
@@ -126,22 +145,62 @@ def test_final_figures(runs: dict[str, History]) -> None:
         "skipped": "2",
         "restarts": "0",
     }
-    names = ("ranks", "s/step", "samples/s", "tokens/s", "restarts", "test loss")
-    assert [fast[name] for name in names] == ["4", "0.167", "24.00", "192", "1", "1.2500"]
+    names = ("status", "ranks", "s/step", "samples/s", "tokens/s", "restarts", "test loss")
+    assert [fast[name] for name in names] == [
+        *("running", "4", "0.167", "24.00", "192", "1", "1.2500"),
+    ]
 
 
-def test_throughput_is_that_of_the_last_number_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "tp_size", "shown"), [(2, 1, "1, then 2"), (1, 2, "1")], ids=["ranks", "layout"]
+)
+def test_throughput_is_that_of_the_last_layout(
+    ranks: int, tp_size: int, shown: str, tmp_path: Path
+) -> None:
     records = steps(range(1, 5)) + steps(range(5, 9), seconds=0.25, tokens_per_second=128.0)
-    run = read_history(write_run(tmp_path, records, [start(0, 1), start(4, 2)]))
+    later = start(4, ranks)
+    later["config"]["parallel"] = {"tensor_model_parallel_size": tp_size}
+    first = start(0, 1)
+    first["config"]["parallel"] = {"tensor_model_parallel_size": 1}
+    run = read_history(write_run(tmp_path, records, [first, later]))
     speed = tables.throughput(run)
     assert speed is not None
-    assert (speed.ranks, speed.tokens_per_second) == (2, 128.0)
+    assert (speed.ranks, speed.tokens_per_second) == (ranks, 128.0)
+    table = tables.figures_table({"run": run})
+    assert dict(zip(table.header, table.rows[0], strict=True))["ranks"] == shown
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], "–"),
+        ([start(0)], "no end recorded, last step 1 day, 0:00:00 ago"),
+        ([start(0), event("end", 4, error="disk full")], "failed: disk full"),
+    ],
+)
+def test_a_run_without_an_end_has_a_status(
+    events: list[dict[str, Any]], expected: str, tmp_path: Path
+) -> None:
+    run = read_history(write_run(tmp_path, steps(range(1, 5)), events))
+    run.written = time.time() - 24 * 3600
+    table = tables.figures_table({"run": run})
+    assert dict(zip(table.header, table.rows[0], strict=True))["status"] == expected
+
+
+def test_a_run_is_described_by_its_last_start(tmp_path: Path) -> None:
+    first, last = (event("about", each, lines={"layout": f"{each} ranks"}) for each in (1, 2))
+    run = read_history(write_run(tmp_path / "a", steps(range(1, 5)), [start(0), first, last]))
+    plain = read_history(write_run(tmp_path / "b", steps(range(1, 5)), [start(0)]))
+    assert tables.about_table({"a": run, "b": plain}).rows == [["layout", "2 ranks", "–"]]
+    assert tables.about_table({"b": plain}).rows == []
 
 
 def test_settings_that_differ_and_events(runs: dict[str, History]) -> None:
     differing = tables.settings_table(runs, only_different=True)
     assert differing.header == ["argument", "slow", "fast"]
     assert differing.rows == [["--lr", "0.001", "0.002"]]
+    unknown = {**runs, "unknown": History()}
+    assert [row[0] for row in tables.settings_table(unknown, only_different=True).rows] == ["--lr"]
     assert ["--train-iters", "8", "8"] in tables.settings_table(runs, only_different=False).rows
     assert [row[2:] for row in tables.events_table(runs).rows if row[0] == "fast"] == [
         ["0", "started on 4 ranks"],

@@ -97,10 +97,10 @@ def test_a_curve_begins_with_that_of_the_run_that_is_continued(tmp_path: Path) -
     assert read_run(run_folder(tmp_path / "e", range(1, 5), str(first))).axis("time")[3] == 8.0
 
 
-def test_smoothing_is_an_average_of_the_past() -> None:
+def test_smoothing_is_an_average_of_both_sides() -> None:
     assert smooth([4.0, 2.0, 8.0], 0.0) == [4.0, 2.0, 8.0]
     assert smooth([5.0] * 3, 0.9) == pytest.approx([5.0] * 3)
-    assert smooth([4.0, 2.0, 8.0], 0.5) == pytest.approx([4.0, 8 / 3, 40 / 7])
+    assert smooth([4.0, 2.0, 8.0], 0.5) == pytest.approx([4.0, 4.0, 40 / 7])
 
 
 @pytest.mark.parametrize("axis", ["iteration", "tokens", "time"])
@@ -135,12 +135,14 @@ def test_lines_that_are_no_metrics_are_rejected(tmp_path: Path, line: bytes) -> 
 
 
 def test_unknown_picture_format_is_rejected(tmp_path: Path, run: Run) -> None:
-    printed = run("--metrics", metrics(tmp_path / "x"), "--output", "loss.xyz", status=2)
-    assert printed_codes(printed.err) == ["plot-suffix"]
+    printed = run(metrics(tmp_path / "x"), "--output", "gone/loss.xyz", status=2)
+    assert printed_codes(printed.err) == ["samples-folder-missing", "plot-suffix"]
 
 
 def test_a_folder_without_metrics_is_named(tmp_path: Path, run: Run) -> None:
-    assert str(tmp_path / "metrics.jsonl") in run("--metrics", tmp_path, status=1).err
+    printed = run("--metrics", tmp_path, status=2)
+    assert printed_codes(printed.err) == ["run-without-metrics"]
+    assert f"RUN {tmp_path}: " in printed.err
 
 
 def test_metrics_without_steps_are_rejected(tmp_path: Path) -> None:

@@ -96,8 +96,25 @@ def test_a_run_that_does_not_exist_and_one_without_steps_are_named(
     errors = run(tmp_path / "no", tmp_path / "neither", status=2).err
     assert errors.count("[run-missing]") == 2
     assert f"RUN {tmp_path / 'no'}" in errors
+    (tmp_path / "other").mkdir()
+    assert "[run-without-metrics]" in run(tmp_path / "other", status=2).err
     write_run(tmp_path / "empty", [])
     assert "no training steps" in run(tmp_path / "empty", status=1).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ("--output gone/x.html", "samples-folder-missing"),
+        ("--output x.md", "plot-suffix"),
+        ("--png metrics.jsonl/x", "not-a-folder"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_a_problem_before_the_charts_are_drawn(
+    arguments: str, code: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_run(tmp_path, steps(range(1, 3))))
+    assert f"[{code}]" in run(tmp_path, *arguments.split(), status=2).err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--png", "x"]])

@@ -33,6 +33,7 @@ def opened(path: Path, iteration: int = 0) -> EventLog:
 
 def test_every_event_has_the_documented_keys(path: Path) -> None:
     log = opened(path)
+    log.record("about", lines={})
     log.record("memory", iteration=1, peak=5)
     log.record("checkpoint", iteration=2)
     log.warning("    WARNING: it is slow [some-code]")
