@@ -46,6 +46,19 @@ def test_restored_scale_is_limited_by_settings() -> None:
     assert (scaler.cur_scale, scaler.cur_hysteresis) == (128.0, 1)
 
 
+def test_scale_grows_a_step_later_at_the_start_and_after_an_overflow() -> None:
+    """As documented of --loss-scale-window: DeepSpeed's count of steps begins one step later."""
+    scaler, scales = dynamic(4.0, window=3, hysteresis=1), []
+    scaler.raise_error_at_min_scale = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.runtime.fp16.loss_scaler.dist.get_rank", lambda: 1)
+        for step in range(1, 16):
+            scaler.update_scale(step == 9)
+            scales.append(scaler.cur_scale)
+    # After steps 4 and 7, halved after step 9, and after steps 13 and 16.
+    assert scales == [4.0] * 3 + [8.0] * 3 + [16.0] * 2 + [8.0] * 4 + [16.0] * 3
+
+
 @pytest.mark.parametrize("is_static", [True, False])
 def test_nothing_is_restored_between_static_and_dynamic_scale(is_static: bool) -> None:
     both = (LossScaler(8.0), dynamic(2.0**16))

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.inference.generate import Cancelled, generate
-from megatron_ds.inference.kv_cache import PreallocatedCache
+from megatron_ds.inference.kv_cache import FILLED_TOKENS, PreallocatedCache
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
@@ -134,6 +134,22 @@ def test_memory_of_keys_and_values_is_allocated_once() -> None:
     cache, part = PreallocatedCache(1, 2, 10, torch.empty(0)), torch.ones(2, 3, 1, 4)
     kept = [tensor for _ in range(10) for tensor in cache.view(0, [1, 1]).update(0, part, part)]
     assert len({tensor.untyped_storage().data_ptr() for tensor in kept}) == 2
+
+
+def test_texts_beside_longer_ones_see_no_memory_that_was_never_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a text does not have is finite, also where a longer one grows by many tokens."""
+
+    def filled_with_nan(like: torch.Tensor, shape: Any, **options: Any) -> torch.Tensor:
+        return like.new_full(shape, float("nan"), **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled_with_nan)
+    model = model_of("rope")
+    prompts = [[1, 2], list(range(1, 11))]
+    config = GenerationConfig(2 * FILLED_TOKENS, GREEDY)
+    together = generate(model, prompts, config)
+    assert together == [generate(model, [prompt], config)[0] for prompt in prompts]
 
 
 def test_no_prompts_give_no_texts() -> None:

@@ -369,6 +369,31 @@ def test_each_data_parallel_rank_reads_its_own_samples(rank: int) -> None:
     assert first.lm_loss == 3.0 * (12 + own)
 
 
+def test_an_evaluation_weights_every_token_of_all_ranks_equally() -> None:
+    """With a loss of each token, ranks may have counted different numbers of them."""
+    ranks, sent = [LossSum(6.0, 3.0), LossSum(1.0, 1.0)], list[list[float]]()
+
+    def send(values: list[float]) -> list[float]:
+        sent.append(values)
+        return values
+
+    def mean(_: list[float]) -> list[float]:
+        return [sum(values) / len(ranks) for values in zip(*sent, strict=True)]
+
+    for mean_over_dp in (send, mean):
+        for own in ranks:
+            trainer = make_trainer(
+                MagicMock(eval_loss=lambda *_, own=own: own),
+                MagicMock(spec=Logger),
+                mean_over_dp=mean_over_dp,
+                eval_iters=1,
+            )
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(trainer, "_batches", lambda *_: MagicMock())
+                loss = trainer._mean_loss(MagicMock())
+            assert loss == (own.total / own.weight if mean_over_dp is send else 7.0 / 4.0)
+
+
 def test_samples_of_skipped_iterations_are_not_trained_on(capsys: Any) -> None:
     reader, logger = Reader(), MagicMock(spec=Logger)
     data, skipped = Datasets(train=Numbers(0), progress=MagicMock()), ("4-5", "1", "5-9")
