@@ -20,6 +20,7 @@ if __name__ == "__main__":
 import dataclasses
 import importlib.util
 import math
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from megatron_ds.inference.scheduler import Scheduler
     from megatron_ds.inference.service import TextGenerationService
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 CURVE_POINTS = 300
 """Of a loss curve on the page."""
 
@@ -75,6 +77,19 @@ class Options(GenerationOptions):
         "server is for this machine only, otherwise all)",
         nargs="*",
         metavar="HOST",
+    )
+    allowed_origins: tuple[str, ...] = option_field(
+        (),
+        "sites such as https://chat.example whose pages may send requests from browsers; * is any",
+        nargs="*",
+        metavar="ORIGIN",
+    )
+    served_model_name: tuple[str, ...] = option_field(
+        (),
+        "names of the model in OpenAI's API, of which responses have the first one (default: the "
+        "folder's)",
+        nargs="*",
+        metavar="NAME",
     )
     port: int = option_field(
         5000, "port to listen on; 0 selects a free port", minimum=0, maximum=65535
@@ -110,6 +125,9 @@ class Options(GenerationOptions):
         yield from self.checkpoint.problems()
         if self.defaults.top_k and self.defaults.top_p:
             yield Problem("top-k-and-top-p")
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                yield Problem("origin-invalid", "allowed_origins", origin=origin)
         if self.api_key_file is not None:
             yield from file_problems("api_key_file", self.api_key_file)
 
@@ -165,10 +183,12 @@ def serve(
 ) -> None:
     """Serves on the first rank until a signal."""
     from megatron_ds.inference.access import is_loopback
+    from megatron_ds.inference.chat_api import ChatApi
     from megatron_ds.inference.completions_api import CompletionsApi
     from megatron_ds.inference.interfaces import Api
     from megatron_ds.inference.megatron_api import MegatronApi
     from megatron_ds.inference.server import ServerOptions, TextServer
+    from megatron_ds.tokenizer.chat_template import read_chat_template
 
     host, port = listener.getsockname()[:2]
     is_public = not is_loopback(host)
@@ -176,20 +196,23 @@ def serve(
         log_rank0(f"WARNING: {Problem('host-is-public', host=options.host).render()}")
     shown = f"[{host}]" if ":" in host else host
     log_rank0(
-        f"serving on http://{shown}:{port}/ (a page; PUT /api; POST /v1/completions), "
+        f"serving on http://{shown}:{port}/ (a page; PUT /api; OpenAI's API at /v1), "
         f"{service.max_length} tokens per text"
     )
     checks_hosts = not is_public or options.allowed_hosts
     names = (options.host, *options.allowed_hosts) if checks_hosts else None
-    completions = CompletionsApi(service, options.defaults, info["name"])
+    template = read_chat_template(service.tokenizer.folder)
+    model_names = options.served_model_name or (info["name"],)
+    completions = CompletionsApi(service, options.defaults, model_names, info.pop("saved"))
     apis: dict[str, Api[Any]] = {
         "/api": MegatronApi(service, options.defaults),
         "/v1/completions": completions,
+        "/v1/chat/completions": ChatApi(completions, template),
     }
     models = completions.models()
-    documents = {"/info": info, "/v1/models": models}
+    documents = {"/info": info | {"name": model_names[0]}, "/v1/models": models}
     documents |= {f"/v1/models/{each['id']}": each for each in models["data"]}
-    server_options = ServerOptions(names, keys, options.request_timeout)
+    server_options = ServerOptions(names, options.allowed_origins, keys, options.request_timeout)
     TextServer(scheduler, apis, log_rank0, server_options, documents).run(listener)
 
 
@@ -217,6 +240,7 @@ def describe(
     prefix, _, step = folder.name.partition("global_step")
     is_step = not prefix and step.isdecimal()
     return {
+        "saved": int(folder.stat().st_mtime),
         "name": folder.parent.name if is_step else folder.name,
         "checkpoint": f"step {step}" if is_step else source.format,
         "parameters": parameters_per_rank(model, 1, moe),

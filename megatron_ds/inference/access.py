@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from megatron_ds.inference.api_schema import openai_error
+
 
 class KeyCheck:
     """Rejects requests without one of the keys, except for the page and the state of the server."""
@@ -29,7 +31,8 @@ class KeyCheck:
             await self._app(scope, receive, send)
             return
         message = "a key is required: Authorization: Bearer KEY"
-        await error_response(401, message, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        headers = {"WWW-Authenticate": "Bearer"}
+        await error_response(scope["path"], 401, message, headers)(scope, receive, send)
 
 
 class HostCheck:
@@ -38,17 +41,20 @@ class HostCheck:
     Such a request has the page's site as its origin or, after DNS rebinding, as its host.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, hosts: Collection[str], origins: Collection[str]) -> None:
         self._app = app
+        self._origins = origins
         self._hosts = {host.lower().rstrip(".") for host in (*hosts, "localhost")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         for name, prefix in (("host", "//"), ("origin", "")):
             value = headers.get(name)
-            if value is not None and not self._is_accepted(prefix + value):
-                message = f"the {name} {value} is not accepted; --allowed-hosts adds a host"
-                await error_response(403, message)(scope, receive, send)
+            if value is None or (name == "origin" and {value, "*"} & {*self._origins}):
+                continue
+            if not self._is_accepted(prefix + value):
+                message = f"the {name} {value} is not accepted; --allowed-{name}s adds {name}s"
+                await error_response(scope["path"], 403, message)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -69,6 +75,8 @@ def is_loopback(host: str) -> bool:
 
 
 def error_response(
-    status: int, message: str, headers: Mapping[str, str] | None = None
+    path: str, status: int, message: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    return JSONResponse({"message": message}, status_code=status, headers=headers)
+    """An error in the form of a path's interface."""
+    content = openai_error(message, status) if path.startswith("/v1/") else {"message": message}
+    return JSONResponse(content, status, headers)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.fields import option_field
@@ -157,8 +160,34 @@ def read(body: bytes, defaults: Defaults) -> GenerationRequest:
     return GenerationRequest(**{**candidates, **given, "prompts": tuple(given["prompts"])})
 
 
+@functools.cache
+def neutral_fields() -> Mapping[str, Mapping[str, Any]]:
+    """The metadata of the fields in openai_fields.toml."""
+    table = tomllib.loads(Path(__file__).with_name("openai_fields.toml").read_text("utf-8"))
+    fields = dict[str, dict[str, Any]]()
+    for name in table["any"].split():
+        fields[name] = {"is_valid": lambda value: True}
+    for name, values in table["values"].items():
+        shown = " or ".join(map(_as_json, [*values, None]))
+        expected = f"{shown} (others are not supported)"
+        fields[name] = {"expected": expected, "is_valid": values.__contains__}
+    return fields
+
+
+def openai_error(message: str, status: int, codes: Sequence[str] = ()) -> dict[str, Any]:
+    """The JSON object of an error in OpenAI's APIs."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    code = codes[0] if codes else None
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
 def read_fields(
-    body: bytes, request: type[Any], required: str, *, null_is_default: bool = False
+    body: bytes,
+    request: type[Any],
+    required: str,
+    *,
+    null_is_default: bool = False,
+    neutral: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """The fields of a request, each valid by itself.
 
@@ -167,6 +196,7 @@ def read_fields(
         request: Dataclass of the fields, made by the functions of this module.
         required: Field without a default.
         null_is_default: Whether null is the same as no value.
+        neutral: Metadata of fields that have no effect.
 
     Raises:
         UserError: With all problems, at most `MAX_PROBLEMS`.
@@ -175,8 +205,10 @@ def read_fields(
     if null_is_default:
         given = {name: value for name, value in given.items() if value is not None}
     known = {item.name: item.metadata for item in dataclasses.fields(request)}
-    raise_if_any(itertools.islice(_field_problems(given, known, required), MAX_PROBLEMS))
-    return given
+    neutral = neutral or {}
+    problems = _field_problems(given, {**known, **neutral}, required)
+    raise_if_any(itertools.islice(problems, MAX_PROBLEMS))
+    return {name: value for name, value in given.items() if name in known}
 
 
 def _read_object(body: bytes) -> dict[str, Any]:

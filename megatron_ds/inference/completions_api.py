@@ -7,11 +7,12 @@ log-probability.
 
 from __future__ import annotations
 
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.inference.api_schema import (
@@ -20,19 +21,23 @@ from megatron_ds.inference.api_schema import (
     flag_field,
     integer_field,
     is_text,
+    neutral_fields,
     number_field,
+    openai_error,
     read_fields,
     request_field,
 )
 from megatron_ds.inference.megatron_api import by_text
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.scheduler import Finished, NewToken
-from megatron_ds.inference.sequences import TextSequence
+from megatron_ds.inference.sequences import Scores, TextSequence
 from megatron_ds.inference.service import GenerationJob, TextGenerationService, random_seed
 from megatron_ds.inference.token_text import TokenText
 
 DEFAULT_NEW_TOKENS = 16
 MAX_STOPS = 4
+MAX_TOP = 20
+"""Most probable tokens, with their log-probabilities."""
 
 
 def _is_ids(value: Any) -> bool:
@@ -56,62 +61,56 @@ def _is_stop(value: Any) -> bool:
     return is_short and all(is_text(each) and each for each in strings)
 
 
-def _only(*values: Any) -> Any:
-    """A field of which this server has nothing but these values."""
-    shown = " or ".join("null" if value is None else str(value) for value in values)
-    return request_field(
-        values[0], f"{shown} (others are not supported)", lambda each: each in values
-    )
-
-
 def _is_stream_options(value: Any) -> bool:
     keys = value.keys() if isinstance(value, dict) else {""}
     return keys <= {"include_usage"} and all(isinstance(each, bool) for each in value.values())
 
 
 @dataclass(frozen=True)
-class CompletionRequest:
-    """A request, validated as far as possible without tokenizer and model; a field is null where it
-    has its default."""
+class OpenAiRequest:
+    """What both kinds of requests have; a field is null where it has its default."""
+
+    model: str | None = request_field(None, "a string", lambda value: isinstance(value, str))
+    temperature: float = number_field(0, 100, 1.0)
+    top_p: float = number_field(0, 1, 1.0)
+    top_k: int = integer_field(-1, 1000, 0)
+    n: int = integer_field(1, 128, 1)
+    stream: bool = flag_field()
+    stream_options: dict[str, bool] | None = request_field(
+        None, 'an object such as {"include_usage": true}', _is_stream_options
+    )
+    stop: Any = request_field((), f"a string or a list of up to {MAX_STOPS} strings", _is_stop)
+    seed: int | None = integer_field(0, 2**63 - 1, None)
+
+    def problems(self) -> Iterator[Problem]:
+        if self.stream_options and not self.stream:
+            names = {"name": "stream_options", "needed": "stream"}
+            yield Problem("request-field-needs-another", *names.values(), **names)
+
+
+Request = TypeVar("Request", bound=OpenAiRequest)
+
+
+@dataclass(frozen=True)
+class CompletionRequest(OpenAiRequest):
+    """A request, validated as far as possible without tokenizer and model."""
 
     prompt: Any = request_field(
         "",
         f"a string, a list of 1 to {MAX_PROMPTS} strings, ids, or a list of lists of ids",
         _is_prompt,
     )
-    model: str | None = request_field(None, "a string", lambda value: isinstance(value, str))
     max_tokens: int = integer_field(0, 2**31 - 1, DEFAULT_NEW_TOKENS)
-    temperature: float = number_field(0, 100, 1.0)
-    top_p: float = number_field(0, 1, 1.0)
-    top_k: int = integer_field(-1, 1000, 0)
-    n: int = integer_field(1, 128, 1)
     best_of: int | None = integer_field(1, 128, None)
-    stream: bool = flag_field()
-    stream_options: dict[str, bool] | None = request_field(
-        None, 'an object such as {"include_usage": true}', _is_stream_options
-    )
-    logprobs: int | None = integer_field(0, 10, None)
+    logprobs: int | None = integer_field(0, MAX_TOP, None)
     echo: bool = flag_field()
-    stop: Any = request_field((), f"a string or a list of up to {MAX_STOPS} strings", _is_stop)
-    seed: int | None = integer_field(0, 2**63 - 1, None)
-    user: str = request_field("", "a string", lambda value: isinstance(value, str))
-    suffix: None = _only(None, "")
-    logit_bias: None = _only(None, {})
-    presence_penalty: float = _only(0)
-    frequency_penalty: float = _only(0)
 
     def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.best_of not in (None, self.n):
             yield Problem("best-of-is-not-n", "best_of", "n", best_of=self.best_of, n=self.n)
         if self.max_tokens == 0 and not (self.echo and self.logprobs is not None):
             yield Problem("completion-without-tokens", "max_tokens")
-        if self.echo and self.stream:
-            yield Problem(
-                "request-fields-exclusive", "echo", "stream", first="echo", second="stream"
-            )
-        if self.stream_options and not self.stream:
-            names = {"name": "stream_options", "needed": "stream"}
-            yield Problem("request-field-needs-another", *names.values(), **names)
 
 
 @dataclass(frozen=True)
@@ -128,53 +127,86 @@ class CompletionsApi:
 
     service: TextGenerationService
     defaults: Defaults
-    name: str
+    names: tuple[str, ...]
     """Of the model."""
+    created: int = 0
+    """When it was saved, in seconds since 1970."""
 
     def read(self, body: bytes) -> CompletionJob:
         """
         Raises:
             UserError: If the request is invalid or does not fit the tokenizer or the model.
         """
-        given = read_fields(body, CompletionRequest, "prompt", null_is_default=True)
+        request = self.request(body, CompletionRequest, "prompt")
+        raise_if_any(request.problems())
+        prompts = request.prompt
+        if isinstance(prompts, str) or _is_ids(prompts):
+            prompts = [prompts]
+        eod = self.service.tokenizer.eod
+        prompts = [each or [eod] for each in prompts]
+        return self.job(request, prompts, request.max_tokens, request.logprobs, echo=request.echo)
+
+    def request(self, body: bytes, kind: type[Request], required: str) -> Request:
+        """A request, with the server's defaults.
+
+        Raises:
+            UserError: If a field is invalid, or the model another one.
+        """
+        neutral = neutral_fields()
+        given = read_fields(body, kind, required, null_is_default=True, neutral=neutral)
         defaults = self.defaults
         candidates = {
             "seed": defaults.seed,
             "temperature": defaults.temperature,
             "top_k": defaults.top_k,
-            "top_p": defaults.top_p,
+            "top_p": defaults.top_p or 1.0,  # 0 is off only there
         }
-        request = CompletionRequest(**{**candidates, **given})
-        raise_if_any(request.problems())
-        if request.model not in (None, self.name):
-            raise user_error("model-not-served", model=request.model, name=self.name)
-        prompts = request.prompt
-        if isinstance(prompts, str) or _is_ids(prompts):
-            prompts = [prompts]
+        request = kind(**{**candidates, **given})
+        if request.model not in (None, *self.names):
+            raise user_error("model-not-served", model=request.model, name=", ".join(self.names))
+        return request
+
+    def job(
+        self,
+        request: OpenAiRequest,
+        prompts: Sequence[str | list[int]],
+        max_tokens: int | None,
+        logprobs: int | None,
+        *,
+        echo: bool = False,
+    ) -> CompletionJob:
+        """
+        Args:
+            request: A valid request.
+            prompts: Its prompts, as text or ids.
+            max_tokens: Maximum number of new tokens; None for as many as fit.
+            logprobs: Number of most probable tokens with log-probabilities; None for none at all.
+            echo: Return the prompts, too.
+        """
         if len(prompts) * request.n > MAX_PROMPTS:
             count = len(prompts) * request.n
             raise user_error("too-many-texts-in-request", count=count, limit=MAX_PROMPTS)
-        eod = self.service.tokenizer.eod
-        ids = self.service.encode_prompts([each or [eod] for each in prompts], request.max_tokens)
+        ids = self.service.encode_prompts(prompts, max_tokens)
         is_greedy = request.temperature == 0
         sampling = SamplingParams(
             temperature=1.0 if is_greedy else request.temperature,
             top_k=max(0, request.top_k),
-            top_p=request.top_p,
+            # 0 takes the most probable token.
+            top_p=max(request.top_p, sys.float_info.min),
             greedy=is_greedy,
             seed=random_seed() if request.seed is None else request.seed,
         )
         return CompletionJob(
             ids,
-            request.max_tokens,
+            self.service.max_length if max_tokens is None else max_tokens,
             sampling,
             samples=request.n,
-            logprobs=request.logprobs is not None,
-            prompt_logprobs=request.logprobs is not None and request.echo,
-            top_n=request.logprobs or 0,
+            logprobs=logprobs is not None,
+            prompt_logprobs=logprobs is not None and echo,
+            top_n=logprobs or 0,
             stops=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop),
             stream=request.stream,
-            echo=request.echo,
+            echo=echo,
             include_usage=(request.stream_options or {}).get("include_usage", False),
         )
 
@@ -193,22 +225,18 @@ class CompletionsApi:
 
     def models(self) -> dict[str, Any]:
         """The list of models."""
-        model = {"id": self.name, "object": "model", "created": 0, "owned_by": "megatron_ds"}
-        return {"object": "list", "data": [model | {"max_model_len": self.service.max_length}]}
+        model = {"object": "model", "created": self.created, "owned_by": "megatron_ds"}
+        model |= {"max_model_len": self.service.max_length}
+        return {"object": "list", "data": [{"id": name, **model} for name in self.names]}
 
-    @staticmethod
-    def error(message: str, status: int, codes: Sequence[str] = ()) -> dict[str, Any]:
-        """The JSON object of an error."""
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        code = codes[0] if codes else None
-        return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    error = staticmethod(openai_error)
 
     def _head(self) -> dict[str, Any]:
         return {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": self.name,
+            "model": self.names[0],
         }
 
     def _choice(self, job: CompletionJob, number: int, sequence: TextSequence) -> dict[str, Any]:
@@ -270,7 +298,8 @@ class CompletionEvents:
         self._job = job
         self._head = api._head()
         decode = api.service.tokenizer.decode
-        prompts = job.repeated_prompts
+        self._prompts = prompts = job.repeated_prompts
+        self._echoed = [not job.echo] * len(prompts)
         self._texts = [TokenText(decode, job.stops, prompt) for prompt in prompts]
         self._tokens: list[list[NewToken]] = [[] for _ in prompts]
         self._offsets = [0] * len(prompts)
@@ -278,6 +307,7 @@ class CompletionEvents:
 
     def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:
         """What a token adds to a text."""
+        yield from self._echo(token.index, token.prompt_scores)
         self._new += 1
         self._tokens[token.index].append(token)
         is_end = token.id == self._api.service.tokenizer.eod
@@ -289,10 +319,21 @@ class CompletionEvents:
         """What remains of the texts, and why they ended."""
         for number, sequence in enumerate(finished.result):
             assert isinstance(sequence, TextSequence)
+            yield from self._echo(number, sequence.scores)
             reason = "stop" if sequence.ended_itself else "length"
             yield self._event(number, self._texts[number].finish(), reason)
         if self._job.include_usage:
             yield {**self._head, "choices": [], "usage": _usage(self._job, self._new)}
+
+    def _echo(self, index: int, scores: Scores | None) -> Iterator[dict[str, Any]]:
+        """The prompt, once, if it is wanted."""
+        if self._echoed[index]:
+            return
+        self._echoed[index], ids = True, self._prompts[index]
+        if scores is not None:
+            values = zip(ids, [None, *scores.logprobs], [[], *scores.top], strict=True)
+            self._tokens[index] = [NewToken(index, *each) for each in values]
+        yield self._event(index, self._api.service.tokenizer.decode(ids), None)
 
     def _event(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
         tokens, self._tokens[index] = self._tokens[index], []

@@ -17,7 +17,7 @@ from megatron_ds.config.problems import UserError
 from megatron_ds.inference.beam import Hypothesis
 from megatron_ds.inference.engine import GenerationEngine
 from megatron_ds.inference.generate import Cancelled
-from megatron_ds.inference.sequences import TextSequence
+from megatron_ds.inference.sequences import Scores, TextSequence
 from megatron_ds.inference.tp_group import TpGroupBroken, TpLink
 
 
@@ -52,6 +52,8 @@ class NewToken:
     id: int
     logprob: float | None
     top: list[tuple[int, float]]
+    prompt_scores: Scores | None = None
+    """With the first token, if they are wanted."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,10 @@ class Scheduler(Generic[Job]):
         if ticket.job.stream:
             scores, is_scored = sequence.scores, sequence.config.logprobs
             logprob, top = (scores.logprobs[-1], scores.top[-1]) if is_scored else (None, [])
-            ticket.listener(NewToken(number, sequence.ids[-1], logprob, top))
+            prompt = None
+            if sequence.config.prompt_logprobs and len(sequence.new_ids) == 1:
+                prompt = Scores(scores.logprobs[:-1], scores.top[:-1])
+            ticket.listener(NewToken(number, sequence.ids[-1], logprob, top, prompt))
 
     def _end_if_done(self, sequence: TextSequence) -> None:
         """Ends a sequence's job if its last sequence is done, or one has failed."""

@@ -14,7 +14,14 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +31,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -78,6 +86,8 @@ class ServerOptions:
     hosts: Collection[str] | None = None
     """Names, in addition to this machine's, for which requests are accepted, see `HostCheck`. None
     accepts all."""
+    origins: Sequence[str] = ()
+    """Sites, besides those of the hosts, whose pages may send requests; * is any."""
     keys: Collection[str] = ()
     """Bearer tokens, of which a request must have one. None are needed if there are none."""
     timeout: float = 600.0
@@ -113,7 +123,7 @@ class TextServer(Generic[Job]):
         self._read_s = min(BODY_TIMEOUT_S, options.timeout)
         self._held_bytes = 0
         self.app = FastAPI(openapi_url=None)
-        self.app.add_exception_handler(HTTPException, _http_error)
+        self.app.add_exception_handler(HTTPException, self._http_error)
         for path in apis:
             methods = ["PUT", "POST"] if path == "/api" else ["POST"]
             self.app.add_api_route(path, self._respond, methods=methods)
@@ -129,7 +139,10 @@ class TextServer(Generic[Job]):
         if options.keys:
             self.app.add_middleware(KeyCheck, keys=options.keys)
         if options.hosts is not None:
-            self.app.add_middleware(HostCheck, hosts=options.hosts)
+            self.app.add_middleware(HostCheck, hosts=options.hosts, origins=options.origins)
+        if options.origins:
+            allowed: Any = {"allow_methods": ["*"], "allow_headers": ["*"]}
+            self.app.add_middleware(CORSMiddleware, allow_origins=options.origins, **allowed)
 
     def run(self, listener: socket.socket) -> None:
         """Serves until SIGTERM or SIGINT, which cancel the requests. Main thread only.
@@ -159,6 +172,16 @@ class TextServer(Generic[Job]):
             server.run(sockets=[listener])
         finally:
             self._backend.stop()
+
+    async def _http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path, allowed = request.url.path, (error.headers or {}).get("Allow")
+        message = error.detail
+        if error.status_code == 404:
+            message = f"{path} does not exist; requests for texts are POST {', '.join(self._apis)}"
+        elif allowed:
+            message = f"{request.method} is not allowed for {path}; use {allowed}"
+        return error_response(path, error.status_code, message, error.headers)
 
     async def _respond(self, request: Request) -> Response:
         path = request.url.path
@@ -277,25 +300,24 @@ class TextServer(Generic[Job]):
     ) -> AsyncIterator[str]:
         """Server-sent events; ends early with an object that has the key error."""
         stream = api.events(ticket.job)
+        of_token, of_end = stream.of_token, stream.of_end
         try:
             while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        event = await events.get()
-                except TimeoutError:
-                    event = Failed(TimedOut())
-                if isinstance(event, NewToken):
-                    for each in stream.of_token(event):
-                        yield _event(each)
-                    continue
+                async with asyncio.timeout_at(deadline):
+                    event = await events.get()
                 if isinstance(event, Failed):
-                    yield _event(api.error(*self._explain(event.error)))
-                    return
-                for each in stream.of_end(event):
+                    raise event.error
+                parts: Any = of_token(event) if isinstance(event, NewToken) else of_end(event)
+                if isinstance(event, Finished) or event.prompt_scores:  # which may take long
+                    parts = await self._reader.call(BODY_TIMEOUT_S, list[Any], parts)
+                for each in parts:
                     yield _event(each)
-                self._finish(ticket, event)
-                yield "data: [DONE]\n\n"
-                return
+                if isinstance(event, Finished):
+                    self._finish(ticket, event)
+                    yield "data: [DONE]\n\n"
+                    return
+        except Exception as error:
+            yield _event(api.error(*self._explain(error)))
         finally:  # also when the client disconnects
             self._backend.cancel(ticket)
 
@@ -444,13 +466,3 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 def _event(content: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False, allow_nan=False)}\n\n"
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    messages = {
-        404: f"{request.url.path} does not exist; use PUT /api",
-        405: f"{request.method} is not allowed for {request.url.path}; use PUT /api",
-    }
-    message = messages.get(error.status_code, error.detail)
-    return error_response(error.status_code, message, error.headers)

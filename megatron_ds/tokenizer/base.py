@@ -41,6 +41,8 @@ class Tokenizer(ABC):
     """End-of-document id."""
     fingerprint: TokenizerFingerprint
     """Everything that determines the ids."""
+    folder: Path | None = None
+    """Of a Hugging Face tokenizer, which may have a chat template."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Adds no special token, except Llama2Tokenizer's <s>.

@@ -18,6 +18,7 @@ from megatron_ds.tokenizer.base import (
     library_errors,
     read_json,
 )
+from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
 from megatron_ds.tokenizer.fingerprint import hash_content
 
 COMMON_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eot_id|>")
@@ -81,7 +82,7 @@ def pretrained_files(path: str, trust_remote_code: bool) -> list[Path]:
     """The files of a tokenizer that `build_hf_tokenizer` has loaded from the same path."""
     folder = Path(_local_folder(path, trust_remote_code, is_downloaded=True))
     if folder.is_file():
-        beside = [folder.with_name(name) for name in SETTINGS_FILES]
+        beside = [folder.with_name(name) for name in (*SETTINGS_FILES, TEMPLATE_FILE)]
         return [folder, *(file for file in beside if file.is_file() and file != folder)]
     patterns = _patterns(trust_remote_code)
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
@@ -180,6 +181,7 @@ class FileTokenizer(JsonTokenizer):
         Raises:
             UserError: If no token ends documents.
         """
+        self.folder = file.parent
         library.no_padding()
         library.no_truncation()
         self._tokenizer, self._splits_tokens = library, library.encode_special_tokens
@@ -216,7 +218,8 @@ class PretrainedTokenizer(Tokenizer):
         Raises:
             UserError: If the folder has no tokenizer, or no token ends documents.
         """
-        self._tokenizer = _load_pretrained(Path(folder), trust_remote_code)
+        self.folder = Path(folder)
+        self._tokenizer = _load_pretrained(self.folder, trust_remote_code)
         vocab: dict[str, int] = self._tokenizer.get_vocab()
         names: dict[str, str] = self._tokenizer.vocab_files_names
         _check_files(Path(folder), names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import urllib.request
@@ -21,6 +22,9 @@ GOLDEN = REPOSITORY / "tests" / "golden" / "tokenizers"
 CONVERT = REPOSITORY / "tools" / "convert_checkpoint.py"
 MAX_LENGTH = 64
 PROMPTS = ["The quick brown", "1234", "naïve café €", "Привет"]
+CHAT = """{% for each in messages %}{% if each.role != "user" %}{{ raise_exception("no role") }}
+{% endif %}{{ each.role }}: {{ each.content }}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 LONG: dict[str, Any] = {"prompt": ["The"] * 128, "max_tokens": 60, "temperature": 100}
 """Thousands of forward passes with a text at a time."""
 
@@ -117,6 +121,73 @@ def check_openai_client(server: Server, name: str) -> None:
         assert raised.value.code == code
 
 
+def check_chat(server: Server, name: str) -> None:
+    client = client_of(server)
+    prompt = "user: The quick\nassistant:"
+    (expected,) = client.completions.create(
+        model=name, prompt=prompt, temperature=0, max_tokens=20
+    ).choices
+    asked: dict[str, Any] = {
+        "model": name,
+        "messages": [{"role": "user", "content": "The quick"}],
+        "temperature": 0,
+        "max_completion_tokens": 20,
+    }
+    whole = client.chat.completions.create(logprobs=True, top_logprobs=3, **asked)
+    (choice,) = whole.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.finish_reason == expected.finish_reason
+    assert whole.usage is not None
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == whole.usage.completion_tokens == 20
+    assert all(each.token == each.top_logprobs[0].token for each in choice.logprobs.content)
+    stop = expected.text[4:7]
+    (choice,) = client.chat.completions.create(stop=[stop], **asked).choices
+    assert choice.message.content == expected.text[: expected.text.find(stop)]
+    assert choice.finish_reason == "stop"
+
+    hot = {**asked, "temperature": 100, "n": 2, "seed": 7}
+    texts = [each.message.content for each in client.chat.completions.create(**hot).choices]
+    parts = ["", ""]
+    usage = None
+    with client.chat.completions.stream(**hot, stream_options={"include_usage": True}) as stream:
+        for event in stream:
+            if event.type == "chunk":
+                for each in event.chunk.choices:
+                    parts[each.index] += each.delta.content or ""
+                usage = event.chunk.usage or usage
+    assert parts == texts
+    assert usage is not None
+    assert usage.completion_tokens == 40
+
+    for wrong, code in (
+        ({"messages": [{"role": "tool", "content": "x"}]}, "chat-template-failed"),
+        ({"messages": []}, "request-value-invalid"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "request-value-invalid"),
+        ({"max_tokens": 64, "max_completion_tokens": None}, "prompt-and-new-tokens-exceed-length"),
+    ):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.chat.completions.create(**{**asked, **wrong})  # type: ignore[arg-type]
+        assert raised.value.code == code
+    with pytest.raises(openai.NotFoundError, match=r"POST .*/v1/chat/completions"):
+        client.embeddings.create(model=name, input="x")
+
+
+def check_echo(server: Server, name: str) -> None:
+    client = client_of(server)
+    asked: dict[str, Any] = {"prompt": PROMPTS, "echo": True, "logprobs": 1, "temperature": 0}
+    whole = client.completions.create(model=name, max_tokens=5, **asked)
+    texts, tokens = [""] * len(PROMPTS), [list[str]() for _ in PROMPTS]
+    for event in client.completions.create(model=name, max_tokens=5, stream=True, **asked):
+        for each in event.choices:
+            texts[each.index] += each.text
+            assert each.logprobs is not None
+            tokens[each.index] += each.logprobs.tokens or []
+    assert texts == [choice.text for choice in whole.choices]
+    assert tokens == [choice.logprobs and choice.logprobs.tokens for choice in whole.choices]
+
+
 def check_bad_requests(server: Server, name: str) -> None:
     """They get an answer of their own, and others theirs."""
     path = "/v1/completions"
@@ -184,15 +255,24 @@ def check_harness(server: Server, name: str, trained: Path, exported: Path) -> N
 
 def test_clients_of_completions(
     trained: Path, exported: Path, launcher: Launcher, running: list[Server],
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
-    server = Server(launcher, trained, 1)
+    chat = tmp_path / "tokenizer"
+    chat.mkdir()
+    shutil.copy(GOLDEN / "tokenizer.json", chat)
+    settings = {"chat_template": CHAT, "eos_token": "<|endoftext|>"}
+    (chat / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = {"tokenizer_type": "HFTokenizer", "tokenizer_model": chat}
+    server = Server(launcher, trained, 1, served_model_name="parrot", **tokenizer)
     running.append(server)
     name = server.send("GET", "/info")[1]["name"]
+    assert name == "parrot"
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     check_openai_client(server, name)
+    check_chat(server, name)
+    check_echo(server, name)
     check_bad_requests(server, name)
     check_harness(server, name, trained, exported)
     assert "Traceback" not in server.run.output
@@ -211,6 +291,9 @@ def test_limits_of_a_busy_server(
     client = client_of(server, "second")
     name = client.models.list().data[0].id
     ask = client.completions.create
+    with pytest.raises(openai.BadRequestError, match="POST /v1/completions") as unknown:
+        client.chat.completions.create(model=name, messages=[{"role": "user", "content": "x"}])
+    assert unknown.value.code == "chat-template-missing"
 
     def metric(name: str) -> float:
         """The sum over all labels."""
@@ -235,7 +318,7 @@ def test_limits_of_a_busy_server(
     for _ in range(10):  # before a token is there
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    server.run.wait_until(lambda: metric("responses_total") == 11 and is_idle())
+    server.run.wait_until(lambda: metric("responses_total") == 12 and is_idle())
     assert ask(model=name, prompt="The", max_tokens=5, temperature=0).choices[0].text
 
     with ThreadPoolExecutor(2) as pool:

@@ -34,7 +34,7 @@ def model() -> GPTModel:
 @pytest.fixture(scope="module")
 def api(model: GPTModel) -> CompletionsApi:
     service = TextGenerationService(model, TOKENIZER, MAX_LENGTH)  # type: ignore[arg-type]
-    return CompletionsApi(service, Defaults(seed=1), "tiny")
+    return CompletionsApi(service, Defaults(seed=1), ("tiny", "small"), 7)
 
 
 def read(api: CompletionsApi, **given: Any) -> Any:
@@ -82,12 +82,16 @@ INVALID: dict[str, list[Any]] = {
     "best_of": [0],
     "stream": [1, "true"],
     "stream_options": [[], {"include_usage": 1}, {"other": True}],
-    "logprobs": [-1, 11, True],
+    "logprobs": [-1, 21, True],
     "echo": [0],
     "stop": [1, "", ["a", ""], ["a"] * 5, [["a"]], "\ud800"],
     "seed": [-1, 2**63, 1.0],
-    "user": [7],
     "suffix": ["x", 0],
+    "ignore_eos": [True],
+    "min_p": [0.1],
+    "repetition_penalty": [1.1],
+    "stop_token_ids": [[1]],
+    "response_format": [{"type": "json_object"}],
     "logit_bias": [{"5": 1}, []],
     "presence_penalty": [0.5, "0"],
     "frequency_penalty": [-1],
@@ -135,7 +139,6 @@ def test_unknown_fields_are_rejected_with_a_hint(api: CompletionsApi, name: str,
         ({"max_tokens": 0}, "completion-without-tokens", "max_tokens"),
         ({"max_tokens": 0, "echo": True}, "completion-without-tokens", "logprobs"),
         ({"max_tokens": 0, "logprobs": 1}, "completion-without-tokens", "echo"),
-        ({"echo": True, "stream": True}, "request-fields-exclusive", "echo"),
         ({"stream_options": {"include_usage": True}}, "request-field-needs-another", "stream"),
         ({"model": "other"}, "model-not-served", "tiny"),
         ({"prompt": ["A"] * 65, "n": 2}, "too-many-texts-in-request", "130"),
@@ -158,16 +161,31 @@ def test_null_is_the_default(api: CompletionsApi) -> None:
     assert read(api).new_tokens == 16
     assert read(api).sampling.seed == 1
     neutral = {"best_of": 1, "logit_bias": {}, "suffix": "", "presence_penalty": 0.0, "user": "me"}
-    assert read(api, **neutral, model="tiny", top_k=-1) == read(api)
+    neutral |= {"ignore_eos": False, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": []}
+    neutral |= {"skip_special_tokens": True, "priority": 3, "response_format": {"type": "text"}}
+    for name in ("tiny", "small"):
+        assert read(api, **neutral, model=name, top_k=-1) == read(api)
+
+
+def test_values_without_support_are_named(api: CompletionsApi) -> None:
+    with raises_problem("request-value-invalid", "suffix", contains='"" or null'):
+        read(api, suffix="x")
+
+
+def test_top_p_of_0_takes_the_most_probable_token(api: CompletionsApi) -> None:
+    request = {"max_tokens": 20, "seed": 3}
+    greedy = texts(respond(api, temperature=0, **request))
+    assert texts(respond(api, top_p=0, **request)) == greedy
+    assert texts(respond(api, top_p=1, **request)) != greedy
 
 
 def test_defaults_are_those_of_the_server(model: GPTModel, api: CompletionsApi) -> None:
     defaults = Defaults(temperature=0.5, top_k=7, top_p=0.9, seed=3)
-    other = CompletionsApi(api.service, defaults, "tiny")
+    other = CompletionsApi(api.service, defaults, ("tiny",))
     sampling = read(other).sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 7, 0.9, 3)
     assert read(other, temperature=0).sampling.greedy
-    unset = CompletionsApi(api.service, Defaults(), "tiny")
+    unset = CompletionsApi(api.service, Defaults(), ("tiny",))
     assert read(unset).sampling.seed != read(unset).sampling.seed
 
 
@@ -280,16 +298,21 @@ def test_a_response_describes_itself(api: CompletionsApi) -> None:
     assert (first["object"], first["model"]) == ("text_completion", "tiny")
     assert first["usage"] == {"prompt_tokens": 3, "completion_tokens": 8, "total_tokens": 11}
     assert first["choices"][0]["logprobs"] is None
-    (model,) = api.models()["data"]
-    assert (model["id"], model["max_model_len"]) == ("tiny", MAX_LENGTH)
+    models = api.models()["data"]
+    assert [model["id"] for model in models] == ["tiny", "small"]
+    assert {(model["created"], model["max_model_len"]) for model in models} == {(7, MAX_LENGTH)}
     assert api.error("no", 400, ["some-code"])["error"]["code"] == "some-code"
     assert api.error("no", 500)["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("has_stops", [False, True])
-def test_events_together_are_the_response(api: CompletionsApi, seed: int, has_stops: bool) -> None:
+@pytest.mark.parametrize("echo", [False, True])
+def test_events_together_are_the_response(
+    api: CompletionsApi, seed: int, has_stops: bool, echo: bool
+) -> None:
     request: dict[str, Any] = {"prompt": ["é", "AB"], "n": 4, "seed": seed, "logprobs": 2, **HOT}
+    request["echo"] = echo
     if has_stops:
         request["stop"] = ["A", "~\ufffd", "\ufffd ", "5"]
     response = respond(api, **request)
@@ -310,12 +333,28 @@ def test_events_together_are_the_response(api: CompletionsApi, seed: int, has_st
             if name in ("tokens", "text_offset"):
                 assert found == values
             elif name == "token_logprobs":
-                assert found == pytest.approx(values, abs=1e-4)
+                assert found == [value and pytest.approx(value, abs=1e-4) for value in values]
             else:
-                assert [list(each) for each in found] == [list(each) for each in values]
+                assert [each and list(each) for each in found] == [
+                    each and list(each) for each in values
+                ]
     whole = [choice["text"] for choice in response["choices"]]
     assert any("\ufffd" in text for text in whole)
     assert not has_stops or any(choice["finish_reason"] == "stop" for choice in choices)
+
+
+def test_a_scored_prompt_is_an_event(api: CompletionsApi) -> None:
+    request: dict[str, Any] = {"max_tokens": 0, "echo": True, "logprobs": 1}
+    (choice,) = respond(api, **request)["choices"]
+    first, last = (event["choices"][0] for event in stream(api, **request))
+    assert first["logprobs"] == choice["logprobs"]
+    assert (first["text"], last["text"], last["finish_reason"]) == ("ABC", "", "length")
+
+
+def test_an_echo_needs_no_logprobs(api: CompletionsApi) -> None:
+    events = stream(api, echo=True, temperature=0, max_tokens=5)
+    (choice,) = respond(api, echo=True, temperature=0, max_tokens=5)["choices"]
+    assert "".join(event["choices"][0]["text"] for event in events) == choice["text"]
 
 
 def test_events_have_no_usage_unless_wanted(api: CompletionsApi) -> None:
@@ -331,7 +370,7 @@ def test_texts_of_some_tokenizers_start_with_a_space(
     tokenizer = ByteTokenizer()
     monkeypatch.setattr(tokenizer, "decode", lambda ids: " ".join(map(str, ids)))
     service = TextGenerationService(model, tokenizer, MAX_LENGTH)  # type: ignore[arg-type]
-    api = CompletionsApi(service, Defaults(), "tiny")
+    api = CompletionsApi(service, Defaults(), ("tiny",))
     request: dict[str, Any] = {"prompt": [5, 6], "temperature": 0, "max_tokens": 4}
 
     (new,) = texts(respond(api, **request))

@@ -143,7 +143,7 @@ class Client:
         self.api = EchoApi()
         self.server = TextServer[Job](
             self.backend,
-            {"/api": self.api},
+            {"/api": self.api, "/v1/completions": self.api},
             self.log.append,
             ServerOptions(**options),
             {"/info": {"name": "<b>", "defaults": {"temperature": 1.0}}},
@@ -178,12 +178,20 @@ def test_a_long_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/api", 405), ("PUT", "/", 405), ("PUT", "/apis", 404), ("GET", "/docs", 404)],
+    [
+        *(("GET", "/api", 405), ("PUT", "/", 405), ("PUT", "/apis", 404), ("GET", "/docs", 404)),
+        *(("POST", "/v1/responses", 404), ("GET", "/v1/completions", 405)),
+    ],
 )
 def test_other_requests_are_answered_in_json(method: str, path: str, status: int) -> None:
     response = Client().http.request(method, path)
     assert response.status_code == status
-    assert path in response.json()["message"]
+    content = response.json()
+    if path.startswith("/v1/"):  # as OpenAI's clients expect it
+        content = content["error"]
+        assert content["type"] == "invalid_request_error"
+    assert path in content["message"]
+    assert status == 405 or "POST /api, /v1/completions" in content["message"]
 
 
 def test_health_and_page() -> None:
@@ -436,6 +444,27 @@ def test_web_pages_of_other_sites_are_rejected(headers: dict[str, str], status: 
         response = client.http.request(method, path, headers=headers, content=b"")
         assert response.status_code == status
         assert status == 200 or set(response.json()) == {"message"}
+
+
+@pytest.mark.parametrize("origins", [["https://chat.example"], ["*"]])
+def test_pages_of_allowed_sites_may_send_requests(origins: list[str]) -> None:
+    client = Client(hosts=["127.0.0.1"], origins=origins, keys=["abc"]).http
+    site = {"Host": "localhost", "Origin": "https://chat.example"}
+    asked = {"Access-Control-Request-Method": "POST"}
+    asked |= {"Access-Control-Request-Headers": "authorization, content-type"}
+    allowed = client.options("/v1/completions", headers={**site, **asked})
+    assert allowed.status_code == 200
+    sent = {**site, "Authorization": "Bearer abc"}
+    answer = client.post("/v1/completions", headers=sent, content=b"x")
+    assert answer.status_code == 200
+    for response in (allowed, answer, client.get("/v1/completions", headers=site)):
+        assert response.headers["Access-Control-Allow-Origin"] in ("*", "https://chat.example")
+    other = client.post("/v1/completions", headers={**sent, "Origin": "https://evil.example"})
+    assert other.status_code == (200 if origins == ["*"] else 403)
+    # The host is checked even so, because of DNS rebinding.
+    rebound = client.post("/v1/completions", headers={**sent, "Host": "chat.example"})
+    assert rebound.status_code == 403
+    assert "--allowed-hosts" in rebound.json()["error"]["message"]
 
 
 def test_incomplete_requests_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ def test_all_problems_are_reported_at_once(
     monkeypatch.setattr(tool.importlib.util, "find_spec", lambda name: None)
     line = (
         "--temperature 0 --top_k 3 --top_p 2 --port 70000 --out-seq-length 0 --request-timeout 0 "
+        "--allowed-origins https://a.example/ b.example http://localhost:3000 "
         "--tensor-model-parallel-size 2 --bf16 --fp16 --hots x --load /no/such"
     )
     with pytest.raises(SystemExit) as end:
@@ -105,4 +106,5 @@ def test_all_problems_are_reported_at_once(
         "generation-needs-all-processes": 1,
         "several-precisions": 1,
         "top-k-and-top-p": 1,
+        "origin-invalid": 2,
     }

@@ -1,0 +1,144 @@
+"""OpenAI's chat completions: conversations to jobs, results to messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_ds.inference.api_schema import Defaults
+from megatron_ds.inference.chat_api import ChatApi
+from megatron_ds.inference.completions_api import CompletionsApi
+from megatron_ds.inference.service import TextGenerationService
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.tokenizer.chat_template import ChatTemplate
+from tests.problems import raises_problem
+from tests.unit.inference.models import model_of
+from tests.unit.inference.schedulers import ByteTokenizer
+from tests.unit.inference.test_completions_api import run
+
+MAX_LENGTH = 40
+TOKENIZER = ByteTokenizer()
+TEMPLATE = ChatTemplate(
+    "{% for each in messages %}{{ each.role[0] | upper }}: {{ each.content }} {% endfor %}"
+    "{% if add_generation_prompt %}A:{% endif %}",
+    {},
+)
+MESSAGES = [{"role": "system", "content": "X"}, {"role": "user", "content": "HI"}]
+PROMPT = "S: X U: HI A:"
+HOT: dict[str, Any] = {"temperature": 100, "max_tokens": 20, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTModel:
+    return model_of("rope")
+
+
+@pytest.fixture(scope="module")
+def api(model: GPTModel) -> ChatApi:
+    service = TextGenerationService(model, TOKENIZER, MAX_LENGTH)  # type: ignore[arg-type]
+    return ChatApi(CompletionsApi(service, Defaults(), ("tiny",)), TEMPLATE)
+
+
+def read(api: ChatApi, **given: Any) -> Any:
+    return api.read(json.dumps({"messages": MESSAGES, **given}).encode())
+
+
+def respond(api: ChatApi, **given: Any) -> dict[str, Any]:
+    job = read(api, **given)
+    response = api.response(job, run(api.completions, job)[0])
+    return json.loads(json.dumps(response, allow_nan=False))
+
+
+def test_a_message_is_the_completion_of_the_conversation(api: ChatApi) -> None:
+    request: dict[str, Any] = {"n": 3, "stop": ["5", "~"], **HOT}
+    completions = api.completions
+    job = completions.read(json.dumps({"prompt": PROMPT, "logprobs": 2, **request}).encode())
+    expected = completions.response(job, run(completions, job)[0])
+    response = respond(api, logprobs=True, top_logprobs=2, **request)
+
+    assert (response["object"], response["usage"]) == ("chat.completion", expected["usage"])
+    for choice, other in zip(response["choices"], expected["choices"], strict=True):
+        assert choice["message"] == {"role": "assistant", "content": other["text"]}
+        assert choice["finish_reason"] == other["finish_reason"]
+        scores, values = choice["logprobs"]["content"], other["logprobs"]
+        assert [each["token"] for each in scores] == values["tokens"]
+        assert [each["logprob"] for each in scores] == values["token_logprobs"]
+        assert all(bytes(each["bytes"]).decode() == each["token"] for each in scores)
+        for each, top in zip(scores, values["top_logprobs"], strict=True):
+            shown = {other["token"]: other["logprob"] for other in each["top_logprobs"]}
+            assert list(shown.items()) == list(top.items())[:2]
+    assert "5" not in "".join(each["message"]["content"] for each in response["choices"])
+
+
+def test_events_together_are_the_response(api: ChatApi) -> None:
+    request: dict[str, Any] = {"n": 4, "logprobs": True, **HOT}
+    response = respond(api, **request)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    job = read(api, **options, **request)
+    end, listener = run(api.completions, job)
+    events = api.events(job)
+    parts = [part for token in listener.tokens for part in events.of_token(token)]
+    parts += events.of_end(end)
+    *parts, usage = json.loads(json.dumps(parts, allow_nan=False))
+
+    assert (usage["choices"], usage["usage"]) == ([], response["usage"])
+    assert {part["object"] for part in parts} == {"chat.completion.chunk"}
+    choices = [part["choices"][0] for part in parts]
+    for expected in response["choices"]:
+        mine = [choice for choice in choices if choice["index"] == expected["index"]]
+        assert [choice["delta"].get("role") for choice in mine] == [
+            "assistant",
+            *[None] * (len(mine) - 1),
+        ]
+        text = "".join(choice["delta"]["content"] for choice in mine)
+        assert text == expected["message"]["content"]
+        scores = [each["token"] for choice in mine for each in choice["logprobs"]["content"]]
+        assert scores == [each["token"] for each in expected["logprobs"]["content"]]
+        assert [each["finish_reason"] for each in mine][-1] == expected["finish_reason"]
+
+
+def test_the_answer_fills_the_context_by_default(api: ChatApi) -> None:
+    used = len(TOKENIZER.encode(PROMPT))
+    response = respond(api, temperature=0)
+    assert response["usage"]["completion_tokens"] == MAX_LENGTH - used
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert read(api, **{name: 3}).new_tokens == 3
+
+
+def test_parts_of_a_message_are_joined(api: ChatApi) -> None:
+    parts = [{"type": "text", "text": text} for text in ("A", "B")]
+    assert read(api, messages=[{"role": "user", "content": parts}]).prompts == [
+        TOKENIZER.encode("U: A\nB A:")
+    ]
+
+
+INVALID: dict[str, list[Any]] = {
+    "messages": [[], {}, "hi", [{}], [{"role": "user"}], [{"role": 1, "content": "x"}]],
+    "top_logprobs": [21],
+    "logprobs": [1],
+    "max_tokens": [0],
+    "tools": [[{"type": "function"}]],
+    "tool_choice": ["required"],
+}
+INVALID["messages"] += [
+    [{"role": "user", "content": [part]}]
+    for part in ("x", {"type": "image_url"}, {"type": "text", "text": 3})
+]
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_values_are_rejected(api: ChatApi, name: str) -> None:
+    for value in INVALID[name]:
+        with raises_problem("request-value-invalid", name):
+            read(api, **{name: value})
+
+
+def test_unsuitable_requests_are_rejected(api: ChatApi) -> None:
+    with raises_problem("request-field-needs-another", "top_logprobs", "logprobs"):
+        read(api, top_logprobs=1)
+    with raises_problem("prompt-and-new-tokens-exceed-length", "tokens_to_generate"):
+        read(api, max_tokens=MAX_LENGTH)
+    with raises_problem("chat-template-missing", contains="POST /v1/completions"):
+        read(ChatApi(api.completions, None))
