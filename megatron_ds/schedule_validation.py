@@ -147,12 +147,6 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
     unit = decay.unit
     if any(length.unit != unit for length in given):
         unit = schedules.lr_unit(config)
-        if unit == "tokens" and schedule.curriculum_seqlen is not None:
-            for length in [length for length in given if length.unit != unit]:
-                instead = option(f"{length.stem.replace('train', 'lr_decay')}_tokens")
-                names = (length.field, "curriculum_seqlen")
-                yield Problem("curriculum-requires-tokens", *names, length=length, flag=instead)
-            return
         if not _is_countable(config, dp_size):
             return
 

@@ -312,13 +312,27 @@ def in_lr_units(config: Config, length: ScheduleLength, dp_size: int) -> int:
     """Convert a length to `lr_unit`."""
     if length.unit == lr_unit(config):
         return length.value
-    samples = length.value
-    if length.unit == "iters":
-        samples *= config.final_global_batch_size(dp_size)
+    samples = _in_samples(config, length, dp_size)
     if lr_unit(config) == "samples":
         return samples
-    # With a curriculum, samples differ in length; validation then requires all lengths in tokens.
-    return samples * config.model.seq_length
+    return tokens_of_samples(config, samples, dp_size)
+
+
+def tokens_of_samples(config: Config, samples: int, dp_size: int) -> int:
+    """Tokens of the first samples of the run, which with a curriculum differ in length."""
+    tokens = 0
+    if config.schedule.curriculum_seqlen is not None:
+        for steps, batch_size, length in constant_segments(config, dp_size):
+            part = min(samples, steps * batch_size)
+            samples, tokens = samples - part, tokens + part * length
+            if not samples:
+                break
+    return tokens + samples * config.model.seq_length
+
+
+def _in_samples(config: Config, length: ScheduleLength, dp_size: int) -> int:
+    is_samples = length.unit == "samples"
+    return length.value * (1 if is_samples else config.final_global_batch_size(dp_size))
 
 
 def run_samples(config: Config, dp_size: int) -> int | None:
@@ -375,9 +389,12 @@ def _scheduled_rate(
     applied = state.applied_tokens if lr_unit(config) == "tokens" else state.applied_samples
     warmup, decay = warmup_length(config, dp_size), decay_length(config, dp_size)
     if warmup > 0 and applied <= warmup:
-        start = config.schedule.lr_warmup_init
+        start, given = config.schedule.lr_warmup_init, given_length(config, "lr_warmup")
         if config.schedule.lr_warmup_style == "linear":
-            return start + (peak - start) * applied / warmup
+            if given is not None and given.unit != "tokens" and lr_unit(config) == "tokens":
+                # Linear in samples, as in Megatron-DeepSpeed, where a curriculum is a difference.
+                applied, warmup = state.applied_samples, _in_samples(config, given, dp_size)
+            return start + (peak - start) * min(1.0, applied / warmup)
         # The order of the operations is DeepSpeed's, so that the results are equal.
         step = _lr_units_of_step(config, dp_size)
         factor = 1.0 / math.log(warmup / step) * math.log(applied / step + 1)

@@ -43,13 +43,13 @@ CHANGEABLE_MOE_FIELDS = frozenset(
 """The same of a mixture of experts."""
 CHANGEABLE_FIELDS = frozenset(
     {
-        *("seq_length", "make_vocab_size_divisible_by"),
+        *("seq_length", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
         *CHANGEABLE_MODEL_FIELDS,
         *CHANGEABLE_MOE_FIELDS,
     }
 )
 """Fields of the model that do not change its weights, or only their padding."""
-VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by")
+VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to")
 """Fields of the model that determine the rows of its embedding table."""
 CHANGEABLE_BATCH_SIZES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
 """Fields of the data's order that may change: they determine how many of the next samples a step

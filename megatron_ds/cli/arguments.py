@@ -70,7 +70,7 @@ def build_config(
     files = config_file.read(line.values.get("config", ()), training_flags())
     for warning in (*line.warnings, *files.warnings):
         warn(warning)
-    config: Config = build(Config(), files.values | line.values)
+    config: Config = build(Config(), line.implied | files.values | line.values)
     config = dataclasses.replace(
         config,
         given=frozenset(files.given | line.values.keys()),

@@ -24,6 +24,8 @@ Outcome = Literal["set", "no_op", "ignored", "refused"]
 Names = str | tuple[str, ...] | None
 
 PROGRAM = "pretrain_gpt.py"
+FAMILY = "..."
+"""End of a name that stands for all flags that begin with it."""
 FOREIGN_OUTCOMES: tuple[Outcome, ...] = ("no_op", "ignored", "refused")
 
 
@@ -84,6 +86,23 @@ class FlagGroup:
 
 
 @dataclass(frozen=True)
+class Dialect:
+    """Spellings that one framework alone has.
+
+    Attributes:
+        owner: The framework.
+        flags: Names without leading dashes. With one of them, the framework's defaults apply.
+        when: Field with a number above 1.
+        defaults: By field.
+    """
+
+    owner: str
+    flags: frozenset[str]
+    when: str
+    defaults: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class FlagTable:
     """All flags of a program."""
 
@@ -96,6 +115,7 @@ class FlagTable:
     """Names in other trainers, with the flag of this program."""
     advice: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Names in other trainers of what this program has no flag for, with what to do instead."""
+    dialects: tuple[Dialect, ...] = ()
 
     @property
     def shown(self) -> tuple[FlagGroup, ...]:
@@ -120,6 +140,13 @@ class FlagTable:
         """
         named = reversed((*self.own, *self.foreign))
         return {dashed(name): flag for flag in named for name in flag.names[flag.positional :]}
+
+    def find(self, option: str) -> Flag | None:
+        """The flag that is written so, also if it is only known by how its name begins."""
+        name = dashed(option)
+        families = (flag for flag in self.foreign if flag.names[0].endswith(FAMILY))
+        like = (each for each in families if name.startswith(each.names[0].removesuffix(FAMILY)))
+        return self.by_name.get(name) or next(like, None)
 
     @functools.cached_property
     def by_field(self) -> Mapping[str, Flag]:
@@ -158,9 +185,12 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
         hidden = any(group.hidden for group in groups)
         groups += (FlagGroup(FIXED_TITLE, tuple(_fixed_values(section["sets"])), hidden),)
     references = getattr(options, "FIELD_FLAGS", {})
-    advised = {entry["text"]: entry["flags"] for entry in section.get("advice", ())}
-    same, advice = _by_name(section.get("same", {})), _by_name(advised)
-    return FlagTable(program, groups, tuple(_foreign(section)), references, same, advice)
+    same, advice = (_by_name(section.get(key, {})) for key in ("same", "advice"))
+    dialects = tuple(
+        Dialect(each["owner"], frozenset(each["flags"].split()), each["when"], each["defaults"])
+        for each in section.get("dialect", ())
+    )
+    return FlagTable(program, groups, tuple(_foreign(section)), references, same, advice, dialects)
 
 
 def _by_name(names: Mapping[str, str]) -> Mapping[str, str]:
@@ -255,6 +285,7 @@ def _fixed_values(entries: Iterable[Mapping[str, Any]]) -> Iterator[Flag]:
             field=entry["field"],
             const=entry.get("value"),
             choices=choices,
+            synonyms=entry.get("synonyms", {}),
             metavar=_metavar(str, choices),
             yields_to=tuple(entry.get("unless", ())),
         )

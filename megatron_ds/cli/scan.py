@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, refused_values
-from megatron_ds.config.fields import choice_problem
+from megatron_ds.config.fields import ABOVE_ONE, choice_problem
 from megatron_ds.config.problems import Problem, UserError, user_error
 
 NEGATIONS = ("no-", "disable-")
+OFF = (["0"], ["false"], ["no"], ["off"])
+"""Values of a switch that is off."""
 DASHES = ("\u2012", "\u2013", "\u2014", "\u2212")
 """What editors and web pages make of hyphens."""
 EXPONENTS = {"K": 3, "M": 6, "B": 9, "T": 12}
@@ -37,6 +39,7 @@ class ParsedLine:
         unreadable: Fields whose value could not be read or whose flag was misspelt, so that
             nothing is known about them.
         unknown: The arguments of unknown flags, if they were not reported as problems.
+        implied: By option field, defaults that follow from the spelling of the flags.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +47,7 @@ class ParsedLine:
     warnings: list[Problem] = field(default_factory=list)
     unreadable: set[str] = field(default_factory=set)
     unknown: list[str] = field(default_factory=list)
+    implied: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ def scan(argv: Sequence[str], table: FlagTable, *, keep_unknown: bool = False) -
     scanner = Scanner(table, keep_unknown=keep_unknown)
     for flag, arguments in _options(argv):
         scanner.read(flag, arguments)
-    return scanner.finish()
+    scanner.finish()
+    scanner.apply_dialects()
+    return scanner.line
 
 
 class Scanner:
@@ -96,7 +102,7 @@ class Scanner:
 
     def read(self, option: str, arguments: list[str]) -> None:
         """Reads a flag as it is written, or the arguments before the first one, with "" for it."""
-        flag = self._table.by_name.get(dashed(option)) if option.startswith("--") else None
+        flag = self._table.find(option) if option.startswith("--") else None
         if flag is not None:
             self._read_flag(flag, option, arguments)
         elif not option:
@@ -104,7 +110,7 @@ class Scanner:
         elif self._keep_unknown:
             self.line.unknown += [option, *arguments]
         else:
-            self._report_unknown(option)
+            self._report_unknown(option, arguments)
 
     def finish(self) -> ParsedLine:
         """Compares the flags with each other."""
@@ -130,13 +136,32 @@ class Scanner:
         line.problems += contradictions
         return line
 
-    def _report_unknown(self, option: str) -> None:
+    def apply_dialects(self) -> None:
+        """Applies the defaults of a framework that alone has one of the spellings."""
+        line, ours = self.line, self._table.by_field
+        for dialect in self._table.dialects:
+            written = [
+                each.option for each in self._readable if dashed(each.option) in dialect.flags
+            ]
+            if not written or line.values.get(dialect.when) != ABOVE_ONE:
+                continue
+            line.implied = {k: v for k, v in dialect.defaults.items() if k not in line.values}
+            values = [
+                f"{ours[k].label} {v} (else {ours[k].default})" for k, v in line.implied.items()
+            ]
+            shown, listed = ", ".join(dict.fromkeys(written)), ", ".join(values)
+            problem = Problem("implied-defaults", shown=shown, owner=dialect.owner, values=listed)
+            line.warnings += [problem] if values else []
+
+    def _report_unknown(self, option: str, arguments: Sequence[str]) -> None:
         table = self._table
         name = dashed(option).lstrip("-").rpartition(".")[2]  # torchtitan's have sections
         meant = table.same.get(name) or _closest(name, table)
         hint = f"; did you mean --{meant}?" if meant else " (--help-all lists the flags)"
         if name in table.advice:
             meant, hint = "", f": {table.advice[name]}"
+        if [each.lower() for each in arguments] in OFF:
+            meant, hint = "", "; its value switches it off: leave it out"
         self.line.problems.append(Problem("unknown-flag", flag=option, hint=hint))
         if meant:
             self._misspelt.append(table.by_name[dashed(meant)].field)
@@ -184,6 +209,8 @@ class Scanner:
             expected = ""
             if owner is not None:
                 expected = f": {option} takes {numbers.get(owner.count, f'{owner.nargs} values')}"
+                is_off = owner.nargs == 0 and [argument.lower()] in OFF
+                expected += "; leave it out to switch it off" if is_off else ""
             if argument.startswith(DASHES):
                 expected = ": a flag begins with two hyphens (--), and this is another dash"
             elif argument.isspace():
@@ -242,7 +269,8 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
     if is_ignored and not flag.at_least:
         return None
     values = tuple(_converted(flag, option, argument) for argument in arguments)
-    return values[0] if flag.nargs == 1 else values
+    is_off = flag.zero_is_off and values == (0,)
+    return values if flag.nargs != 1 else None if is_off else values[0]
 
 
 def _is_accepted(flag: Flag, arguments: Sequence[str]) -> bool:
@@ -327,6 +355,8 @@ def _resolve(given: list[GivenFlag]) -> tuple[dict[str, Any], list[Problem]]:
     if "glu-activation" in written and "hidden_size" in values:
         # The fork that has the flag does not shrink the MLP of gated activations.
         values.setdefault("ffn_hidden_size", 4 * values["hidden_size"])
+    if "pad_vocab_size_to" in values:
+        values["make_vocab_size_divisible_by"] = values["pad_vocab_size_to"]
     if "no-bias-gelu-fusion" in written and values.get("activation", "gelu") != "gelu":
         # The switch turns off a kernel that the other activations do not have.
         del values["gelu_approximation"]

@@ -80,6 +80,8 @@ class Config:
     """Key and line of the DeepSpeed file for values that a flag gives as well, by field."""
     deepspeed_file: DeepSpeedFile | None = field(default=None, compare=False)
     """The parsed file of --deepspeed_config, so that it is read once."""
+    start_samples: int = 0
+    """Samples that the loaded checkpoint's run has consumed."""
     custom_parts: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Names of the functions that the program uses instead of the package's own, by what they are:
     dataset, loss, layer."""
@@ -114,7 +116,7 @@ class Config:
             ),
             "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),
             "optimizer": self.optimizer.problems(),
-            "schedule": self.schedule.problems(parallel, world_size),
+            "schedule": self.schedule.problems(parallel, world_size, self.start_samples),
             "precision": self.precision.problems(),
             "deepspeed": self.deepspeed.problems(),
             "checkpoint": self.checkpoint.problems(),

@@ -86,6 +86,7 @@ class CheckpointConfig:
     )
     save_interval: int | None = _count(
         "number of iterations between checkpoints; the last iteration is always saved",
+        zero_is_off=True,
         only_with=SAVE,
     )
     save_interval_minutes: float | None = option_field(

@@ -110,6 +110,7 @@ class OptionSpec:
             a warning and never an error, so that the flag it depends on can be removed alone.
         positional: Whether the value is given without a flag.
         repeatable: Whether a repeated flag adds values instead of replacing them.
+        zero_is_off: Whether 0 stands for None, as where Megatron tests the truth of a value.
     """
 
     help: str
@@ -128,6 +129,7 @@ class OptionSpec:
     only_with: Condition | tuple[Condition, ...] = ()
     positional: bool = False
     repeatable: bool = False
+    zero_is_off: bool = False
 
     @property
     def _bounds(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
@@ -142,7 +144,8 @@ class OptionSpec:
     @property
     def range(self) -> str:
         """The valid range, such as `at least 0 and less than 1`; "" without bounds."""
-        return " and ".join(f"{words} {bound:.15g}" for words, _, bound in self._bounds)
+        words = " and ".join(f"{words} {bound:.15g}" for words, _, bound in self._bounds)
+        return f"{words}; 0: off" if self.zero_is_off else words
 
     @property
     def conditions(self) -> tuple[Condition, ...]:

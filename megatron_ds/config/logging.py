@@ -45,7 +45,7 @@ class LoggingConfig:
     )
     print_arguments: bool = option_field(False, "print all arguments at the start")
     eval_interval: int | None = option_field(
-        1000, "number of iterations between validations", minimum=1
+        1000, "number of iterations between validations", minimum=1, zero_is_off=True
     )
     eval_iters: int = option_field(
         100, "number of global batches per validation and test; 0 disables them", minimum=0
@@ -98,10 +98,13 @@ class LoggingConfig:
         only_with=when(eval_tasks=ANY_VALUE, eval_only=ANY_VALUE),
     )
     exit_interval: int | None = option_field(
-        None, "save and exit when the iteration is divisible by this value", minimum=1
+        None,
+        "save and exit when the iteration is divisible by this value",
+        minimum=1,
+        zero_is_off=True,
     )
     exit_duration_in_mins: float | None = option_field(
-        None, "save and exit after this many minutes", above=0
+        None, "save and exit after this many minutes", above=0, zero_is_off=True
     )
     kill_switch_path: str | None = option_field(
         None, "save and exit when this file exists", aliases=("kill-switch-file",), metavar="FILE"

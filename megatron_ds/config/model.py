@@ -114,6 +114,11 @@ class ModelConfig:
         "pad the vocabulary to a multiple of this value and of the tensor-parallel size",
         minimum=1,
     )
+    pad_vocab_size_to: int | None = _size(
+        "rows of the embedding table, at least the vocabulary size and a multiple of the "
+        "tensor-parallel size; replaces --make-vocab-size-divisible-by",
+        aliases=("padded-vocab-size",),
+    )
     vocab_size: int = option_field(
         UNSET_INT,
         "vocabulary size of NullTokenizer or TikTokenizer (default: the tokenizer's)",
@@ -197,11 +202,19 @@ class ModelConfig:
             yield from self._shape_problems()
             if tp_size > 1:
                 yield from self._tensor_parallel_problems(tp_size)
+        yield from self.padding_problems(tp_size)
         if (
             self.position_embedding_type == "learned_absolute"
             and 0 < (self.max_position_embeddings or 0) < self.seq_length
         ):
             yield Problem("sequence-exceeds-position-embeddings", settings=self)
+
+    def padding_problems(self, tp_size: int) -> Iterator[Problem]:
+        """Check that the padded vocabulary has room for the vocabulary, as far as it is known."""
+        rows = self.pad_vocab_size_to
+        if rows and tp_size > 0 and (rows < self.vocab_size or rows % tp_size):
+            least = -(-max(rows, self.vocab_size) // tp_size) * tp_size
+            yield Problem("padded-vocabulary-misfits", settings=self, tp_size=tp_size, least=least)
 
     def _shape_problems(self) -> Iterator[Problem]:
         hidden, heads = self.hidden_size, self.num_attention_heads

@@ -23,9 +23,9 @@ class MoEConfig:
 
     num_experts: tuple[int, ...] = option_field(
         (1,),
-        "number of experts in each mixture-of-experts layer; 1: a dense model",
+        "number of experts in each mixture-of-experts layer; 0 and 1: a dense model",
         nargs="*",
-        minimum=1,
+        minimum=0,
     )
     expert_interval: int = _of_experts(
         1, "every N-th layer has experts, counted from 1; the others are dense", minimum=1
@@ -80,7 +80,7 @@ class MoEConfig:
     @property
     def experts(self) -> int:
         """Experts of each mixture-of-experts layer; 1 in a dense model."""
-        return max(self.num_experts, default=1)
+        return max(1, *self.num_experts)
 
     @property
     def is_used(self) -> bool:

@@ -28,7 +28,11 @@ class PrecisionConfig:
         only_with=when(bf16=True),
     )
     loss_scale: float | None = option_field(
-        None, "static loss scale of fp16 (default: dynamic loss scaling)", above=0, only_with=FP16
+        None,
+        "static loss scale of fp16 (default: dynamic loss scaling)",
+        above=0,
+        zero_is_off=True,
+        only_with=FP16,
     )
     initial_loss_scale: float = _of_dynamic_scale(2.0**16, "initial dynamic loss scale", above=0)
     min_loss_scale: float = _of_dynamic_scale(1.0, "minimum dynamic loss scale", minimum=1)

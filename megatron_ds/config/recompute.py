@@ -25,7 +25,7 @@ class RecomputeConfig:
     checkpoint_num_layers: int = option_field(
         1,
         "number of layers between stored activations",
-        aliases=("recompute-num-layers",),
+        aliases=("recompute-num-layers", "activations-checkpoint-num-layers"),
         minimum=1,
         only_with=FULL,
     )

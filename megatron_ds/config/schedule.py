@@ -95,8 +95,8 @@ class ScheduleConfig:
         nargs="*",
         metavar="START-END",
     )
-    train_iters: int | None = _length("run length in iterations")
-    train_samples: int | None = _length("run length in samples")
+    train_iters: int | None = _length("run length in iterations", zero_is_off=True)
+    train_samples: int | None = _length("run length in samples", zero_is_off=True)
     train_tokens: int | None = _length(
         "run length in tokens: the run ends with the step that reaches it, or earlier with "
         "--train-iters or --train-samples"
@@ -187,8 +187,12 @@ class ScheduleConfig:
         """The fields of a length (train, lr_decay, lr_warmup, lr_wsd_decay) that are set."""
         return [name for unit in SCHEDULE_UNITS if getattr(self, name := f"{stem}_{unit}")]
 
-    def problems(self, parallel: ParallelConfig, world_size: int) -> Iterator[Problem]:
+    def problems(
+        self, parallel: ParallelConfig, world_size: int, start_samples: int = 0
+    ) -> Iterator[Problem]:
         """Check run length, units, batch sizes and curriculum against each other.
+
+        A ramp-up may have batch sizes that do not fit before the first of `start_samples`.
 
         What depends on the computed schedule is checked by `megatron_ds.schedule_validation`.
         """
@@ -217,7 +221,7 @@ class ScheduleConfig:
         dp_size = parallel.data_parallel_size(world_size)
         if self.micro_batch_size > 0 and dp_size > 0:
             unit = self.micro_batch_size * dp_size
-            for name, size, what in self._sizes_not_divisible_by(unit):
+            for name, size, what in self._sizes_not_divisible_by(unit, start_samples):
                 yield Problem(
                     "batch-size-not-divisible",
                     name,
@@ -366,7 +370,9 @@ class ScheduleConfig:
                 above=below + increment,
             )
 
-    def _sizes_not_divisible_by(self, unit: int) -> Iterator[tuple[str, int, str]]:
+    def _sizes_not_divisible_by(
+        self, unit: int, start_samples: int
+    ) -> Iterator[tuple[str, int, str]]:
         """Batch sizes that are no multiple, as (field, size, description)."""
         for tokens, size in self.batch_size_steps:
             if size % unit:
@@ -378,13 +384,19 @@ class ScheduleConfig:
         total = unit if final is None else final
         if total > 0 and total % unit:
             yield name, total, with_value(self, name)
-        name, (start, increment, _) = "rampup_batch_size", self.rampup_batch_size or (unit, unit, 0)
+        name, ramp = "rampup_batch_size", self.rampup_batch_size or (unit, unit, 0)
+        start, increment, samples = ramp
         if start <= 0 or increment <= 0:
             return
+        levels = (total - start) // increment
+        first = min(levels, start_samples * levels // samples) if samples > 0 else 0
         # If the first two batch sizes are divisible, so are their difference and all later ones.
-        for stage, size in enumerate((start, start + increment), 1):
+        for stage in (first, first + 1):
+            size = start + stage * increment
             if size <= total and size % unit:
-                shown = f"stage {stage} of {(total - start) // increment + 1}"
+                shown = (
+                    f"stage {stage + 1} of {levels + 1}; those before a loaded checkpoint are free"
+                )
                 yield name, size, f"{with_value(self, name)}: batch size {size} ({shown})"
                 return
 

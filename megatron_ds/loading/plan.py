@@ -93,6 +93,10 @@ def complete(config: Config, world_size: int, warn: Warn) -> tuple[Config, LoadP
     config, plan, problems = make_plan(config, warn, world_size)
     config, of_file = merge_file(config, world_size, warn)
     problems += of_file
+    imported = None if plan.imported is None else plan.imported.training
+    run = imported if plan.saved is None else plan.saved.run.state
+    if run is not None and run.consumed_samples and not config.checkpoint.is_new_run:
+        config = dataclasses.replace(config, start_samples=run.consumed_samples)
     flag = "use_checkpoint_opt_param_scheduler"
     if config.checkpoint.use_checkpoint_opt_param_scheduler and plan.imported is not None:
         folder = plan.folders.load

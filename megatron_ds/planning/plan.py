@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
+from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model import flops
 from megatron_ds.model.stages import layers_per_stage, rank_parameters
@@ -163,7 +164,11 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         config: Complete configuration without problems, with the vocabulary size.
         world_size: Number of processes.
         hardware: Their devices.
+
+    Raises:
+        UserError: If the padded vocabulary does not fit.
     """
+    raise_if_any(config.model.padding_problems(config.parallel.tensor_model_parallel_size))
     dp_size = config.parallel.data_parallel_size(world_size)
     axes = config.axis_sizes
     sizes = {name: axes.get(f"{name}_size", dp_size // axes["ep_size"]) for name in AXES}

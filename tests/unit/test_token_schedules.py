@@ -264,6 +264,39 @@ def test_units_agree_without_curriculum(schedule: dict[str, Any]) -> None:
         assert rate(mixed, count, count * LENGTH) == pytest.approx(rate(plain, count, 0), abs=1e-12)
 
 
+def test_a_warmup_in_samples_of_a_curriculum_is_that_of_the_forks() -> None:
+    """Linear in samples; the decay in tokens begins at the tokens that these samples have."""
+    config = config_with(
+        global_batch_size=4,
+        train_samples=400,
+        curriculum_seqlen=(8, 64, 50),
+        lr_warmup_samples=80,
+        lr_decay_tokens=12_000,
+    )
+    assert problems(config) == []
+    samples = tokens = warmup_tokens = 0
+    for step in range(100):
+        if samples <= 80:
+            expected, warmup_tokens = samples / 80, tokens
+        else:
+            expected = max(0.0, 1 - (tokens - warmup_tokens) / (12_000 - warmup_tokens))
+        assert rate(config, samples, tokens) == pytest.approx(expected, abs=1e-12), step
+        tokens += 4 * schedules.seq_length_at(config, step)
+        samples += 4
+    assert tokens > 12_000
+
+
+def test_lengths_in_samples_of_a_curriculum_are_converted_to_tokens() -> None:
+    config = config_with(train_iters=10, curriculum_seqlen=(8, 16, 2), lr_decay_tokens=900)
+    # Steps of 8 and 16 tokens, then, after the run, samples of the full length.
+    assert [schedules.tokens_of_samples(config, count, 1) for count in (1, 2, 10, 12)] == [
+        8,
+        24,
+        152,
+        152 + 2 * LENGTH,
+    ]
+
+
 def test_wsd_annealing_can_be_given_in_tokens() -> None:
     config = config_with(
         train_tokens=1000,

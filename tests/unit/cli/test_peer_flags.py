@@ -39,7 +39,7 @@ TABLES: dict[str, FlagTable] = {
     "generate_samples_gpt": table_of(generate_samples_gpt.Options),
     "run_text_generation_server": table_of(run_text_generation_server.Options),
 }
-COUNTS = {"set": 231, "no_op": 24, "ignored": 184, "refused": 55}
+COUNTS = {"set": 232, "no_op": 25, "ignored": 188, "refused": 49}
 """Flags of all programs by outcome. A flag that becomes an option, or ceases to be one, counts."""
 FLAG = re.compile(r"--[a-z][a-z0-9-]+(?!_)\b")
 REFUSALS = (
@@ -177,11 +177,11 @@ def test_the_accepted_values_of_refused_flags_are_the_peers_defaults() -> None:
         for value in flag.accepted_values:
             specs = [
                 tools[PRETRAIN]
-                for tools in loaded[f"--{flag.names[0]}"].values()
+                for tools in loaded.get(f"--{flag.names[0]}", {}).values()
                 if PRETRAIN in tools
             ]
             if not specs:
-                continue  # a flag of preprocess_data.py, accepted for pretrain_gpt.py, too
+                continue  # a flag of preprocess_data.py, or of today's Megatron-LM
             defaults = {str(spec.get("default")).strip("[]") for spec in specs}
             choices = {choice for spec in specs for choice in spec.get("choices", [])}
             assert {value, f"{value}.0"} & (defaults | choices), flag

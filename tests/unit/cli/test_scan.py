@@ -29,6 +29,7 @@ CHOICES = "--position-embedding-type rotary --normalization rmsnorm"
 ROPE, NO_POSITION = "--use-rotary-position-embeddings", "--no-position-embedding"
 EXPERTS = {"num_experts": (4, 2), "expert_model_parallel_size": 2}
 WIDTH = "--hidden-size 96 --glu-activation geglu"
+ZERO_EXITS = {"exit_interval": None, "exit_duration_in_mins": None}
 VALID: list[tuple[str, dict[str, Any]]] = [
     ("--num-layers 3", {"num_layers": 3}),
     ("--num_layers 3", {"num_layers": 3}),
@@ -64,7 +65,7 @@ VALID: list[tuple[str, dict[str, Any]]] = [
         {"hidden_size": 96, "activation": "geglu", "ffn_hidden_size": 8},
     ),
     # Refused flags are accepted where they request what is done.
-    ("--num-experts 4 2 --moe-expert-parallel-size 2", EXPERTS),
+    ("--num-experts 4 2 --expert-model-parallel-size 2", EXPERTS),
     ("--dataloader-type single", {}),
     (
         "--context-parallel-size 2 --cp-comm-type a2a",
@@ -72,6 +73,17 @@ VALID: list[tuple[str, dict[str, Any]]] = [
     ),
     ("--head-lr-mult 1.0 --recompute-method uniform", {}),
     ("--attention-softmax-in-fp32 --exit-signal-handler", {}),
+    ("--activations-checkpoint-method uniform", {"recompute_granularity": "full"}),
+    (
+        "--activations-checkpoint-method block --activations-checkpoint-num-layers 2",
+        {"recompute_granularity": "full", "checkpoint_num_layers": 2},
+    ),
+    ("--grad-reduce-in-bf16", {"accumulate_allreduce_grads_in_fp32": False}),
+    ("--no-pad-vocab-size", {"make_vocab_size_divisible_by": 1}),
+    # Peers test the truth of these.
+    ("--exit-interval 0 --exit-duration-in-mins 0", ZERO_EXITS),
+    ("--loss-scale 0 --save-interval 0", {"loss_scale": None, "save_interval": None}),
+    ("--train-samples 0 --eval-interval 0", {"train_samples": None, "eval_interval": None}),
 ]
 
 
@@ -81,6 +93,46 @@ def test_valid_line_gives_values_without_a_word(line: str, values: dict[str, Any
     assert found.values == values
     assert list(map(type, found.values.values())) == list(map(type, values.values()))
     assert found.problems == found.warnings == []
+
+
+MICROSOFT = {
+    "expert_interval": 2,
+    "moe_router_topk": 1,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_eval_capacity_factor": 1.0,
+    "moe_min_capacity": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "implied"),
+    [
+        ("--num-experts 8 --moe-expert-parallel-size 2", MICROSOFT),
+        ("--num-experts 8 --create-moe-param-group", MICROSOFT),
+        ("--num-experts 8 --topk 2", {k: v for k, v in MICROSOFT.items() if "topk" not in k}),
+        ("--num-experts 1 --topk 2", {}),
+        ("--moe-loss-coeff 0.01", {}),
+        ("--num-experts 8 --moe-router-topk 2 --expert-interval 2 --moe-aux-loss-coeff 0.1", {}),
+    ],
+)
+def test_spellings_of_one_fork_select_its_defaults(line: str, implied: dict[str, Any]) -> None:
+    found = scan_of(line)
+    assert found.implied == implied
+    assert found.values.keys().isdisjoint(implied)
+    warned = [each for each in found.warnings if each.code == "implied-defaults"]
+    assert len(warned) == bool(implied)
+    if "expert_interval" in implied:
+        assert "--expert-interval 2 (else 1)" in warned[0]
+    if "moe_router_topk" in implied:
+        assert "--moe-router-topk 1 (else 2)" in warned[0]
+
+
+def test_a_family_of_flags_is_ignored_by_the_beginning_of_their_names() -> None:
+    found = scan_of("--inference-max-requests 8 --inference-dynamic-batching --rl-x 1 2 --lr 1")
+    assert (found.values, found.problems) == ({"lr": 1.0}, [])
+    assert codes(found.warnings) == ["ignored-flag"]
+    assert "unknown-flag" in codes(scan_of("--inferenc 8").problems)
 
 
 BIAS = "accumulate-allreduce-grads-in-fp32"
@@ -105,6 +157,17 @@ INVALID = [
         "position_embedding_type",
         f"learned_absolute and {NO_POSITION}",
     ),
+    ("--use-torch-compile=0", "unknown-flag", "", "leave it out"),
+    ("--fp16 False", "unexpected-argument", "", "leave it out to switch it off"),
+    ("--tokenizer-file x", "unknown-flag", "", "--tokenizer-model?"),
+    ("--data-file-list x", "unknown-flag", "", "--data-args-path?"),
+    ("--reset-progress", "unknown-flag", "", "--finetune?"),
+    ("--no-train", "unknown-flag", "", "--skip-train?"),
+    ("--wandb-entity-name x", "unknown-flag", "", "--wandb-project"),
+    ("--attention-head-type multiquery", "unknown-flag", "", "--num-query-groups 1"),
+    ("--verify-checkpoint", "unknown-flag", "", "leave the flag out"),
+    ("--expert-tensor-parallel-size 1", "unknown-flag", "", "always shards"),
+    ("--optimizer fusedadamw", "unsupported-value", "optimizer", "use adam"),
     # Of an unknown flag, the nearest option is shown.
     ("--num-layerz 3", "unknown-flag", "", "--num-layers"),
     ("--num_layerz 3", "unknown-flag", "", "--num-layers"),

@@ -215,3 +215,23 @@ def test_changes_of_the_schedule_on_request_need_no_warning(
         logged.clear()
         assert manager(**changed, **options).select() is not None
         assert sum("resume-setting-changed" in line for line in logged) == expected, logged
+
+
+@pytest.mark.parametrize(("finetune", "expected"), [(False, []), (True, ["rampup_batch_size"])])
+def test_batch_sizes_of_a_ramp_up_that_a_checkpoint_has_passed_need_not_fit(
+    finetune: bool, expected: list[str], manager: Managers, config: Config, folder: Path
+) -> None:
+    schedule = schedule_of(
+        micro_batch_size=1, global_batch_size=8, rampup_batch_size=(2, 2, 6), train_samples=100
+    )
+    save(manager(schedule=schedule), 3)
+    options = CheckpointConfig(load=str(folder), finetune=finetune)
+    own = dataclasses.replace(config, schedule=schedule, checkpoint=options)
+    found, plan, problems = complete(own, 4, lambda _: None)
+    assert problems == []
+    assert plan.saved is not None
+    consumed = plan.saved.run.state.consumed_samples
+    assert found.start_samples == (0 if finetune else consumed)
+    assert consumed >= 4, "the second stage, of 4 samples, or a later one"
+    sizes = found.schedule.problems(found.parallel, 4, found.start_samples)
+    assert [problem.fields[0] for problem in sizes if "ramp" in problem.fields[0]] == expected
