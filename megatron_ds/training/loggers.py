@@ -137,9 +137,8 @@ def open_loggers(
         # Importing TensorBoard takes a second, and most runs do not use it.
         from megatron_ds.training.tensorboard_logger import TensorBoard
 
-        board = functools.partial(
-            TensorBoard, config, state, world_size=world_size, dp_size=dp_size, memory=memory
-        )
+        board = functools.partial(TensorBoard, config, state, memory=memory, write=write)
+        board = functools.partial(board, world_size=world_size, dp_size=dp_size)
         name = f"{option('tensorboard_dir')} {config.logging.tensorboard_dir}"
         loggers.append(BestEffortLogger(board, name, warn=write))
     if config.logging.wandb_project is not None:

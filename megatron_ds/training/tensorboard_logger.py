@@ -1,7 +1,8 @@
 """Writes TensorBoard scalars under the tags of Megatron-LM and its forks.
 
 Each tag is plotted over iterations and, with the suffixes ` vs samples` and ` vs tokens`, over
-these counts. A resumed run removes the points after its checkpoint from existing event files: the
+these counts. A resumed run removes the points after its checkpoint from the event files of this
+logger, which the first event of each names; files of other programs stay as they are. The
 purge_step of SummaryWriter would compare an iteration with the samples and tokens of the other
 axes and hide their entire past. Imported only if TensorBoard is used.
 """
@@ -19,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader  # type: ignore[import-untyped]
-from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
+from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard.summary import hparams
 
 from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.config.problems import counted
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.records import (
@@ -39,6 +41,8 @@ from megatron_ds.training.records import (
 SAMPLES, TOKENS = " vs samples", " vs tokens"
 EVENT_FILES = "events.out.tfevents.*"
 SETTINGS_FILE = "events.out.tfevents.0000000000.settings"
+WRITER = "megatron_ds"
+"""Name of this program in the first event of a file."""
 EVALUATIONS, TASKS = "lm-loss-validation/", "eval-tasks/"
 FIRST = "Loss/"
 """Copies of losses under tags that TensorBoard, which sorts by name, shows first."""
@@ -54,6 +58,7 @@ class TensorBoard(Logger):
         world_size: Number of processes.
         dp_size: Data-parallel size.
         memory: Returns the device's memory figures in bytes, by tag.
+        write: Prints a line.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class TensorBoard(Logger):
         world_size: int,
         dp_size: int,
         memory: Callable[[], dict[str, int]],
+        write: Callable[[str], object] = print,
     ) -> None:
         folder = config.logging.tensorboard_dir
         assert folder is not None
@@ -73,7 +79,7 @@ class TensorBoard(Logger):
         if state.iteration > 0:
             self._evaluated = truncate_events(Path(folder), state)
         else:
-            archive_old_events(Path(folder))
+            archive_old_events(Path(folder), write)
         write_settings(Path(folder), config)
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = EventFile(Path(folder, name), config.logging.tensorboard_queue_size)
@@ -185,7 +191,8 @@ class EventFile:
         self._unwritten = io.BytesIO()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("wb", buffering=0)
-        self.add(file_version="brain.Event:2")
+        writer = SourceMetadata(writer=WRITER)
+        self.add(file_version="brain.Event:2", source_metadata=writer)
         self.flush()
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -227,15 +234,28 @@ def write_settings(folder: Path, config: Config) -> None:
             file.add(summary=summary)
 
 
-def archive_old_events(folder: Path) -> None:
+def own_event_files(folder: Path) -> list[Path]:
+    """The event files of this program in a folder, the newest first."""
+    paths = sorted(folder.glob(EVENT_FILES), reverse=True)
+    first = {path: next(iter(RawEventFileLoader(str(path)).Load()), b"") for path in paths}
+    return [
+        path
+        for path, event in first.items()
+        if Event.FromString(event).source_metadata.writer == WRITER
+    ]
+
+
+def archive_old_events(folder: Path, write: Callable[[str], object] = print) -> None:
     """Moves the event files of earlier runs to the first free subfolder `previous-N`.
 
     TensorBoard then shows them as a separate run instead of repeated steps.
     """
     numbered = (folder / f"previous-{number}" for number in itertools.count(1))
     target = next(path for path in numbered if not path.exists())
-    for path in list(folder.glob(EVENT_FILES)):
-        target.mkdir(exist_ok=True)
+    if paths := own_event_files(folder):
+        target.mkdir()
+        write(f"moved {counted(len(paths), 'event file')} of earlier runs to {target}")
+    for path in paths:
         path.rename(target / path.name)
 
 
@@ -249,7 +269,7 @@ def truncate_events(folder: Path, state: TrainState) -> set[tuple[str, int]]:
         Tag and iteration of the evaluations that remain in the files read.
     """
     evaluated: set[tuple[str, int]] = set()
-    for path in sorted(folder.glob(EVENT_FILES), reverse=True):
+    for path in own_event_files(folder):
         raw = list(RawEventFileLoader(str(path)).Load())
         events = [(Event.FromString(item), item) for item in raw]
         kept = [(event, item) for event, item in events if _is_before(event, state)]

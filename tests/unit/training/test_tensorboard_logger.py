@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
+from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
@@ -176,6 +177,28 @@ def test_a_new_run_archives_older_event_files(tmp_path: Path) -> None:
     assert points(tmp_path)[tag] == [(1, 3.0)]
     assert points(tmp_path / "previous-1")[tag] == [(1, 1.0)]
     assert points(tmp_path / "previous-2")[tag] == [(1, 2.0)]
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_files_of_other_programs_are_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: int
+) -> None:
+    """Also while the other program goes on writing to its file."""
+    write(tmp_path, *map(step, range(1, 4)))
+    with SummaryWriter(str(tmp_path)) as other:
+        for number in range(0, 2000, 100):
+            other.add_scalar("other/loss", 1.0, number)
+        other.flush()
+        damaged = tmp_path / "events.out.tfevents.9999999999.damaged"
+        damaged.write_bytes(b"no event")
+        write(tmp_path, step(start + 1), start=start)
+        other.add_scalar("other/loss", 1.0, 2000)
+    assert [x for x, _ in points(tmp_path)["other/loss"]] == [*range(0, 2001, 100)]
+    assert damaged.read_bytes() == b"no event"
+    assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [*range(1, start + 2)]
+    assert (str(tmp_path / "previous-1") in capsys.readouterr().out) == (start == 0)
+    moved = [path.name for path in tmp_path.glob("previous-1/*")]
+    assert len(moved) == (2 if start == 0 else 0)
 
 
 def test_further_metrics_have_their_names_as_tags(tmp_path: Path) -> None:
