@@ -126,7 +126,7 @@ class Options:
         """
         if self.rates is None:
             return {}
-        found = json.loads(Path(self.rates).read_text("utf-8"))
+        found = json.loads(Path(self.rates).read_bytes())
         if not isinstance(found, dict) or not found.keys() <= RATES | {"name"}:
             raise ValueError("unknown keys")
         rates = {name: value for name, value in found.items() if name != "name"}

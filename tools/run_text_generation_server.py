@@ -224,7 +224,7 @@ def read_keys(file: str | None) -> list[str]:
     """
     if file is None:
         return []
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
+    lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
     if not (keys := [line.strip() for line in lines if line.strip()]):
         raise user_error("api-key-file-empty", "api_key_file", file=file)
     return keys

@@ -329,7 +329,7 @@ def _as_words(value: Any, flag: str, field: str) -> list[str]:
 def _read_text(path: str, field: str) -> str:
     raise_if_any(file_problems(field, path))
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise user_error(
             "data-args-file-unreadable", field, flag=flag_of(field), path=path, error=error

@@ -5,6 +5,7 @@ Must not know a kind of tokenizer.
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import itertools
 import json
@@ -121,13 +122,13 @@ def count_ids(vocab: Mapping[str, int], field: str, path: str | Path) -> int:
 
 
 def read_bytes(path: str | Path, field: str) -> bytes:
-    """Content of a tokenizer's file.
+    """Content of a tokenizer's file, without a byte order mark.
 
     Raises:
         UserError: If it cannot be read.
     """
     try:
-        return Path(path).read_bytes()
+        return Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         why = error.strerror
         raise user_error("tokenizer-file-unreadable", field, path=path, strerror=why) from error

@@ -48,11 +48,12 @@ class GPT2BPETokenizer(JsonTokenizer):
         vocab = _read_vocab(vocab_file)
         merges = _read_merges(merge_file, vocab_file, vocab)
         with library_errors("merges-of-another-vocabulary", vocab=vocab_file, merges=merge_file):
-            self._tokenizer = byte_level_bpe(vocab_file, merge_file)
+            pairs = [(line.split(" ")[0], line.split(" ")[1]) for line in merges]
+            self._tokenizer = byte_level(models.BPE(vocab, pairs))
         self.eod = vocab[END_OF_TEXT]
         self.vocab_size = len(vocab)
         # The library takes long to write a vocabulary, and Python to read it again.
-        settings = _byte_level(models.BPE()).to_str()
+        settings = byte_level(models.BPE()).to_str()
         model = {"vocab": vocab, "merges": merges}
         content = hash_content(settings, {END_OF_TEXT: self.eod}, model)
         files = (vocab_file, merge_file)
@@ -71,12 +72,8 @@ class GPT2BPETokenizer(JsonTokenizer):
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
 
 
-def byte_level_bpe(vocab_file: str, merge_file: str) -> tokenizers.Tokenizer:
-    """The library's tokenizer of GPT-2's files, without added tokens."""
-    return _byte_level(models.BPE.from_file(vocab_file, merge_file))
-
-
-def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+def byte_level(model: models.Model) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a model with GPT-2's words, without added tokens."""
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

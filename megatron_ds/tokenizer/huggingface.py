@@ -16,6 +16,7 @@ from megatron_ds.tokenizer.base import (
     count_ids,
     import_library,
     library_errors,
+    read_bytes,
     read_json,
 )
 from megatron_ds.tokenizer.chat_template import TEMPLATE_FILE
@@ -121,8 +122,9 @@ def _read_library(file: Path) -> Any:
     """The tokenizer of `tokenizers` in a tokenizer.json."""
     import tokenizers
 
+    content = read_bytes(file, "tokenizer_model")
     with library_errors("tokenizer-json-invalid", file=file):
-        return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_buffer(content)
 
 
 def _effective_setting(file: Path, library: Any) -> str | None:

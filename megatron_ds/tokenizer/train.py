@@ -17,7 +17,7 @@ from tokenizers import ByteLevelBPETokenizer, models, pre_tokenizers, trainers
 
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.tokenizer.base import import_library
-from megatron_ds.tokenizer.gpt2 import END_OF_TEXT, byte_level_bpe
+from megatron_ds.tokenizer.gpt2 import END_OF_TEXT, byte_level
 from megatron_ds.tokenizer.wordpiece import MAX_WORD_CHARS, Splitter
 
 KINDS = ("bpe", "wordpiece", "unigram")
@@ -74,7 +74,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, *, show: bool
     vocab = json.loads(vocab_file.read_text(encoding="utf-8"))
     vocab[END_OF_TEXT] = len(vocab)
     vocab_file.write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-    complete = byte_level_bpe(str(vocab_file), str(folder / "merges.txt"))
+    complete = byte_level(models.BPE.from_file(str(vocab_file), str(folder / "merges.txt")))
     complete.add_special_tokens([END_OF_TEXT])
     complete.save(str(folder / "tokenizer.json"))
     return len(vocab)

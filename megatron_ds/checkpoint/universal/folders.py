@@ -46,7 +46,7 @@ def list_universal(folder: Path) -> list[Path]:
     named = ""
     with suppress(OSError):
         if (folder / POINTER).is_file():
-            named = (folder / POINTER).read_text(encoding="utf-8", errors="replace").strip()
+            named = (folder / POINTER).read_text("utf-8-sig", "replace").strip()
     paths = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())

@@ -76,7 +76,7 @@ def _is_step(path: Path, step: int | None) -> bool:
 
 def _pointer(path: Path) -> str:
     try:
-        text = path.read_text(errors="replace").strip() if path.is_file() else ""
+        text = path.read_text("utf-8-sig", "replace").strip() if path.is_file() else ""
     except OSError:
         return ""
     return text if re.fullmatch(r"\w+", text, re.ASCII) else ""

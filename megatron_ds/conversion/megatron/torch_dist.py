@@ -218,7 +218,7 @@ def _require_backend(folder: Path) -> None:
     if not path.is_file():
         return
     try:
-        backend = json.loads(path.read_text())["sharded_backend"]
+        backend = json.loads(path.read_bytes())["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise user_error("tensor-file-unreadable", path=path, error=error) from error
     if backend != "torch_dist":

@@ -146,10 +146,12 @@ def test_ranges_are_rounded_as_in_bigscience(text: str, size: int, bounds: tuple
     assert source.documents.range_of(size) == bounds
 
 
-def test_argument_files_equal_flags(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_argument_files_equal_flags(tmp_path: Path, mark: str) -> None:
     blend, splits, groups = tmp_path / "blend", tmp_path / "splits.json", tmp_path / "groups"
-    blend.write_text("3 a\n1 b\n")
-    splits.write_text(json.dumps({"train": [3, "a", 1, "b"], "valid": "c d", "test": None}))
+    blend.write_text(f"{mark}3 a\n1 b\n")
+    by_split = {"train": [3, "a", 1, "b"], "valid": "c d", "test": None}
+    splits.write_text(mark + json.dumps(by_split))
     line = '"V1: 1 0:1 a, 1 0:0.5 b" "V2: 1 0:1 c"\n'
     groups.write_text(line)
 

@@ -6,6 +6,7 @@ special tokens. `python tests/unit/tokenizer/test_golden.py` rewrites the token 
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import pickle
@@ -38,6 +39,10 @@ FILES: dict[str, dict[str, Any]] = {
     "TikTokenizer": {"tokenizer_model": "tiktoken.json", **TIKTOKEN},
     "NullTokenizer": {},
 }
+WITH_TEXT_FILES = (
+    *("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
+    *("HFTokenizer", "TikTokenizer"),
+)
 SENTENCES = {"BertWordPieceLowerCase": False, "SentencePieceTokenizer": True}
 """Kinds that have sentence files too, and whether sentences keep the whitespace after them."""
 SUFFIXES = (".bin", ".idx", ".tokenizer.json")
@@ -47,9 +52,9 @@ def build(kind: str, vocab_size: int | None = None, **fields: Any) -> Tokenizer:
     return build_tokenizer(TokenizerConfig(tokenizer_type=kind, **fields), vocab_size)
 
 
-def tokenizer_of(kind: str) -> Tokenizer:
+def tokenizer_of(kind: str, folder: Path = FOLDER) -> Tokenizer:
     fields = {
-        name: str(FOLDER / value) if name.endswith(("_file", "_model")) else value
+        name: str(folder / value) if name.endswith(("_file", "_model")) else value
         for name, value in FILES[kind].items()
     }
     return build(kind, 65535 if kind == "NullTokenizer" else None, **fields)
@@ -103,6 +108,16 @@ def test_golden_files_have_the_ids_of_the_corpus(kind: str) -> None:
         ids = [data.get(number)[:-1].tolist() for number in range(len(data))]
         assert [tokenizer.encode(text) for text in texts()] == ids
         assert pickle.loads(pickle.dumps(tokenizer)).encode_batch(texts()) == ids
+
+
+@pytest.mark.parametrize("kind", WITH_TEXT_FILES)
+def test_byte_order_marks_are_no_part_of_a_file(kind: str, tmp_path: Path) -> None:
+    names = {*FILES[kind].values()} & {*os.listdir(FOLDER)}
+    for name in names:
+        (tmp_path / name).write_bytes(codecs.BOM_UTF8 + (FOLDER / name).read_bytes())
+    marked, plain = tokenizer_of(kind, tmp_path), tokenizer_of(kind)
+    assert marked.vocab_size == plain.vocab_size
+    assert [marked.encode(text) for text in texts()] == [plain.encode(text) for text in texts()]
 
 
 GPT2, NULL = tokenizer_of("GPT2BPETokenizer"), tokenizer_of("NullTokenizer")
