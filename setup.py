@@ -15,6 +15,7 @@ setup(
         "megatron_ds.config": ["*.toml"],
         "megatron_ds.engine.ds_config": ["*.json", "*.toml"],
         "megatron_ds.inference": ["*.html"],
+        "megatron_ds.preprocess": ["*.toml"],
     },
     install_requires=[
         "torch>=2.6",

@@ -28,7 +28,7 @@ from megatron_ds.cli.progress import progress
 from megatron_ds.cli.sharding import ShardOptions, connect_ray
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.problems import Problem, UserError, collect, counted
+from megatron_ds.config.problems import Problem, UserError, collect, counted, raise_if_any
 from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
@@ -202,6 +202,10 @@ def work(options: Options) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be text
     with output.ignore_broken_pipe():
         print(*final_report(done, settings, time.perf_counter() - start, backend.library), sep="\n")
+    raise_if_any(
+        Problem("input-file-without-documents", name=name, listed=settings.quarantine)
+        for name in done.unusable
+    )
 
 
 def run(

@@ -6,9 +6,6 @@ Owns opening, decompression, positions and errors that name the file. The format
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import io
 import itertools
 import lzma
 import os
@@ -16,9 +13,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple
 
-from megatron_ds.config.problems import UserError, user_error
+from megatron_ds.config.problems import UserError, raise_if_any, user_error
 from megatron_ds.preprocess.formats import (
     RawDocument,
     Selection,
@@ -29,10 +26,9 @@ from megatron_ds.preprocess.formats import (
     parquet_rows,
     plain_text,
 )
-from megatron_ds.preprocess.inputs import InputSpec, describe_error, format_of, import_optional
+from megatron_ds.preprocess.inputs import InputSpec, decompress, describe_error, format_of
 from megatron_ds.preprocess.shards import LinesUntil, Shard, Slice, skip_to_line, slices
-
-DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+from megatron_ds.preprocess.signatures import contradictions
 
 
 class ReadPosition(NamedTuple):
@@ -139,6 +135,8 @@ class DocumentReader:
         name = part.file.name
         format, compression = format_of(name, self.inputs.format)
         selection = self._selection
+        if not part.begin:
+            raise_if_any(contradictions(name, raw, compression or format))
         if format in ("parquet", "arrow"):
             if compression or not raw.seekable():
                 raise user_error("table-not-seekable", name=name, format=format)
@@ -158,7 +156,9 @@ class DocumentReader:
             self._offset = raw.tell
             if part.end is not None:
                 return self._lines_until(part.end, name, raw, after)
-        stream = _decompress(raw, compression)
+        stream = decompress(raw, compression)
+        if compression:
+            raise_if_any(contradictions(name, stream, format))
         if format == "jsonl":
             return json_lines(name, stream, selection, after.line if after.offset else 0)
         if format == "text":
@@ -172,16 +172,6 @@ class DocumentReader:
         stream = LinesUntil(raw, end)
         yield from json_lines(name, stream, self._selection, before)
         self.lines[name] = before + stream.lines
-
-
-def _decompress(raw: BinaryIO, compression: str) -> BinaryIO:
-    if not compression:
-        return raw
-    if compression in DECOMPRESSORS:
-        return cast(BinaryIO, DECOMPRESSORS[compression](raw))
-    pyarrow = import_optional("pyarrow", "a .zst file")
-    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, mode="r"), "zstd")
-    return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
 
 
 @contextmanager

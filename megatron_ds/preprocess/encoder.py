@@ -69,6 +69,7 @@ class EncodedChunk(NamedTuple):
         documents: Number of documents with tokens of at least one key.
         text_bytes: Bytes of their texts.
         rejected: Rejected documents, in input order.
+        usable: Files with one of these documents.
         seconds: Time by stage.
     """
 
@@ -76,6 +77,7 @@ class EncodedChunk(NamedTuple):
     documents: int
     text_bytes: int
     rejected: list[RejectedDocument]
+    usable: set[str]
     seconds: Mapping[str, float]
 
 
@@ -117,12 +119,15 @@ class Encoder:
             for key, size in zip(self.fields.keys, sizes, strict=True)
             for at in np.flatnonzero(size == 0)
         ]
+        is_usable = np.any(sizes, axis=0)
+        usable = {documents[at].item.file for at in np.flatnonzero(is_usable)} if rejected else None
         order = {item[:2]: at for at, item in enumerate(items)} if rejected else {}
         return EncodedChunk(
             finished,
-            int(np.count_nonzero(np.any(sizes, axis=0))),
+            int(np.count_nonzero(is_usable)),
             sum(utf8_size(text) for document in documents for text in document.texts),
             sorted(rejected, key=lambda one: order[one.file, one.line]),
+            {*chunk.files} if usable is None else usable,
             dict(timer.seconds),
         )
 

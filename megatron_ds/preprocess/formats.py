@@ -383,7 +383,7 @@ def content_size(value: bytes | dict[str, Any] | UnreadableDocument) -> int:
         return len(value)
     if isinstance(value, UnreadableDocument):
         return len(value.content)
-    return sum(len(text) for text in value.values() if isinstance(text, str))
+    return sum(len(text) for text in value.values() if isinstance(text, str | bytes))
 
 
 def decode(content: bytes) -> str:

@@ -6,30 +6,34 @@ beyond the names of the formats. fsspec is imported only for addresses.
 
 from __future__ import annotations
 
+import bz2
 import datetime
 import functools
 import glob
+import gzip
 import hashlib
 import importlib
 import io
+import lzma
 import os
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from megatron_ds.config.fields import ANY_VALUE, field_problems, option_field, when
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.data.index_cache import CACHE_FOLDER
 from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.fileio.resumable import WORK_SUFFIX
+from megatron_ds.preprocess.signatures import contradictions
 
 STDIN = "-"
 FORMATS = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
-    "parquet": (".parquet",),
+    "parquet": (".parquet", ".parq", ".pq"),
     "arrow": (".arrow", ".feather"),
     "csv": (".csv",),
     "tsv": (".tsv",),
@@ -37,7 +41,10 @@ FORMATS = {
 }
 """Suffixes by format."""
 SUFFIXES = {suffix: format for format, suffixes in FORMATS.items() for suffix in suffixes}
-COMPRESSIONS = (".gz", ".xz", ".zst", ".bz2")
+DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+CODECS = {".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
+"""Names of other compressions in pyarrow."""
+COMPRESSIONS = (*DECOMPRESSORS, *CODECS)
 QUARANTINE = ".quarantine"
 """Suffix of the list of rejected documents."""
 PROGRESS_SUFFIX = ".progress.json"
@@ -76,7 +83,7 @@ class InputSpec:
         (),
         "files, glob patterns, folders, URLs (s3://, hf://, ...) or - for standard input; "
         "JSON lines, parquet, arrow, csv, tsv or plain text by suffix, optionally "
-        "compressed (.gz .xz .zst .bz2)",
+        "compressed (.gz .xz .zst .bz2 .lz4)",
         flag="input",
         nargs="*",
         metavar="PATH",
@@ -116,7 +123,8 @@ class InputSpec:
         return f"{option('paths')} {' '.join(self.paths)}"
 
     def problems(self) -> Iterator[Problem]:
-        """Problems that can be found without reading. Addresses are not accessed."""
+        """Problems of options and names, and of the first bytes of local files. Addresses are not
+        accessed."""
         yield from field_problems(self)
         if bool(self.paths) == (self.hf_dataset is not None):
             yield Problem("input-not-unique")
@@ -130,6 +138,13 @@ class InputSpec:
             for file in files:
                 if file != STDIN and not os.access(file, os.R_OK):
                     yield Problem("input-not-accessible", path=file, reason="permission denied")
+                elif os.path.isfile(file):
+                    # Reading reports damaged files, by exceptions of any type.
+                    with suppress(Exception), open(file, "rb") as raw:
+                        format, compression = format_of(file, self.format)
+                        yield from contradictions(file, raw, compression or format)
+                        if compression:
+                            yield from contradictions(file, decompress(raw, compression), format)
                 identity = _identity(file)
                 if identity in seen:
                     yield Problem("input-file-twice", file=file, other=seen[identity])
@@ -195,6 +210,23 @@ def format_of(name: str, format: str) -> tuple[str, str]:
     """Format and compression suffix of a file; JSON lines if the name does not tell."""
     suffix, compression = _suffixes(name)
     return (SUFFIXES.get(suffix, "jsonl") if format == "auto" else format), compression
+
+
+def decompress(raw: BinaryIO, compression: str) -> BinaryIO:
+    """The content of a file.
+
+    Args:
+        raw: The file.
+        compression: One of `COMPRESSIONS`, or empty.
+    """
+    if not compression:
+        return raw
+    if compression in DECOMPRESSORS:
+        return cast(BinaryIO, DECOMPRESSORS[compression](raw))
+    pyarrow = import_optional("pyarrow", f"a {compression} file")
+    source = pyarrow.PythonFile(raw, mode="r")
+    stream = pyarrow.CompressedInputStream(source, CODECS[compression])
+    return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
 
 
 def _suffixes(name: str) -> tuple[str, str]:

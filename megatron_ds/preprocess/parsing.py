@@ -130,7 +130,10 @@ def _texts_in(item: RawDocument, value: object, fields: TextFields) -> list[str]
         if type(text) is int and key in fields.id_keys:
             text = str(text)
         if not isinstance(text, str):
-            return reject(item, WRONG_TYPE, f"{key!r} must be text, not {type(text).__name__}")
+            if not isinstance(text, bytes):
+                return reject(item, WRONG_TYPE, f"{key!r} must be text, not {type(text).__name__}")
+            # Of a table whose writer does not mark columns as text.
+            text = text.decode("utf-8", "surrogateescape")
         try:
             size, limit = utf8_size(text), fields.max_document_bytes
         except UnicodeEncodeError:

@@ -37,7 +37,7 @@ from megatron_ds.preprocess.formats import content_size
 from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.parsing import BROKEN_JSON, RejectedDocument, texts_of
-from megatron_ds.preprocess.shards import lines_before
+from megatron_ds.preprocess.shards import lines_before, slices
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer import Tokenizer
@@ -63,6 +63,7 @@ class Progress:
         text_bytes: Bytes of the documents' texts.
         input_bytes: Bytes of the input files, as stored.
         dropped: Rejected documents by reason.
+        unusable: Files of which all documents were rejected.
         seconds: Time by stage; parsing and encoding are summed over the workers.
         before: The part of an interrupted run.
     """
@@ -72,12 +73,13 @@ class Progress:
     text_bytes: int = 0
     input_bytes: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    unusable: Sequence[str] = field(default_factory=list)
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
     before: Progress | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The counts of the output, for `from_json`."""
-        names = ("documents", "tokens", "text_bytes", "dropped")
+        names = ("documents", "tokens", "text_bytes", "dropped", "unusable")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -250,6 +252,10 @@ class _Run:
         self._is_writing = False
         self._timer = StageTimer()
         self._first_reject: RejectedDocument | None = None
+        self._usable: set[str] = {*saved.get("usable", ())}
+        shard = options.shard
+        parts = slices(options.inputs.files(), options.inputs.format, shard) if shard else ()
+        self._divided = {one.file.name for one in parts if one.begin or one.end is not None}
 
     def encode(
         self,
@@ -302,6 +308,10 @@ class _Run:
         self._is_writing = True
         for document in encoded.rejected:
             self.work.files[REJECTED].write(document.to_json_line())
+        usable = self._usable | encoded.usable
+        names = (*self.progress.unusable, *(document.file for document in encoded.rejected))
+        unusable = [name for name in dict.fromkeys(names) if name not in usable]
+        self._usable = usable & self._divided | (encoded.usable or self._usable)
         for writer, column in zip(self._writers.values(), encoded.columns, strict=True):
             writer.add_documents(*column)
         before = self.progress
@@ -311,6 +321,7 @@ class _Run:
             text_bytes=before.text_bytes + encoded.text_bytes,
             input_bytes=input_bytes,
             dropped=Counter(before.dropped) + Counter(one.reason for one in encoded.rejected),
+            unusable=unusable,
             seconds=dict(self._timer.seconds),
             before=before.before,
         )
@@ -326,6 +337,8 @@ class _Run:
             "counts": self.progress.to_json(),
             **({} if self.options.shard is None else {"lines": self._reader.lines}),
         }
+        if self.options.shard is not None or not finished:
+            progress["usable"] = sorted(self._usable)
         self.work.commit(progress, finished)
 
 

@@ -172,6 +172,7 @@ class _Merge:
         self.merged: int = saved["merged"]
         self._lines = Counter[str](saved.get("lines", {}))
         self._counts = Progress(**saved["counts"])
+        self._usable = {*saved.get("usable", ())}
         self._writers = token_file_writers(options, tokenizer, work, saved["written"])
         self._first_reject: RejectedDocument | None = None
 
@@ -191,11 +192,14 @@ class _Merge:
             before.tokens + counts.tokens,
             before.text_bytes + counts.text_bytes,
             dropped=Counter(before.dropped) + Counter(counts.dropped),
+            unusable=[*dict.fromkeys((*before.unusable, *counts.unusable))],
         )
         self._lines.update(progress["lines"])
+        self._usable.update(progress.get("usable", ()))
         self.merged += 1
         if self._work.is_commit_due:
-            self._work.commit({"merged": self.merged, "lines": self._lines, **self._progress()})
+            saved = {"merged": self.merged, "lines": self._lines, "usable": sorted(self._usable)}
+            self._work.commit({**saved, **self._progress()})
 
     def _add_rejected(self, document: RejectedDocument) -> None:
         """A shard counts lines from its own first one."""
@@ -212,5 +216,7 @@ class _Merge:
         if not self._counts.documents:
             self._work.discard()
             raise no_documents(self._options, self._counts, self._first_reject)
+        unusable = [name for name in self._counts.unusable if name not in self._usable]
+        self._counts = dataclasses.replace(self._counts, unusable=unusable)
         finish_files(self._options, self._work, self._writers, metadata)
         self._work.commit({"position": ReadPosition(files), **self._progress()}, finished=True)

@@ -29,6 +29,7 @@ from megatron_ds.preprocess import formats
 from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
 from tests.problems import codes, raises_problem
 
 TEXTS = [
@@ -61,9 +62,9 @@ def jsonl() -> bytes:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
 
 
-def zstd(content: bytes) -> bytes:
+def zstd(content: bytes, codec: str = "zstd") -> bytes:
     sink = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(sink, "zstd") as stream:
+    with pa.CompressedOutputStream(sink, codec) as stream:
         stream.write(content)
     return sink.getvalue().to_pybytes()
 
@@ -96,6 +97,8 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".jsonl.xz": lzma.compress,
     ".jsonl.bz2": bz2.compress,
     ".jsonl.zst": zstd,
+    ".jsonl.zstd": zstd,
+    ".jsonl.lz4": functools.partial(zstd, codec="lz4"),
     ".JSONL.GZ": gzip.compress,
 }
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -104,6 +107,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
         for suffix, pack in COMPRESS.items()
     },
     "a.parquet": write_parquet,
+    "a.pq": write_parquet,
     "a.arrow": lambda path: write_arrow(path, open_writer=pa.ipc.new_stream),
     "a.feather": write_arrow,
     "a.csv": write_csv,
@@ -579,3 +583,86 @@ def test_pipes_cannot_be_resumed(tmp_path: Path) -> None:
     pipe, stdin = InputSpec(paths).resume_problems()
     assert codes([pipe, stdin]) == ["resume-of-unseekable-input"] * 2
     assert str(tmp_path / "pipe") in pipe
+
+
+WARC = b"WARC/1.0\r\nWARC-Type: warcinfo\r\n\r\n"
+LZ4 = functools.partial(zstd, codec="lz4")
+CONTRADICTIONS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "a.jsonl": ("gzip", lambda: gzip.compress(jsonl())),
+    "a.unknown": ("gzip", lambda: gzip.compress(jsonl())),
+    "b.jsonl": ("zstd", lambda: zstd(jsonl())),
+    "pzstd.jsonl": ("zstd", lambda: b"\x50\x2a\x4d\x18\x04\0\0\0\0\x10\0\0" + zstd(jsonl())),
+    "c.json": ("xz", lambda: lzma.compress(jsonl())),
+    "d.txt": ("bzip2", lambda: bz2.compress(jsonl())),
+    "empty.txt": ("bzip2", lambda: bz2.compress(b"")),
+    "e.csv": ("lz4", lambda: LZ4(jsonl())),
+    "f.jsonl.gz": ("zstd", lambda: zstd(jsonl())),
+    "g.jsonl.zst": ("lz4", lambda: LZ4(jsonl())),
+    "twice.jsonl.gz": ("gzip", lambda: gzip.compress(gzip.compress(jsonl()))),
+    "h.parquet": ("gzip", lambda: gzip.compress(jsonl())),
+    "i.warc.gz": ("WARC", lambda: gzip.compress(WARC)),
+    "j.warc": ("WARC", lambda: WARC),
+    "k.txt": ("WARC", lambda: WARC),
+    "l.jsonl.lz4": ("a JSON array", lambda: LZ4(b"[" + jsonl().replace(b"\n", b",\n"))),
+    "m.json": ("a JSON array", lambda: json.dumps(ROWS).encode()),
+    "n.json": ("a JSON array", lambda: b"\xef\xbb\xbf" + json.dumps(ROWS, indent=1).encode()),
+    "o.json": ("a JSON array", lambda: json.dumps(TEXTS, indent=2).encode()),
+    "p.json": ("a JSON object of several lines", lambda: json.dumps(ROWS[0], indent=2).encode()),
+    "q.json": ("a JSON object of several lines", lambda: json.dumps(ROWS[0], indent=0).encode()),
+    "r.jsonl": ("UTF-16 or UTF-32", lambda: jsonl().decode().encode("utf-16")),
+    "s.jsonl": ("zip", lambda: b"PK\x03\x04" + bytes(30)),
+    "t.tar.gz": ("tar", lambda: gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar\x0000")),
+    "u.jsonl": ("parquet", lambda: parquet_bytes()),
+    "v.csv": ("parquet", lambda: parquet_bytes()),
+    "w.arrow": ("parquet", lambda: parquet_bytes()),
+    "x.parquet": ("arrow", lambda: arrow_bytes(pa.ipc.new_file)),
+    "y.jsonl": ("arrow", lambda: arrow_bytes(pa.ipc.new_stream)),
+}
+"""The format that the first bytes show, by a name that says another one."""
+
+
+def parquet_bytes() -> bytes:
+    sink = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(ROWS), sink)
+    return sink.getvalue()
+
+
+def arrow_bytes(open_writer: Callable[..., Any]) -> bytes:
+    sink, table = io.BytesIO(), pa.Table.from_pylist(ROWS)
+    with open_writer(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_first_bytes_that_contradict_the_name_are_an_error(name: str, tmp_path: Path) -> None:
+    found, content = CONTRADICTIONS[name]
+    path = tmp_path / name
+    path.write_bytes(content())
+    (problem,) = InputSpec((str(path),)).problems()
+    assert codes([problem]) == ["input-format-differs"]
+    assert f"{path}: begins like {found}," in problem
+    for address in (str(path), f"file://{path}"):
+        with raises_problem("input-format-differs", contains=f" {found},"):
+            list(DocumentReader(InputSpec((address,)), ("text",)))
+
+
+def test_standard_input_of_another_format_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = io.BufferedReader(io.BytesIO(gzip.compress(jsonl())))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(content))
+    with raises_problem("input-format-differs", contains="gzip"):
+        read("-")
+
+
+def test_text_in_binary_columns_is_read(tmp_path: Path) -> None:
+    """Impala and old versions of Spark do not mark a column as text."""
+    content = [text.encode() for text in TEXTS] + [b"\xff"]
+    for kind in (pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.binary())):
+        column = pa.array(content, pa.binary()).cast(kind)
+        parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+        *good, bad = (
+            texts_of(item, TextFields(("text",), 1 << 20)) for item in read(tmp_path / "a.parquet")
+        )
+        assert good == [[text] for text in TEXTS]
+        assert isinstance(bad, RejectedDocument)
+        assert bad.reason == "invalid UTF-8"

@@ -115,6 +115,31 @@ def test_errors_name_all_flags_and_leave_no_files(tmp_path: Path, run: Run) -> N
     assert os.listdir(tmp_path) == ["bad.jsonl"]
 
 
+@pytest.mark.parametrize("chunk_size", [1, 3, 512])
+def test_an_input_file_without_documents_is_an_error_after_the_others(
+    tmp_path: Path, run: Run, chunk_size: int
+) -> None:
+    """Also when the complete output is asked for again; blank files lose nothing."""
+    contents = {
+        "a": '{"text": "1"}\n{"txt": "2"}\n{"txt": "2"}\n{"txt": "2"}\n{"txt": "2"}\n',
+        "b": '{"txt": "2"}\n' * 4,
+        "c": "\n",
+        "d": '{"txt": "2"}\n{"txt": "2"}\n{"txt": "2"}\n{"text": "3"}\n{"txt": "2"}\n',
+        "e": "1 2 3\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / f"{name}.jsonl").write_text(content)
+    files = ("--input", *sorted(tmp_path.iterdir()), "--output-prefix", tmp_path / "out")
+    for _ in range(2):
+        printed = run(*files, *NULL, "--workers", 2, "--chunk-size", chunk_size, status=1)
+        assert printed_codes(printed.err)[-2:] == ["input-file-without-documents"] * 2
+        for name in "abcde":
+            assert (f"{name}.jsonl: no document" in printed.err) == (name in "be")
+        assert "rejected: 1 broken JSON, 12 missing key" in printed.out
+    assert IndexedDataset(tmp_path / "out_text_document").tokens.tolist() == [1, 3]
+    assert run(*files[:2], *files[-2:], *NULL, "--workers", 1, "--overwrite").out
+
+
 def test_output_of_another_run_is_kept_without_overwrite(tmp_path: Path, run: Run) -> None:
     flags = (*corpus(tmp_path, 5), *NULL, "--append-eod", "--workers", 1)
     run(*flags)

@@ -1,0 +1,49 @@
+"""First bytes of files, which show whether the content is of the format that the name says.
+
+`signatures.toml` lists how formats begin. Knows no names of files.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_ds.config.problems import Problem
+
+HEAD_BYTES = 4096
+SIGNATURES: dict[str, dict[str, str]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
+
+
+def contradictions(name: str, stream: BinaryIO, expected: str) -> Iterator[Problem]:
+    """The problem of a file whose first bytes are those of another format.
+
+    Args:
+        name: Its name, for the message.
+        stream: The file at its beginning, where it stays.
+        expected: Format or suffix of the compression that its name says.
+    """
+    head = _head(stream)
+    for found, signature in SIGNATURES.items():
+        suffix, only_in = signature.get("suffix", " "), signature.get("only_in", expected)
+        is_expected = expected.startswith((suffix, suffix[1:])) if suffix.strip() else False
+        begins = re.match(signature["begins"].encode(), head, re.DOTALL)
+        if begins and only_in == expected and not is_expected:
+            advice = signature.get("advice", f"rename it, to end with {suffix}")
+            names = {"name": name, "found": found, "expected": expected, "advice": advice}
+            yield Problem("input-format-differs", **names)
+
+
+def _head(stream: Any) -> bytes:
+    """The first bytes; none of a stream in which they could not be read again."""
+    if hasattr(stream, "peek"):
+        return bytes(stream.peek(HEAD_BYTES)[:HEAD_BYTES])
+    if not stream.seekable():
+        return b""
+    start, content = stream.tell(), stream.read(HEAD_BYTES)
+    stream.seek(start)
+    return bytes(content)
