@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     for dtype in options.dtype:
         table = measure(
             Setting(shape, dtype, threads),
-            contenders(options.compile),
+            {OURS: contenders(False)[OURS]} if options.ours else contenders(options.compile),
             rounds=options.rounds,
             steps=options.steps,
         )
@@ -149,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="also measure both models with torch.compile (about two minutes per dtype)",
     )
+    add("--ours", action="store_true", help="measure only megatron_ds, without --compile")
     add("--output", type=Path, help="output file (JSON)")
     return parser
 

@@ -46,6 +46,7 @@ from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.model.mlp import TiledMLP
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
+from megatron_ds.parallel.half_products import replace_slow_products
 from megatron_ds.parallel.mesh import Mesh, Mpu
 from megatron_ds.parallel.rng import RngStreams
 
@@ -87,9 +88,9 @@ def build_engine(
     with _swap_folder(config, ds_config) as swap_folder:
         module, model = _build_module(config, mesh, ds_config, build)
         warnings = [
+            *_notes(config, packing, device),
             warning,
             None if _is_deepcompiled(ds_config) else _compile(model, config, mesh, device),
-            selective_recompute_note(config, packing, device),
         ]
         engine, multipliers = _initialize(config, mesh, ds_config, module)
     _correct(engine, model, mesh, ds_config, device)
@@ -110,6 +111,12 @@ def build_engine(
         logging=config.logging,
         is_compiled=config.runtime.compile or _is_deepcompiled(ds_config),
     )
+
+
+def _dtype(config: Config) -> torch.dtype:
+    """Type of the model's parameters."""
+    dtype: torch.dtype = getattr(torch, readback.DTYPES[config.precision.name])
+    return dtype
 
 
 def _is_deepcompiled(ds_config: Mapping[str, Any]) -> bool:
@@ -237,7 +244,7 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
             dataclasses.replace(config.model, seq_length=config.model.seq_length // mesh.sp.size),
             config.schedule.micro_batch_size,
             mesh.tp,
-            getattr(torch, readback.DTYPES[config.precision.name]),
+            _dtype(config),
             device,
         )
         problems = [problem] * mesh.world_size
@@ -249,6 +256,16 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
             return obstacle
         model.use_elementwise(functions)
     return None
+
+
+def _notes(
+    config: Config, packing: PackingOptions | None, device: torch.device
+) -> tuple[Problem | None, Problem | None]:
+    """Replace kernels that are slow on this device, and say what is computed twice."""
+    return (
+        replace_slow_products(_dtype(config), device),
+        selective_recompute_note(config, packing, device),
+    )
 
 
 def selective_recompute_note(
