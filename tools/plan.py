@@ -29,11 +29,18 @@ from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
+from megatron_ds.loading.options_from_checkpoint import MODEL_SIZE_FIELDS
 from megatron_ds.loading.plan import model_options
 from megatron_ds.planning import plan_report
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE, Hardware
 from megatron_ds.planning.plan import make_plan
-from megatron_ds.planning.settings import Completed, completed, planned_tokens, without_tokenizer
+from megatron_ds.planning.settings import (
+    Completed,
+    completed,
+    planned_tokens,
+    with_values,
+    without_tokenizer,
+)
 from megatron_ds.planning.suggest import suggest
 from megatron_ds.tokenizer import build_tokenizer
 
@@ -169,6 +176,10 @@ def _complete(
 ) -> tuple[Config, list[Problem]]:
     """Fills in the model that --load names, the DeepSpeed file, and what a plan does not need."""
     config, of_model = model_options(config, warn)
+    if of_model:  # not also that the sizes are missing
+        names = (*MODEL_SIZE_FIELDS, "seq_length")
+        unknown = [name for name in names if not getattr(config.model, name)]
+        config = with_values(config, **dict.fromkeys(unknown, 1))
     config, of_file = merge_file(config, world_size, warn)
     plan = completed(without_tokenizer(config), world_size, is_host=is_host)
     if found is not None:

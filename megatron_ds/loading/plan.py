@@ -21,21 +21,8 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
 from megatron_ds.config import CheckpointConfig, Config
-from megatron_ds.config.checkpoint import (
-    FORMATS,
-    TAG,
-    hub_model,
-    is_remote,
-    missing_folder,
-    split_location,
-)
-from megatron_ds.config.problems import (
-    Problem,
-    UserError,
-    collect,
-    raise_if_any,
-    renaming_fields,
-)
+from megatron_ds.config.checkpoint import FORMATS, TAG, hub_model, missing_folder, split_location
+from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any, renaming_fields
 from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.weights_locations import HF, HF_CONFIG, is_hf
 from megatron_ds.engine.ds_config.merge import merge_file
@@ -158,32 +145,25 @@ def make_plan(
 
 
 def model_options(config: Config, warn: Warn) -> tuple[Config, list[Problem]]:
-    """Takes the options of the model from --load or --pretrained-checkpoint, for a plan.
+    """Takes the options of the model from a folder of Hugging Face, of which config.json is enough.
 
-    Of a model of Hugging Face, config.json is enough, and parts that ours lacks are left out. Other
-    checkpoints are read if no size of the model is given.
+    For a plan: parts of the model that ours lacks are left out.
 
     Args:
         config: Configuration of the command line.
         warn: Called for each option that is replaced, and for parts that are left out.
     """
-    options, problems = config.checkpoint, list[Problem]()
+    problems = list[Problem]()
     for field in ("load", "pretrained_checkpoint"):
-        location = getattr(options, field) or ""
+        location = getattr(config.checkpoint, field) or ""
         name, folder = split_location(location)
-        if location and (name == HF or is_hf(Path(folder))):
+        if name == HF or (location and is_hf(Path(folder))):
             with collect(problems), renaming_fields(load=field):
                 raise_if_any(missing_folder(location))
                 model = hub_model(location)
                 path = Path(folder) if model is None else download_config(field, model)
                 return _with_hf_model(config, path, warn)
-            return config, problems
-    location = options.load or options.pretrained_checkpoint
-    if location is None or is_remote(location) or not config.given.isdisjoint(MODEL_SIZE_FIELDS):
-        return config, []
-    read = dataclasses.replace(config, checkpoint=dataclasses.replace(options, save=None))
-    planned, _, problems = make_plan(read, warn)
-    return dataclasses.replace(planned, checkpoint=options), problems
+    return config, problems
 
 
 def _with_hf_model(config: Config, path: Path, warn: Warn) -> tuple[Config, list[Problem]]:

@@ -49,8 +49,8 @@ class Hardware:
     """Bytes per second to the other devices of a machine."""
     between: float
     """Bytes per second to other machines."""
-    efficiency: float | None = None
-    """Share of the peak that products reach. None: that of `SHARES`."""
+    efficiency: float = 0.0
+    """Share of the peak that products reach. 0: that of `SHARES`."""
     latency_inside: float = 3.4e-6
     """Seconds of a step of a ring inside a machine."""
     latency_between: float = 14e-6
@@ -71,7 +71,7 @@ class Hardware:
 
     def share(self, parameters: float) -> tuple[float, str]:
         """The share of the peak of a model with so many parameters in use, and its origin."""
-        if self.efficiency is not None:
+        if self.efficiency:
             return self.efficiency, "given"
         sizes, shares = zip(*SHARES[self.name].items(), strict=True)
         is_measured = parameters <= MEASURED.get(self.name, 0)
@@ -91,7 +91,7 @@ HARDWARE = {
         Hardware("a100", 312, 19.5, 80 * GB, 2039 * GB, 8, 300 * GB, 25 * GB),
         Hardware("mi300x", 1307, 163, 192 * GB, 5300 * GB, 8, 448 * GB, 50 * GB),
         Hardware("910b", 320, 80, 64 * GB, 1600 * GB, 8, 196 * GB, 25 * GB),
-        Hardware(HOST, 1, 0.4, 64 * GB, 40 * GB, 1, 10 * GB, 1.25 * GB, None, 5e-5, 5e-5, 1e-5),
+        Hardware(HOST, 1, 0.4, 64 * GB, 40 * GB, 1, 10 * GB, 1.25 * GB, 0.0, 5e-5, 5e-5, 1e-5),
     )
 }
 """By the name of --hardware. Of "cpu", the rates of two cores of a server."""

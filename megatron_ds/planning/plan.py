@@ -49,10 +49,8 @@ class Plan:
     config: Config
     world_size: int
     hardware: Hardware
-    efficiency: float
-    """Share of the peak of the products."""
     efficiency_origin: str
-    """given, assumed, or measured."""
+    """Whether the devices' efficiency is given, assumed, or measured."""
     sizes: dict[str, int]
     """Of the parallel axes, in the order of `AXES`."""
     layers: tuple[int, ...]
@@ -179,8 +177,9 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     padded = config.model.padded_vocab(sizes["tp"])
     of_sample = flops.model_flops_per_sample(config.model, padded, config.moe)
     # Experts that are not selected have no products.
-    efficiency, origin = hardware.share(min(parameters, of_sample / (6 * config.model.seq_length)))
-    compute = _compute_seconds(config, sizes, layers, count, hardware, efficiency)
+    share, origin = hardware.share(min(parameters, of_sample / (6 * config.model.seq_length)))
+    hardware = dataclasses.replace(hardware, efficiency=share)
+    compute = _compute_seconds(config, sizes, layers, count, hardware)
     own_layers = [sum(layers[stage] for stage in own) for own in config.parallel.stages_of_ranks]
     longest = {0, own_layers.index(max(own_layers)), sizes["pp"] - 1}
     by_rank = [
@@ -197,7 +196,6 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         config=config,
         world_size=world_size,
         hardware=hardware,
-        efficiency=efficiency,
         efficiency_origin=origin,
         sizes=sizes,
         layers=layers,
@@ -217,12 +215,7 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
 
 
 def _compute_seconds(
-    config: Config,
-    sizes: dict[str, int],
-    layers: Sequence[int],
-    count: int,
-    hardware: Hardware,
-    efficiency: float,
+    config: Config, sizes: dict[str, int], layers: Sequence[int], count: int, hardware: Hardware
 ) -> float:
     """Products of the pipeline rank that has the most, and its other kernels."""
     model, moe = config.model, config.moe
@@ -236,7 +229,7 @@ def _compute_seconds(
         + (head if len(layers) - 1 in own else 0)
         for own in config.parallel.stages_of_ranks
     )
-    rate = hardware.tflops(config.precision.name) * 1e12 * efficiency
+    rate = hardware.tflops(config.precision.name) * 1e12 * hardware.efficiency
     samples = count * config.schedule.micro_batch_size
     most = max(sum(layers[stage] for stage in own) for own in config.parallel.stages_of_ranks)
     kernels = count * most * passes * hardware.kernels

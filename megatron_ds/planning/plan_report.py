@@ -29,6 +29,7 @@ AXIS_NAMES = {
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "bytes"))
 MANY_RANKS = 512
 """Ranks above which the page names the latency of ZeRO 3."""
+SHOWN_LAYOUTS = 5
 SHOWN_RANKS = 4
 """First ranks whose positions the text shows; the JSON has all of them."""
 
@@ -69,26 +70,22 @@ def print_plan(config: Config, world_size: int) -> None:
     print(text(plan, planned_tokens(plan.config, plan.samples)), end="")
 
 
-def _suggestions(suggestions: Sequence[Suggestion], tokens: float | None, count: int = 10) -> str:
+def _suggestions(suggestions: Sequence[Suggestion], tokens: float | None) -> str:
     """A table of the best layouts, and of the best one without model parallelism."""
     if not suggestions:
         return "  none: more processes, more memory or a smaller model are needed\n"
-    shown = [
-        each
-        for place, each in enumerate(suggestions)
-        if place < count or each.has_data_parallelism_only
-    ]
-    unit = "days" if tokens is None else f"days of {_count(tokens)}"
-    rows = [(unit, "s/step", "tokens/s", "TFLOPS", "GB", "flags, and what limits them")]
-    for each in shown:
-        plan = each.plan
-        days = "" if tokens is None else f"{plan.days(tokens):,.1f}"
-        speed = f"{plan.seconds:.2f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"
-        rows += [
-            (days, *speed, f"{plan.memory.peak / GB:.1f}", each.flags),
-            *[("",) * 5 + (f"  {each.reason}",)],
-        ]
-    return _columns(row[tokens is None :] for row in rows)
+    rows = [("s/step", "tokens/s", "TFLOPS", "GB", "flags, and what limits them")]
+    days = ["" if tokens is None else f"days of {_count(tokens)}"]
+    for place, each in enumerate(suggestions):
+        if place < SHOWN_LAYOUTS or each.has_data_parallelism_only:
+            plan = each.plan
+            speed = f"{plan.seconds:.2f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"
+            rows += [(*speed, f"{plan.memory.peak / GB:.1f}", each.flags)]
+            rows += [("", "", "", "", f"  {each.reason}")]
+            days += ["" if tokens is None else f"{plan.days(tokens):,.1f}", ""]
+    return _columns(
+        (*([] if tokens is None else [day]), *row) for day, row in zip(days, rows, strict=True)
+    )
 
 
 def as_json(
@@ -100,9 +97,9 @@ def as_json(
     """The plan as plain values; see `Plan` for the units."""
     return {
         "assumed": assumed,
-        "efficiency": {"share": plan.efficiency, "origin": plan.efficiency_origin},
+        "efficiency_origin": plan.efficiency_origin,
         "world_size": plan.world_size,
-        "hardware": {**vars(plan.hardware), "efficiency": plan.efficiency},
+        "hardware": vars(plan.hardware),
         "axes": plan.sizes,
         "rank_map": {"axes": AXES, "ranks": list(plan.rank_map())},
         "layers_per_stage": plan.layers,
@@ -197,11 +194,8 @@ def draw_memory(plan: Plan, path: Path) -> None:
 
 
 def _model(plan: Plan) -> str:
-    model, precision = plan.config.model, plan.config.precision.name
-    return (
-        f"{_count(plan.parameters)} parameters, {counted(model.num_layers, 'layer')}, "
-        f"sequence length {model.seq_length:,}, {precision}"
-    )
+    length, precision = plan.config.model.seq_length, plan.config.precision.name
+    return f"{_count(plan.parameters)} parameters, sequence length {length:,}, {precision}"
 
 
 def _sizes(plan: Plan) -> str:
@@ -232,15 +226,12 @@ def _run(plan: Plan, assumed: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _ranks(plan: Plan) -> Iterator[tuple[str, ...]]:
-    sizes = ", ".join(f"{AXIS_NAMES[axis]} {size}" for axis, size in plan.sizes.items())
-    machines = counted(plan.machines, "machine")
-    yield "processes", f"{plan.world_size:,} on {machines}: {sizes}"
+    sizes = " x ".join(f"{AXIS_NAMES[axis]} {size}" for axis, size in plan.sizes.items())
+    yield "sizes", f"{sizes}, the last one fastest, on {counted(plan.machines, 'machine', ',')}"
     yield "stages", f"{', '.join(map(str, plan.layers))} layers"
-    order = " x ".join(AXIS_NAMES[axis] for axis in AXES)
-    yield "order", f"{order}, the last one fastest"
     for rank in range(min(SHOWN_RANKS, plan.world_size)):
         positions = zip(AXES, plan.coordinates(rank), strict=True)
-        yield f"  rank {rank}", ", ".join(f"{axis} {position}" for axis, position in positions)
+        yield f"rank {rank}", ", ".join(f"{axis} {position}" for axis, position in positions)
 
 
 def _memory(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -276,7 +267,7 @@ def _communication(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _time(plan: Plan, tokens: float | None) -> Iterator[tuple[str, ...]]:
-    share = f"{plan.efficiency:.0%} of the peak ({plan.efficiency_origin})"
+    share = f"{plan.hardware.efficiency:.0%} of the peak ({plan.efficiency_origin})"
     ranks = plan.sizes["dp"] * plan.sizes["sp"]
     if tokens is not None:
         fits = plan.memory.peak <= plan.hardware.memory

@@ -41,7 +41,7 @@ class Completed:
     samples: int | None
     """Of a step, if the layout is open and to be suggested. The configuration is then that of one
     micro-batch."""
-    problems: tuple[Problem, ...]
+    problems: list[Problem]
 
 
 def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
@@ -52,10 +52,8 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
         world_size: Number of processes.
         is_host: Whether the devices are CPUs.
     """
-    schedule, problems = config.schedule, list[Problem]()
-    filled: dict[str, Any] = {}
-    assumed: dict[str, Any] = {}
-    samples = None
+    schedule, problems, samples = config.schedule, list[Problem](), None
+    filled, assumed = dict[str, Any](), dict[str, Any]()
     if schedule.train_iters is schedule.train_samples is schedule.train_tokens is None:
         filled["train_iters"] = 1
     if config.given.isdisjoint(TRAINING_DATA):
@@ -78,7 +76,7 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
     if samples is not None:
         config = config.with_values({"global_batch_size": None})
     flags = tuple(with_default_flags(as_flag(*each)) for each in assumed.items())
-    return Completed(config, flags, samples, tuple(problems))
+    return Completed(config, flags, samples, problems)
 
 
 def with_values(config: Config, **values: Any) -> Config:
