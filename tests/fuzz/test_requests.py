@@ -1,18 +1,33 @@
-"""Request bodies of any bytes: a valid request or a UserError."""
+"""Request bodies of any bytes: a valid request or a UserError, and an answer of a live server."""
 
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import json
 import math
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_ds.inference import server as server_module
 from megatron_ds.inference.api_schema import Defaults, GenerationRequest, read, read_fields
-from megatron_ds.inference.completions_api import CompletionRequest
+from megatron_ds.inference.chat_api import ChatApi, ChatRequest
+from megatron_ds.inference.completions_api import CompletionRequest, CompletionsApi
+from megatron_ds.inference.engine import GenerationEngine
+from megatron_ds.inference.megatron_api import MegatronApi
+from megatron_ds.inference.scheduler import Scheduler
+from megatron_ds.inference.server import ServerOptions, TextServer, listen
+from megatron_ds.inference.service import TextGenerationService
+from megatron_ds.tokenizer.chat_template import ChatTemplate
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, REJECTED, read_or_error
+from tests.unit.inference.models import model_of
+from tests.unit.inference.schedulers import ByteTokenizer, LocalLink
 
 FIELDS = [field.name for field in dataclasses.fields(GenerationRequest)]
 COMPLETION_FIELDS = [field.name for field in dataclasses.fields(CompletionRequest)]
@@ -74,3 +89,103 @@ def test_any_completion(body: object) -> None:
         assert request.n >= 1
         assert 0 <= request.temperature <= 100
         list(request.problems())
+
+
+DEADLINE = 60.0
+"""Seconds of a request, which takes milliseconds on an idle machine."""
+MAX_LENGTH = 64
+PATHS = ("/api", "/v1/completions", "/v1/chat/completions")
+TEXTS = ("A", "AB", "é€", "A" * 20, "\n", "A: B", "ab", "", "AB~", "x" * 100_000, "\ud800")
+KINDS = {"prompts": GenerationRequest, "prompt": CompletionRequest, "messages": ChatRequest}
+POOL: tuple[Any, ...] = (
+    *(0, 1e-300, 1e-45, 1e-9, 0.1, 0.5, 0.9, 1, 2, 3, 50, 1000, False, True, -10),
+    *("A", ["A", "B"], ["\n" * 50], {"include_usage": True}),
+)
+"""Values of fields, as far as they are valid by themselves."""
+
+
+def valid_fields(kind: type[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    pairs = [
+        (field.name, value)
+        for field in dataclasses.fields(kind)
+        for value in POOL
+        if field.name not in (*KINDS, "model") and field.metadata["is_valid"](value)
+    ]
+    return st.lists(st.sampled_from(pairs), max_size=5).map(dict)
+
+
+def one_or_more(values: tuple[Any, ...]) -> st.SearchStrategy[list[Any]]:
+    return st.lists(st.sampled_from(values), min_size=1, max_size=3)
+
+
+MESSAGES = tuple({"role": role, "content": text} for role in ("user", "tool") for text in TEXTS)
+GIVEN = {
+    "prompts": one_or_more(TEXTS),
+    "prompt": st.sampled_from(TEXTS) | one_or_more(TEXTS) | one_or_more((0, 5, 89, 99)),
+    "messages": one_or_more(MESSAGES),
+}
+VALID = [
+    st.tuples(
+        st.just(path),
+        st.tuples(valid_fields(kind), GIVEN[name].map(lambda value, name=name: {name: value})).map(
+            lambda parts: json.dumps(parts[0] | parts[1]).encode()
+        ),
+    )
+    for path, (name, kind) in zip(PATHS, KINDS.items(), strict=True)
+]
+ANY = st.tuples(st.sampled_from(PATHS), JSON.map(lambda value: json.dumps(value).encode()))
+DECAYS = {"prompts": ["A"], "tokens_to_generate": 60, "top_p": 0.9, "top_p_decay": 0.1}
+MANY_KEYS = b",".join(b'"%d":0' % (number % 200_000) for number in range(200_001))
+
+
+def test_a_live_server_answers_each_request_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is healthy and idle afterwards."""
+    monkeypatch.setattr(server_module, "end_process", lambda code: os._exit(99))  # not with 0
+    service = TextGenerationService(model_of("rope"), ByteTokenizer(), MAX_LENGTH)  # type: ignore[arg-type]
+    engine = GenerationEngine(service.model, slots=4, capacity=MAX_LENGTH)
+    link: Any = LocalLink()
+    scheduler = Scheduler(engine, service.start, link)
+    completions = CompletionsApi(service, Defaults(), ("tiny",))
+    template = ChatTemplate(
+        "{% for each in messages %}{% if each.role == 'tool' %}{{ raise_exception('no') }}"
+        "{% endif %}{{ each.content }}{% endfor %}",
+        {},
+    )
+    chat = ChatApi(completions, template)
+    apis = dict(zip(PATHS, (MegatronApi(service, Defaults()), completions, chat), strict=True))
+    log, statuses = list[str](), list[int]()
+    server = TextServer[Any](scheduler, apis, log.append, ServerOptions(timeout=DEADLINE), {})
+
+    def send(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE)
+        try:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def fuzz(port: int) -> None:
+        @given(request=st.one_of(*VALID, ANY))
+        @example(request=("/api", json.dumps(DECAYS).encode()))
+        @example(request=("/v1/completions", b'{"prompt": "A", "top_p": 1e-300}'))
+        @example(request=("/v1/completions", b"{%b}" % MANY_KEYS))
+        @example(request=("/v1/completions", b'{"prompt": ["A", {%b}]}' % MANY_KEYS))
+        @FUZZ_SETTINGS
+        def check(request: tuple[str, bytes]) -> None:
+            status, answer = send(port, "POST", *request)
+            statuses.append(status)
+            assert status in (200, 400), answer
+            is_stream = answer.startswith(b"data:")
+            assert answer.endswith(b"data: [DONE]\n\n") if is_stream else json.loads(answer)
+
+        check()
+        assert statuses.count(200) > len(statuses) / 10
+        assert send(port, "GET", "/health") == (200, b'{"status":"ok","requests":0}')
+
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        fuzzing = pool.submit(fuzz, listener.getsockname()[1])
+        fuzzing.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        server.run(listener)
+        fuzzing.result()
+    assert all("prompts:" in line for line in log), log
