@@ -8,7 +8,7 @@ group and answers with one. A request:
     fallback   another folder for the indexes
     marks      a folder for files that the processes leave for each other
     fault      a fault for tests/faults.py, or a key of SPECIAL_FAULTS. A fault at one call happens
-               in the first process that gets there, a repeated one in all.
+               at that call of all processes, counted together, a repeated one in all of them.
     patience   seconds until a waiting process gives up
     nobody     run as the user `nobody` if this one is root, which ignores permissions
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -30,6 +31,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,15 @@ def build(request: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
+def next_number(folder: Path) -> int:
+    """1 for the first process of a group that asks, 2 for the next one, and so on."""
+    for number in itertools.count(1):
+        with suppress(FileExistsError):
+            os.close(os.open(folder / f"call-{number}", os.O_CREAT | os.O_EXCL))
+            break
+    return number
+
+
 def is_first(folder: Path) -> bool:
     """True for the first process of a group that asks."""
     try:
@@ -87,11 +98,12 @@ def inject(request: dict[str, Any], marks: Path) -> None:
     fault = faults.Fault.parse(text)
     action = faults.action_of(fault)
 
-    def act_once(*arguments: Any) -> None:
-        if fault.repeats or is_first(marks):
+    def act(*arguments: Any) -> None:
+        # Any process may build any of the indexes, so a process may make few of the calls.
+        if fault.repeats or next_number(marks) == fault.number:
             action(*arguments)
 
-    faults.inject(text, act_once)
+    faults.inject(text if fault.repeats else f"{fault.point}:1+", act)
 
 
 def wait_for_peers(request: dict[str, Any], marks: Path, argument: str) -> None:
