@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_ds.config.problems import Problem
+from megatron_ds.launch import output
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.records import (
     SPLITS,
@@ -157,6 +159,9 @@ class Metrics:
         ]
         self._pending.clear()
         self._interval.extend(records)
+        empty = [str(record.iteration) for record in records if record.lm_loss == 0.0]
+        if empty:
+            output.warn_on_rank(Problem("no-counted-token", iterations=", ".join(empty)))
         for logger in self.loggers:
             logger.log_steps(records)
 

@@ -8,7 +8,9 @@ in fp64. One training of a model is the reference of all its layouts.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from tests.independent.training import Step, train
 LOSS_ERROR, NORM_ERROR = 3e-6, 1e-5
 """Absolute and relative; the largest differences seen are 1.7e-6 (four units of the last place) and
 2.3e-6."""
+LAST_DIGITS = 2
+"""Units of the seventh digit of a printed loss, which is that of the rounding to fp32."""
 SMALLEST_GAP = 5e-5
 """Of scores that decide a routing: rounding to fp32 must not change it."""
 EOD, LENGTH, SEED = 59, 12, 1234
@@ -49,7 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu"}
     | {"untie_embeddings_and_output_weights": True, "disable_bias_linear": True}
     | {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-    | {"calculate_per_token_loss": True, "lr_decay_style": "linear", "min_lr": 1e-3},
+    | {"calculate_per_token_loss": True, "lr_decay_style": "linear", "min_lr": 1e-3}
+    | {"split": "75,25,0", "eval_interval": 3, "eval_iters": 1},
     "experts": {"num_layers": 4, "global_batch_size": 12, "lr_decay_style": "constant"}
     | {"num_experts": 6, "expert_interval": 2, "moe_expert_capacity_factor": 1.0}
     | ROUTING_LOSSES,
@@ -184,9 +189,10 @@ def test_layout_equals_the_reference(
     model, ranks, layout = (SOME | MORE)[name]
     weights = write_weights(tmp_path / "weights", options_of(model), weights_of(model))
     flags = flags_of(options_of(model), prefix, weights, tmp_path)
-    launcher.start({**flags, **layout}, ranks=ranks).succeed()
+    output = launcher.start({**flags, **layout}, ranks=ranks).succeed()
     expected = reference_of(model, prefix)
     check(steps(tmp_path), expected)
+    check_printed(output, steps(tmp_path), expected)
     evaluated = {each["iteration"]: each["validation_loss"] for each in evaluations(tmp_path)}
     losses = {number: step.validation_loss for number, step in enumerate(expected, 1)}
     losses = {number: loss for number, loss in losses.items() if loss is not None}
@@ -239,6 +245,15 @@ def test_dropout_equals_the_reference_with_the_same_masks(
     samples, _ = samples_in_order(read_documents(prefix), 32, LENGTH, SEED)
     check(steps(tmp_path), train(options, initial, samples, dropouts=replay.dropouts))
     assert replay.problems() == []
+
+
+def check_printed(output: str, records: list[dict[str, Any]], expected: list[Step]) -> None:
+    """The losses and norms of the log are those of the records, and right to the last digits."""
+    lines = re.findall(r"lm loss: (\S+) .*grad norm: (\S+) ", output)
+    assert lines == [(f"{each['lm_loss']:.6E}", f"{each['grad_norm']:.3f}") for each in records]
+    for (loss, _), step in zip(lines, expected, strict=True):
+        wrong = Decimal(loss) - Decimal(f"{step.lm_loss:.6E}")
+        assert abs(wrong) <= LAST_DIGITS * Decimal("1e-6"), (loss, step.lm_loss)
 
 
 def check(records: list[dict[str, Any]], expected: list[Step]) -> None:

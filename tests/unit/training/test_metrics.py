@@ -292,6 +292,17 @@ def test_the_parameter_norm_is_computed_once_per_interval() -> None:
     assert [record.params_norm for record in run.intervals()] == [1.5, 2.5]
 
 
+def test_steps_without_a_counted_token_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their loss is 0 on all ranks, which no other loss is."""
+    run = Run(log_interval=4)
+    for loss in (2.0, -1.0, -1.0, 0.0):  # of this rank; the mean is higher by 1
+        run.step(loss)
+    warning = capsys.readouterr().out
+    assert "iteration 2, 3: " in warning
+    assert warning.count("[no-counted-token]") == 1
+    assert "--eod-mask-loss" in warning
+
+
 def test_close_closes_the_loggers_without_a_collective() -> None:
     run = Run(log_interval=10)
     run.step(1.0)
