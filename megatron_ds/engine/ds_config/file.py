@@ -295,10 +295,10 @@ def _key_lines(text: str) -> dict[str, int]:
 def _is_off(value: Any) -> bool:
     """Whether a key or block disables its feature."""
     if not isinstance(value, dict):
-        return not value
+        return not value or value == "auto"
     if "enabled" in value:
         parts = [one for one in value.values() if isinstance(one, dict) and "enabled" in one]
-        is_empty = parts != [] and all(map(_is_off, parts))
-        return value["enabled"] in (False, "auto") or is_empty
-    switches = [key for key in leaves(value) if key.endswith(".enabled")]
-    return not value or (switches != [] and all(get(value, key) is False for key in switches))
+        return _is_off(value["enabled"]) or (parts != [] and all(map(_is_off, parts)))
+    keys = leaves(value)
+    switches = [key for key in keys if key.endswith(".enabled")]
+    return all(_is_off(get(value, key)) for key in switches or keys)

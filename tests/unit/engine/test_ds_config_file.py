@@ -300,6 +300,8 @@ def test_old_key_is_translated_with_a_warning(
         {"dataloader_drop_last": True},
         {"amp": {"enabled": "auto", "opt_level": "auto"}},
         {"max_grad_norm": 1.0},
+        {"checkpoint": {"parallel_write": {"pipeline_stage": False}}},
+        {"tensor_parallel": {"autotp_size": 0}},
         {"compile": {"disable": True}},
         {"pipeline": {"pipe_partitioned": True, "grad_partitioned": True}},
         {"pipeline": {"activation_checkpoint_interval": 1}},

@@ -1,0 +1,265 @@
+"""Runs of pretrain_gpt.py in many layouts, compared with a reference that shares no code with them.
+
+The reference (tests/independent) writes token files and initial weights, reads its own files in
+Megatron's order, and computes losses, gradient norms, learning rates and batch sizes of every step
+in fp64. One training of a model is the reference of all its layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.runs import REPOSITORY, Launcher, Settings, evaluations, steps
+from tests.independent import recorded_dropout
+from tests.independent.model import Weights, initial_weights, write_weights
+from tests.independent.token_order import Tokens, read_documents, samples_in_order, write_documents
+from tests.independent.training import Step, train
+
+LOSS_ERROR, NORM_ERROR = 3e-6, 1e-5
+"""Absolute and relative; the largest differences seen are 1.7e-6 (four units of the last place) and
+2.3e-6."""
+LAST_DIGITS = 1
+"""Units of the seventh digit of a printed loss, which is that of the rounding to fp32."""
+SMALLEST_GAP = 5e-5
+"""Of scores that decide a routing: rounding to fp32 must not change it."""
+EOD, LENGTH, SEED = 59, 12, 1234
+
+COMMON = {
+    "hidden_size": 24,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 6,
+    "seq_length": LENGTH,
+    "vocab_size": EOD + 1,
+    "micro_batch_size": 2,
+    "global_batch_size": 8,
+    "train_iters": 6,
+    "lr": 3e-3,
+    "weight_decay": 0.1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+ROUTING_LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+MODELS: dict[str, dict[str, Any]] = {
+    "tied": {"num_layers": 3, "global_batch_size": 12, "lr_decay_style": "cosine"},
+    "packed": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2}
+    | {"position_embedding_type": "rope", "normalization": "RMSNorm", "activation": "swiglu"}
+    | {"untie_embeddings_and_output_weights": True, "disable_bias_linear": True}
+    | {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    | {"calculate_per_token_loss": True, "lr_decay_style": "linear", "min_lr": 1e-3}
+    | {"split": "75,25,0", "eval_interval": 3, "eval_iters": 1},
+    "experts": {"num_layers": 4, "global_batch_size": 12, "lr_decay_style": "constant"}
+    | {"num_experts": 6, "expert_interval": 2, "moe_expert_capacity_factor": 1.0}
+    | ROUTING_LOSSES,
+    "first tokens": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+    | {"num_experts": 4, "moe_router_topk": 1, "activation": "swiglu"}
+    | {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"}
+    | ROUTING_LOSSES,
+    "ramp-up": {"num_layers": 2, "global_batch_size": 12, "rampup_batch_size": (4, 4, 24)}
+    | {"train_iters": None, "train_samples": 56, "lr_warmup_samples": 10}
+    | {"lr_decay_style": "inverse-square-root", "min_lr": 1e-4}
+    | {"reset_position_ids": True, "eod_mask_loss": True}
+    | {"split": "75,25,0", "eval_interval": 3, "eval_iters": 1, "num_attention_heads": 4},
+}
+
+
+def parallel(tp: int = 1, pp: int = 1, ulysses: int = 1, ep: int = 1, **others: Any) -> Settings:
+    return {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "ds_sequence_parallel_size": ulysses,
+        "expert_model_parallel_size": ep,
+        "zero_stage": 1,
+        **others,
+    }
+
+
+SOME: dict[str, tuple[str, int, Settings]] = {
+    "tied, DP 3, ZeRO 0": ("tied", 3, parallel(zero_stage=0)),
+    "tied, DP 3, ZeRO 3": ("tied", 3, parallel(zero_stage=3)),
+    "tied, TP 3": ("tied", 3, parallel(tp=3, sequence_parallel=True)),
+    "tied, PP 3": ("tied", 3, parallel(pp=3)),
+    "tied, PP 3 x DP 2, ZeRO 0": ("tied", 6, parallel(pp=3, zero_stage=0)),
+    "packed, TP 2 x PP 2 x Ulysses 2": ("packed", 8, parallel(tp=2, pp=2, ulysses=2)),
+    "packed, Ulysses 2 x DP 2, ZeRO 3": ("packed", 4, parallel(ulysses=2, zero_stage=3)),
+    "experts, EP 3 x PP 2": ("experts", 6, parallel(ep=3, pp=2)),
+    "first tokens, EP 2 x TP 2": ("first tokens", 4, parallel(ep=2, tp=2, sequence_parallel=True)),
+    "ramp-up, PP 2 x DP 2": ("ramp-up", 4, parallel(pp=2)),
+    "ramp-up, DP 2, ZeRO 2": ("ramp-up", 2, parallel(zero_stage=2)),
+}
+MORE: dict[str, tuple[str, int, Settings]] = {
+    "tied, one": ("tied", 1, parallel()),
+    "tied, DP 3, ZeRO 2": ("tied", 3, parallel(zero_stage=2)),
+    "tied, PP 2": ("tied", 2, parallel(pp=2)),
+    "tied, TP 3 x PP 2": ("tied", 6, parallel(tp=3, pp=2)),
+    "tied, Ulysses 3, ZeRO 3": ("tied", 3, parallel(ulysses=3, zero_stage=3)),
+    "packed, one": ("packed", 1, parallel()),
+    "packed, DP 2 x PP 2": ("packed", 4, parallel(pp=2)),
+    "packed, PP 2 x TP 2": ("packed", 4, parallel(pp=2, tp=2, sequence_parallel=True)),
+    "packed, ZeRO 3 x Ulysses 2 x TP 2": (
+        *("packed", 8),
+        parallel(tp=2, ulysses=2, zero_stage=3, sequence_parallel=True),
+    ),
+    "experts, one": ("experts", 1, parallel()),
+    "experts, EP 3, ZeRO 2": ("experts", 3, parallel(ep=3, zero_stage=2)),
+    "experts, EP 3 x PP 2, ZeRO 0": ("experts", 6, parallel(ep=3, pp=2, zero_stage=0)),
+    "experts, DP 3, ZeRO 3": ("experts", 3, parallel(zero_stage=3)),
+    "first tokens, one": ("first tokens", 1, parallel()),
+    "first tokens, EP 2 x TP 2 x PP 2": ("first tokens", 8, parallel(ep=2, tp=2, pp=2)),
+    "first tokens, EP 2 x PP 2": ("first tokens", 4, parallel(ep=2, pp=2)),
+    "ramp-up, one": ("ramp-up", 1, parallel(zero_stage=0)),
+    "ramp-up, TP 2 x Ulysses 2": ("ramp-up", 4, parallel(tp=2, ulysses=2)),
+}
+RATES = {"activation": 0.2, "attention": 0.1}
+DROPOUT: dict[str, tuple[int, int, int, Settings]] = {
+    "PP 2 x DP 2": (1, 2, 2, {}),
+    "TP 2 x DP 2, ZeRO 3": (2, 1, 2, {"zero_stage": 3, "sequence_parallel": True}),
+    "DP 2, recomputed": (1, 1, 2, {"recompute_granularity": "full"}),
+    "TP 2 x PP 2": (2, 2, 1, {"zero_stage": 0}),
+}
+"""Tensor-, pipeline- and data-parallel sizes, and further settings."""
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token files of few documents, which end with their end-of-document token."""
+    draw = np.random.default_rng(5)
+    documents = [
+        np.append(draw.integers(0, EOD, draw.integers(1, 30)), EOD).astype(np.int64)
+        for _ in range(28)
+    ]
+    return write_documents(tmp_path_factory.mktemp("independent") / "tokens", documents)
+
+
+def options_of(model: str) -> dict[str, Any]:
+    options = {**COMMON, **MODELS[model]}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@functools.cache
+def weights_of(model: str) -> Weights:
+    return initial_weights(options_of(model), seed=12)
+
+
+def samples_of(model: str, prefix: Path) -> tuple[Tokens, bool]:
+    options, documents = options_of(model), read_documents(prefix)
+    wanted = options.get("train_samples") or options["train_iters"] * options["global_batch_size"]
+    documents = documents[:21] if "eval_iters" in options else documents  # three quarters
+    return samples_in_order(documents, wanted, LENGTH, SEED)
+
+
+@functools.cache
+def reference_of(model: str, prefix: Path) -> list[Step]:
+    options, validation = options_of(model), None
+    if "eval_iters" in options:
+        wanted = options["eval_iters"] * options["global_batch_size"]
+        validation, _ = samples_in_order(read_documents(prefix)[21:], wanted, LENGTH, SEED)
+    return train(options, weights_of(model), samples_of(model, prefix)[0], validation)
+
+
+def flags_of(options: Mapping[str, Any], prefix: Path, weights: Path, folder: Path) -> Settings:
+    return {
+        "split": "100,0,0",
+        "eval_iters": 0,
+        **options,
+        "vocab_size": EOD,  # NullTokenizer adds the end of a document
+        "tokenizer_type": "NullTokenizer",
+        "data_path": prefix,
+        "load": weights,
+        "metrics_jsonl": folder / "metrics.jsonl",
+        "make_vocab_size_divisible_by": 4,
+        "num_workers": 0,
+        "log_interval": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [*SOME, *(pytest.param(name, marks=pytest.mark.proof) for name in MORE)]
+)
+def test_layout_equals_the_reference(
+    name: str, prefix: Path, launcher: Launcher, tmp_path: Path
+) -> None:
+    model, ranks, layout = (SOME | MORE)[name]
+    weights = write_weights(tmp_path / "weights", options_of(model), weights_of(model))
+    flags = flags_of(options_of(model), prefix, weights, tmp_path)
+    output = launcher.start({**flags, **layout}, ranks=ranks).succeed()
+    expected = reference_of(model, prefix)
+    check(steps(tmp_path), expected)
+    check_printed(output, steps(tmp_path), expected)
+    evaluated = {each["iteration"]: each["validation_loss"] for each in evaluations(tmp_path)}
+    losses = {number: step.validation_loss for number, step in enumerate(expected, 1)}
+    losses = {number: loss for number, loss in losses.items() if loss is not None}
+    assert evaluated == pytest.approx(losses, abs=LOSS_ERROR)
+
+
+def test_the_reference_imports_nothing_of_the_package() -> None:
+    tests = REPOSITORY / "tests"
+    for path in (tests / "dense_gpt.py", *(tests / "independent").glob("*.py")):
+        assert "megatron_ds" not in path.read_text(), path
+
+
+def test_references_show_what_they_should(prefix: Path) -> None:
+    """Both kinds of a last epoch, clipped and other norms, all batch sizes, dropped tokens."""
+    steps_of = {model: reference_of(model, prefix) for model in MODELS}
+    assert {samples_of(model, prefix)[1] for model in MODELS} == {False, True}
+    assert {step.grad_norm > 1.0 for step in steps_of["tied"]} == {False, True}
+    assert {step.global_batch_size for step in steps_of["ramp-up"]} == {4, 8, 12}
+    assert {step.learning_rate < 2e-3 for step in steps_of["ramp-up"][:3]} == {False, True}
+    for model in ("experts", "first tokens"):
+        assert min(step.gap for step in steps_of[model]) > SMALLEST_GAP, model
+        assert min(step.token_drop_rate for step in steps_of[model]) > 0, model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PP 2 x DP 2",
+        "TP 2 x DP 2, ZeRO 3",
+        pytest.param("DP 2, recomputed", marks=pytest.mark.proof),
+        pytest.param("TP 2 x PP 2", marks=pytest.mark.proof),
+    ],
+)
+def test_dropout_equals_the_reference_with_the_same_masks(
+    name: str, prefix: Path, launcher: Launcher, tmp_path: Path
+) -> None:
+    tp, pp, dp, settings = DROPOUT[name]
+    options = options_of("tied") | {"num_layers": 2, "global_batch_size": 8, "train_iters": 4}
+    initial = initial_weights(options, seed=1)
+    flags = flags_of(options, prefix, write_weights(tmp_path / "w", options, initial), tmp_path)
+    flags |= {"hidden_dropout": RATES["activation"], "attention_dropout": RATES["attention"]}
+    launcher.start(
+        {**flags, **parallel(tp=tp, pp=pp), **settings},
+        ranks=tp * pp * dp,
+        script=Path(recorded_dropout.__file__),
+        environment={recorded_dropout.VARIABLE: str(tmp_path)},
+    ).succeed()
+
+    replay = recorded_dropout.Replay(tmp_path, 2, RATES, tp=tp, pp=pp, dp=dp)
+    samples, _ = samples_in_order(read_documents(prefix), 32, LENGTH, SEED)
+    check(steps(tmp_path), train(options, initial, samples, dropouts=replay.dropouts))
+    assert replay.problems() == []
+
+
+def check_printed(output: str, records: list[dict[str, Any]], expected: list[Step]) -> None:
+    """The losses and norms of the log are those of the records, and right to the last digits."""
+    lines = re.findall(r"lm loss: (\S+) .*grad norm: (\S+) ", output)
+    assert lines == [(f"{each['lm_loss']:.6E}", f"{each['grad_norm']:.3f}") for each in records]
+    for (loss, _), step in zip(lines, expected, strict=True):
+        wrong = Decimal(loss) - Decimal(f"{step.lm_loss:.6E}")
+        assert abs(wrong) <= LAST_DIGITS * Decimal("1e-6"), (loss, step.lm_loss)
+
+
+def check(records: list[dict[str, Any]], expected: list[Step]) -> None:
+    for name, error in {"lm_loss": {"abs": LOSS_ERROR}, "grad_norm": {"rel": NORM_ERROR}}.items():
+        values = [record[name] for record in records]
+        assert values == pytest.approx([getattr(step, name) for step in expected], **error), name
+    for name in ("learning_rate", "global_batch_size", "token_drop_rate"):
+        values = [record.get(name, 0) for record in records]
+        assert values == pytest.approx([getattr(step, name) for step in expected], rel=1e-6), name
