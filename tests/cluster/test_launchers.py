@@ -14,6 +14,7 @@ from tests.cluster.cluster import NODES, SLOTS, Cluster, find_obstacle
 from tests.e2e.runs import (
     PRETRAIN,
     PROGRAMS,
+    REPOSITORY,
     Settings,
     losses,
     to_flags,
@@ -22,13 +23,24 @@ from tests.e2e.runs import (
 Losses = Callable[[str], list[float]]
 RunSettings = Callable[[str, Path], Settings]
 
+
+def documented(program: str) -> str:
+    """The command of docs/launching.md, with the programs and the slots of the test."""
+    page = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
+    block = re.search(rf"^```\n({program} .*?pretrain_gpt.py)", page, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    words = block[1].replace("\\\n", " ").removesuffix("pretrain_gpt.py")
+    words = re.sub("--nproc-per-node 8", f"--nproc-per-node {SLOTS}", words)
+    return f"{PROGRAMS}/{words}"
+
+
 RANKS = f"--nodes 2 --ntasks-per-node {SLOTS}"
 BIGSCIENCE = f"""{sys.executable} -u -m torch.distributed.run --nproc_per_node {SLOTS} --nnodes 2
     --rdzv_endpoint node1:6000 --rdzv_backend c10d --max_restarts 0 --tee 3"""
 """The launcher of the tutorial of bigscience's Megatron-DeepSpeed."""
 DEEPSPEED = f"{PROGRAMS}/deepspeed --hostfile"
 ON_FIRST = {
-    "deepspeed": ("data", f"{DEEPSPEED} hosts"),
+    "deepspeed": ("data", documented("deepspeed")),
     "deepspeed --include": ("tensor", f"{DEEPSPEED} hosts3 --include node1:0,1@node2:0,1"),
     "deepspeed --exclude": ("pipeline", f"{DEEPSPEED} hosts3 --exclude node3"),
     "deepspeed --num_nodes": ("ulysses", f"{DEEPSPEED} hosts3 --num_nodes 2"),
@@ -63,7 +75,7 @@ MISSING = {
 """Variables, and the nodes that lack them, of which a launcher's run warns."""
 AGENT = f"{PROGRAMS}/torchrun --nnodes 2 --nproc-per-node {SLOTS}"
 ON_BOTH = {
-    "torchrun": ("tensor", f"{AGENT} --node-rank {{node}} --master-addr node1 --master-port 29500"),
+    "torchrun": ("tensor", documented("torchrun").replace("--node-rank 0", "--node-rank {node}")),
     "torchrun c10d": (
         *("data", f"{AGENT} --rdzv-backend c10d --rdzv-endpoint node1:29400 --rdzv-id run"),
     ),

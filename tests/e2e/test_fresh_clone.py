@@ -1,10 +1,12 @@
-"""Every command of README.md, examples/README.md, docs/reports.md, use.md and tutorial.md, in
-order, in a fresh clone.
+"""Every command of README.md, examples/README.md, tutorial.md and the pages of PAGES, in order, in
+a fresh clone.
 
-The shell runs the lines. What takes minutes is reduced without changing them: `make` prints what it
-would run, scripts get small sizes by their variables, and programs that import torch are recorded
-by the environment's `python`, `deepspeed` and `torchrun`, and run in forked processes, with smaller
-values of the flags in SMALL, or in the tutorial of those in ITERATIONS, and on fewer ranks.
+The shell runs each line once. Not those with `...` or for other programs (NOT_RUN), whose flags are
+tested by `tests/unit/test_docs.py`. What takes minutes is reduced without changing them: `make`
+prints what it would run, scripts get small sizes by their variables, and programs that import torch
+are recorded by the environment's `python`, `deepspeed` and `torchrun`, and run in forked processes,
+with smaller values of the flags in SMALL, or in the tutorial of those in ITERATIONS, and on fewer
+ranks.
 """
 
 from __future__ import annotations
@@ -48,8 +50,15 @@ BROUGHT = {
     "my-corpus.jsonl": "my.jsonl",
     "gpt2-vocab.json": "tokenizer/vocab.json",
     "gpt2-merges.txt": "tokenizer/merges.txt",
+    "wikitext-103/wiki.test.tokens": "docs/use.md",
+    "lambada_test.jsonl": "held_out.jsonl",
+    "openai-community/gpt2": "exported",
+    "my-llama": "exported",
 }
 """Files that a user brings for the commands that name them, and their source in this test."""
+PAGES = ("reports", "use", "serving", "evaluation", "finetuning")
+NOT_RUN = re.compile(r"\.\.\.|^(pip|vllm|transformers) | (--tasks|run --model) ")
+"""Also those that need a network, of which `tests/e2e/test_harness.py` runs others."""
 ITERATIONS = (
     *("--train-iters", "--lr-warmup-iters", "--exit-interval"),
     *("--log-interval", "--eval-interval", "--save-interval"),
@@ -58,7 +67,8 @@ FEWER = 25
 """Divisor of the values of ITERATIONS in the tutorial's commands."""
 RANKS = {
     "deepspeed": 2,
-    "torchrun --nproc_per_node": 4,
+    "torchrun --nproc_per_node 4 --nnodes 1": 4,
+    "torchrun --nproc_per_node": 2,
     "torchrun --nproc-per-node": 2,
     "torchrun": 1,
     "python": 1,
@@ -68,7 +78,7 @@ RECORDING = """\
 #!/bin/sh
 case "$1" in
     tools/generate_samples_gpt.py | tools/run_text_generation_server.py | tools/evaluate.py | \\
-    --* | pretrain_gpt.py)
+    tasks/main.py | --* | pretrain_gpt.py)
         printf '%s\\n' {program} "$@" end >> {log} ;;
     tools/text_generation_cli.py)
         exec {python} "$1" 127.0.0.1:{port} ;;
@@ -82,8 +92,11 @@ esac
 CURL = """\
 #!{python}
 import sys, urllib.request
-data = sys.argv[3].encode() if "-d" in sys.argv else None
-with urllib.request.urlopen("http://" + sys.argv[1].replace("5000", "{port}"), data) as answer:
+words = sys.argv[1:]
+data = words[words.index("-d") + 1].encode() if "-d" in words else None
+method = words[words.index("-X") + 1] if "-X" in words else None
+url = "http://" + next(word for word in words if word.startswith("127")).replace("5000", "{port}")
+with urllib.request.urlopen(urllib.request.Request(url, data, method=method)) as answer:
     print(answer.read().decode())
 """
 
@@ -92,11 +105,12 @@ Smaller = Callable[[str, str], str]
 
 
 def documented_commands() -> list[str]:
-    """The lines of all code blocks, continued lines joined."""
-    pages = ("README.md", "examples/README.md", "docs/reports.md", "docs/use.md")
+    """The lines of all code blocks, continued lines joined, each line once."""
+    pages = ("README.md", "examples/README.md", *(f"docs/{name}.md" for name in PAGES))
     text = "".join((REPOSITORY / page).read_text(encoding="utf-8") for page in pages)
     blocks = re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    return "".join(blocks).replace("\\\n", " ").splitlines()
+    lines = "".join(blocks).replace("\\\n", " ").replace(".venv/bin/python", "python").splitlines()
+    return [line for line in dict.fromkeys(lines) if not NOT_RUN.search(line)]
 
 
 def tutorial() -> list[tuple[str, list[str]]]:
@@ -159,6 +173,16 @@ class Clone:
         for name in ("my.jsonl", "held_out.jsonl"):
             write_text(folder / name)
 
+    def bring(self, name: str) -> None:
+        """Puts what BROUGHT names in its place."""
+        source, path = self.folder / BROUGHT[name], self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, path) if source.is_dir() else shutil.copy(source, path)
+
+    def remove(self, name: str) -> None:
+        path = self.folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
     def run(self, line: str) -> tuple[str, list[Run]]:
         """Runs a line in the shell, then what it recorded; returns its output and these runs."""
         self._log.write_text("")
@@ -212,9 +236,9 @@ def test_documented_commands_run_in_a_fresh_clone(tmp_path: Path, launcher: Laun
         if "run_text_generation_server.py" in line and servers:
             os.kill(servers[-1].pids[0], signal.SIGTERM)
             servers[-1].succeed()
-        brought = [clone.folder / name for name in BROUGHT if name in line]
-        for path in brought:
-            shutil.copy(clone.folder / BROUGHT[path.name], path)
+        brought = [name for name in BROUGHT if name in line]
+        for name in brought:
+            clone.bring(name)
         output, runs = clone.run(line)
         if "run_text_generation_server.py" in line:
             clone.wait_for_server(runs[0])
@@ -222,10 +246,10 @@ def test_documented_commands_run_in_a_fresh_clone(tmp_path: Path, launcher: Laun
         else:
             output += "".join(run.succeed() for run in runs)
         outputs[line] = output
-        for path in brought:  # a command does not need what only another one names
-            path.unlink()
+        for name in brought:  # a command does not need what only another one names
+            clone.remove(name)
     check_results(clone.folder, outputs)
-    assert len(servers) == 2
+    assert len(servers) == 1
 
 
 def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
@@ -245,13 +269,17 @@ def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
     assert len(losses(folder / "checkpoints")) == 4
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     greedy = output_of("--greedy").partition("Generated: ")[2].strip()
-    answers = [output_of(f"{path} -d") for path in ("/v1/completions", "5000/api")]
+    answers = [output_of(f"curl 127.0.0.1:5000/{path} -d") for path in ("v1/completions", "api")]
     texts = [json.loads(answers[0])["choices"][0]["text"], json.loads(answers[1])["text"][0]]
     assert len(greedy) > 10
     for text in (*texts, output_of("stream.py"), output_of("generate_with_transformers.py")):
         assert text.strip().removeprefix("Once upon a time").strip() == greedy
-    assert "Once upon a time" in output_of('time" --out-seq-length 100')
+    assert "Once upon a time" in output_of("100 --temperature 0.8")
     assert all("bits per byte" in text for line, text in outputs.items() if "evaluate.py" in line)
+    assert re.search(r"^word perplexity +\d", output_of("WIKITEXT103"), re.MULTILINE)
+    assert re.search(r"^accuracy +0\.?\d*$", output_of("LAMBADA"), re.MULTILINE)
+    assert len(losses(folder / "finetuned")) == 4
+    assert (folder / "my-finetuned" / "model.safetensors").is_file()
     assert "Megatron Response:\nOnce upon a time" in output_of("text_generation_cli.py")
     assert "4 processes" in output_of("pretrain_gpt_distributed.sh")
     distributed = folder / "checkpoints" / "gpt2_345m"

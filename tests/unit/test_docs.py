@@ -16,6 +16,7 @@ import pytest
 
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.cli.flags import dashed, training_flags
+from megatron_ds.cli.scan import scan
 from tests.pages.flags import tool_tables
 from tests.problems import codes
 from tests.proofs.marked import marked_tests
@@ -171,6 +172,43 @@ def test_flags_named_in_the_pages_are_those_of_a_program_or_a_launcher() -> None
         )
         if dashed(flag) not in known
     ] == []
+
+
+PAGE_COMMAND = re.compile(r"(?<![\w/.])(pretrain_gpt\.py|(?:tools|tasks)/[\w/]+\.py) (.*)")
+
+NO_ARGUMENTS = re.compile(r"(^| )(\.\.\.|\$\(cat .*?\)|(FLAGS|[>|]) .*|--print-completion.*)")
+
+
+def page_commands() -> list[tuple[str, str, list[str]]]:
+    """Page, program and arguments of the commands in the blocks of all pages, without `...`."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        lines = "".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE)).splitlines()
+        lines += re.findall(r"^    (.*)", text, re.MULTILINE)
+        for match in filter(None, map(PAGE_COMMAND.search, lines)):
+            arguments = NO_ARGUMENTS.sub(" ", match[2])
+            if arguments.count('"') % 2:  # of --wrap "python ..."
+                arguments = arguments.rstrip('")')
+            found.append((page.name, match[1], shlex.split(arguments, comments=True)))
+    return found
+
+
+def test_commands_of_all_pages_have_valid_flags_and_values() -> None:
+    """`tests/e2e/test_fresh_clone.py` runs those that need nothing else."""
+    tables = {"pretrain_gpt.py": training_flags(), **tool_tables()}
+    tables["tasks/main.py"] = tables["tools/evaluate.py"]
+    wrong, programs = [], set()
+    for page, program, arguments in page_commands():
+        name = f"{program} {arguments[0]}" if arguments else program
+        words = arguments[1:] if name in tables else arguments
+        table = tables[name if name in tables else program]
+        line = scan(words, table, keep_unknown=program != "pretrain_gpt.py")
+        others = scan(line.unknown, tables["pretrain_gpt.py"]) if line.unknown else line
+        wrong += [(page, program, str(each)) for each in (*line.problems, *others.problems)]
+        programs.add(program)
+    assert wrong == []
+    assert len(programs) > 15
 
 
 def test_the_code_map_lists_every_folder() -> None:
