@@ -185,7 +185,9 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
         hidden = any(group.hidden for group in groups)
         groups += (FlagGroup(FIXED_TITLE, tuple(_fixed_values(section["sets"])), hidden),)
     references = getattr(options, "FIELD_FLAGS", {})
-    same, advice = (_by_name(section.get(key, {})) for key in ("same", "advice"))
+    own = _peer_flags().get(program.removesuffix(".py"), {})
+    same = _by_name(section.get("same", {}))
+    advice = _by_name(section.get("advice", {})) | _by_name(own.get("advice", {}))
     dialects = tuple(
         Dialect(each["owner"], frozenset(each["flags"].split()), each["when"], each["defaults"])
         for each in section.get("dialect", ())
@@ -193,7 +195,7 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
     return FlagTable(program, groups, tuple(_foreign(section)), references, same, advice, dialects)
 
 
-def _by_name(names: Mapping[str, str]) -> Mapping[str, str]:
+def _by_name(names: Mapping[str, str]) -> dict[str, str]:
     """The inverse of a table with several names, separated by spaces, in each entry."""
     return {name: key for key, listed in names.items() for name in listed.split()}
 

@@ -197,6 +197,11 @@ class Scanner:
     def _read_positionals(self) -> None:
         """Arguments that belong to no flag are the values without a flag, in order."""
         positionals, extra = self._table.positionals, self._extra
+        load = [flag for flag in self._table.own if flag.field == "load" and flag.required]
+        if load and "load" not in self._given and extra:
+            argument, owner, _ = extra[0]
+            if owner is None and not (argument.isspace() or argument.startswith(DASHES)):
+                positionals = load  # a folder needs no flag
         if positionals and positionals[-1].nargs == "*":
             names = [argument for argument, _, _ in extra[len(positionals) - 1 :]]
             extra = extra[: len(positionals) - 1]

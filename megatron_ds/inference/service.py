@@ -182,7 +182,8 @@ class TextGenerationService:
                 num_ids=length,
                 new_tokens=new_tokens,
                 max_length=limit,
-                room=max(0, limit - length),
+                excess=length + new_tokens - limit,
+                fewer=f", or ask for at most {limit - length} new ones" * (length < limit),
             )
         elif new_tokens is None and length >= limit:
             yield Problem("prompt-fills-sequence", number=number, length=length, max_length=limit)

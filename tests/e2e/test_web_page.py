@@ -267,6 +267,10 @@ def test_texts_are_shown_as_they_are(page: Page) -> None:
     page.get_by_role("button", name="Edit").first.click()
     assert page.locator("#prompt:focus").input_value().endswith("b\n😀<b>x</b> a b\n")
 
+    page.locator("#seed").fill("1")
+    page.get_by_role("button", name="Use this seed").first.click()
+    assert page.locator("#seed").input_value() == "7"
+
     # What is announced is the text, not its tokens one by one.
     page.locator("#live", has_text="😀<b>x</b> a b").wait_for(state="attached")
     assert page.locator("#live").inner_text().endswith(". 7 tokens.")

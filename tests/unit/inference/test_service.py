@@ -179,7 +179,8 @@ TOO_LONG = "prompt-and-new-tokens-exceed-length"
     ("prompts", "fields", "code", "shown"),
     [
         (["a", "a" * 36], {"tokens_to_generate": 5}, TOO_LONG, "prompt 2: its 36 "),
-        (["a" * 41], {"tokens_to_generate": 0, "logprobs": True}, TOO_LONG, "41"),
+        (["a" * 36], {"tokens_to_generate": 5}, TOO_LONG, "by 1 token, or ask for at most 4 new"),
+        (["a" * 41], {"tokens_to_generate": 0, "logprobs": True}, TOO_LONG, "by 1 token"),
         (["a" * 40], {}, "prompt-fills-sequence", "40"),
         (["a", "?"], {}, "prompt-not-encodable", "prompt 2"),
         (["a"], {"beam_width": 2, "stop_token": VOCAB}, "stop-token-out-of-range", str(VOCAB)),

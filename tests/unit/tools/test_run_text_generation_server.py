@@ -45,6 +45,33 @@ def test_megatron_command_line_is_accepted(tmp_path: Path) -> None:
     assert options.given_in("model")["hidden_size"] == 1024
 
 
+@pytest.mark.parametrize(
+    ("flag", "advice"),
+    [
+        ("max-model-len", "--inference-max-seq-length"),
+        ("gpu-memory-utilization", "--inference-max-requests"),
+        ("dtype", "type is that of the training run"),
+        ("tensor-parallel-size", "--tensor-model-parallel-size?"),
+    ],
+)
+def test_flags_of_other_servers_have_advice(
+    flag: str, advice: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--load", tmp_path, f"--{flag}", "1")
+    assert advice in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_folder_needs_no_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = parse(tmp_path, "--served-model-name", "a", "b", "--allowed-origins", "*")
+    assert options.checkpoint.load == str(tmp_path)
+    assert (options.served_model_name, options.allowed_origins) == (("a", "b"), ("*",))
+    for arguments in (("--load", tmp_path, "--bf16", "x"), (tmp_path, "x"), ("\u2013load", "x")):
+        with pytest.raises(SystemExit):
+            parse(*arguments)
+        assert "unexpected-argument" in printed_codes(capsys.readouterr().err)
+
+
 def test_an_occupied_port_is_reported_before_the_checkpoint_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
