@@ -71,6 +71,8 @@ def build_config(
     for warning in (*line.warnings, *files.warnings):
         warn(warning)
     config: Config = build(Config(), line.implied | files.values | line.values)
+    if rows := config.model.pad_vocab_size_to:
+        config = config.with_values({"make_vocab_size_divisible_by": rows})
     config = dataclasses.replace(
         config,
         given=frozenset(files.given | line.values.keys()),

@@ -360,8 +360,6 @@ def _resolve(given: list[GivenFlag]) -> tuple[dict[str, Any], list[Problem]]:
     if "glu-activation" in written and "hidden_size" in values:
         # The fork that has the flag does not shrink the MLP of gated activations.
         values.setdefault("ffn_hidden_size", 4 * values["hidden_size"])
-    if "pad_vocab_size_to" in values:
-        values["make_vocab_size_divisible_by"] = values["pad_vocab_size_to"]
     if "no-bias-gelu-fusion" in written and values.get("activation", "gelu") != "gelu":
         # The switch turns off a kernel that the other activations do not have.
         del values["gelu_approximation"]
