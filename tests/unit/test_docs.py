@@ -37,7 +37,8 @@ OTHERS_FLAGS = set(
         "num-gpus hostfile no-ssh launcher launcher-args ntasks-per-node node-rank nnodes "
         "nproc-per-node master-addr master-port bind-to nodes gpus-per-node gpus-per-task "
         "cpus-per-task time wait pid pty signal shm-size ipc json-key vocab override- "
-        "include exclude num-nodes force-multi rdzv-backend array",
+        "include exclude num-nodes force-multi rdzv-backend array norm-target-loss fim-rate bitfit "
+        "multi-latent-attention use-fused-sdpa attention-head-type data-file-list",
     )
 )
 """Flags of launchers and of other frameworks that the pages name."""
