@@ -50,8 +50,8 @@ class RuntimeConfig:
     )
     host_timeout: float = option_field(
         60.0,
-        "seconds without a sign of life of another host, once training has started, after which "
-        "the run ends",
+        "seconds without a sign of life of another host after which the run ends; at least 60 "
+        "until training has started",
         above=0,
     )
     memory_check: str = option_field(

@@ -293,9 +293,11 @@ class ExitBoard:
         self._store.add(f"sign of rank {rank}", 1)
 
     def signs(self, ranks: Iterable[int]) -> list[bytes]:
-        """The signs of life of ranks; empty until all of them have given one."""
+        """The signs of life of ranks, empty before their first one."""
         keys = [f"sign of rank {rank}" for rank in ranks]
-        signs: list[bytes] = self._store.multi_get(keys) if self._store.check(keys) else []
+        if not self._store.check(keys):
+            return [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
+        signs: list[bytes] = self._store.multi_get(keys)
         return signs
 
     def exchange_reports(

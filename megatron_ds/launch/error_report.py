@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted, SettingsRejected
+from megatron_ds.launch.stop_request import StopReason
 
 COLLECTIVE_ERROR_TEXTS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer")
 """Parts of the messages of torch's communication libraries."""
@@ -96,6 +97,19 @@ def rendezvous_report(error: str) -> ErrorReport:
     size, address = environment.world_size(), environment.rendezvous()
     problem = Problem("rendezvous-failed", size=size, address=address, error=error)
     return ErrorReport(f"failed: {problem}", ExitCode.ERROR, problem.render())
+
+
+def startup_report(reason: StopReason) -> ErrorReport:
+    """The report of a process that a signal ends before it trains."""
+    summary = f"was stopped by {reason.signal} before training started"
+    text = Problem("stopped-before-training", summary=summary).render()
+    return ErrorReport(summary, reason.exit_code, text, is_common=True)
+
+
+def suspension_report(seconds: float) -> ErrorReport:
+    """The report of a process that did not run for so long that the others went on without it."""
+    problem = Problem("was-suspended", seconds=seconds)
+    return ErrorReport(f"failed: {problem}", ExitCode.PEER_LOST, problem.render())
 
 
 def _hint(error: BaseException) -> Problem | None:

@@ -91,12 +91,6 @@ class _StartupInterrupted(SystemExit):
         self.reason = reason
 
 
-def _startup_report(reason: StopReason) -> ErrorReport:
-    summary = f"was stopped by {reason.signal} before training started"
-    text = Problem("stopped-before-training", summary=summary).render()
-    return ErrorReport(summary, reason.exit_code, text, is_common=True)
-
-
 class ProcessLifecycle:
     """Lifecycle of one rank, from its first line to its exit status.
 
@@ -199,6 +193,7 @@ class ProcessLifecycle:
             saves: Whether the run saves a checkpoint then.
         """
         self._starting, self._saves = False, saves
+        self.host_watch.is_starting = False
 
     def on_finished(self) -> None:
         """All ranks are done: from now on the exit of another rank is not an error."""
@@ -221,11 +216,14 @@ class ProcessLifecycle:
         self._interruptible_pid = 0
         report = error_report.make_report(error)
         if isinstance(error, _StartupInterrupted):
-            report = _startup_report(error.reason)
+            report = error_report.startup_report(error.reason)
+        watch = self.host_watch
+        if suspended := watch.was_suspended and error_report.is_collective_error(error):
+            report = error_report.suspension_report(watch.suspended_s)
         self._find_verdict(report)  # which may take long: a signal still ends the process
         self._exit_lock.acquire()  # blocks if the monitor thread is already ending the process
         _ignore_signals()
-        failed_peer = self._find_failed_peer(error)
+        failed_peer = None if suspended else self._find_failed_peer(error)
         if failed_peer is not None:
             self._exit_after_peer(failed_peer)
         self._exit_as_cause(report)
@@ -438,7 +436,7 @@ class ProcessLifecycle:
     def _check_store(self) -> None:
         """Notices that the store is silent. If it is gone, the ranks may still be able to save."""
         lost = self.host_watch.poll()
-        if lost is not None and not self._starting and not self._store_lost:
+        if lost is not None and not self._store_lost:
             self._record_peer_exit(lost)
             self._peer_exit_at -= GRACE_S  # no collective would fail by itself
 
@@ -457,7 +455,7 @@ class ProcessLifecycle:
             if peer is not None:
                 self._exit_after_peer(peer)
             if reason is not None:
-                self._exit_as_cause(_startup_report(reason))
+                self._exit_as_cause(error_report.startup_report(reason))
 
     def _watch_board(self, board: ExitBoard) -> None:
         """Reads the board, and posts what this rank observes: ranks of other hosts cannot see the
@@ -465,7 +463,7 @@ class ProcessLifecycle:
         while not self._finished.is_set():
             try:
                 lost = self.host_watch.exchange(board)
-                if lost is not None and not self._starting:
+                if lost is not None:
                     self._record_peer_exit(lost)
                 rank_exit = board.read()
                 if rank_exit is None and self._peer_exit is not None:
@@ -476,6 +474,8 @@ class ProcessLifecycle:
             except (RuntimeError, OSError):
                 # Rank 0 or its launcher is gone. The ranks themselves may still be able to save.
                 self._store_lost = True
+                if self._starting:
+                    self._record_peer_exit(STORE_LOST)
                 self.stop_request.request(StopReason.LAUNCHER)
                 return
             self._finished.wait(POLL_S)

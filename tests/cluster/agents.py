@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import Popen
 
@@ -28,13 +28,20 @@ class Agents:
         command: Of an agent, without the program; `{node}` in it is the number of the node.
         settings: Of the run.
         shares_store: Whether torchrun keeps its store when it starts the ranks again.
+        variables: Of the environment, instead of or besides `VARIABLES`.
     """
 
     def __init__(
-        self, cluster: Cluster, command: str, settings: Settings, *, shares_store: bool = False
+        self,
+        cluster: Cluster,
+        command: str,
+        settings: Settings,
+        *,
+        shares_store: bool = False,
+        variables: Mapping[str, str] = VARIABLES,
     ) -> None:
         self._cluster, self._command = cluster, command
-        self._variables = {**VARIABLES, SHARES: "0" if shares_store else "1"}
+        self._variables = {**VARIABLES, **variables, SHARES: "0" if shares_store else "1"}
         self._flags = to_flags(settings)
         self._started: list[tuple[Popen[bytes], Path]] = []
 

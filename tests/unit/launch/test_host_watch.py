@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import pytest
+
+from megatron_ds.launch import host_watch
 from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.host_watch import HostWatch
@@ -24,12 +27,14 @@ class Board(ExitBoard):
         self._signs[rank] += 1
 
     def signs(self, ranks: Iterable[int]) -> list[bytes]:
-        known = all(rank in self._signs for rank in ranks)
-        return [str(self._signs[rank]).encode() for rank in ranks] if known else []
+        return [str(self._signs[rank] or "").encode() for rank in ranks]
 
 
-def watches(timeout_s: float = 10.0) -> list[HostWatch]:
-    return [HostWatch(known(rank), rank, timeout_s, 0.5) for rank in LOCATIONS]
+def watches(timeout_s: float = 10.0, *, is_starting: bool = False) -> list[HostWatch]:
+    found = [HostWatch(known(rank), rank, timeout_s, 0.5) for rank in LOCATIONS]
+    for watch in found:
+        watch.is_starting = is_starting
+    return found
 
 
 def known(rank: int) -> dict[int, HostLocation]:
@@ -74,8 +79,35 @@ def test_ranks_of_other_hosts_notice_that_the_store_is_silent() -> None:
     assert ranks[4].poll() is None
 
 
-def test_a_host_that_has_not_begun_is_not_lost() -> None:
-    assert exchanged(Board(), watches(), "ab", 100) is None
+def test_a_host_that_never_gives_a_sign_is_lost() -> None:
+    """Its power failed right after the ranks had met."""
+    ranks, board = watches(), Board()
+    assert exchanged(board, ranks, "ab", 21) is None
+    lost = exchanged(board, ranks, "ab", 1)
+    assert lost is not None
+    assert lost.place == "4 on c"
+
+
+@pytest.mark.parametrize(("timeout_s", "polls"), [(10.0, 120), (90.0, 180)])
+def test_a_host_has_a_minute_or_longer_during_the_start(timeout_s: float, polls: int) -> None:
+    ranks, board = watches(timeout_s, is_starting=True), Board()
+    exchanged(board, ranks, "abc", 2)
+    assert exchanged(board, ranks, "ac", polls) is None
+    assert exchanged(board, ranks, "ac", 1) is not None
+    assert [[ranks[4].poll() for _ in range(polls + 1)][index] is None for index in (-2, -1)] == [
+        *(True, False)
+    ]
+
+
+def test_a_process_that_did_not_run_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(host_watch.time, "monotonic", lambda: now[0])
+    watch = watches()[0]
+    for seconds, is_long in ((0.5, False), (10.0, False), (10.5, True), (0.5, True)):
+        now[0] += seconds
+        assert watch.was_suspended == is_long  # also before the next poll
+        watch.poll()
+    assert watch.suspended_s == 10.5
 
 
 def test_a_single_host_is_not_watched() -> None:
