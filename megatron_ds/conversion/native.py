@@ -34,10 +34,10 @@ from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.source import (
     ADAM_SETTINGS,
     READ_DEFAULTS,
-    ModelSettings,
     ReadOptions,
     SavedRun,
     SourceCheckpoint,

@@ -12,8 +12,6 @@ import math
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,8 +99,6 @@ METADATA_CLASSES: dict[tuple[str, str], type] = {
 }
 """What the metadata of a distributed checkpoint consists of: data classes of torch, and the folder
 that it was written to. Classes are stand-ins, because unpickling can change what is found here."""
-MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of code that gets a value of another type or size than it expects."""
 
 
 def read_foreign(file: Path | bytes, name: str = "", *, mmap: bool = True) -> Any:
@@ -149,25 +145,6 @@ def read_dcp_metadata(path: Path) -> metadata.Metadata:
     except Exception as error:  # a damaged pickle raises whatever its opcodes lead to
         raise user_error("tensor-file-unreadable", path=path, error=error) from error
     return described
-
-
-@contextmanager
-def malformed_values(path: Path) -> Iterator[None]:
-    """Rejects a file whose values are not of the types that its format has, wherever they are used.
-
-    Args:
-        path: For the message.
-
-    Raises:
-        UserError: If the block raises one of `MALFORMED`.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except MALFORMED as error:
-        shown = f"{type(error).__name__}: {error}"
-        raise user_error("foreign-file-unreadable", path=path, error=shown) from error
 
 
 def _metadata_of(found: Any) -> metadata.Metadata:

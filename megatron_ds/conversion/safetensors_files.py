@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.model_settings import read_json_object
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, start_writeback
 
@@ -45,19 +46,6 @@ WRITE_BYTES = 2**24
 """Bytes that are written at once."""
 READ_AHEAD_BYTES = 2**25
 """Bytes of tensors that are read before they are written, unless the next one is larger."""
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Raises:
-    UserError: If the file is not a JSON object.
-    """
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise user_error("foreign-file-unreadable", path=path, error=error) from error
-    if not isinstance(value, dict):
-        raise user_error("foreign-file-unreadable", path=path, error="it is not a JSON object")
-    return value
 
 
 def files_of_index(path: Path) -> list[Path]:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, Parts, part_conflicts
+from megatron_ds.checkpoint.compatibility import Parts, part_conflicts
 from megatron_ds.checkpoint.metadata import Checkpoint
-from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
-from megatron_ds.config.fields import field_problems, option_fields
+from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.safetensors_files import SHARD_BYTES
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from megatron_ds.model.gpt import GPTModel
@@ -36,75 +37,6 @@ TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Of weights."""
 ADAM_SETTINGS = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "min_lr")
 """Settings of the optimizer that continue a run, by Megatron's name."""
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """The options of a model, as a format stores them."""
-
-    fixed: Mapping[str, Any]
-    """Values by field of `ModelConfig` or `MoEConfig` that the weights determine. A run with other
-    values is another model. `vocab_size` counts the rows without padding."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The same for fields that a run may change, such as `seq_length` and dropout."""
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)
-    """Values by field of `TokenizerConfig`, with the paths of existing files; empty if unknown."""
-    special_ids: Mapping[str, Any] = field(default_factory=dict)
-    """Token ids by name, such as `eos_token_id`, as far as they are known."""
-    longest_sequence: int | None = None
-    """Tokens up to which the model computes what the original does. None: any number."""
-    max_positions: int | None = None
-    """Tokens that the original accepts, if it computes them with a window. None: `seq_length`."""
-    model_type: str | None = None
-    """Name of the family in Hugging Face's library; None for a model of another origin."""
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of its generation_config.json, such as a temperature."""
-    may_have_padding: bool = False
-    """Whether `vocab_size` may count padding, because the format does not tell its rows."""
-
-    @classmethod
-    def of(
-        cls, model: ModelConfig, moe: MoEConfig, tokenizer: TokenizerConfig | None, eod: int | None
-    ) -> ModelSettings:
-        """The settings of a model of this program.
-
-        Args:
-            model: Its architecture, with the vocabulary size.
-            moe: Its experts.
-            tokenizer: Its tokenizer, with the paths of existing files. None: unknown.
-            eod: Id of the end-of-document token. None: unknown.
-        """
-        derived = model.derived_values
-        values = {
-            item.name: derived.get(item.name, getattr(group, item.name))
-            for group in (model, moe)
-            for item, spec in option_fields(group)
-            if spec.unmet(group) is None
-        }
-        present = {name: value for name, value in values.items() if value is not None}
-        return cls(
-            fixed={name: present[name] for name in present if name not in CHANGEABLE_FIELDS},
-            defaults={name: present[name] for name in present if name in CHANGEABLE_FIELDS},
-            tokenizer={} if tokenizer is None else dataclasses.asdict(tokenizer),
-            special_ids={} if eod is None else {"eos_token_id": eod},
-        )
-
-    @property
-    def model(self) -> ModelConfig:
-        return ModelConfig(**_fields_of(ModelConfig, self))
-
-    @property
-    def moe(self) -> MoEConfig:
-        return MoEConfig(**_fields_of(MoEConfig, self))
-
-    @property
-    def may_have_unused_rows(self) -> bool:
-        """Whether rows of the vocabulary tables may be those of no id."""
-        return self.may_have_padding or self.model_type is not None
-
-    @property
-    def tokenizer_config(self) -> TokenizerConfig | None:
-        return TokenizerConfig(**self.tokenizer) if self.tokenizer else None
 
 
 @dataclass(frozen=True)
@@ -345,9 +277,3 @@ def abstract_model(model: ModelConfig, moe: MoEConfig) -> GPTModel:
     mesh, rng = Mesh.single(), RngStreams(0)
     with torch.device("meta"):
         return GPTModel(model, mesh=mesh, rng=rng, seed=None, moe=moe)
-
-
-def _fields_of(kind: type[ModelConfig | MoEConfig], settings: ModelSettings) -> dict[str, Any]:
-    known = {item.name for item in dataclasses.fields(kind)}
-    values = {**settings.defaults, **settings.fixed}
-    return {name: value for name, value in values.items() if name in known}

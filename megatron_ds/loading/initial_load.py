@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.conversion.megatron.detect import detect_megatron
+from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.weights_locations import NATIVE, has_weights
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.loading.options_from_checkpoint import TOKENIZER_FIELDS, Warn, replace_given
@@ -70,7 +71,7 @@ def open_importable(
         problems.append(
             Problem("ckpt-step-missing", field, step=step, folder=path, names="weights alone")
         )
-    config, differing = merge_model(config, source, warn)
+    config, differing = merge_model(config, source.settings, path, warn)
     problems += differing
     continued = _continued(source, config)
     if "softmax_vocab_size" not in config.given and continued is not None:
@@ -88,10 +89,10 @@ def open_importable(
 
 
 def merge_model(
-    config: Config, source: SourceCheckpoint, warn: Warn
+    config: Config, settings: ModelSettings, path: Path, warn: Warn
 ) -> tuple[Config, list[Problem]]:
     """Fills the options of the model that are not given; compares those that are."""
-    problems, settings, path = list[Problem](), source.settings, source.path
+    problems = list[Problem]()
     origins = dict.fromkeys(settings.fixed.keys() - config.given - TOKENIZER_FIELDS, f"from {path}")
     for name, value in {**settings.defaults, **settings.fixed}.items():
         own = field_value(config, name)
@@ -290,8 +291,6 @@ def _checked(
     source: SourceCheckpoint, config: Config, tensors: TensorReaders | None = None
 ) -> TensorReaders:
     """The weights, or other tensors, with the names and shapes of the run's model."""
-    from megatron_ds.conversion.source import ModelSettings
-
     rows = dataclasses.replace(config.model, vocab_size=config.model.softmax_rows)
     settings = ModelSettings.of(rows, config.moe, None, None)
     tensors = source.tensors if tensors is None else tensors

@@ -23,7 +23,9 @@ from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, sel
 from megatron_ds.config import CheckpointConfig, Config
 from megatron_ds.config.checkpoint import FORMATS, TAG, hub_model, missing_folder, split_location
 from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any, renaming_fields
+from megatron_ds.conversion.huggingface.read_config import read_settings
 from megatron_ds.conversion.megatron.detect import detect_megatron
+from megatron_ds.conversion.model_settings import malformed_values
 from megatron_ds.conversion.weights_locations import HF, HF_CONFIG, is_hf
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.loading.initial_load import find_importable, merge_model, open_importable
@@ -167,16 +169,12 @@ def model_options(config: Config, warn: Warn) -> tuple[Config, list[Problem]]:
 
 
 def _with_hf_model(config: Config, path: Path, warn: Warn) -> tuple[Config, list[Problem]]:
-    from megatron_ds.conversion.huggingface.read_write import read_settings
-    from megatron_ds.conversion.safe_unpickle import malformed_values
-    from megatron_ds.conversion.source import SourceCheckpoint
-
     lacking: list[str] = []
     with malformed_values(path / HF_CONFIG):
         settings = read_settings(path, lacking)[1]
     if lacking:
         warn(Problem("plan-leaves-out", path=path / HF_CONFIG, parts="; ".join(lacking)))
-    config, problems = merge_model(config, SourceCheckpoint(path, HF, settings, {}), warn)
+    config, problems = merge_model(config, settings, path, warn)
     if config.given.isdisjoint({"vocab_size", *vars(config.tokenizer)}):
         config = config.with_vocab(settings.model.vocab_size)
         config = dataclasses.replace(config, given=config.given | {"vocab_size"})

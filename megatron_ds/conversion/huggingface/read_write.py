@@ -18,25 +18,29 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
-from megatron_ds.config import ModelConfig, MoEConfig
-from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
-from megatron_ds.conversion.huggingface.families import FAMILIES, LACKING, Family
-from megatron_ds.conversion.safe_unpickle import is_mappable, malformed_values
+from megatron_ds.conversion.huggingface.families import FAMILIES, Family
+from megatron_ds.conversion.huggingface.read_config import (
+    FROM_MODEL_CONFIG,
+    GENERATION,
+    SPECIAL_IDS,
+    read_settings,
+    settings_of,
+)
+from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
+from megatron_ds.conversion.safe_unpickle import is_mappable
 from megatron_ds.conversion.safetensors_files import (
     INDEX,
     SINGLE,
     files_of_index,
     open_safetensors,
-    read_json_object,
     write_sharded,
 )
 from megatron_ds.conversion.source import (
     READ_DEFAULTS,
     WRITE_DEFAULTS,
-    ModelSettings,
     ReadOptions,
     SourceCheckpoint,
     WriteOptions,
@@ -48,13 +52,9 @@ from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
 from megatron_ds.parallel.sharding import shard_spec
 
-GENERATION = "generation_config.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TRANSPOSED_ROWS = 64
 """Rows that are transposed at once."""
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-FROM_MODEL_CONFIG = "_from_model_config"
-"""Entry of a generation_config.json that has only the special ids of config.json."""
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -87,50 +87,6 @@ def _open(path: Path) -> SourceCheckpoint:
     if unknown := sorted(name for name in left if not name.endswith(family.buffers)):
         raise user_error("hf-tensors-unknown", path=path, names=", ".join(unknown))
     return SourceCheckpoint(path, "hf", settings, tensors).checked(may_be_padded=False)
-
-
-def read_settings(path: Path, lacking: list[str] | None = None) -> tuple[Family, ModelSettings]:
-    """The family of a folder's model, and its settings.
-
-    Args:
-        path: The folder.
-        lacking: Receives the parts that ours lacks, of families with Llama's keys, too.
-
-    Raises:
-        UserError: If config.json is damaged, or the model has parts that ours lacks, and there is
-            no `lacking`.
-    """
-    if not (path / HF_CONFIG).is_file():
-        raise user_error("hf-folder-without-config", path=path)
-    values = read_json_object(path / HF_CONFIG)
-    kind = values.get("model_type")
-    family = FAMILIES.get(str(kind))
-    if family is None and lacking is not None and str(kind) in LACKING:
-        lacking += LACKING[str(kind)]
-        family = FAMILIES["llama"]
-    if family is None:
-        if parts := LACKING.get(str(kind)):
-            raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(parts))
-        known = ", ".join(FAMILIES)
-        raise user_error("hf-model-type", path=path / HF_CONFIG, kind=kind, known=known)
-    config = ConfigValues(path / HF_CONFIG, values)
-    settings = _settings_of(family, config)
-    for key in ("quantization_config", "transformers_weights"):
-        if values.get(key) is not None:
-            config.lack("weights that are quantized or have another file name", key, "...")
-    if lacking is not None:
-        lacking += config.lacking
-    elif config.lacking:
-        raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
-    file = path / GENERATION
-    generation = read_json_object(file) if file.is_file() else {}
-    written = {FROM_MODEL_CONFIG, "transformers_version"}
-    return family, dataclasses.replace(
-        settings,
-        tokenizer=hf_tokenizer.settings_of_folder(path),
-        special_ids={name: values[name] for name in SPECIAL_IDS if name in values},
-        generation={name: value for name, value in generation.items() if name not in written},
-    )
 
 
 def write_hf(
@@ -354,27 +310,6 @@ def _remove_copy(tensors: dict[str, TensorReader], family: Family, path: Path) -
         raise user_error("hf-tied-weights-differ", path=path, head=head, table=table)
 
 
-def _settings_of(family: Family, config: ConfigValues) -> ModelSettings:
-    fields: dict[str, Any] = {}
-    for row in family.rows:
-        fields |= row.read(config)
-    window, positions = family.default_window, None
-    if window is not None:
-        window = config.number("sliding_window", int, window)
-    if window is not None:
-        positions = fields["seq_length"]
-        fields["seq_length"] = min(positions, window)
-    model = ModelConfig(**fields)
-    if not config.lacking and (problems := [*field_problems(model), *model.problems(1)]):
-        shown = "; ".join(problem.render() for problem in problems)
-        raise user_error("foreign-file-unreadable", path=config.path, error=shown)
-    settings = ModelSettings.of(model, MoEConfig(), None, None)
-    kind = config.get("model_type")
-    return dataclasses.replace(
-        settings, longest_sequence=window, max_positions=positions, model_type=kind
-    )
-
-
 def _canonical(settings: ModelSettings) -> ModelSettings:
     """The settings with one of two spellings of the same activation function."""
     if settings.fixed.get("activation") != "openai-gelu":
@@ -387,7 +322,7 @@ def _differences(family: Family, values: Mapping[str, Any], settings: ModelSetti
     """What a family cannot express: where a config.json read back is another model."""
     config = ConfigValues(Path(HF_CONFIG), values)
     try:
-        read = _settings_of(family, config)
+        read = settings_of(family, config)
     except UserError as error:
         return str(error)
     if config.lacking:

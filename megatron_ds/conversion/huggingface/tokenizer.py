@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.conversion.source import ModelSettings
+from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.tokenizer.gpt2 import END_OF_TEXT
 from megatron_ds.tokenizer.huggingface import PLAIN_CLASSES, SIDE_FILES, TOKENIZER_FILES
 from megatron_ds.tokenizer.stored_files import read_files

@@ -36,11 +36,10 @@ from megatron_ds.conversion.megatron.optimizer import has_coupled_decay
 from megatron_ds.conversion.megatron.rank_files import Shards, read_deepspeed, read_legacy
 from megatron_ds.conversion.megatron.torch_dist import read_torch_dist
 from megatron_ds.conversion.megatron.universal import read_universal
-from megatron_ds.conversion.safe_unpickle import malformed_values
+from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
 from megatron_ds.conversion.source import (
     ADAM_SETTINGS,
     READ_DEFAULTS,
-    ModelSettings,
     ReadOptions,
     SavedRun,
     SourceCheckpoint,

@@ -12,7 +12,8 @@ from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
 from megatron_ds.checkpoint.metadata import Checkpoint, read_manifest
 from megatron_ds.checkpoint.native_settings import select_native, tokenizer_config
 from megatron_ds.config import TokenizerConfig
-from megatron_ds.conversion.source import ModelSettings, SourceCheckpoint
+from megatron_ds.conversion.model_settings import ModelSettings
+from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.inference import load_checkpoint
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint

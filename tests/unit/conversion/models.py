@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
-from megatron_ds.conversion.source import ModelSettings, SavedRun, SourceCheckpoint, expected_shapes
+from megatron_ds.conversion.model_settings import ModelSettings
+from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, expected_shapes
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh

@@ -1,0 +1,87 @@
+"""The settings of a model of Hugging Face, from the config.json of its folder. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config.fields import field_problems
+from megatron_ds.config.problems import user_error
+from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
+from megatron_ds.conversion.huggingface.config_rows import ConfigValues
+from megatron_ds.conversion.huggingface.families import FAMILIES, LACKING, Family
+from megatron_ds.conversion.model_settings import ModelSettings, read_json_object
+from megatron_ds.conversion.weights_locations import HF_CONFIG
+
+GENERATION = "generation_config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FROM_MODEL_CONFIG = "_from_model_config"
+"""Entry of a generation_config.json that has only the special ids of config.json."""
+
+
+def read_settings(path: Path, lacking: list[str] | None = None) -> tuple[Family, ModelSettings]:
+    """The family of a folder's model, and its settings.
+
+    Args:
+        path: The folder.
+        lacking: Receives the parts that ours lacks, of families with Llama's keys, too.
+
+    Raises:
+        UserError: If config.json is damaged, or the model has parts that ours lacks, and there is
+            no `lacking`.
+    """
+    if not (path / HF_CONFIG).is_file():
+        raise user_error("hf-folder-without-config", path=path)
+    values = read_json_object(path / HF_CONFIG)
+    kind = values.get("model_type")
+    family = FAMILIES.get(str(kind))
+    if family is None and lacking is not None and str(kind) in LACKING:
+        lacking += LACKING[str(kind)]
+        family = FAMILIES["llama"]
+    if family is None:
+        if parts := LACKING.get(str(kind)):
+            raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(parts))
+        known = ", ".join(FAMILIES)
+        raise user_error("hf-model-type", path=path / HF_CONFIG, kind=kind, known=known)
+    config = ConfigValues(path / HF_CONFIG, values)
+    settings = settings_of(family, config)
+    for key in ("quantization_config", "transformers_weights"):
+        if values.get(key) is not None:
+            config.lack("weights that are quantized or have another file name", key, "...")
+    if lacking is not None:
+        lacking += config.lacking
+    elif config.lacking:
+        raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(config.lacking))
+    file = path / GENERATION
+    generation = read_json_object(file) if file.is_file() else {}
+    written = {FROM_MODEL_CONFIG, "transformers_version"}
+    return family, dataclasses.replace(
+        settings,
+        tokenizer=hf_tokenizer.settings_of_folder(path),
+        special_ids={name: values[name] for name in SPECIAL_IDS if name in values},
+        generation={name: value for name, value in generation.items() if name not in written},
+    )
+
+
+def settings_of(family: Family, config: ConfigValues) -> ModelSettings:
+    """The settings that the values of a config.json mean; `config.lacking` has what they lack."""
+    fields: dict[str, Any] = {}
+    for row in family.rows:
+        fields |= row.read(config)
+    window, positions = family.default_window, None
+    if window is not None:
+        window = config.number("sliding_window", int, window)
+    if window is not None:
+        positions = fields["seq_length"]
+        fields["seq_length"] = min(positions, window)
+    model = ModelConfig(**fields)
+    if not config.lacking and (problems := [*field_problems(model), *model.problems(1)]):
+        shown = "; ".join(problem.render() for problem in problems)
+        raise user_error("foreign-file-unreadable", path=config.path, error=shown)
+    settings = ModelSettings.of(model, MoEConfig(), None, None)
+    kind = config.get("model_type")
+    return dataclasses.replace(
+        settings, longest_sequence=window, max_positions=positions, model_type=kind
+    )
