@@ -41,6 +41,7 @@ thead th { background: var(--box); font-size: .9rem; }
 tbody th { white-space: nowrap; }
 td:not(.number) { min-width: 7rem; overflow-wrap: anywhere; }
 .about td { min-width: 14rem; }
+.figures :is(th, td) { padding: .25rem .3rem; font-size: .85rem; }
 .number { text-align: right; white-space: nowrap; }
 thead .number { white-space: normal; }
 @media (max-width: 600px) {

@@ -156,7 +156,7 @@ def print_banner(
     width = shutil.get_terminal_size().columns if terminal else WIDTH
     output.print_on_rank(banner(facts, width=width, terminal=terminal))
     shown = {
-        name: "; ".join(" ".join(line).strip() for line in lines)
+        name: "; ".join(": ".join(filter(None, line)) for line in lines)
         for name, lines in sections(facts).items()
     }
     data = (value for name, value in vars(config.data).items() if name.endswith("_path") and value)

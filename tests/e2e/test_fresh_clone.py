@@ -57,8 +57,9 @@ BROUGHT = {
 }
 """Files that a user brings for the commands that name them, and their source in this test."""
 PAGES = ("reports", "use", "serving", "evaluation", "finetuning")
-NOT_RUN = re.compile(r"\.\.\.|^(pip|vllm|transformers) | (--tasks|run --model) ")
-"""Also those that need a network, of which `tests/e2e/test_harness.py` runs others."""
+NOT_RUN = re.compile(r"\.\.\.|^(pip|vllm|transformers) | (--tasks|run --model) |/v1/chat/")
+"""Also those that need a network or a chat template: `tests/e2e/test_harness.py` and
+`test_server_clients.py` run others."""
 ITERATIONS = (
     *("--train-iters", "--lr-warmup-iters", "--exit-interval"),
     *("--log-interval", "--eval-interval", "--save-interval"),

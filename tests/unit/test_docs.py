@@ -61,6 +61,13 @@ def test_links_resolve() -> None:
     assert [(page.name, link) for page, link in links if not resolves(page, link)] == []
 
 
+def test_pictures_are_small() -> None:
+    """`python -m tests.pages.screenshots` writes those of a browser."""
+    pictures = sorted((DOCS / "images").glob("*.png"))
+    assert {"report.png", "server.png"} <= {path.name for path in pictures}
+    assert [path.name for path in pictures if path.stat().st_size > 150_000] == []
+
+
 def resolves(page: Path, link: str) -> bool:
     """Whether the file of a link and the heading in it exist."""
     name, _, heading = link.partition("#")

@@ -277,8 +277,8 @@ def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     stage = zero_stage(config)
     ineffective = {
         f"zero_optimization.{key}": f"not read at ZeRO stage {stage}"
-        for key in file.values.get("zero_optimization", {})
-        if not is_read_at(key, stage)
+        for key, value in file.values.get("zero_optimization", {}).items()
+        if value != "auto" and not is_read_at(key, stage)
     }
     is_torch = adam_kernel(config, file.values) in (AdamKernel.TORCH, AdamKernel.TORCH_FUSED)
     if file.get("optimizer.params.fused") and not is_torch:

@@ -259,6 +259,12 @@ def test_ineffective_key_is_reported(merge: Merge, file: object, warning: str) -
     assert build_ds_config(config, 2)["optimizer"]["params"]["torch_adam"] != uses_fused_adam
 
 
+def test_a_key_that_leaves_its_value_open_is_not_called_ineffective(merge: Merge) -> None:
+    """So that a file's stage can be changed by its number alone."""
+    file = {"zero_optimization": {"stage": 3, "allgather_bucket_size": "auto"}}
+    assert merge(file)[1:] == ([], [])
+
+
 def test_keys_of_a_contradicted_stage_are_not_called_ineffective(merge: Merge) -> None:
     file = {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 5}}
     _, problems, warnings = merge(file, "--zero-stage 1")
