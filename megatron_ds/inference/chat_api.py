@@ -91,10 +91,7 @@ class ChatApi:
 
     def response(self, job: GenerationJob, finished: Finished) -> dict[str, Any]:
         """The JSON object of all messages."""
-        response = self.completions.response(job, finished)
-        choices = [_choice(job, each, "message", is_first=True) for each in response["choices"]]
-        kind = {"id": f"chat{response['id']}", "object": "chat.completion"}
-        return {**response, **kind, "choices": choices}
+        return _as_chat(job, self.completions.response(job, finished), "message", set())
 
     def events(self, job: GenerationJob) -> ChatEvents:
         """The server-sent events of a job."""
@@ -107,8 +104,8 @@ class ChatEvents:
     """The events of a job: those of a completion, as parts of messages."""
 
     def __init__(self, job: GenerationJob, events: CompletionEvents) -> None:
-        self._job, self._events = job, events
-        self._begun: set[int] = set()
+        self._events, begun = events, set[int]()
+        self._part = lambda event: _as_chat(job, event, "delta", begun)
 
     def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:
         """What a token adds to a message."""
@@ -118,36 +115,37 @@ class ChatEvents:
         """What remains of the messages, and why they ended."""
         return map(self._part, self._events.of_end(finished))
 
-    def _part(self, event: dict[str, Any]) -> dict[str, Any]:
-        new = {choice["index"] for choice in event["choices"]} - self._begun
-        self._begun |= new
-        choices = [
-            _choice(self._job, choice, "delta", is_first=choice["index"] in new)
-            for choice in event["choices"]
-        ]
-        kind = {"id": f"chat{event['id']}", "object": "chat.completion.chunk"}
-        return {**event, **kind, "choices": choices}
 
-
-def _choice(
-    job: GenerationJob, choice: dict[str, Any], key: str, *, is_first: bool
+def _as_chat(
+    job: GenerationJob, completion: dict[str, Any], key: str, begun: set[int]
 ) -> dict[str, Any]:
-    """A choice of a completion, whose text is that of a message."""
-    role = {"role": "assistant"} if is_first else {}
-    message = {key: {**role, "content": choice["text"]}}
-    shown = {"index": choice["index"], **message, "finish_reason": choice["finish_reason"]}
-    if (scores := choice["logprobs"]) is None:
-        return {**shown, "logprobs": None}
-    content = [
-        {
-            **_scored(token, logprob),
-            "top_logprobs": [_scored(*each) for each in list(top.items())[: job.top_n]],
-        }
-        for token, logprob, top in zip(
-            scores["tokens"], scores["token_logprobs"], scores["top_logprobs"], strict=True
-        )
+    """A response or event of a completion as that of a chat.
+
+    Args:
+        job: The job.
+        completion: Its response or event.
+        key: Of the text of a choice.
+        begun: Choices that have had a role, which the first part of each has.
+    """
+    choices = []
+    for choice in completion["choices"]:
+        role = {} if choice["index"] in begun else {"role": "assistant"}
+        begun.add(choice["index"])
+        scores = choice["logprobs"] and {"content": _scores(choice["logprobs"], job.top_n)}
+        text = {key: {**role, "content": choice.pop("text")}}
+        choices.append({**choice, **text, "logprobs": scores})
+    kind = "chat.completion" if key == "message" else "chat.completion.chunk"
+    return {**completion, "id": f"chat{completion['id']}", "object": kind, "choices": choices}
+
+
+def _scores(logprobs: dict[str, Any], top_n: int) -> list[dict[str, Any]]:
+    """The tokens, each with the most probable ones in its place."""
+    names = ("tokens", "token_logprobs", "top_logprobs")
+    return [
+        _scored(token, value)
+        | {"top_logprobs": [_scored(*each) for each in list(top.items())[:top_n]]}
+        for token, value, top in zip(*(logprobs[name] for name in names), strict=True)
     ]
-    return {**shown, "logprobs": {"content": content, "refusal": None}}
 
 
 def _scored(token: str, logprob: float) -> dict[str, Any]:
