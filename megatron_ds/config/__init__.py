@@ -224,9 +224,12 @@ class Config:
 
     def in_effect(self, name: str) -> Any:
         """The value of a field; its default if it has no effect next to the other values."""
-        item, spec = _OPTIONS[name]
-        values = self._values
-        return getattr(values, name) if spec.unmet(values) is None else item.default
+        item, _ = _OPTIONS[name]
+        return getattr(self._values, name) if self.has_effect(name) else item.default
+
+    def has_effect(self, name: str) -> bool:
+        """Whether the value of a field has an effect next to the other values."""
+        return _OPTIONS[name][1].unmet(self._values) is None
 
     @property
     def _values(self) -> SimpleNamespace:

@@ -33,13 +33,13 @@ def dump(config: Config) -> str:
     """
     given, defaults = [], []
     for group in GROUPS:
-        entries = dict(_entries(getattr(config, group)))
-        own = {key: value for field, (key, value) in entries.items() if field in config.given}
+        values = dict(entries(getattr(config, group)))
+        own = {key: value for field, (key, value) in values.items() if field in config.given}
         if own:
             given += [f"\n# {group}\n", *_lines(own)]
         others = {
             key: value
-            for field, (key, value) in entries.items()
+            for field, (key, value) in values.items()
             if field not in config.given and field != "vocab_size" and value is not None
         }
         if others:
@@ -47,7 +47,7 @@ def dump(config: Config) -> str:
     return "".join([HEADER, *given, DEFAULTS_HEADER, *defaults])
 
 
-def _entries(group: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
+def entries(group: Any) -> Iterator[tuple[str, tuple[str, Any]]]:
     """By field of a group its key and its value."""
     for item, _ in option_fields(group):
         value = getattr(group, item.name)

@@ -1,0 +1,1 @@
+"""Reads how other programs are started: shell scripts, and the configuration files of trainers."""

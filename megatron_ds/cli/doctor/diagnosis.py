@@ -1,0 +1,189 @@
+"""What a training command of another program means here: our command, and what differs.
+
+The differences are the warnings and problems of the command line, and the tables of defaults.
+Knows no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_ds.cli.arguments import Complete, build_config
+from megatron_ds.cli.command import render
+from megatron_ds.cli.doctor.commands import TrainingCommand, shown
+from megatron_ds.cli.doctor.frameworks import tables
+from megatron_ds.cli.doctor.shell import OPENED
+from megatron_ds.cli.flags import different_defaults, training_flags
+from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
+from megatron_ds.config.problems import Problem
+
+MISSING_FILES = frozenset(("file-not-found", "not-a-file", "path-not-a-regular-file"))
+"""Problems that say nothing of a command's meaning."""
+WIDTH = 96
+PER_MACHINE = 8
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A training command and what it means here.
+
+    Attributes:
+        command: The command.
+        config: Its settings here.
+        checked: The same, with the DeepSpeed file where it can be read.
+        world_size: Number of processes.
+        file: Name and text of the DeepSpeed file, if the script writes it.
+        unread: What was not read.
+        differences: What has another meaning, or none.
+        lacking: What has no counterpart, with what to do.
+    """
+
+    command: TrainingCommand
+    config: Config
+    checked: Config
+    world_size: int
+    file: tuple[str, str] | None
+    unread: list[str]
+    differences: list[str]
+    lacking: list[str]
+
+    def report(self) -> str:
+        """The three lists."""
+        parts = [f"{self.command.place}: {self.world_size} processes"]
+        if self.command.translation is not None:
+            parts.append(f"names and defaults: {self.command.translation.source}")
+        for title, entries in (
+            ("not read", self.unread),
+            ("differences in meaning", self.differences),
+            ("without a counterpart, and what to do", self.lacking),
+        ):
+            listed = "".join(f"\n  - {each}" for each in dict.fromkeys(entries))
+            parts.append(f"{title}:{listed or ' none'}")
+        return "\n".join(parts) + "\n"
+
+    def command_text(self) -> str:
+        """Our command, after what writes its DeepSpeed file."""
+        nodes = -(-self.world_size // PER_MACHINE)
+        per_node = self.world_size // nodes
+        default = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(per_node)]
+        launcher = [shown(each) for each in self.command.launcher or default]
+        lines = [" ".join([*launcher, "pretrain_gpt.py"])]
+        for words in flags_of(self.config):
+            text = " ".join(map(shown, words))
+            if len(lines) == 1 or len(lines[-1]) + len(text) > WIDTH:
+                lines.append(f"    {text}")
+            else:
+                lines[-1] += f" {text}"
+        file = ""
+        if self.file is not None:
+            file = f"cat > {shown(self.file[0])} <<'EOT'\n{self.file[1].rstrip()}\nEOT\n"
+        return file + " \\\n".join(lines) + "\n"
+
+
+def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diagnosis:
+    """Compare a command with what it means here.
+
+    Args:
+        command: The command.
+        complete: Fills in the settings of the DeepSpeed file.
+        folder: Where a DeepSpeed file that the script writes is put.
+    """
+    warnings: list[str] = []
+    flags, path, file, missing = _with_file(command, folder)
+    config, _ = build_config(flags, world_size=1, warn=lambda _: None, complete=complete)
+    smallest = math.prod(max(1, size) for size in config.axis_sizes.values())
+    world_size = command.world_size or smallest
+    config, problems = build_config(
+        flags, world_size=world_size, warn=warnings.append, complete=complete
+    )
+    table, name = training_flags(), path and OPENED.sub(r"\1", path)
+
+    def text(problem: str) -> str:
+        rendered = render(problem, table)
+        return rendered.replace(str(folder / "ds_config.json"), name) if name else rendered
+
+    translation, reading = command.translation, command.reading
+    used = {mark[1].lstrip("$") for word in command.flags for mark in OPENED.finditer(word)}
+    unread = [
+        f"{place}: {written}{': ' * bool(taken)}{taken}"
+        for (place, written), taken in reading.unread.items()
+    ]
+    unread += [
+        f"{place}: ${variable} is not set; --set {variable}=VALUE sets it"
+        for variable, place in reading.unset.items()
+        if variable in used and not variable.startswith("SLURM_")
+    ]
+    differences = [text(each) for each in warnings]
+    if command.world_size is None:
+        differences.append(f"the number of processes is left open: {smallest} here; --world-size N")
+    if translation is not None:
+        differences += [
+            f"{topic}: {theirs}; here {ours}" for topic, theirs, ours in translation.differences
+        ]
+        unread += [f"{command.place}: {', '.join(translation.unread)}"] * bool(translation.unread)
+    else:
+        differences += _defaults(config)
+    lacking = [*command.lacking, *missing, *(translation.lacking if translation else ())]
+    lacking += [
+        text(each)
+        for each in problems
+        if not (isinstance(each, Problem) and each.code in MISSING_FILES)
+    ]
+    written = config if path is None else config.with_values({"deepspeed_config": path})
+    return Diagnosis(command, written, config, world_size, file, unread, differences, lacking)
+
+
+def flags_of(config: Config) -> Iterator[list[str]]:
+    """The flags that set what a configuration was given."""
+    for group in GROUPS:
+        for name, (key, value) in yaml_file.entries(getattr(config, group)):
+            if name in config.given and value is not None and value is not False:
+                values = value if isinstance(value, tuple) else () if value is True else (value,)
+                yield [f"--{key}", *map(str, values)]
+
+
+def _with_file(
+    command: TrainingCommand, folder: Path
+) -> tuple[list[str], str | None, tuple[str, str] | None, list[str]]:
+    """The flags with the DeepSpeed file in a folder, its path there, its name and text, and why it
+    was not read."""
+    joined = [part for each in command.flags for part in each.split("=", 1)]
+    name = "--deepspeed_config"
+    if name not in joined or joined.index(name) + 1 == len(joined):
+        return command.flags, None, None, []
+    path = joined[joined.index(name) + 1]
+    shown_path = OPENED.sub(r"\1", path)
+    files = command.reading.files
+    places = (Path(path), Path(command.place.rpartition(":")[0]).parent / path)
+    text = written = files.get(path)
+    if path not in files:
+        existing = [each for each in places if each.is_file()]
+        text = existing[0].read_text("utf-8", errors="replace") if existing else None
+    if text is None:
+        reason = "written by programs (--execute starts them)" if path in files else "not there"
+        return command.flags, path, None, [f"{name} {shown_path}: the file is {reason}"]
+    copy = folder / "ds_config.json"
+    copy.write_text(text, "utf-8")
+    flags = [each.replace(path, str(copy)) for each in command.flags]
+    return flags, path, None if written is None else (path, written), []
+
+
+def _defaults(config: Config) -> Iterator[str]:
+    """Defaults that differ, of options that have an effect and were not given."""
+    by_name, needed = training_flags().by_name, tables()["default_matters_with"]
+    for row in different_defaults():
+        option = by_name[row["flag"]].field
+        condition = needed.get(row["flag"])
+        if condition is not None and not (condition and config.in_effect(condition)):
+            continue
+        if config.has_effect(option) and option not in config.given | config.origins.keys():
+            note = f" ({row['note']})" if row["note"] else ""
+            yield f"--{row['flag']} is not given: {row['peers']} there, {row['ours']} here{note}"
+    file = config.deepspeed_file
+    for row in tables()["deepspeed"]:
+        if file is not None and file.get(row["without"]) is None:
+            value = config.in_effect(row["field"])
+            yield f"{row['theirs']}; here {flag_of(row['field'])} {value}"

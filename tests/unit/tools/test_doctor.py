@@ -1,0 +1,463 @@
+"""tools/doctor.py reads scripts and files of other trainers, and prints what they mean here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_ds.cli.arguments import build_config
+from megatron_ds.cli.doctor.commands import TrainingCommand, read_source
+from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of
+from megatron_ds.cli.doctor.shell import OPENED
+from megatron_ds.cli.doctor.tiny import shrink
+from megatron_ds.config import GROUP_OF_FIELD, Config
+from tests.problems import codes
+from tools import doctor
+
+LAUNCHERS = Path(__file__).parent.parent / "cli" / "launchers"
+
+
+class Read(NamedTuple):
+    """What is in a script of `LAUNCHERS`."""
+
+    flags: str
+    launcher: str
+    world_size: int | None
+    unread: Mapping[int, str] = MappingProxyType({})
+    """By line a part of the text."""
+
+
+SCRIPTS = {
+    "heredoc.slurm": Read(
+        """--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+        --pp-partition-method 'type:transformer|embedding' --num-layers 22 --hidden-size 1024
+        --num-attention-heads 16 --seq-length 2048 --micro-batch-size 2
+        --rampup-batch-size 32 32 1_000 --global-batch-size 64 --train-samples 220_000
+        --tokenizer-type NullTokenizer --vocab-size 1000 --bf16 --position-embedding-type alibi
+        --embed-layernorm --lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --lr-decay-samples 200_000
+        --save '$SCRATCH/checkpoints/main' --data-path data/text_document --num-workers 2
+        --deepspeed --deepspeed_config './ds_config.$SLURM_JOB_ID.json'""",
+        """srun --jobid '$SLURM_JOB_ID' python -u -m torch.distributed.run --nproc_per_node 8
+        --nnodes 4 --rdzv_endpoint
+        '$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):6000'
+        --node_rank '$SLURM_PROCID'""",
+        32,
+        {8: "source $WORK/start-environment", 9: "$(date)", 12: "$(scontrol"},
+    ),
+    "arrays.sh": Read(
+        """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+        --micro-batch-size 1 --global-batch-size 256 --train-iters 500000 --lr 6.0e-5 --bf16
+        --tensor-model-parallel-size 8 --data-path 'my data/text_document' --split 949,50,1
+        --tokenizer-type NullTokenizer --vocab-size 100 --save '$1'""",
+        "torchrun --nproc_per_node 8 --nnodes 2",
+        16,
+    ),
+    "defaults.sh": Read(
+        """--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --seq-length 4096
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1
+        --train-iters 10 --lr 1e-4 --data-path d --tokenizer-type NullTokenizer --vocab-size 100
+        --num-key-value-heads 8 --use-rotary-position-embeddings""",
+        "deepspeed --num_gpus 8 --num_nodes 1 --no_local_rank --no_python python3 -u",
+        8,
+    ),
+    "options.sh": Read(
+        """--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048
+        --micro-batch-size 4 --train-tokens 300000000000 --lr 2.0e-4 --fp16 --data-path p
+        --tokenizer-type NullTokenizer --vocab-size 100 --checkpoint-activations --deepspeed
+        --deepspeed_config ds_config_zero1.json --zero-stage 1""",
+        "deepspeed",
+        None,
+        {6: "$(ds_ssh nvidia-smi", 24: "ds_config_zero1.json"},
+    ),
+    "container.slurm": Read(
+        """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64
+        --micro-batch-size 1 --train-iters 10 --lr 1e-4 --data-path 0.5 a 0.5 b
+        --tokenizer-type NullTokenizer --vocab-size 100 --tensor-model-parallel-size 2
+        --tensorboard-dir 'tb/my run'""",
+        """srun --label --cpu-bind=mask_cpu:0x0000:0x00ff singularity exec -B /data image.sif
+        python""",
+        16,
+        {10: "read -r"},
+    ),
+    "unread.sh": Read(
+        "--num-layers 2 --load '$CHECKPOINT' --hidden-size 64",
+        "torchrun",
+        None,
+        {
+            2: "for node", 5: "setup ()", 9: "case", 13: "while true", 14: "if [ \"$(hostname)\"",
+            17: "$(nproc)", 18: "${HIDDEN^^}",
+        },
+    ),
+}  # fmt: skip
+
+
+def plain(words: list[str]) -> list[str]:
+    return [OPENED.sub(r"\1", word) for word in words]
+
+
+def read(*words: object, **variables: str) -> TrainingCommand:
+    (command,) = read_source([str(word) for word in words], variables, None)
+    return command
+
+
+def diagnosis_of(command: TrainingCommand, folder: Path) -> Diagnosis:
+    return diagnose(command, doctor._complete, folder)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_read_as_a_shell_would_execute_it(name: str) -> None:
+    expected, path = SCRIPTS[name], LAUNCHERS / name
+    command = read(path)
+    assert plain(command.flags) == shlex.split(expected.flags)
+    assert plain(command.launcher) == shlex.split(expected.launcher)
+    assert command.world_size == expected.world_size
+    unread = [f"{place}: {text} {taken}" for (place, text), taken in command.reading.unread.items()]
+    for line, part in expected.unread.items():
+        assert any(each.startswith(f"{path}:{line}: ") and part in each for each in unread), line
+    lines = {int(each.removeprefix(f"{path}:").partition(":")[0]) for each in unread}
+    assert lines == expected.unread.keys()
+
+
+def test_a_deepspeed_file_is_what_the_script_writes(tmp_path: Path) -> None:
+    command = read(LAUNCHERS / "heredoc.slurm")
+    found = diagnosis_of(command, tmp_path)
+    assert found.lacking == []
+    assert found.file is not None
+    values = json.loads(found.file[1])
+    assert values["train_micro_batch_size_per_gpu"] == 2
+    assert found.checked.deepspeed_file is not None
+    text = found.command_text()
+    assert text.startswith("cat > \"./ds_config.$SLURM_JOB_ID.json\" <<'EOT'\n{\n")
+    assert '--save "$SCRATCH/checkpoints/main"' in text
+    assert "--node_rank $SLURM_PROCID pretrain_gpt.py" in text
+
+
+def test_variables_and_arguments_of_a_script_can_be_given(tmp_path: Path) -> None:
+    flags = read(LAUNCHERS / "arrays.sh", "checkpoints", "tokens", GPUS_PER_NODE="4").flags
+    assert flags[-2:] == ["--save", "checkpoints"]
+    assert flags[flags.index("--data-path") + 1] == "tokens"
+    assert flags[flags.index("--global-batch-size") + 1] == "128"
+    larger = read(LAUNCHERS / "defaults.sh", HL_NUM_NODES="2", HL_DP="4", HL_SEQ_LEN="8192")
+    assert larger.world_size == 16
+    assert "8192" in larger.flags
+    with pytest.raises(Exception, match="starts no training program"):
+        read(LAUNCHERS / "defaults.sh", HL_LLAMA_MODEL_SIZE="7")  # its `exit 1`
+
+
+def test_a_number_that_only_the_script_knows_is_named(tmp_path: Path) -> None:
+    found = diagnosis_of(read(LAUNCHERS / "unread.sh"), tmp_path)
+    assert any("--num-workers $(nproc)" in each for each in found.lacking)
+    assert any(each.endswith("unread.sh:19: $CHECKPOINT is not set; --set CHECKPOINT=VALUE sets it")
+               for each in found.unread)  # fmt: skip
+
+
+def test_scripts_that_call_scripts_and_commands_in_one_word(tmp_path: Path) -> None:
+    inner = tmp_path / "inner.sh"
+    inner.write_text('deepspeed pretrain_gpt.py --lr "$2" $EXTRA\n')
+    outer = tmp_path / "outer.sh"
+    outer.write_text("export EXTRA='--seed 3'\nsrun -N 2 bash inner.sh first 1e-4\n")
+    assert read(outer).flags == ["--lr", "1e-4", "--seed", "3"]
+    assert read(outer).place == "inner.sh:1"
+    assert read("A=5; torchrun pretrain_gpt.py --seed $A").flags == ["--seed", "5"]
+    loop = tmp_path / "loop.sh"
+    loop.write_text(f"bash {loop}\ntorchrun pretrain_gpt.py --seed 1\n")
+    assert len(read_source([str(loop)], {}, None)) > 1  # and ends
+
+
+def test_nothing_of_a_script_is_executed_unless_asked(
+    tmp_path: Path, run_tool: Callable[..., Any]
+) -> None:
+    marker, script = tmp_path / "marker", tmp_path / "run.sh"
+    script.write_text(
+        f"touch {marker}\necho text > {tmp_path}/written\nX=$(touch {marker}; echo 3)\n"
+        f"eval 'touch {marker}'\nfor seed in 5; do\n"
+        "torchrun --nproc_per_node 2 pretrain_gpt.py --num-layers 2 --seed $seed\ndone\n"
+        "srun -n 4 bash -c 'deepspeed pretrain_gpt.py --seed 6'\n"
+    )
+    printed = run_tool(doctor, script, status=1)
+    assert {each.name for each in tmp_path.iterdir()} == {"run.sh"}
+    assert f"{script}:5: for seed in 5" in printed.err
+    assert "--seed 6" in printed.out
+    printed = run_tool(doctor, script, "--execute", status=1)
+    assert marker.exists()
+    assert re.findall(r"--seed \d", printed.out) == ["--seed 5", "--seed 6"]
+
+
+def test_options_are_those_before_a_command_and_around_a_script(
+    tmp_path: Path, run_tool: Callable[..., Any]
+) -> None:
+    flags = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-4 "
+    flags += "--micro-batch-size 1 --train-iters 2 --data-path d --vocab-size 9 --tokenizer-type "
+    command = shlex.split(f"deepspeed pretrain_gpt.py {flags} NullTokenizer")
+    printed = run_tool(doctor, "--world-size", 6, *command)
+    assert printed.err.startswith("command:1: 6 processes\n")
+    assert printed.out.startswith("deepspeed pretrain_gpt.py \\\n    --num-layers 4 ")
+    script = tmp_path / "run.sh"
+    script.write_text(f"deepspeed pretrain_gpt.py {flags} $KIND\n")
+    printed = run_tool(doctor, script, "--yaml", "--set", "KIND=NullTokenizer")
+    assert "tokenizer-type: NullTokenizer\n" in printed.out
+    for words, part in ((["no.sh"], "no such file"), ([], "name a script")):
+        assert part in run_tool(doctor, *words, status=1).err
+
+
+def test_the_example_of_the_documentation_prints_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Callable[..., Any]
+) -> None:
+    page = Path(__file__).parents[3] / "docs" / "doctor.md"
+    script, printed = re.findall(
+        r"^```(?:bash)?\n((?:#!|train\.slurm).*?)^```",
+        page.read_text("utf-8"),
+        re.DOTALL | re.MULTILINE,
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("train.slurm").write_text(script)
+    found = run_tool(doctor, "train.slurm")
+    assert found.err + found.out == printed
+
+
+def test_differences_have_both_values(tmp_path: Path) -> None:
+    flags = shlex.split(SCRIPTS["arrays.sh"].flags)
+    file = tmp_path / "ds.json"
+    file.write_text("{}")
+    flags += ["--num-experts", "4", "--use-flash-attn", "--deepspeed_config", str(file)]
+    command = TrainingCommand("x", [], flags, 16)
+    found = "\n".join(diagnosis_of(command, tmp_path).differences)
+    assert "--use-flash-attn has no effect" in found
+    assert "without gradient_clipping in the DeepSpeed file" in found
+    assert "here --clip-grad 1.0" in found
+    assert "--expert-interval is not given: 2 there, 1 here" in found
+
+
+def test_programs_with_other_losses_are_named(tmp_path: Path) -> None:
+    command = read("torchrun pretrain_bert.py --num-layers 2")
+    assert "pretrain_bert.py" in diagnosis_of(command, tmp_path).lacking[0]
+
+
+NEOX = """
+{ # a comment
+  "pipe_parallel_size": 0, "model_parallel_size": 2, "num_layers": 24, "hidden_size": 2048,
+  "num_attention_heads": 16, "seq_length": 2048, "norm": "rmsnorm", "rms_norm_epsilon": 1.0e-6,
+  "pos_emb": "rotary", "rotary_pct": 0.25, "no_weight_tying": true, "init_method": "small_init",
+  "optimizer": {"type": "Adam", "params": {"lr": 0.0002, "betas": [0.9, 0.95], "eps": 1.0e-8,}},
+  "zero_optimization": {"stage": 1, "overlap_comm": True,}, "train_micro_batch_size_per_gpu": 4,
+  "gradient_accumulation_steps": 2, "fp16": {"enabled": true, "hysteresis": 3}, "train_iters": 10,
+  "lr_decay_style": "cosine", "warmup": 0.05, "data-path": "d", "attention_config": [[["flash"], 4]]
+}
+"""
+TORCHTITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+lr = 3e-4
+[lr_scheduler]
+min_lr_factor = 0.1
+[training]
+local_batch_size = 2
+seq_len = 8192
+steps = 1000
+[parallelism]
+tensor_parallel_degree = 2
+[checkpoint]
+enable = false
+interval = 100
+[float8]
+recipe_name = "rowwise"
+"""
+HUGGING_FACE = """
+{"config_name": "FOLDER", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
+ "learning_rate": 3e-4, "warmup_steps": 10, "max_steps": 500, "bf16": true, "push_to_hub": true,
+ "lr_scheduler_type": "cosine", "num_train_epochs": 3, "optim": "adafactor", "block_size": 32}
+"""
+PRIMUS = """
+modules:
+  pre_trainer:
+    framework: megatron
+    config: pre_trainer.yaml
+    model: llama.yaml
+    overrides:
+      train_iters: ${PRIMUS_ITERS:50}
+      lr: 1.0e-5
+      lr_decay_iters: null
+      num_workers: 3
+      gradient_accumulation_fusion: false
+      stderr_sink_level: DEBUG
+"""
+PRIMUS_MODEL = """
+extends: [base.yaml]
+num_layers: 32
+num_query_groups: 8
+group_query_attention: true
+add_bias_linear: false
+hidden_dropout: 0.0
+"""
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128, "tie_word_embeddings": False, "rope_theta": 10000.0,
+}  # fmt: skip
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    "neox.yml": (
+        NEOX,
+        {
+            "num_layers": 24, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1,
+            "normalization": "RMSNorm", "norm_epsilon": 1e-6, "rotary_percent": 0.25,
+            "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
+            "lr": 2e-4, "adam_beta2": 0.95, "global_batch_size": 32, "micro_batch_size": 4,
+            "lr_warmup_fraction": 0.05, "fp16": True, "hysteresis": 3, "hidden_dropout": 0.1,
+            "gelu_approximation": "none", "split": "969,30,1", "zero_stage": 1,
+        },
+        "attention_config",
+        "init_method small_init: small_init is normal with",
+    ),
+    "titan.toml": (
+        TORCHTITAN,
+        {
+            "num_layers": 32, "num_query_groups": 8, "ffn_hidden_size": 14336, "lr": 3e-4,
+            "min_lr": 3e-5, "micro_batch_size": 2, "global_batch_size": 8, "seq_length": 8192,
+            "adam_beta2": 0.95, "weight_decay": 0.1, "lr_warmup_iters": 200, "bf16": True,
+            "zero_stage": 3, "save_interval": None, "train_iters": 1000,
+        },
+        "float8.recipe_name",
+        "--data-path is required",
+    ),
+    "trainer.json": (
+        HUGGING_FACE,
+        {
+            "num_layers": 2, "num_query_groups": 2, "seq_length": 32, "activation": "swiglu",
+            "micro_batch_size": 4, "global_batch_size": 64, "lr": 3e-4, "weight_decay": 0.0,
+            "adam_beta2": 0.999, "lr_decay_style": "cosine", "train_iters": 500,
+            "lr_warmup_iters": 10, "bf16": True, "seed": 42, "clip_grad": 1.0,
+        },
+        "push_to_hub",
+        "optim adafactor: supported: adamw_torch",
+    ),
+    "primus.yaml": (
+        PRIMUS,
+        {
+            "num_layers": 32, "num_query_groups": 8, "hidden_dropout": 0.0, "lr": 1e-5,
+            "add_bias_linear": False, "activation": "swiglu", "train_iters": 50, "bf16": True,
+            "normalization": "RMSNorm", "global_batch_size": 128, "micro_batch_size": 2,
+            "adam_beta2": 0.95, "num_workers": 3, "lr_decay_style": "cosine", "min_lr": 2.5e-5,
+        },
+        "stderr_sink_level",
+        "--hidden-size is required",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_file_of_another_trainer_has_its_values_and_defaults(name: str, tmp_path: Path) -> None:
+    text, values, unread, lacking = CONFIGURATIONS[name]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "llama.yaml").write_text(PRIMUS_MODEL)
+    (tmp_path / "base.yaml").write_text("normalization: RMSNorm\nnum_layers: 5\n")
+    (tmp_path / name).write_text(text.replace("FOLDER", f"{tmp_path}/model"))
+    (command,) = read_source([str(tmp_path / name)], {}, 8)
+    doctor._add_model(command)
+    found = diagnosis_of(command, tmp_path)
+    config = found.config
+    assert {key: getattr(getattr(config, GROUP_OF_FIELD[key]), key) for key in values} == values
+    assert any(unread in each for each in found.unread)
+    assert any(each.startswith(lacking) for each in found.lacking), found.lacking
+    assert values.keys() - {"save_interval"} <= config.given | {"pipeline_model_parallel_size"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.yml", "a: [", "while parsing"),
+        ("a.json", "[1]", "it is not a mapping"),
+        ("a.toml", "a =", "Invalid value"),
+        ("a.yaml", "modules: {x: {model: missing.yaml}}", "missing.yaml is not there"),
+    ],
+)
+def test_an_unreadable_file_is_an_error(
+    name: str, text: str, reason: str, tmp_path: Path, run_tool: Callable[..., Any]
+) -> None:
+    (tmp_path / name).write_text(text)
+    printed = run_tool(doctor, tmp_path / name, status=1)
+    assert f"{tmp_path / name}: " in printed.err
+    assert reason in printed.err
+
+
+def spellings(flags: list[str], file: str, text: str) -> dict[str, str]:
+    """Scripts that start a program with the same flags."""
+    quoted = shlex.join(flags)
+    in_quotes = re.sub(r'(["$`\\])', r"\\\1", quoted)
+    values = [f"V{i}={shlex.quote(word)}\n" for i, word in enumerate(flags)]
+    named = [f'"${{V{i}:-unused}}"' for i in range(len(flags))]
+    elements = "".join(f"    {shlex.quote(word)}  # don't read this\n" for word in flags)
+    body = re.sub(r"([$`\\])", r"\\\1", text)
+    write = f"config={file}\ncat <<EOT > $config\n{body}\nEOT\n"
+    return {
+        "one line": f"{write}deepspeed pretrain_gpt.py {quoted}\n",
+        "variables": f"{''.join(values)}{write}torchrun pretrain_gpt.py {' '.join(named)} \\\n"
+        "   2>&1 | tee log\n",
+        "array": f'{write}ARGS=(\n{elements})\ntorchrun pretrain_gpt.py "${{ARGS[@]}}"\n',
+        "eval": f'{write}if [ -z "$UNSET" ]; then CMD="deepspeed pretrain_gpt.py {in_quotes}"; fi\n'
+        'echo $CMD\neval "$CMD"\n',
+        "bash -c": f"{write}export L=torchrun\nsrun -n 8 bash -c "
+        + shlex.quote(f"$L --node_rank $SLURM_PROCID pretrain_gpt.py {quoted}"),
+    }
+
+
+def corpus(shared_data: Path) -> list[Any]:
+    path = shared_data.parent / "reference" / "scripts" / "pretrain.json"
+    if not path.is_file():
+        pytest.skip("the command lines of other projects are missing")
+    cases: list[Any] = json.loads(path.read_text("utf-8"))
+    return cases
+
+
+def test_command_lines_of_other_projects_are_read_in_every_spelling(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.sh"
+    for number, case in enumerate(corpus(shared_data)):
+        flags = [flag.replace("@DS@", "ds.json") for flag in case["flags"]]
+        text = json.dumps(case["ds"], indent=1)
+        scripts = spellings(flags, "ds.json", text)
+        for name in [*scripts] if number < 3 else [[*scripts][number % len(scripts)]]:
+            path.write_text(scripts[name])
+            command = read(path)
+            assert command.flags == flags, (case["id"], name)
+            assert command.reading.files["ds.json"] == f"{text}\n", (case["id"], name)
+
+
+def test_the_printed_command_and_the_tiny_run_have_the_settings_of_the_original(
+    shared_data: Path, tmp_path: Path
+) -> None:
+    for case in corpus(shared_data)[::2]:
+        flags = [flag.replace("@DS@", "ds.json") for flag in case["flags"]]
+        command = TrainingCommand("run.sh:1", [], flags, case["world"])
+        command.reading.files["ds.json"] = json.dumps(case["ds"] or {})
+        found = diagnosis_of(command, tmp_path)
+        printed = [word for words in flags_of(found.config) for word in words]
+        warnings: list[str] = []
+        again, _ = build_config(printed, world_size=found.world_size, warn=warnings.append)
+        assert settings(again) == settings(found.config), case["id"]
+        assert "ignored-flag" not in codes(warnings), case["id"]
+        if found.lacking:
+            continue
+        tiny, processes = shrink(found.checked, found.world_size, tmp_path)
+        words = [word for words in flags_of(tiny) for word in words]
+        _, problems = build_config(
+            words, world_size=processes, warn=lambda _: None, complete=doctor._complete
+        )
+        assert problems == [], case["id"]
+        assert processes <= 16
+
+
+def settings(config: Config) -> dict[str, Any]:
+    """The values that are set, by field."""
+    values = {name: getattr(getattr(config, GROUP_OF_FIELD[name]), name) for name in config.given}
+    return {name: value for name, value in values.items() if value is not None}

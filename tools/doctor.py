@@ -1,0 +1,167 @@
+#!/usr/bin/env python
+"""Shows how a training script, command or configuration file of another program starts here."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    from megatron_ds.launch import program_start
+
+    program_start.begin()
+
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ds import cli
+from megatron_ds.cli.command import table_of
+from megatron_ds.cli.doctor.commands import TrainingCommand, read_source, split_options
+from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of
+from megatron_ds.cli.doctor.tiny import shrink, size
+from megatron_ds.config import Config, yaml_file
+from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.engine.ds_config.merge import merge_file
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+DOCUMENTS = 64
+"""Of the data that --try makes up."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Shows how a training script, command or configuration file of another program starts here.
+
+    Reads a shell script or Slurm file, a command line, a YAML file of Primus or gpt-neox, a TOML
+    file of torchtitan, or a JSON file of Hugging Face's Trainer. The standard output is our
+    command; what was not read, what has another meaning and what has no counterpart goes to the
+    standard error. The exit status is 1 if anything has no counterpart.
+
+        python tools/doctor.py train.sh [ARGUMENTS OF THE SCRIPT]
+
+        python tools/doctor.py --try deepspeed --num_gpus 8 pretrain_gpt.py FLAGS
+
+    Options come before a command. A script is read, and nothing of it executed, without --execute.
+    """
+
+    source: tuple[str, ...] = option_field(
+        (),
+        "file and its arguments, or a command",
+        nargs="*",
+        metavar="SCRIPT",
+        positional=True,
+    )
+    variables: tuple[str, ...] = option_field(
+        (),
+        "variables of the environment that the script expects, such as NNODES=4",
+        nargs="*",
+        flag="set",
+        metavar="NAME=VALUE",
+        repeatable=True,
+    )
+    world_size: int | None = option_field(
+        None, "number of processes, if the script leaves it open", minimum=1
+    )
+    print_yaml: bool = option_field(False, "print a file for --config", flag="yaml")
+    tries: bool = option_field(
+        False,
+        "train two steps on the CPU at a tiny size, with all features and data that is made up",
+        flag="try",
+    )
+    executes: bool = option_field(
+        False,
+        "EXECUTE the script, with stand-ins in PATH for deepspeed, torchrun, srun, python and "
+        "others, which only record their arguments. Everything else in it, such as rm, takes "
+        "effect",
+        flag="execute",
+    )
+
+
+def doctor(options: Options) -> int:
+    if not options.source:
+        raise user_error("doctor-no-source")
+    variables = dict(each.split("=", 1) for each in options.variables if "=" in each)
+    commands = read_source(options.source, variables, options.world_size, executes=options.executes)
+    status = 0
+    for command in commands:
+        _add_model(command)
+        with tempfile.TemporaryDirectory() as name:
+            found = diagnose(command, _complete, Path(name))
+            print(found.report(), file=sys.stderr)
+            text = yaml_file.dump(found.config) if options.print_yaml else found.command_text()
+            print(text, end="", flush=True)
+            status |= bool(found.lacking)
+            if options.tries:
+                status |= _train(found, Path(name))
+    return status
+
+
+def _add_model(command: TrainingCommand) -> None:
+    """Adds the flags of the model whose folder a command names."""
+    folder = command.translation and command.translation.model
+    if not folder:
+        return
+    from megatron_ds.conversion.huggingface.read_config import read_settings
+
+    try:
+        _, settings = read_settings(folder)
+    except (UserError, OSError) as error:
+        command.lacking.append(f"the model {folder}: {error}")
+        return
+    values = {**settings.defaults, **settings.fixed}
+    config = replace(Config().with_values(values), given=frozenset(values))
+    own = [words for words in flags_of(config) if words[0] not in command.flags]
+    command.flags[:0] = [word for words in own for word in words]
+
+
+def _train(found: Diagnosis, folder: Path) -> int:
+    """Trains the settings at a tiny size; returns the exit status."""
+    tiny, processes = shrink(found.checked, found.world_size, folder)
+    with pair_writer(folder / "data", "uint16") as writer:
+        for start in range(DOCUMENTS):
+            document = np.arange(size("seq_length")) * (start + 1) % size("vocab_size")
+            writer.add_documents(document.astype(np.uint16), [len(document)])
+    flags = [word for words in flags_of(tiny) for word in words]
+    program = [str(REPOSITORY / "pretrain_gpt.py"), *flags]
+    if processes > 1:
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(processes),
+        ]
+        program = [*launcher, *program]
+    print(f"trying {processes} processes: pretrain_gpt.py {shlex.join(flags)}", file=sys.stderr)
+    command = ["env", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1", sys.executable, *program]
+    return int(subprocess.call(command, cwd=folder, stdout=sys.stderr) != 0)
+
+
+def _complete(
+    config: Config, world_size: int, warn: Callable[[str], None]
+) -> tuple[Config, list[Problem]]:
+    """Fills in the DeepSpeed file, and the options of a Hugging Face model."""
+    if "hf:" in f"{config.checkpoint.load} {config.checkpoint.pretrained_checkpoint}":
+        from megatron_ds.loading.plan import complete
+
+        config, _, problems = complete(config, world_size, warn)
+        return config, problems
+    return merge_file(config, world_size, warn)
+
+
+def main(argv: Sequence[str]) -> int:
+    own, words = split_options(argv, table_of(Options))
+    return cli.run(Options, lambda options: doctor(replace(options, source=tuple(words))), own)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
