@@ -155,7 +155,7 @@ class Status:
     )
 
     def problems(self) -> Iterator[Problem]:
-        yield from run_problems("run", [self.run] if self.run else [])
+        yield from run_problems("run", [self.run] if self.run else [], may_start=True)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _job_problems(options: Submit) -> Iterator[Problem]:
             yield Problem("slurm-signal-before-start", settings=options, limit=limit)
     for name in ("program", "template"):
         if (path := getattr(options, name)) is not None:
-            yield from run_problems(name, [path])
+            yield from run_problems(name, [path], may_start=True)
     if options.print_file:
         return
     job = _last_job(Path(options.run))

@@ -93,10 +93,10 @@ def test_the_good_file_is_good(config: Config) -> None:
 
 MALFORMED: dict[str, list[bytes]] = {
     "ds-config-unreadable": [
-        *(b"", b"{", b"\xff", b"\xef\xbb\xbf{}", b"\0" * 10, b"[]", b"null", b"[" * 100_000),
+        *(b"", b"{", b"\xff", b"\xef\xbb\xbf ", b"\0" * 10, b"[]", b"null", b"[" * 100_000),
         *(b'{"a":' * 100_000, b'{"fp16": {}, "fp16": {}}'),
         b'{"train_batch_size": ' + b"9" * 5000 + b"}",
-        b'{"train_batch_size": 16, // comment\n}',
+        b'{"train_batch_size": 16, /* comment\n}',
     ],
     "ds-value-invalid": [
         *(b'{"train_batch_size": 1e999}', b'{"train_batch_size": NaN}'),

@@ -68,6 +68,8 @@ def parse_file(path: str) -> DeepSpeedFile:
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
+        if not text.strip():  # an empty object to Hjson
+            raise ValueError("empty")
         try:
             values = json.loads(text, object_pairs_hook=_without_duplicates)
         except json.JSONDecodeError:

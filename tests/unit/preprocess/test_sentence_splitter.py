@@ -184,7 +184,7 @@ def test_damaged_model_is_an_error(nltk_data: Path) -> None:
 
 def test_punkt_without_nltk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)
-    with raises_problem("punkt-unavailable", contains="pip install 'megatron_ds[preprocess]'"):
+    with raises_problem("punkt-unavailable", contains="pip install '.[preprocess]'"):
         choose_splitter("english", False)
 
 

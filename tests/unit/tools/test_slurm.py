@@ -88,7 +88,7 @@ def test_all_problems_are_reported_before_the_submission(
     shown = run(*submit_words(tmp_path), *words, "--tensor-model-parallel-size", 16, status=2).err
     assert {
         *("slurm-option-has-flag", "slurm-signal-before-start", "slurm-save-elsewhere"),
-        *("slurm-load-elsewhere", "load-folder-missing", "world-size-not-divisible"),
+        *("slurm-load-elsewhere", "hub-model-without-owner", "world-size-not-divisible"),
     } <= {*re.findall(r"\[([a-z-]+)\]$", shown, re.MULTILINE)}
     words = ["--nodes", "x", "--time", "soon", "--program", "no.py"]
     shown = run(*submit_words(tmp_path / "s3://"), *words, status=2).err
