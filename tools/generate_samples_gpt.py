@@ -247,7 +247,7 @@ def batches_of(
         return _typed(tokenizer, problems_with)
     problems: list[str] = []
     if options.num_samples:
-        prompts = [Prompt(None, [tokenizer.eod])] * options.num_samples
+        prompts = [Prompt(None, [tokenizer.prefix])] * options.num_samples
     else:
         texts: Sequence[str] = options.prompt
         if options.sample_input_file is not None:

@@ -175,6 +175,8 @@ def work(options: Options) -> None:
         log(f"WARNING: {Problem('append-eod-missing').render()}")
     environment.limit_tokenizer_threads()  # the workers are the parallelism
     tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
+    if tokenizer.adds_bos and not options.run.prepend_bos:
+        log(f"WARNING: {Problem('prepend-bos-missing', bos=tokenizer.bos).render()}")
     backend = select_backend(tokenizer, options.tokenizer_backend)
     if backend.reason:
         log(f"encoding is slower than it could be: {backend.reason}")

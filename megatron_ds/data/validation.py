@@ -280,13 +280,16 @@ def _probe(file: IndexedDataset, blocks: int) -> Tokens:
     return np.frombuffer(b"".join(parts), dtype=file.dtype)
 
 
-def data_warnings(files: DataFiles, samples: Sequence[int], eod: int | None) -> Iterator[Problem]:
-    """Warns about splits without text, and flags that need end-of-document tokens.
+def data_warnings(
+    files: DataFiles, samples: Sequence[int], eod: int | None, bos: int | None = None
+) -> Iterator[Problem]:
+    """Warns about splits without text, missing begin tokens, and flags that need end tokens.
 
     Args:
         files: The data flags and their files, for which `data_problems` has found no problems.
         samples: Samples that the run needs of train, valid and test.
         eod: End-of-document token of the tokenizer; None if unknown.
+        bos: Token with which documents begin; None if there is none.
     """
     needed = dict(zip(SPLITS, samples, strict=True))
     for group in files.groups:
@@ -295,11 +298,15 @@ def data_warnings(files: DataFiles, samples: Sequence[int], eod: int | None) -> 
         if needed[group.split] and empty:
             text, named = group.sources[0].documents.text, join_limited(empty, MAX_NAMED_FILES)
             yield Problem("split-not-evaluated", text=text, split=group.split, named=named)
+    without_bos = [] if bos is None else [one for one in files.prefixes if _lacks(files, one, bos)]
+    if without_bos:
+        named = join_limited(without_bos, MAX_NAMED_FILES)
+        yield Problem("data-without-bos", named=named, checked=CHECKED_DOCUMENTS, bos=bos)
     eod_fields = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     fields = [name for name in eod_fields if getattr(files.config, name)]
     if not fields or eod is None:
         return
-    without_eod = [prefix for prefix in files.prefixes if _has_no_eod(files, prefix, eod)]
+    without_eod = [prefix for prefix in files.prefixes if _lacks(files, prefix, eod)]
     if without_eod:
         yield Problem(
             "data-without-eod",
@@ -312,8 +319,8 @@ def data_warnings(files: DataFiles, samples: Sequence[int], eod: int | None) -> 
         )
 
 
-def _has_no_eod(files: DataFiles, prefix: str, eod: int) -> bool:
-    """Whether neither the first documents nor the sampled blocks have the end-of-document token."""
+def _lacks(files: DataFiles, prefix: str, token: int) -> bool:
+    """Whether neither the ends of the first documents nor the sampled blocks have a token."""
     try:
         file = files.open(prefix)
     except UserError:
@@ -324,5 +331,5 @@ def _has_no_eod(files: DataFiles, prefix: str, eod: int) -> bool:
     last = last[file.lengths[last] > 0]
     if not last.size:
         return False
-    tokens = [int(file.get(int(sequence))[-1]) for sequence in last]
-    return eod not in tokens and not bool((_probe(file, files.probed_blocks) == eod).any())
+    tokens = [int(file.get(int(sequence))[end]) for sequence in last for end in (0, -1)]
+    return token not in tokens and not bool((_probe(file, files.probed_blocks) == token).any())

@@ -85,13 +85,18 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self._tokens.eod
 
     @property
+    def prefix_token_id(self) -> int:
+        return self._tokens.prefix
+
+    @property
     def tokenizer_name(self) -> str:
         return self._tokens.fingerprint.digest
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        return self._tokens.encode(string)
+        ids = self._tokens.encode(string)
+        return ids if add_special_tokens is False else self._tokens.begin(ids)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -163,7 +168,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             return [self._cut(ids, stops) for ids in texts]
 
         room = self._length - new_tokens
-        prompts = [self.tok_encode(text)[-room:] or [self.eot_token_id] for text in contexts]
+        prompts = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
         # A sample depends on its prompt, and on how often the prompt was asked before, alone.
         asked: Counter[tuple[int, ...]] = Counter()
         numbered = []

@@ -115,21 +115,27 @@ class Task:
         return totals
 
     def _rolling(self, text: Text) -> Iterator[ScoredText]:
-        """Windows of a text. Only WikiText's first token has no context, as in Megatron-LM."""
+        """Windows of a text. Only WikiText's first token has no context, as in Megatron-LM, unless
+        the tokenizer begins texts with a token."""
         if self.name == WIKITEXT:
-            ids = self.tokenizer.encode(without_wikitext_spaces(text.content))
+            ids = self._encode(without_wikitext_spaces(text.content))
         else:
-            ids = [self.tokenizer.eod, *(text.ids or self.tokenizer.encode(text.content))]
+            ids = text.ids or self.tokenizer.encode(text.content)
+            if ids[:1] != [self.tokenizer.bos]:
+                ids = [self.tokenizer.prefix, *ids]
         return windows(ids, self.length, self.stride)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.begin(self.tokenizer.encode(text))
 
     def _cloze(self, text: Text, totals: Totals) -> Iterator[ScoredText]:
         words = text.content.split()
-        ids = self.tokenizer.encode(text.content.rstrip())
+        ids = self._encode(text.content.rstrip())
         scored = 1
         if self.is_strict and words:
             start = text.content.rstrip().removesuffix(words[-1]).rstrip()
             last = self.tokenizer.encode(f" {words[-1]}")
-            ids, scored = [*self.tokenizer.encode(start), *last], len(last)
+            ids, scored = [*self._encode(start), *last], len(last)
         if len(words) < 2 or scored >= len(ids):
             raise user_error("cloze-without-context", number=totals.documents)
         yield ScoredText(ids[-(self.length + 1) :], scored)
@@ -142,7 +148,7 @@ class Task:
             accuracy = totals.correct / totals.documents
             return {"task": self.name, **counts, "accuracy": accuracy, "loss": loss}
         # The first token and the first word are not predicted.
-        words = totals.words - (self.name == WIKITEXT)
+        words = totals.words - (self.name == WIKITEXT and not self.tokenizer.adds_bos)
         return {
             "task": self.name,
             **counts,

@@ -87,4 +87,4 @@ def _token_texts(prefix: str, tokenizer: Tokenizer) -> Iterator[Text]:
         if ids[-1:] == [tokenizer.eod]:
             ids.pop()
         if ids:
-            yield Text(tokenizer.decode(ids), ids)
+            yield Text(tokenizer.decode(ids[ids[:1] == [tokenizer.bos] :]), ids)

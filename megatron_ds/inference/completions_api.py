@@ -142,8 +142,7 @@ class CompletionsApi:
         prompts = request.prompt
         if isinstance(prompts, str) or _is_ids(prompts):
             prompts = [prompts]
-        eod = self.service.tokenizer.eod
-        prompts = [each or [eod] for each in prompts]
+        prompts = [each or [self.service.tokenizer.prefix] for each in prompts]
         return self.job(request, prompts, request.max_tokens, request.logprobs, echo=request.echo)
 
     def request(self, body: bytes, kind: type[Request], required: str) -> Request:
@@ -256,7 +255,7 @@ class CompletionsApi:
             )
         return {
             "index": number,
-            "text": decode(prompt) + new if prompt else new,
+            "text": decode(self.service.tokenizer.without_bos(prompt)) + new if prompt else new,
             "logprobs": logprobs,
             "finish_reason": "stop" if sequence.ended_itself else "length",
         }

@@ -64,14 +64,15 @@ class MegatronApi:
 
     def response(self, job: GenerationJob, finished: Finished) -> dict[str, Any]:
         """The JSON object of Megatron's server."""
-        decode, result = self.service.tokenizer.decode, finished.result
+        tokenizer, result = self.service.tokenizer, finished.result
+        decode = tokenizer.decode
         beams = [each for each in result if isinstance(each, Hypothesis)]
         sequences = [each for each in result if isinstance(each, TextSequence)]
         texts = [sequence.ids for sequence in sequences] or [
             [*job.prompts[0], *beam.ids] for beam in beams
         ]
         response: dict[str, Any] = {
-            "text": [decode(ids) for ids in texts],
+            "text": [decode(tokenizer.without_bos(ids)) for ids in texts],
             "segments": [[decode([number]) for number in ids] for ids in texts],
             "tokens": texts,
         }

@@ -79,7 +79,8 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
     for number, text in enumerate(texts, start=1):
         try:
             text.encode()  # bytes of a terminal that are not UTF-8 become lone surrogates
-            prompts.append(Prompt(text, tokenizer.encode(text) or [tokenizer.eod]))
+            ids = tokenizer.begin(tokenizer.encode(text))
+            prompts.append(Prompt(text, ids or [tokenizer.prefix]))
         except UnicodeEncodeError:
             problems.append(Problem("prompt-not-unicode", number=number))
         except ValueError as error:

@@ -109,7 +109,8 @@ class TextGenerationService:
         Args:
             prompts: Texts or ids.
             new_tokens: New tokens that must fit, or None for at least one.
-            add_bos: Start texts with the end of a document, as documents start in training.
+            add_bos: Start texts with the begin token or, without one, with the end of a document,
+                as documents start in training.
 
         Raises:
             UserError: If a prompt does not fit the tokenizer or the model.
@@ -140,11 +141,11 @@ class TextGenerationService:
 
     def _encode(self, text: str, number: int, add_bos: bool) -> list[int]:
         try:
-            ids = self.tokenizer.encode(text)
+            ids = self.tokenizer.begin(self.tokenizer.encode(text))
         except ValueError as error:
             raise user_error("prompt-not-encodable", number=number, error=error) from None
-        if add_bos:
-            ids = [self.tokenizer.eod, *ids]
+        if add_bos and ids[:1] != [self.tokenizer.bos]:
+            ids = [self.tokenizer.prefix, *ids]
         if not ids:
             raise user_error("prompt-needs-bos", number=number)
         return ids

@@ -89,6 +89,7 @@ class Encoder:
         tokenizer: Encodes texts.
         fields: The texts to encode.
         append_eod: Whether each document ends with the end-of-document token.
+        bos: Token with which each document begins; None: no token is added.
         splitter: Splits texts into sentences, one sequence each. None: one sequence per document.
     """
 
@@ -96,6 +97,7 @@ class Encoder:
     fields: TextFields
     append_eod: bool
     splitter: Splitter | None = None
+    bos: int | None = None
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         items = chunk.items()
@@ -159,12 +161,18 @@ class Encoder:
         return None
 
     def _finish(self, encoded: EncodedColumn) -> EncodedColumn:
-        """Drop empty sequences and documents; append end-of-document tokens to last sequences."""
+        """Drop empty sequences and documents; add begin- and end-of-document tokens."""
         is_nonempty = encoded.lengths > 0
         lengths = encoded.lengths[is_nonempty]
         sequences = _by_document(is_nonempty, encoded.sequences)
         sequences = sequences[sequences > 0]
         tokens = encoded.tokens.astype(token_dtype(self.tokenizer.vocab_size))
+        if self.bos is not None:
+            first = np.cumsum(sequences) - sequences
+            starts = (np.cumsum(lengths) - lengths)[first]
+            is_added = tokens[starts] != self.bos
+            tokens = np.insert(tokens, starts[is_added], self.bos)
+            lengths[first] += is_added
         if self.append_eod:
             last = np.cumsum(sequences) - 1
             tokens = np.insert(tokens, np.cumsum(lengths)[last], self.tokenizer.eod)

@@ -33,6 +33,9 @@ class PreprocessOptions:
         metavar="KEY",
     )
     append_eod: bool = option_field(False, "append the end-of-document token to each document")
+    prepend_bos: bool = option_field(
+        False, "begin each document with the tokenizer's begin token, unless it does already"
+    )
     fail_on_bad_document: bool = option_field(
         False,
         "stop at the first rejected document (default: skip it and list it in <prefix>.quarantine)",
@@ -90,6 +93,7 @@ class PreprocessOptions:
         return {
             "json_keys": self.json_keys,
             "append_eod": self.append_eod,
+            **({"prepend_bos": True} if self.prepend_bos else {}),
             **inputs,
             # A position in the input is an index into the ordered list of files.
             "order of inputs": list(files),

@@ -40,6 +40,10 @@ class Tokenizer(ABC):
     """Number of ids: the largest id plus one."""
     eod: int
     """End-of-document id."""
+    bos: int | None = None
+    """Begin-of-document id; None without one."""
+    adds_bos: bool = False
+    """Whether, by the tokenizer's own settings, texts begin with `bos`, which `encode` omits."""
     fingerprint: TokenizerFingerprint
     """Everything that determines the ids."""
     folder: Path | None = None
@@ -52,6 +56,19 @@ class Tokenizer(ABC):
             UserError: If the tokenizer cannot encode the text.
         """
         return self.encode_batch([text])[0]
+
+    @property
+    def prefix(self) -> int:
+        """The id before a text without other context: that of the begin or of the last end."""
+        return self.eod if self.bos is None else self.bos
+
+    def begin(self, ids: list[int]) -> list[int]:
+        """The ids of a text, after `bos` if texts begin with it."""
+        return [self.prefix, *ids] if self.adds_bos and ids[:1] != [self.bos] else ids
+
+    def without_bos(self, ids: list[int]) -> list[int]:
+        """The ids of a text without what `begin` adds."""
+        return ids[self.adds_bos and ids[:1] == [self.bos] :]
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

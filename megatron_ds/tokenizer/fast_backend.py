@@ -84,6 +84,7 @@ class FastTokenizer(Tokenizer):
             raise user_error("fast-backend-unsupported-tokenizer-type", kind=kind)
         self._reference = reference
         self.vocab_size, self.eod = reference.vocab_size, reference.eod
+        self.bos, self.adds_bos = reference.bos, reference.adds_bos
         self.fingerprint = reference.fingerprint
         library = import_library(FAST, f"{option('tokenizer_backend')} {FAST}")
         with library_errors("fast-backend-rejects-tokenizer"):

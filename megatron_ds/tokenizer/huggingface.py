@@ -36,8 +36,7 @@ PLAIN_MODELS = ("gpt2", "gpt_neox", "llama", "mistral", "mixtral")
 HARMLESS_SETTINGS = (
     *("add_bos_token", "add_eos_token", "add_prefix_space", "backend", "chat_template", "errors"),
     *("clean_up_tokenization_spaces", "do_lower_case", "is_local", "legacy", "local_files_only"),
-    *("max_length", "model_input_names", "model_max_length", "name_or_path", "padding_side"),
-    *("processor_class", "spaces_between_special_tokens", "truncation_side"),
+    *("model_input_names", "model_max_length", "name_or_path", "padding_side", "truncation_side"),
 )
 """Keys that do not change the ids of these classes."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")
@@ -136,7 +135,9 @@ def _effective_setting(file: Path, library: Any) -> str | None:
     settings = {path.name: read_json(path, "tokenizer_model") for path in paths}
     if "config.json" in settings:
         has_class = settings.get(SIDE_FILES[0], {}).get("tokenizer_class") in PLAIN_CLASSES
-        config = {name: settings["config.json"].get(name) for name in ("model_type", "auto_map")}
+        config = {
+            name: settings["config.json"].get(name) for name in ("model_type", "tokenizer_class")
+        }
         is_plain = config["model_type"] in PLAIN_MODELS and has_class
         settings["config.json"] = {} if is_plain else config
     for name, values in settings.items():
@@ -144,7 +145,7 @@ def _effective_setting(file: Path, library: Any) -> str | None:
             if name == "added_tokens.json":
                 is_known = ids.get(key) == value
             elif key == "tokenizer_class":
-                is_known = value in PLAIN_CLASSES
+                is_known = value in (None, *PLAIN_CLASSES)
             elif key == "added_tokens_decoder" and isinstance(value, dict):
                 is_known = all(states.get(number) == token for number, token in value.items())
             elif isinstance(value, str | list | dict) and key.endswith(("_token", "_tokens")):
@@ -189,7 +190,10 @@ class FileTokenizer(JsonTokenizer):
         self._tokenizer, self._splits_tokens = library, library.encode_special_tokens
         vocab = library.get_vocab(with_added_tokens=True)
         self.vocab_size = count_ids(vocab, "tokenizer_model", file)
+        begin = vocab.get(str(_named_token(file, "bos_token")[1]))
         end = getattr(loaded, "eos_token_id", None)
+        self.bos = getattr(loaded, "bos_token_id", begin)
+        self.adds_bos = self.bos is not None and library.encode("").ids[:1] == [self.bos]
         self.eod = vocab[_end_token(file, vocab)] if end is None else int(end)
         content = hash_content(self.tokenizer_json()) + "-split" * self._splits_tokens
         beside = [file.with_name(name) for name in SETTINGS_FILES] if loaded else []
@@ -228,7 +232,8 @@ class PretrainedTokenizer(Tokenizer):
         self.vocab_size = count_ids(vocab, "tokenizer_model", folder)
         if self._tokenizer.eos_token_id is None:
             raise user_error("end-token-not-configured", folder=folder)
-        self.eod = int(self._tokenizer.eos_token_id)
+        self.eod, self.bos = int(self._tokenizer.eos_token_id), self._tokenizer.bos_token_id
+        self.adds_bos = self.bos is not None and self._tokenizer("").input_ids[:1] == [self.bos]
         files = [Path(folder) / name for name in sorted({*names.values(), *SIDE_FILES})]
         existing = filter(Path.is_file, files)
         backend = None if trust_remote_code else getattr(self._tokenizer, "backend_tokenizer", None)
@@ -291,15 +296,22 @@ def _check_files(folder: Path, names: Mapping[str, str]) -> None:
         raise user_error("pretrained-tokenizer-incomplete", folder=folder, missing=missing)
 
 
-def _end_token(file: Path, vocab: Mapping[str, int]) -> str:
-    for side in SIDE_FILES:
-        path = file.with_name(side)
-        token = read_json(path, "tokenizer_model").get("eos_token") if path.is_file() else None
+def _named_token(file: Path, key: str) -> tuple[Path, Any]:
+    """The special token of a key next to a tokenizer.json, and the file; None if there is none."""
+    for path in map(file.with_name, SIDE_FILES):
+        token = read_json(path, "tokenizer_model").get(key) if path.is_file() else None
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            if not isinstance(token, str) or token not in vocab:
-                raise user_error("end-token-not-in-vocabulary", path=path, token=token, file=file)
-            return token
+            return path, token
+    return file, None
+
+
+def _end_token(file: Path, vocab: Mapping[str, int]) -> str:
+    path, named = _named_token(file, "eos_token")
+    if isinstance(named, str) and named in vocab:
+        return named
+    if named is not None:
+        raise user_error("end-token-not-in-vocabulary", path=path, token=named, file=file)
     for token in COMMON_END_TOKENS:
         if token in vocab:
             return token

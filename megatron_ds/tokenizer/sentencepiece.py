@@ -30,7 +30,8 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = _control_id(self._model, "eos_id", model_file)
         self._prefix = []
         if kind == "Llama2Tokenizer":
-            self._prefix = [_control_id(self._model, "bos_id", model_file)]
+            self.bos = _control_id(self._model, "bos_id", model_file)
+            self._prefix = [self.bos]
         self.vocab_size = int(self._model.get_piece_size())
         self.fingerprint = self._fingerprint_of(kind, [model_file])
 

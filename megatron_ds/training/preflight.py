@@ -84,7 +84,8 @@ def check(
     data = DataFiles(options, cache)
     problems += data_problems(data, samples, vocab_size, fingerprint)
     if not problems:
-        for warning in data_warnings(data, samples or (0, 0, 0), eod):
+        bos = tokenizer.bos if tokenizer is not None and tokenizer.adds_bos else None
+        for warning in data_warnings(data, samples or (0, 0, 0), eod, bos):
             warn(warning)
     if is_sound:
         problems += _checkpoint_problems(config, plan, dp_size, tokenizer)

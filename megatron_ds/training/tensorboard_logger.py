@@ -236,13 +236,12 @@ def write_settings(folder: Path, config: Config) -> None:
 
 def own_event_files(folder: Path) -> list[Path]:
     """The event files of this program in a folder, the newest first."""
-    paths = sorted(folder.glob(EVENT_FILES), reverse=True)
-    first = {path: next(iter(RawEventFileLoader(str(path)).Load()), b"") for path in paths}
-    return [
-        path
-        for path, event in first.items()
-        if Event.FromString(event).source_metadata.writer == WRITER
-    ]
+
+    def is_own(path: Path) -> bool:
+        first = next(iter(RawEventFileLoader(str(path)).Load()), b"")
+        return bool(Event.FromString(first).source_metadata.writer == WRITER)
+
+    return sorted(filter(is_own, folder.glob(EVENT_FILES)), reverse=True)
 
 
 def archive_old_events(folder: Path, write: Callable[[str], object] = print) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from tokenizers.processors import TemplateProcessing
 
 from megatron_ds import cli
 from megatron_ds.config import Config
@@ -55,6 +56,20 @@ TASKS: dict[str, dict[str, Any]] = {
 NAMES = [f"local_{name}" for name in TASKS]
 
 
+def save_model(folder: Path, tokenizer: Any) -> None:
+    torch.manual_seed(3)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=2, n_head=4
+    )
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights with the golden tokenizer, and the tasks."""
@@ -63,17 +78,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(GOLDEN / name, folder / "tokenizer")
     tokenizer = transformers.GPT2TokenizerFast.from_pretrained(folder / "tokenizer")
-    torch.manual_seed(3)
-    config = transformers.GPT2Config(
-        vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=2, n_head=4
-    )
-    config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
-    model = transformers.GPT2LMHeadModel(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape))
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_model(folder / "model", tokenizer)
+    library = tokenizer.backend_tokenizer
+    library.add_special_tokens(["<|begin|>"])
+    begin = ("<|begin|>", library.token_to_id("<|begin|>"))
+    library.post_processor = TemplateProcessing("<|begin|> $A", special_tokens=[begin])
+    names = {"bos_token": begin[0], "eos_token": tokenizer.eos_token}
+    with_begin = transformers.PreTrainedTokenizerFast(tokenizer_object=library, **names)
+    save_model(folder / "begin", with_begin)
     questions = folder / "questions.jsonl"
     questions.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS), encoding="utf-8")
     for name, task in TASKS.items():
@@ -91,38 +103,52 @@ def manager(folder: Path) -> Any:
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
-@pytest.fixture(scope="module")
-def theirs(folder: Path) -> Any:
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM(pretrained=str(folder / "model"), device="cpu", batch_size=2)
+@pytest.fixture
+def kind() -> str:
+    """Folder of the model."""
+    return "model"
 
 
 @pytest.fixture
-def ours(folder: Path) -> Iterator[Any]:
+def theirs(folder: Path, kind: str) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(folder / kind), device="cpu", batch_size=2)
+
+
+@pytest.fixture
+def ours(folder: Path, kind: str) -> Iterator[Any]:
     """Created as by the harness's own command line."""
     from megatron_ds.evaluation.harness import HarnessModel
 
-    arguments = {"load": f"hf:{folder / 'model'}", "fp32": True}
+    arguments = {"load": f"hf:{folder / kind}", "fp32": True}
     model = HarnessModel.create_from_arg_obj(arguments, {"batch_size": 2, "device": None})
     yield model
     model.close()
 
 
+@pytest.mark.parametrize("kind", ["model", "begin"])
 def test_requests_are_answered_as_by_the_model_of_transformers(
     manager: Any, theirs: Any, ours: Any
 ) -> None:
+    """Also of a model whose tokenizer begins texts with a token."""
+    from lm_eval.api.instance import Instance
+
     requests: dict[str, list[Any]] = {}
     for task in manager.load(NAMES)["tasks"].values():
         task.build_all_requests()
         for each in task.instances:
             requests.setdefault(each.request_type, []).append(each)
     assert requests.keys() == {"loglikelihood", "loglikelihood_rolling", "generate_until"}
-    for kind, asked in requests.items():
-        expected, answers = getattr(theirs, kind)(asked), getattr(ours, kind)(asked)
-        if kind == "generate_until":
+    requests["loglikelihood"] += [
+        Instance("loglikelihood", {}, arguments, 0)
+        for arguments in (("", "the fox"), ("the", " dog"))
+    ]
+    for name, asked in requests.items():
+        expected, answers = getattr(theirs, name)(asked), getattr(ours, name)(asked)
+        if name == "generate_until":
             assert answers == expected
-        elif kind == "loglikelihood":
+        elif name == "loglikelihood":
             assert [greedy for _, greedy in answers] == [greedy for _, greedy in expected]
             values = [value for value, _ in expected]
             assert [value for value, _ in answers] == pytest.approx(values, abs=1e-4)

@@ -86,6 +86,17 @@ def test_split_without_documents_is_rejected(
         datasets(config, samples)
 
 
+def test_files_whose_documents_do_not_begin_with_the_begin_token_are_named(tmp_path: Path) -> None:
+    for name, documents in {"with": [[7, 1, 2], [7, 3]], "without": [[1, 2], [3]]}.items():
+        write_pair(tmp_path / name, documents)
+    files = DataFiles(DataConfig(data_path=(f"{tmp_path}/with", f"{tmp_path}/without")))
+    assert list(data_problems(files, (9, 0, 0), None)) == []
+    (warning,) = data_warnings(files, (9, 0, 0), None, 7)
+    assert (warning.code, "without" in warning) == ("data-without-bos", True)
+    assert f"{tmp_path}/with " not in warning
+    assert list(data_warnings(files, (9, 0, 0), None, None)) == []
+
+
 @pytest.mark.parametrize("rounding", ["megatron-deepspeed", "megatron-core"])
 @pytest.mark.parametrize(
     ("split", "evaluated"), [(None, "valid"), ("949,1,50", "test"), ("999,0,1", "")]

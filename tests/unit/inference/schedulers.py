@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ds.inference.engine import GenerationEngine
 from megatron_ds.inference.scheduler import Event, Failed, Finished, NewToken, Scheduler, Ticket
 from megatron_ds.inference.service import GenerationJob
+from megatron_ds.tokenizer import Tokenizer
 from tests.unit.inference.models import EOD, VOCAB
 
 DEADLINE = 60.0
@@ -24,7 +25,7 @@ PARTS = [
 """The first tokens' bytes: characters, bytes of longer characters, and several characters."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """Tokens of bytes, so that a character may have several tokens."""
 
     vocab_size = VOCAB
@@ -35,6 +36,9 @@ class ByteTokenizer:
         if missing := set(text.encode()) - known.keys():
             raise ValueError(f"there are no tokens of {missing}")
         return [known[byte] for byte in text.encode()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return list(map(self.encode, texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         parts = {**dict(enumerate(PARTS)), EOD: b"<end>"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -22,15 +23,17 @@ from megatron_ds.inference.service import (
     max_sequence_length,
 )
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.tokenizer import Tokenizer
 from tests.problems import codes, raises_problem
 from tests.unit.inference.models import EOD, VOCAB, model_of, result_of
 
 EOL, TWO_EOLS, COLON = 10, 11, 12
 MAX_LENGTH = 40
+BEGIN = 88
 SPECIAL = {EOL: "\n", TWO_EOLS: "\n\n", COLON: ":", EOD: "<end>"}
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """A tokenizer of single characters."""
 
     vocab_size = VOCAB
@@ -41,6 +44,9 @@ class CharTokenizer:
             raise ValueError("there is no ?")
         ids = {char: number for number, char in SPECIAL.items() if len(char) == 1}
         return [ids.get(char, ord(char) % VOCAB) for char in text]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return list(map(self.encode, texts))
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(SPECIAL.get(number, chr(0x4E00 + number)) for number in ids)
@@ -202,6 +208,25 @@ def test_add_bos_starts_with_the_end_of_document(service: TextGenerationService)
     fields = {"tokens_to_generate": 2, "top_k": 1}  # an end of document could be drawn otherwise
     response = respond(service, prompts=["", "b"], add_BOS=True, **fields)
     assert [ids[:-2] for ids in response["tokens"]] == [[EOD], [EOD, ord("b") % VOCAB]]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_texts_begin_with_the_begin_token_of_the_tokenizer(
+    service: TextGenerationService, adds_bos: bool, add_bos: bool
+) -> None:
+    """Unless they do already; a response has the text without what was added."""
+    tokenizer = CharTokenizer()
+    tokenizer.bos, tokenizer.adds_bos = BEGIN, adds_bos
+    begun = dataclasses.replace(service, tokenizer=tokenizer)
+    fields = {"tokens_to_generate": 1, "top_k": 1, "add_BOS": add_bos}
+    response = respond(begun, prompts=["b", chr(BEGIN) + "b"], **fields)
+    first = [BEGIN] * (adds_bos or add_bos)
+    b = ord("b") % VOCAB
+    assert [ids[:-1] for ids in response["tokens"]] == [[*first, b], [BEGIN, b]]
+    hidden = "" if adds_bos else chr(0x4E00 + BEGIN)
+    expected = [hidden * len(first) + chr(0x4E00 + b), hidden + chr(0x4E00 + b)]
+    assert [text[:-1] for text in response["text"]] == expected
 
 
 def test_beam_search_returns_texts_and_scores(service: TextGenerationService) -> None:

@@ -241,6 +241,26 @@ def test_refused_sentence_rejects_its_document(tmp_path: Path) -> None:
     assert done.dropped == {"refused by the tokenizer": 1}
 
 
+class WithBegin(NullTokenizer):
+    bos = 99
+
+
+def test_documents_begin_with_the_begin_token_once(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in ("1 2\n\n3\n", "99 4", "", "\n5\n6 7", "99")]
+    for append_eod, end in ((True, [100]), (False, [])):
+        given = options(
+            tmp_path, rows, append_eod=append_eod, prepend_bos=True, splitter=Lines(), chunk_size=2
+        )
+        done = preprocess(given, WithBegin(100))
+        data = IndexedDataset(tmp_path / "in_text_sentence")
+        documents = [[99, 1, 2], [3, *end], [99, 4, *end], [99, 5], [6, 7, *end], [99, *end]]
+        assert [data.get(at).tolist() for at in range(len(data))] == documents
+        assert data.document_index.tolist() == [0, 2, 3, 5, 6]
+        assert done.tokens == sum(map(len, documents))
+    with raises_problem("begin-token-missing", "prepend_bos"):
+        preprocess(given, NullTokenizer(100))
+
+
 @pytest.mark.parametrize("size", [100, 70000])
 @pytest.mark.parametrize("append_eod", [False, True])
 def test_bytes_equal_megatrons_for_any_keys_workers_and_chunks(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
 from megatron_ds.tokenizer.fast_backend import select_backend
@@ -84,6 +84,10 @@ FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "bpe",
         {CONFIG: {**GENERIC, "add_prefix_space": True, "do_lower_case": True, "legacy": True}},
     ),
+    "begin": ("begin", {CONFIG: {**GENERIC, "bos_token": "<|begin|>"}}),
+    "begin_of_map": ("begin", {CONFIG: GENERIC, MAP: {"bos_token": token("<|begin|>")}}),
+    "begin_added": ("begin", {CONFIG: {**GENERIC, "bos_token": "<|begin|>", "image_token": "<i>"}}),
+    "begin_that_is_not_added": ("begin", {CONFIG: {**GENERIC, "bos_token": END}}),
     "prefix_space": (
         "bpe",
         {CONFIG: {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}},
@@ -118,7 +122,9 @@ FOLDERS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     ),
 }
 """Kind of tokenizer.json and the files next to it."""
-WITHOUT_TRANSFORMERS = {"nothing", "generic", "same_decoder", "harmless", "generic_llama"}
+WITHOUT_TRANSFORMERS = {"nothing", "generic", "same_decoder", "harmless", "generic_llama"} | {
+    *("begin", "begin_of_map", "begin_that_is_not_added")
+}
 
 
 def library(kind: str) -> Library:
@@ -154,6 +160,10 @@ def library(kind: str) -> Library:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(END, normalized=False)])
+    if kind == "begin":
+        made.add_special_tokens(["<|begin|>"])
+        begin = ("<|begin|>", 260)
+        made.post_processor = processors.TemplateProcessing("<|begin|> $A", special_tokens=[begin])
     return made
 
 
@@ -180,6 +190,9 @@ def test_ids_equal_those_of_auto_tokenizer(name: str, tmp_path: Path) -> None:
         ids = theirs(text, add_special_tokens=False)["input_ids"]
         assert [one.encode(text) for one in same] == [ids] * len(same)
     assert {one.vocab_size for one in same} == {max(theirs.get_vocab().values()) + 1}
+    assert {one.bos for one in same} == {theirs.bos_token_id}
+    first = theirs("").input_ids[:1]
+    assert {one.adds_bos for one in same} == {first != [] and first == [theirs.bos_token_id]}
     if theirs.eos_token_id is not None:
         assert {one.eod for one in same} == {theirs.eos_token_id}
 

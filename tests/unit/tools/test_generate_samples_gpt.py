@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from megatron_ds.inference.prompts import Prompt, read_prompt_file
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.sequences import GenerationConfig
 from megatron_ds.launch import distributed
+from megatron_ds.tokenizer import Tokenizer
 from tests.problems import codes, fields, printed_codes, raises_problem
 from tools import generate_samples_gpt as tool
 
 Codes = Callable[..., list[str]]
 
 
-class Words:
+class Words(Tokenizer):
     """Tokenizer with one id per word; id 9 is the end-of-document token."""
 
     eod = 9
@@ -36,6 +37,9 @@ class Words:
         if "?" in text:
             raise ValueError("no such word")
         return [len(word) for word in text.split()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return list(map(self.encode, texts))
 
     def decode(self, ids: Any) -> str:
         return "é" + " ".join("x" * number for number in ids)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers.processors import TemplateProcessing
 
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess.options import PreprocessOptions
@@ -83,6 +85,25 @@ def test_standard_input_with_a_rejected_line_and_without_eod(tmp_path: Path) -> 
     assert "encoding by NullTokenizer 0." in lines[2]
     assert lines[3] == f"rejected: 1 broken JSON; listed in {tmp_path / 'out'}.quarantine"
     assert "<stdin>" in (tmp_path / "out.quarantine").read_text()
+
+
+def test_begin_tokens_are_added_or_a_warning_names_the_flag(tmp_path: Path, run: Run) -> None:
+    library = Library.from_file(str(GOLDEN / "tokenizer.json"))
+    library.add_special_tokens(["<s>"])
+    begin = library.token_to_id("<s>")
+    library.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", begin)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    path = write_texts(tmp_path / "in.jsonl", ["the", "fox"])
+    flags = ("--input", path, "--output-prefix", tmp_path / "out", "--append-eod", "--workers", 1)
+    kind = ("--tokenizer-type", "HFTokenizer", "--tokenizer-model", tmp_path)
+    assert printed_codes(run(*flags, *kind).err) == ["prepend-bos-missing"]
+    assert begin not in IndexedDataset(tmp_path / "out_text_document").tokens
+    assert printed_codes(run(*flags, *kind, "--prepend-bos", "--overwrite").err) == []
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data.get(at)[0] for at in range(2)] == [begin] * 2
+    error = run(*flags, *NULL, "--prepend-bos", "--overwrite", status=1).err
+    assert printed_codes(error) == ["begin-token-missing"]
 
 
 def test_several_inputs_and_a_dataset_with_columns(tmp_path: Path, run: Run) -> None:
