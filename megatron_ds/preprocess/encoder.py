@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.config.problems import user_error
 from megatron_ds.data.indexed_dataset import token_dtype
 from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.parsing import (
@@ -89,15 +90,20 @@ class Encoder:
         tokenizer: Encodes texts.
         fields: The texts to encode.
         append_eod: Whether each document ends with the end-of-document token.
-        bos: Token with which each document begins; None: no token is added.
+        prepend_bos: Whether each document begins with the begin token.
         splitter: Splits texts into sentences, one sequence each. None: one sequence per document.
     """
 
     tokenizer: Tokenizer
     fields: TextFields
     append_eod: bool
+    prepend_bos: bool = False
     splitter: Splitter | None = None
-    bos: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UserError: If the tokenizer has no begin token to prepend."""
+        if self.prepend_bos and self.tokenizer.bos is None:
+            raise user_error("begin-token-missing", kind=self.tokenizer.fingerprint.kind)
 
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         items = chunk.items()
@@ -167,11 +173,12 @@ class Encoder:
         sequences = _by_document(is_nonempty, encoded.sequences)
         sequences = sequences[sequences > 0]
         tokens = encoded.tokens.astype(token_dtype(self.tokenizer.vocab_size))
-        if self.bos is not None:
+        bos = self.tokenizer.bos if self.prepend_bos else None
+        if bos is not None:
             first = np.cumsum(sequences) - sequences
             starts = (np.cumsum(lengths) - lengths)[first]
-            is_added = tokens[starts] != self.bos
-            tokens = np.insert(tokens, starts[is_added], self.bos)
+            is_added = tokens[starts] != bos
+            tokens = np.insert(tokens, starts[is_added], bos)
             lengths[first] += is_added
         if self.append_eod:
             last = np.cumsum(sequences) - 1

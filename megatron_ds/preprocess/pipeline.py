@@ -115,9 +115,6 @@ def preprocess(
         OSError: If a file cannot be read or written.
     """
     raise_if_any(options.problems())
-    bos = tokenizer.bos if options.prepend_bos else None
-    if options.prepend_bos and bos is None:
-        raise user_error("begin-token-missing", kind=tokenizer.fingerprint.kind)
     sentences = None if options.splitter is None else options.splitter.description
     metadata = metadata_json(tokenizer.fingerprint, sentences)
     existing = [] if options.overwrite else options.existing_output()
@@ -126,8 +123,8 @@ def preprocess(
     if not resume:
         raise_if_any(refusal)
     with ExitStack() as stack:
-        fields, splitter = options.text_fields, options.splitter
-        encoder = Encoder(tokenizer, fields, options.append_eod, splitter, bos)
+        added = options.append_eod, options.prepend_bos
+        encoder = Encoder(tokenizer, options.text_fields, *added, options.splitter)
         # Before any file is opened: forked workers inherit what is open, also the lock.
         workers = stack.enter_context(Workers(encoder, options.workers))
         work = ResumableOutput(

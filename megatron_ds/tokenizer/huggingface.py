@@ -135,11 +135,10 @@ def _effective_setting(file: Path, library: Any) -> str | None:
     settings = {path.name: read_json(path, "tokenizer_model") for path in paths}
     if "config.json" in settings:
         has_class = settings.get(SIDE_FILES[0], {}).get("tokenizer_class") in PLAIN_CLASSES
-        config = {
-            name: settings["config.json"].get(name) for name in ("model_type", "tokenizer_class")
-        }
-        is_plain = config["model_type"] in PLAIN_MODELS and has_class
-        settings["config.json"] = {} if is_plain else config
+        config = settings.pop("config.json")
+        if not (has_class and config.get("model_type") in PLAIN_MODELS):
+            names = "model_type", "tokenizer_class"
+            settings["config.json"] = {name: config.get(name) for name in names}
     for name, values in settings.items():
         for key, value in values.items():
             if name == "added_tokens.json":
