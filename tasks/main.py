@@ -11,7 +11,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
+    sys.path.insert(0, os.path.realpath(f"{os.path.realpath(__file__)}/../.."))
     from megatron_ds.launch import program_start
 
     program_start.begin()

@@ -78,6 +78,7 @@ class Options(ModelOptions):
         "commas",
         nargs="*",
         metavar="NAME",
+        aliases=("task-list",),
     )
     num_fewshot: int | None = option_field(
         None, "examples before each question (default: the task's)", minimum=0, only_with=TASK_NAMES
@@ -92,7 +93,9 @@ class Options(ModelOptions):
         metavar="FOLDER",
         only_with=TASK_NAMES,
     )
-    output: str | None = option_field(None, "output file (JSON)", metavar="FILE")
+    output: str | None = option_field(
+        None, "output file (JSON)", metavar="FILE", aliases=("results-path",)
+    )
 
     def problems(self) -> Iterator[Problem]:
         yield from super().problems()

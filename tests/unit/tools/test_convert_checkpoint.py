@@ -214,6 +214,12 @@ def test_the_scripts_of_other_projects_convert(tmp_path: Path, run_tool: Run) ->
     assert (release.format, release.path.name) == ("megatron", "release")
     assert len(list(release.path.iterdir())) == 4
     assert_same_tensors(release, expected)
+    flags = ["--model-type", "GPT", "--loader", "llama_mistral", "--checkpoint-type", "hf"]
+    flags += ["--saver", "core", "--target-tensor-parallel-size", "2", "--bf16"]
+    flags += ["--load-dir", str(tmp_path / "theirs"), "--save-dir"]
+    release = converted("checkpoint/convert.py", *flags)
+    assert (release.format, len(list(release.path.iterdir()))) == ("megatron", 2)
+    assert_same_tensors(release, expected)
     (tmp_path / "hf2megads_weight_converter.py").rename(tmp_path / "moved")
     flags = ["--to-hf-ckpt", "--load", tmp_path / "moved", "--save"]
     assert_same_tensors(converted("hf2megads_weight_converter.py", *flags), expected)
@@ -231,6 +237,7 @@ def test_a_script_without_a_folder_reports_it(tmp_path: Path, run_tool: Run) -> 
         ("zero_to_fp32.py", [], "OUTPUT_DIR"),
         ("convert_checkpoint/deepspeed_to_transformers.py", ["--input-folder"], "--output-folder"),
         ("convert_checkpoint/deepspeed_to_megatron.py", ["--input-folder"], "--output-folder"),
+        ("checkpoint/convert.py", ["--load-dir"], "--save-dir"),
     ],
 )
 def test_errors_of_a_script_name_its_own_flags(
