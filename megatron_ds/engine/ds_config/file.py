@@ -300,7 +300,7 @@ def _is_off(value: Any) -> bool:
         return not value or value == "auto"
     if "enabled" in value:
         parts = [one for one in value.values() if isinstance(one, dict) and "enabled" in one]
-        return _is_off(value["enabled"]) or (parts != [] and all(map(_is_off, parts)))
+        return value["enabled"] in (False, "auto") or (parts != [] and all(map(_is_off, parts)))
     keys = leaves(value)
     switches = [key for key in keys if key.endswith(".enabled")]
     return all(_is_off(get(value, key)) for key in switches or keys)
