@@ -326,11 +326,14 @@ def job_file(options: Submit, counts: Sequence[int], flags: Sequence[str]) -> st
     words = "".join(
         f"{NEXT_LINE if word.startswith('--') else ' '}{shlex.quote(word)}" for word in flags
     )
+    comments = [again, *lines, "requeue", *options.sbatch]
+    if broken := [line for line in comments if re.search(r"[\x00-\x1f\x7f]", line)]:
+        raise user_error("job-file-control-character", text=repr(broken[0]))
     return "".join(
         [
             "#!/bin/bash\n",
             f"# Written by tools/slurm.py submit; once more: {again}\n",
-            *(f"#SBATCH --{line}\n" for line in (*lines, "requeue", *options.sbatch)),
+            *(f"#SBATCH --{line}\n" for line in comments[1:]),
             "\n",
             *(f"{name}={shlex.quote(str(value))}\n" for name, value in variables.items()),
             f"set --{words}\n\n",

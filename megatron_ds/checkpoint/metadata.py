@@ -348,6 +348,13 @@ def run_folder(path: Path) -> Path:
     return path
 
 
+def _read_file(path: Path) -> bytes:
+    """The content of a file; an error for a named pipe, whose reader would wait for a writer."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no file")
+    return retry_stale(path.read_bytes)
+
+
 def read_run(path: Path) -> Checkpoint:
     """Reads a checkpoint's `run.json`.
 
@@ -358,7 +365,7 @@ def read_run(path: Path) -> Checkpoint:
         OSError: If it cannot be read.
     """
     try:
-        values = json.loads(retry_stale((run_folder(path) / RUN).read_bytes))
+        values = json.loads(_read_file(run_folder(path) / RUN))
         version = values["format_version"]
         run = RunRecord.from_dict(values) if version == FORMAT_VERSION else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -407,7 +414,7 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
         UserError: If the manifest was changed after it was written, or names a file elsewhere.
         OSError: If it cannot be read.
     """
-    content = retry_stale((path / MANIFEST).read_bytes)
+    content = _read_file(path / MANIFEST)
     try:
         values = json.loads(content)
         digest, files = str(values["sha256"]), dict(values["files"])

@@ -6,6 +6,7 @@ Later files override earlier ones. How a file is written is in `config.yaml_file
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 NULL = ("", "~", "null")
+MOST_VALUES = 100_000
 NUMBERS = {".inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 """YAML's spellings of floating-point values."""
 UNREADABLE = ("config-file-unreadable", "config-file-empty", "config-file-no-mapping")
@@ -91,7 +93,7 @@ class _Reader:
             with open(self._path, encoding="utf-8") as file:
                 # Plain strings: YAML would make off and no booleans, and 1e-3 a text.
                 root = yaml.compose(file, Loader=yaml.BaseLoader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             reason = " ".join(str(error).split())
             name, equals, value = self._path.partition("=")
             if isinstance(error, FileNotFoundError) and equals:
@@ -124,7 +126,7 @@ class _Reader:
         line = scanner.line
         for key, value in entries:
             number = key.start_mark.line + 1
-            name = str(key.value)
+            name = key.value if isinstance(key.value, str) else "a list"  # which may be endless
             flag = self._table.by_name.get(dashed(name))
             if self._lines.setdefault(name, number) != number:
                 self._report(
@@ -167,7 +169,11 @@ class _Reader:
             self.unreadable |= {flag.field} if flag else set()
             return None
         if isinstance(value, yaml.SequenceNode):
-            return list(_scalars(value))
+            words = list(itertools.islice(_scalars(value), MOST_VALUES + 1))
+            if len(words) > MOST_VALUES:  # such as aliases of lists of aliases
+                reason = f"{key.value} has more than {MOST_VALUES} values"
+                self._report(key, Problem("config-file-unreadable", path=self._path, reason=reason))
+            return words[:MOST_VALUES]
         text = str(value.value)
         if value.style is None and text in NULL:
             return None

@@ -74,6 +74,8 @@ class SharedLock:
     def __init__(self, path: Path) -> None:
         self._finalizer: weakref.finalize[..., SharedLock] | None = None
         with suppress(OSError), ExitStack() as undo:
+            if not path.is_file():
+                return  # to open a named pipe would wait for its writer
             file = undo.enter_context(path.open("rb"))
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._finalizer = weakref.finalize(self, _unlock, file)

@@ -28,6 +28,7 @@ from megatron_ds.fileio.safe_names import is_safe_name
 T = TypeVar("T")
 OBJECT_SCHEMES = ("s3", "gs", "az")
 """Schemes that obstore serves if fsspec's own package for them is not installed."""
+FILE_SCHEMES = ("file", "local")
 ATTEMPTS = 4
 FIRST_PAUSE_S = 0.5
 """Pause before the second attempt; each further one is twice as long."""
@@ -215,11 +216,16 @@ class ObjectStore:
             list(pool.map(copy, range(0, size, RANGE)))
 
     def remove(self, name: str) -> None:
-        """Deletes a file, if there is one."""
+        """Deletes a file, if there is one; in a file system also folders that are empty then."""
+        path = self._path(name)
 
         def delete() -> None:
             with suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(name))
+                self._fs.rm_file(path)
+            if self._scheme in FILE_SCHEMES:
+                with suppress(OSError):  # not empty, or removed by another process
+                    for folder in Path(path).parents[: name.count("/")]:
+                        folder.rmdir()
 
         self._attempt(name, delete)
 
@@ -319,7 +325,7 @@ def _open_filesystem(url: str, scheme: str) -> Any:
     """
     import fsspec
 
-    options: dict[str, Any] = {"auto_mkdir": True} if scheme in ("file", "local") else {}
+    options: dict[str, Any] = {"auto_mkdir": True} if scheme in FILE_SCHEMES else {}
     try:
         try:
             kind = fsspec.get_filesystem_class(scheme)

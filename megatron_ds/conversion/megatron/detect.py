@@ -79,7 +79,7 @@ def _pointer(path: Path) -> str:
         text = path.read_text("utf-8-sig", "replace").strip() if path.is_file() else ""
     except OSError:
         return ""
-    return text if re.fullmatch(r"\w+", text, re.ASCII) else ""
+    return text if re.fullmatch(r"\w{1,100}", text, re.ASCII) else ""
 
 
 def _folder_name(pointer: str) -> str:

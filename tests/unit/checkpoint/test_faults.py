@@ -422,6 +422,26 @@ def test_pointers_that_are_no_files_are_ignored(manager: Managers, folder: Path)
     assert (folder / "latest").read_text() == "global_step4"
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["run.json", "manifest.json"])
+def test_a_description_that_is_no_file_is_damage(
+    name: str, manager: Managers, folder: Path
+) -> None:
+    save(manager(), 2, 4)
+    (folder / "global_step4" / name).unlink()
+    os.mkfifo(folder / "global_step4" / name)
+    assert load(manager())[0] == state_at(2)
+
+
+@pytest.mark.parametrize("pointer", ["a" * 256, "9" * 5000])
+def test_a_pointer_of_any_length_is_replaced(pointer: str, manager: Managers, folder: Path) -> None:
+    save(manager(), 2)
+    for name in local_files.POINTERS:
+        (folder / name).write_text(pointer)
+    assert detect.detect_megatron(folder) is None
+    assert load(manager())[0] == state_at(2)
+
+
 def test_a_folder_without_locks_is_read_and_cleaned_up(
     manager: Managers, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

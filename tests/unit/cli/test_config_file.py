@@ -115,6 +115,7 @@ def test_problems_name_file_and_line(tmp_path: Path) -> None:
         ("a: {", "config-file-unreadable", "run.yaml"),
         ("lr: 1\n\tseed: 2\n", "config-file-unreadable", "spaces instead of tabs"),
         ("- a\n", "config-file-no-mapping", "run.yaml:1"),
+        ("a: " + "[" * 2000, "config-file-unreadable", "recursion"),
     ],
 )
 def test_a_file_that_sets_nothing_is_the_only_problem(
@@ -125,6 +126,15 @@ def test_a_file_that_sets_nothing_is_the_only_problem(
     _, (problem,), _ = built(f"--config {path} --lr 1")
     assert problem.code == code
     assert contains in str(problem)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("last", ["data-path: *a7\n", "data-path: *a1\nlr: *a7\n", "? *a7\n: 1\n"])
+def test_aliases_of_lists_of_aliases_are_not_expanded(last: str, tmp_path: Path) -> None:
+    """Of twenty million words."""
+    lists = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 8))
+    _, problems, _ = built(f"--config {written(tmp_path, f'a0: &a0 [x, x]{chr(10)}{lists}{last}')}")
+    assert "config-file-unreadable" in {problem.code for problem in problems}
 
 
 def test_a_setting_in_place_of_a_file_names_its_flag() -> None:

@@ -93,6 +93,8 @@ def check_contract(url: str, folder: Path) -> None:
     assert store.sizes("a") == {}
     for name in store.sizes():
         store.remove(name)
+    if url.startswith("file:"):
+        assert [path.name for path in Path(url.removeprefix("file://")).iterdir()] == []
 
 
 @pytest.fixture

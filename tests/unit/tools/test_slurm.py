@@ -71,6 +71,22 @@ def test_the_file_of_a_job_is_the_example_with_the_settings_of_the_run(
     assert programs.calls == []
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a\ntouch pwned #", ()),
+        ("a run", ("--sbatch", "comment=a\ntouch pwned")),
+        ("a run", ("--sbatch", "comment=a\rb")),
+    ],
+)
+def test_no_name_becomes_a_line_of_the_job(
+    name: str, words: tuple[str, ...], run: Any, programs: Programs
+) -> None:
+    shown = run(*submit_words(Path(name), "--print", *words), status=2)
+    assert "[job-file-control-character]" in shown.err
+    assert "touch" not in shown.out
+
+
 def test_a_run_is_submitted_once(run: Any, programs: Programs, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert "with 3 nodes it leaves some idle" in run(*submit_words(folder)).out
