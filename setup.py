@@ -12,6 +12,7 @@ setup(
     packages=find_namespace_packages(include=["megatron_ds", "megatron_ds.*"]),
     package_data={
         "megatron_ds.cli": ["*.toml"],
+        "megatron_ds.cli.doctor": ["*.toml"],
         "megatron_ds.config": ["*.toml"],
         "megatron_ds.engine.ds_config": ["*.json", "*.toml"],
         "megatron_ds.inference": ["*.html"],

@@ -23,9 +23,10 @@ import numpy as np
 
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
-from megatron_ds.cli.doctor.commands import TrainingCommand, read_source, split_options
+from megatron_ds.cli.doctor.commands import read_source, split_options
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of
 from megatron_ds.cli.doctor.tiny import shrink, size
+from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, user_error
@@ -33,6 +34,7 @@ from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.engine.ds_config.merge import merge_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone")
 DOCUMENTS = 64
 """Of the data that --try makes up."""
 
@@ -54,11 +56,7 @@ class Options:
     """
 
     source: tuple[str, ...] = option_field(
-        (),
-        "file and its arguments, or a command",
-        nargs="*",
-        metavar="SCRIPT",
-        positional=True,
+        (), "file and its arguments, or a command", nargs="*", metavar="SCRIPT", positional=True
     )
     variables: tuple[str, ...] = option_field(
         (),
@@ -107,15 +105,14 @@ def doctor(options: Options) -> int:
 
 def _add_model(command: TrainingCommand) -> None:
     """Adds the flags of the model whose folder a command names."""
-    folder = command.translation and command.translation.model
-    if not folder:
+    if command.model is None:
         return
     from megatron_ds.conversion.huggingface.read_config import read_settings
 
     try:
-        _, settings = read_settings(folder)
+        _, settings = read_settings(command.model)
     except (UserError, OSError) as error:
-        command.lacking.append(f"the model {folder}: {error}")
+        command.lacking.append(f"the model {command.model}: {error}")
         return
     values = {**settings.defaults, **settings.fixed}
     config = replace(Config().with_values(values), given=frozenset(values))
@@ -131,18 +128,11 @@ def _train(found: Diagnosis, folder: Path) -> int:
             document = np.arange(size("seq_length")) * (start + 1) % size("vocab_size")
             writer.add_documents(document.astype(np.uint16), [len(document)])
     flags = [word for words in flags_of(tiny) for word in words]
-    program = [str(REPOSITORY / "pretrain_gpt.py"), *flags]
-    if processes > 1:
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(processes),
-        ]
-        program = [*launcher, *program]
     print(f"trying {processes} processes: pretrain_gpt.py {shlex.join(flags)}", file=sys.stderr)
-    command = ["env", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1", sys.executable, *program]
+    environment = ["env", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
+    launcher = [*LAUNCHER, "--nproc_per_node", str(processes)] if processes > 1 else []
+    program = [sys.executable, *launcher, str(REPOSITORY / "pretrain_gpt.py"), *flags]
+    command = [*environment, *program]
     return int(subprocess.call(command, cwd=folder, stdout=sys.stderr) != 0)
 
 

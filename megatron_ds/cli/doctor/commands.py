@@ -10,48 +10,17 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from megatron_ds.cli.doctor.frameworks import FILES, Translation, read_file, tables, translate
+from megatron_ds.cli.doctor.frameworks import FILES, tables, translate
 from megatron_ds.cli.doctor.sandbox import execute
-from megatron_ds.cli.doctor.shell import NAME, OPENED, SCRIPTS, Reading, Shell
+from megatron_ds.cli.doctor.shell import NAME, OPENED, SCRIPTS, Reading, Shell, unmarked
+from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.cli.flags import FlagTable, dashed, training_flags
 from megatron_ds.config.problems import user_error
 
 TRAINING = re.compile(r"(pre_?train|train|finetune|run_clm|sft)\w*\.py")
 SBATCH = re.compile(r"^#SBATCH +(.*?)(?: +#.*)?$", flags=re.MULTILINE)
-COUNTS = {
-    "nodes": "nnodes num_nodes nodes N num_machines",
-    "per_node": "nproc_per_node num_gpus ntasks-per-node gpus-per-node gres",
-    "total": "np n ntasks num_processes",
-}
-"""Flags of launchers and of Slurm by what they count."""
-OF_SLURM = {"SLURM_NNODES": "nodes", "SLURM_JOB_NUM_NODES": "nodes", "SLURM_NTASKS": "total"}
-
-
-@dataclass
-class TrainingCommand:
-    """A command that trains.
-
-    Attributes:
-        place: File and line, or what else it is from.
-        launcher: What starts the program, as it is written.
-        flags: Arguments of pretrain_gpt.py.
-        world_size: Number of processes; None if the command leaves it open.
-        reading: The script around it.
-        translation: What the flags are from, if they are another program's.
-        lacking: What has no counterpart, with what to do.
-    """
-
-    place: str
-    launcher: list[str] = field(default_factory=list)
-    flags: list[str] = field(default_factory=list)
-    world_size: int | None = None
-    reading: Reading = field(default_factory=Reading)
-    translation: Translation | None = None
-    lacking: list[str] = field(default_factory=list)
 
 
 def split_options(argv: Sequence[str], table: FlagTable) -> tuple[list[str], list[str]]:
@@ -64,14 +33,12 @@ def split_options(argv: Sequence[str], table: FlagTable) -> tuple[list[str], lis
         word = items.pop(0)
         flag = table.by_name.get(dashed(word.partition("=")[0])) if word[:2] == "--" else None
         is_command = bool(words) and (words[0].endswith(".py") or not Path(words[0]).is_file())
-        if words and (is_command or flag is None):
+        if not word.startswith("-") or (words and (is_command or flag is None)):
             words.append(word)
-        elif word.startswith("-"):
-            own.append(word)
-            takes_value = flag is not None and flag.nargs != 0 and "=" not in word
-            own += [items.pop(0)] if takes_value and items else []
-        else:
-            words.append(word)
+            continue
+        takes_value = flag is not None and flag.nargs != 0 and "=" not in word
+        own += [word, *items[:takes_value]]
+        del items[:takes_value]
     return own, words
 
 
@@ -95,10 +62,7 @@ def read_source(
     """
     path = Path(words[0])
     if path.is_file() and path.suffix in FILES:
-        translation = translate(*read_file(path), world_size)
-        return [
-            TrainingCommand(str(path), [], translation.flags, world_size, translation=translation)
-        ]
+        return [translate(path, world_size)]
     if len(words) == 1 and path.suffix in (*FILES, *SCRIPTS) and not path.is_file():
         raise user_error("doctor-file-unreadable", path=path, reason="no such file")
     reading, header = read_script(words, variables)
@@ -125,7 +89,8 @@ def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Readin
         raise user_error("doctor-file-unreadable", path=path, reason=error) from error
     header = [word for line in SBATCH.findall(text) for word in shlex.split(line)]
     counts = _counts(header)
-    known = {name: str(counts[kind]) for name, kind in OF_SLURM.items() if kind in counts}
+    of_slurm = tables()["launchers"]["slurm"]
+    known = {name: str(counts[kind]) for name, kind in of_slurm.items() if kind in counts}
     shell = Shell(words[0], known | variables, words[1:])
     shell.read(text)
     return shell.reading, header
@@ -156,16 +121,12 @@ def shown(word: str) -> str:
     """A word for a shell, in which what has no value yet stays as the script has it."""
     if not OPENED.search(word):
         return shlex.quote(word)
-    text = OPENED.sub(lambda mark: mark[1], word)
+    text = unmarked(word)
     return text if NAME.fullmatch(text) or "'" in text else f'"{text}"'
 
 
 def _set_flags(command: TrainingCommand, program: str, words: list[str]) -> None:
     """Sets the flags of a command from the arguments of its program."""
-    if f"--{tables()['hf']['batch'][0]}" in (word.partition("=")[0] for word in words):
-        command.translation = translate("hf", _settings(words), command.world_size)
-        command.flags = command.translation.flags
-        return
     if program in tables()["programs"]["other"].split():
         command.lacking.append(f"{program} trains another model or loss than pretrain_gpt.py")
     by_name, flag = training_flags().by_name, None
@@ -177,36 +138,15 @@ def _set_flags(command: TrainingCommand, program: str, words: list[str]) -> None
         if mark and not takes_value:
             continue  # a variable without a value is no argument
         if OPENED.search(word) and flag is not None and flag.kind in (int, float):
-            text = OPENED.sub(lambda mark: mark[1], word)
-            command.lacking.append(
-                f"{command.flags.pop()} {text}: known only when the script runs; give it a value"
-            )
+            text = f"{command.flags.pop()} {unmarked(word)}"
+            command.lacking.append(f"{text}: known only when the script runs; give it a value")
             continue
         command.flags.append(word)
 
 
-def _settings(words: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a program by name, as in a file."""
-    import yaml
-
-    values: dict[str, Any] = {}
-    name = ""
-    for word in [
-        part for each in words for part in (each.split("=", 1) if each.startswith("--") else [each])
-    ]:
-        if word.startswith("--"):
-            name = word[2:]
-            values[name] = True
-        else:
-            values[name] = yaml.safe_load(word)
-    return values
-
-
 def _counts(words: Sequence[str]) -> dict[str, int]:
     """Nodes, processes of a node and of all, as far as options of launchers say them."""
-    kinds = {
-        name.replace("_", "-"): kind for kind, names in COUNTS.items() for name in names.split()
-    }
+    kinds = tables()["launchers"]["counts"]
     counts = {}
     for word, following in itertools.pairwise([*words, ""]):
         name, equals, value = word.lstrip("-").partition("=")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from megatron_ds.cli.arguments import Complete, build_config
 from megatron_ds.cli.command import render
-from megatron_ds.cli.doctor.commands import TrainingCommand, shown
+from megatron_ds.cli.doctor.commands import shown
 from megatron_ds.cli.doctor.frameworks import tables
-from megatron_ds.cli.doctor.shell import OPENED
+from megatron_ds.cli.doctor.shell import OPENED, unmarked
+from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.cli.flags import different_defaults, training_flags
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
-from megatron_ds.config.problems import Problem
 
 MISSING_FILES = frozenset(("file-not-found", "not-a-file", "path-not-a-regular-file"))
 """Problems that say nothing of a command's meaning."""
@@ -53,8 +53,8 @@ class Diagnosis:
     def report(self) -> str:
         """The three lists."""
         parts = [f"{self.command.place}: {self.world_size} processes"]
-        if self.command.translation is not None:
-            parts.append(f"names and defaults: {self.command.translation.source}")
+        if self.command.source:
+            parts.append(f"names and defaults: {self.command.source}")
         for title, entries in (
             ("not read", self.unread),
             ("differences in meaning", self.differences),
@@ -99,39 +99,29 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     config, problems = build_config(
         flags, world_size=world_size, warn=warnings.append, complete=complete
     )
-    table, name = training_flags(), path and OPENED.sub(r"\1", path)
+    table, name = training_flags(), path and unmarked(path)
 
     def text(problem: str) -> str:
         rendered = render(problem, table)
         return rendered.replace(str(folder / "ds_config.json"), name) if name else rendered
 
-    translation, reading = command.translation, command.reading
     used = {mark[1].lstrip("$") for word in command.flags for mark in OPENED.finditer(word)}
     unread = [
         f"{place}: {written}{': ' * bool(taken)}{taken}"
-        for (place, written), taken in reading.unread.items()
+        for (place, written), taken in command.reading.unread.items()
     ]
     unread += [
         f"{place}: ${variable} is not set; --set {variable}=VALUE sets it"
-        for variable, place in reading.unset.items()
+        for variable, place in command.reading.unset.items()
         if variable in used and not variable.startswith("SLURM_")
     ]
-    differences = [text(each) for each in warnings]
+    unread += [f"{command.place}: {', '.join(command.unread)}"] * bool(command.unread)
+    differences = [*map(text, warnings)]
     if command.world_size is None:
         differences.append(f"the number of processes is left open: {smallest} here; --world-size N")
-    if translation is not None:
-        differences += [
-            f"{topic}: {theirs}; here {ours}" for topic, theirs, ours in translation.differences
-        ]
-        unread += [f"{command.place}: {', '.join(translation.unread)}"] * bool(translation.unread)
-    else:
-        differences += _defaults(config)
-    lacking = [*command.lacking, *missing, *(translation.lacking if translation else ())]
-    lacking += [
-        text(each)
-        for each in problems
-        if not (isinstance(each, Problem) and each.code in MISSING_FILES)
-    ]
+    differences += command.differences if command.source else _defaults(config)
+    lacking = [*command.lacking, *missing]
+    lacking += [text(each) for each in problems if getattr(each, "code", "") not in MISSING_FILES]
     written = config if path is None else config.with_values({"deepspeed_config": path})
     return Diagnosis(command, written, config, world_size, file, unread, differences, lacking)
 
@@ -154,17 +144,12 @@ def _with_file(
     name = "--deepspeed_config"
     if name not in joined or joined.index(name) + 1 == len(joined):
         return command.flags, None, None, []
-    path = joined[joined.index(name) + 1]
-    shown_path = OPENED.sub(r"\1", path)
-    files = command.reading.files
-    places = (Path(path), Path(command.place.rpartition(":")[0]).parent / path)
-    text = written = files.get(path)
-    if path not in files:
-        existing = [each for each in places if each.is_file()]
-        text = existing[0].read_text("utf-8", errors="replace") if existing else None
+    path, reading = joined[joined.index(name) + 1], command.reading
+    text, written = reading.content(path, command.place.rpartition(":")[0]), reading.files.get(path)
     if text is None:
-        reason = "written by programs (--execute starts them)" if path in files else "not there"
-        return command.flags, path, None, [f"{name} {shown_path}: the file is {reason}"]
+        is_written = path in reading.files
+        reason = "written by programs (--execute starts them)" if is_written else "not there"
+        return command.flags, path, None, [f"{name} {unmarked(path)}: the file is {reason}"]
     copy = folder / "ds_config.json"
     copy.write_text(text, "utf-8")
     flags = [each.replace(path, str(copy)) for each in command.flags]

@@ -10,22 +10,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_ds.cli.doctor.frameworks import tables
 from megatron_ds.cli.doctor.shell import Reading
 
-PROGRAMS = """\
-  accelerate apptainer aws clear conda curl deepspeed docker ds_ssh enroot git hl-smi ibstat module
-  mpiexec mpirun nsys numactl nvidia-smi pdsh pip pip3 python python3 rocm-smi sbatch
-  scancel scontrol scp singularity squeue srun ssh sudo torchrun wget"""
-STAND_IN = """\
-#!/bin/bash
-for ((i = 1; i <= $#; i++)); do
-  case "${!i}" in
-    bash|sh|/bin/bash|/bin/sh) exec "${@:i}" ;;
-    deepspeed|torchrun|python|python3|accelerate) exec "${@:i}" ;;
-  esac
-done
-{ printf '%s\\0' "${0##*/}" "$@"; } > "$DOCTOR_RECORDS/$(date +%s%N).$$"
-"""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 TIME_LIMIT_S = 60
 
@@ -42,8 +29,9 @@ def execute(words: Sequence[str], variables: Mapping[str, str]) -> Reading:
         folder = Path(name)
         for part in ("bin", "records", "work"):
             (folder / part).mkdir()
-        for program in PROGRAMS.split():
-            (folder / "bin" / program).write_text(STAND_IN, "utf-8")
+        stand_in = tables()["stand_in"]
+        for program in stand_in["programs"].split():
+            (folder / "bin" / program).write_text(stand_in["script"], "utf-8")
             (folder / "bin" / program).chmod(0o755)
         source = Path(words[0])
         for item in source.resolve().parent.iterdir() if source.is_file() else ():

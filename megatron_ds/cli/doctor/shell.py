@@ -233,8 +233,7 @@ class Shell:
 
     def _unread(self, text: str, taken: str = "") -> str:
         """Notes a construct, and returns what stands for its value."""
-        shown = OPENED.sub(r"\1", text)
-        self.reading.unread[f"{self._path}:{self._line}", shown] = taken
+        self.reading.unread[f"{self._path}:{self._line}", unmarked(text)] = taken
         return f"{OPEN}{text}{OPEN}"
 
     def _test(self, items: list[str]) -> bool | None:
@@ -382,6 +381,11 @@ class Shell:
                 # Nothing but digits and operators.
                 return str(int(eval(text.replace("/", "//"), {"__builtins__": {}})))
         return self._unread(written)
+
+
+def unmarked(text: str) -> str:
+    """A text in which what has no value stays as it is written."""
+    return OPENED.sub(r"\1", text)
 
 
 def _shown(items: Sequence[Token]) -> str:

@@ -15,7 +15,7 @@ from megatron_ds.cli.doctor.frameworks import tables
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.deepspeed_file import pop
 
-STEPS, EXPERTS = 2, 4
+EXPERTS = 4
 LARGEST_AXIS = 2
 """Ranks of a parallel axis."""
 
@@ -87,11 +87,6 @@ def _small(config: Config, tp_size: int, dp_size: int, batch: int) -> dict[str, 
         "rampup_batch_size": (dp_size, dp_size, 2 * dp_size),
     }
     units = {"iters": 1, "samples": batch, "tokens": batch * size("seq_length")}
-    for stem, steps in (
-        ("train", STEPS),
-        ("lr_decay", STEPS),
-        ("lr_warmup", 1),
-        ("lr_wsd_decay", 1),
-    ):
+    for stem, steps in tables()["try"]["steps"].items():
         small |= {f"{stem}_{unit}": steps * samples for unit, samples in units.items()}
     return small

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.cli.doctor.commands import TrainingCommand, read_source
+from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of
 from megatron_ds.cli.doctor.shell import OPENED
 from megatron_ds.cli.doctor.tiny import shrink
+from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from tests.problems import codes
 from tools import doctor
