@@ -35,7 +35,6 @@ class Diagnosis:
         config: Its settings here.
         checked: The same, with the DeepSpeed file where it can be read.
         world_size: Number of processes.
-        file: Name and text of the DeepSpeed file, if the script writes it.
         unread: What was not read.
         differences: What has another meaning, or none.
         lacking: What has no counterpart, with what to do.
@@ -45,7 +44,6 @@ class Diagnosis:
     config: Config
     checked: Config
     world_size: int
-    file: tuple[str, str] | None
     unread: list[str]
     differences: list[str]
     lacking: list[str]
@@ -77,9 +75,9 @@ class Diagnosis:
                 lines.append(f"    {text}")
             else:
                 lines[-1] += f" {text}"
-        file = ""
-        if self.file is not None:
-            file = f"cat > {shown(self.file[0])} <<'EOT'\n{self.file[1].rstrip()}\nEOT\n"
+        path = self.config.deepspeed.deepspeed_config or ""
+        text = self.command.reading.files.get(path)
+        file = "" if text is None else f"cat > {shown(path)} <<'EOT'\n{text.rstrip()}\nEOT\n"
         return file + " \\\n".join(lines) + "\n"
 
 
@@ -92,7 +90,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         folder: Where a DeepSpeed file that the script writes is put.
     """
     warnings: list[str] = []
-    flags, path, file, missing = _with_file(command, folder)
+    flags, path, missing = _with_file(command, folder)
     config, _ = build_config(flags, world_size=1, warn=lambda _: None, complete=complete)
     smallest = math.prod(max(1, size) for size in config.axis_sizes.values())
     world_size = command.world_size or smallest
@@ -123,7 +121,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     lacking = [*command.lacking, *missing]
     lacking += [text(each) for each in problems if getattr(each, "code", "") not in MISSING_FILES]
     written = config if path is None else config.with_values({"deepspeed_config": path})
-    return Diagnosis(command, written, config, world_size, file, unread, differences, lacking)
+    return Diagnosis(command, written, config, world_size, unread, differences, lacking)
 
 
 def flags_of(config: Config) -> Iterator[list[str]]:
@@ -135,25 +133,21 @@ def flags_of(config: Config) -> Iterator[list[str]]:
                 yield [f"--{key}", *map(str, values)]
 
 
-def _with_file(
-    command: TrainingCommand, folder: Path
-) -> tuple[list[str], str | None, tuple[str, str] | None, list[str]]:
-    """The flags with the DeepSpeed file in a folder, its path there, its name and text, and why it
-    was not read."""
+def _with_file(command: TrainingCommand, folder: Path) -> tuple[list[str], str | None, list[str]]:
+    """The flags with the DeepSpeed file in a folder, its own path, and why it was not read."""
     joined = [part for each in command.flags for part in each.split("=", 1)]
     name = "--deepspeed_config"
     if name not in joined or joined.index(name) + 1 == len(joined):
-        return command.flags, None, None, []
+        return command.flags, None, []
     path, reading = joined[joined.index(name) + 1], command.reading
-    text, written = reading.content(path, command.place.rpartition(":")[0]), reading.files.get(path)
+    text = reading.content(path, command.place.rpartition(":")[0])
     if text is None:
         is_written = path in reading.files
         reason = "written by programs (--execute starts them)" if is_written else "not there"
-        return command.flags, path, None, [f"{name} {unmarked(path)}: the file is {reason}"]
+        return command.flags, path, [f"{name} {unmarked(path)}: the file is {reason}"]
     copy = folder / "ds_config.json"
     copy.write_text(text, "utf-8")
-    flags = [each.replace(path, str(copy)) for each in command.flags]
-    return flags, path, None if written is None else (path, written), []
+    return [each.replace(path, str(copy)) for each in command.flags], path, []
 
 
 def _defaults(config: Config) -> Iterator[str]:

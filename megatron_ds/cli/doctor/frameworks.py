@@ -112,16 +112,14 @@ def _translate_key(
 def _words(name: str, value: Any) -> Iterator[str]:
     """A flag and its values; of a switch that is off, the flag that turns it off."""
     by_name = training_flags().by_name
-    flag = by_name.get(name)
-    off = f"no-{name}"
-    if value is False:
-        yield from [f"--{off}"] if off in by_name else []
-    elif value is True:
-        yield from [f"--{name}"] if flag is not None and flag.nargs == 0 else []
-    elif flag is None or flag.nargs != 0:
-        listed = value if isinstance(value, list) else [value]
+    if isinstance(value, bool):
+        name = name if value else f"no-{name}"
+        if name in by_name and by_name[name].nargs == 0:
+            yield f"--{name}"
+    elif name not in by_name or by_name[name].nargs != 0:
         yield f"--{name}"
-        yield from (re.sub(r",\s+", ",", str(each)) for each in listed)
+        for each in value if isinstance(value, list) else [value]:
+            yield re.sub(r",\s+", ",", str(each))
 
 
 def _filled(template: str, known: dict[str, Any], value: Any) -> list[str]:

@@ -41,22 +41,20 @@ def execute(words: Sequence[str], variables: Mapping[str, str]) -> Reading:
         script = [str(source.resolve()), *words[1:]]
         command = ["bash", *script] if source.is_file() else ["bash", "-c", " ".join(words)]
         try:
-            done = subprocess.run(
+            subprocess.run(
                 command,
                 env=environment,
                 cwd=folder / "work",
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 timeout=TIME_LIMIT_S,
-                check=False,
+                check=True,
             )
         except subprocess.TimeoutExpired:
             reading.unread[words[0], "the script"] = f"did not end within {TIME_LIMIT_S} s"
-        else:
-            if done.returncode:
-                last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-                reading.unread[words[0], "the script"] = f"ended with {done.returncode}: {last}"
+        except subprocess.CalledProcessError as error:
+            last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            reading.unread[words[0], "the script"] = f"ended with {error.returncode}: {last}"
         for record in sorted((folder / "records").iterdir()):
             arguments = record.read_text("utf-8", errors="replace").split("\0")[:-1]
             reading.started.append((arguments, words[0]))

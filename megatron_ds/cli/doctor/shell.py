@@ -8,6 +8,7 @@ What else a script contains is named with its line, and what depends on it stays
 from __future__ import annotations
 
 import fnmatch
+import operator
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -30,9 +31,7 @@ SPLIT, QUOTED = "\x1f", "\x1e"
 """Marks between fields, and of quoted text, which is a field even if it is empty."""
 OPENED = re.compile(f"{OPEN}(.*?){OPEN}", flags=re.DOTALL)
 NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])", flags=re.ASCII)
-BRACES = re.compile(
-    r"(#?)(\w+|[@*#?])(?:\[([@*]|\d+)\])?(?:(:?[-=+])(.*))?", flags=re.ASCII | re.DOTALL
-)
+BRACES = re.compile(r"(?as)(\w+|[@*#?])(?:\[([@*]|\d+)\])?(?:(:?[-=+])(.*))?")
 LIST = re.compile(r"\$(?:@|\{(?:\w+\[)?@\]?\})")
 ARITHMETIC = re.compile(r"(?!.*(?:\*\*|<<))[\d\s+*/%()<>=!-]+", flags=re.DOTALL)
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
@@ -43,10 +42,8 @@ DEPTH = 20
 """Scripts within each other that are read."""
 Result = tuple[bool | None, str | None]
 """Status and output of a command; None if it is known only when the script runs."""
-NUMERIC: dict[str, Callable[[int, int], bool]] = {
-    "-eq": int.__eq__, "-ne": int.__ne__, "-lt": int.__lt__, "-le": int.__le__,
-    "-gt": int.__gt__, "-ge": int.__ge__,
-}  # fmt: skip
+NUMERIC = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
+"""Comparisons of `test` that the module operator has by the same names."""
 
 
 @dataclass
@@ -112,12 +109,12 @@ class Shell:
         status: bool | None = True
         output: str | None = ""
         is_skipped = False
-        for command, operator in split(commands, ("\n", ";", "&", "&&", "||")):
+        for command, behind in split(commands, ("\n", ";", "&", "&&", "||")):
             if command and not is_skipped:
                 status, written = self._pipeline(command)
                 output = None if output is None or written is None else output + written
             # What is not executed is taken to succeed.
-            is_skipped = operator in ("&&", "||") and (operator == "||") is (status is not False)
+            is_skipped = behind in ("&&", "||") and (behind == "||") is (status is not False)
         return status, output
 
     def _pipeline(self, command: Sequence[Token]) -> Result:
@@ -175,13 +172,10 @@ class Shell:
 
     def _simple(self, words: list[Token], text: str) -> Result:
         """Runs a command with a text as its input."""
+        if words and words[0].text in DECLARATIONS:
+            words = [each for each in words if ASSIGNMENT.match(each.text)]
         while words and ASSIGNMENT.match(words[0].text):
             self._assign(words.pop(0))
-        if words and words[0].text in DECLARATIONS:
-            for word in words:
-                if ASSIGNMENT.match(word.text):
-                    self._assign(word)
-            return True, ""
         line = self._line
         fields = [each for word in words for each in self._fields(word)]
         while fields and (fields[0] in PREFIXES or ASSIGNMENT.match(fields[0])):
@@ -238,9 +232,9 @@ class Shell:
 
     def _test(self, items: list[str]) -> bool | None:
         """The value of a condition; None if it is not known."""
-        for operator, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
-            if operator in items[1:]:
-                place = items.index(operator, 1)
+        for word, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
+            if word in items[1:]:
+                place = items.index(word, 1)
                 sides = self._test(items[:place]), self._test(items[place + 1 :])
                 return decisive if decisive in sides else None if None in sides else not decisive
         if items[:1] == ["!"]:
@@ -256,8 +250,10 @@ class Shell:
             return items[1] in self.reading.files or Path(items[1]).exists()
         if len(items) == 3 and items[1] in ("=", "==", "!="):
             return fnmatch.fnmatchcase(items[0], items[2]) is (items[1] != "!=")
-        with suppress(ValueError, KeyError, IndexError):
-            return NUMERIC[items[1]](int(items[0] or 0), int(items[2] or 0))
+        if len(items) == 3 and items[1] in NUMERIC:
+            with suppress(ValueError):
+                compare = getattr(operator, items[1][1:])
+                return bool(compare(int(items[0] or 0), int(items[2] or 0)))
         return None
 
     def _fields(self, word: Token) -> list[str]:
@@ -353,22 +349,16 @@ class Shell:
             return f"{OPEN}${name}{OPEN}"
         return value
 
-    def _braces(
-        self, counts: str, name: str, index: str | None, operator: str | None, word: str | None
-    ) -> str:
+    def _braces(self, name: str, index: str | None, kind: str | None, word: str | None) -> str:
         """The value of `${...}`."""
-        if counts:
-            value = self._values.get(name, "")
-            is_scalar = index is None and isinstance(value, list)
-            return str(len("".join(value[:1]) if is_scalar else value))
-        if operator is None:
+        if kind is None:
             return self._variable(name, index)
         found = self._lookup(name, index)
-        is_absent = found is None or (operator[0] == ":" and not found)
-        if is_absent is (operator[-1] == "+"):
+        is_absent = found is None or (kind[0] == ":" and not found)
+        if is_absent is (kind[-1] == "+"):
             return found or ""
         default = self._expand(word or "", self._line)
-        if operator[-1] == "=":
+        if kind[-1] == "=":
             self._values[name] = default.replace(QUOTED, "")
         return default
 
@@ -393,19 +383,13 @@ def _shown(items: Sequence[Token]) -> str:
     return " ".join(each.text for each in items).partition("\n")[0].strip(" ;")
 
 
-def _echo(arguments: list[str]) -> str:
-    while arguments and re.fullmatch(r"-[neE]+", arguments[0]):
-        arguments = arguments[1:]
-    return " ".join(arguments) + "\n"
-
-
 SILENT = ": cd clear mkdir module set shopt sleep trap true ulimit wait"
 PROGRAMS: dict[str, Callable[[list[str]], str | None]] = {
     **dict.fromkeys(SILENT.split(), lambda _: ""),
     **dict.fromkeys(("readlink", "realpath"), lambda paths: os.path.abspath(paths[-1])),
     "basename": lambda paths: os.path.basename(paths[0]),
     "dirname": lambda paths: os.path.dirname(paths[0]) or ".",
-    "echo": _echo,
+    "echo": lambda words: re.sub(r"(-[neE]+ )*", "", " ".join(words), count=1) + "\n",
     "pwd": lambda _: ".",
 }
 """Programs whose output follows from their arguments."""

@@ -130,8 +130,8 @@ def test_a_deepspeed_file_is_what_the_script_writes(tmp_path: Path) -> None:
     command = read(LAUNCHERS / "heredoc.slurm")
     found = diagnosis_of(command, tmp_path)
     assert found.lacking == []
-    assert found.file is not None
-    values = json.loads(found.file[1])
+    (content,) = command.reading.files.values()
+    values = json.loads(content or "")
     assert values["train_micro_batch_size_per_gpu"] == 2
     assert found.checked.deepspeed_file is not None
     text = found.command_text()
