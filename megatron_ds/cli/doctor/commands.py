@@ -138,7 +138,7 @@ def _set_flags(command: TrainingCommand, program: str, words: list[str]) -> None
         if mark and not takes_value:
             continue  # a variable without a value is no argument
         if OPENED.search(word) and flag is not None and flag.kind in (int, float):
-            text = f"{command.flags.pop()} {unmarked(word)}"
+            text = unmarked(word if word[:2] == "--" else f"{command.flags.pop()} {word}")
             command.lacking.append(f"{text}: known only when the script runs; give it a value")
             continue
         command.flags.append(word)

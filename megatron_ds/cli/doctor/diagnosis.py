@@ -76,8 +76,8 @@ class Diagnosis:
             else:
                 lines[-1] += f" {text}"
         path = self.config.deepspeed.deepspeed_config or ""
-        text = self.command.reading.files.get(path)
-        file = "" if text is None else f"cat > {shown(path)} <<'EOT'\n{text.rstrip()}\nEOT\n"
+        content = self.command.reading.files.get(path)
+        file = "" if content is None else f"cat > {shown(path)} <<'EOT'\n{content.rstrip()}\nEOT\n"
         return file + " \\\n".join(lines) + "\n"
 
 
@@ -90,10 +90,10 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         folder: Where a DeepSpeed file that the script writes is put.
     """
     warnings: list[str] = []
-    flags, path, missing = _with_file(command, folder)
-    config, _ = build_config(flags, world_size=1, warn=lambda _: None, complete=complete)
+    config, _ = build_config(command.flags, world_size=1, warn=lambda _: None)
     smallest = math.prod(max(1, size) for size in config.axis_sizes.values())
-    world_size = command.world_size or smallest
+    world_size, path = command.world_size or smallest, config.deepspeed.deepspeed_config
+    flags, missing = (command.flags, []) if path is None else _with_file(command, path, folder)
     config, problems = build_config(
         flags, world_size=world_size, warn=warnings.append, complete=complete
     )
@@ -133,21 +133,16 @@ def flags_of(config: Config) -> Iterator[list[str]]:
                 yield [f"--{key}", *map(str, values)]
 
 
-def _with_file(command: TrainingCommand, folder: Path) -> tuple[list[str], str | None, list[str]]:
-    """The flags with the DeepSpeed file in a folder, its own path, and why it was not read."""
-    joined = [part for each in command.flags for part in each.split("=", 1)]
-    name = "--deepspeed_config"
-    if name not in joined or joined.index(name) + 1 == len(joined):
-        return command.flags, None, []
-    path, reading = joined[joined.index(name) + 1], command.reading
-    text = reading.content(path, command.place.rpartition(":")[0])
+def _with_file(command: TrainingCommand, path: str, folder: Path) -> tuple[list[str], list[str]]:
+    """The flags with the DeepSpeed file in a folder, and why it was not read."""
+    text = command.reading.content(path, command.place.rpartition(":")[0])
     if text is None:
-        is_written = path in reading.files
+        is_written = path in command.reading.files
         reason = "written by programs (--execute starts them)" if is_written else "not there"
-        return command.flags, path, [f"{name} {unmarked(path)}: the file is {reason}"]
+        return command.flags, [f"--deepspeed_config {unmarked(path)}: the file is {reason}"]
     copy = folder / "ds_config.json"
     copy.write_text(text, "utf-8")
-    return [each.replace(path, str(copy)) for each in command.flags], path, []
+    return [each.replace(path, str(copy)) for each in command.flags], []
 
 
 def _defaults(config: Config) -> Iterator[str]:

@@ -155,6 +155,9 @@ def test_variables_and_arguments_of_a_script_can_be_given(tmp_path: Path) -> Non
 def test_a_number_that_only_the_script_knows_is_named(tmp_path: Path) -> None:
     found = diagnosis_of(read(LAUNCHERS / "unread.sh"), tmp_path)
     assert any("--num-workers $(nproc)" in each for each in found.lacking)
+    joined = read("torchrun pretrain_gpt.py --seed 1 --num-workers=$(nproc)")
+    assert joined.flags == ["--seed", "1"]
+    assert joined.lacking[0].startswith("--num-workers=$(nproc): known only when")
     assert any(each.endswith("unread.sh:19: $CHECKPOINT is not set; --set CHECKPOINT=VALUE sets it")
                for each in found.unread)  # fmt: skip
 
