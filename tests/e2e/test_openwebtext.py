@@ -223,5 +223,5 @@ def test_find_duplicates_rejects_invalid_runs_and_keeps_its_inputs(
     assert shown.count("WARNING: ") == 20
     monkeypatch.setitem(sys.modules, "rensa", None)
     shown = run_tool(find_duplicates, "--inputs", one, "id", "--output", out, status=1).err
-    assert "pip install 'megatron_ds[cleaning]'" in shown
+    assert "pip install '.[cleaning]'" in shown
     assert os.listdir(tmp_path) == ["1.jsonl"]
