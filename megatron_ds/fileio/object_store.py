@@ -168,7 +168,7 @@ class ObjectStore:
         try:
             with _as_os_error(f"{self.url}/{name}"):
                 if self._is_obstore:
-                    _create_by_obstore(f"{self.url}/{name}", content)
+                    self._create_by_obstore(name, content)
                 else:
                     self._fs.invalidate_cache()
                     self._fs.pipe_file(path, content, mode="create")
@@ -255,6 +255,16 @@ class ObjectStore:
         done = obstore.get(self._obstore_client, name, options={"range": (start, end)})
         return bytes(done.bytes()), FileVersion.of(done.meta)
 
+    def _create_by_obstore(self, name: str, content: bytes) -> None:
+        """Creates an object by a conditional write, which fsspec has no method for."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self._obstore_client, name, content, mode="create")
+        except AlreadyExistsError as error:
+            raise FileExistsError(name) from error
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
@@ -336,6 +346,7 @@ def _open_filesystem(url: str, scheme: str) -> Any:
 
             obstore.fsspec.register(scheme)
             kind = fsspec.get_filesystem_class(scheme)
+        if kind.__module__.startswith("obstore"):
             options["retry_config"] = RETRY_OF_OBSTORE
         options |= kind._get_kwargs_from_urls(url)
         filesystem = kind(skip_instance_cache=True, **options)
@@ -348,20 +359,3 @@ def _open_filesystem(url: str, scheme: str) -> Any:
     if type(filesystem).__module__.startswith("s3fs"):
         filesystem.retries = 1  # next to those of botocore and ours
     return filesystem
-
-
-def _create_by_obstore(url: str, content: bytes) -> None:
-    """Creates an object by a conditional write, which obstore's fsspec interface lacks.
-
-    Raises:
-        FileExistsError: If there is one.
-    """
-    import obstore
-    from obstore.exceptions import AlreadyExistsError
-    from obstore.store import from_url
-
-    folder, _, name = url.rpartition("/")
-    try:
-        obstore.put(from_url(folder), name, content, mode="create")
-    except AlreadyExistsError as error:
-        raise FileExistsError(url) from error

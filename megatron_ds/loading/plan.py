@@ -116,6 +116,8 @@ def make_plan(
     save = load = contents = None
     with collect(problems):
         save = locate_save(options)
+    if problems and options.load == options.save:  # its store is not asked a second time
+        return config, LoadPlan(RunFolders(None, None)), problems
     with collect(problems):
         load = locate_weights("load", options, save)
         contents = _look_into(load, options)

@@ -467,6 +467,8 @@ def test_urls_that_cannot_be_used_are_problems_of_their_flags(
     found = problems(save="unheard-of://x", load="gs+other://y")
     assert codes(found) == ["store-unusable", "store-unusable"]
     assert [each.fields for each in found] == [("save",), ("load",)]
+    (once,) = problems(save="unheard-of://x", load="unheard-of://x")
+    assert once.fields == ("save",)
     (one,) = problems(save=None, load=f"{URL}/global_step4")
     assert one.code == "load-is-one-checkpoint"
     (empty,) = problems(save=None, load="flaky://bucket/empty", finetune=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -20,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from megatron_ds.fileio import object_store
 from megatron_ds.fileio.object_store import ObjectStore
 from tests.fork_server import REPOSITORY
-from tests.object_server import BUCKET, SERVER, s3_server
+from tests.object_server import BUCKET, SERVER, client_variables, s3_server
 from tests.problems import raises_problem
 
 
@@ -224,6 +226,25 @@ def test_a_store_that_does_not_answer_is_named_and_soon_given_up(
     (tmp_path / "file").touch()
     store.upload(tmp_path / "file", "name")  # which may take long
     assert Failing.failures == 0
+
+
+def test_a_server_that_accepts_connections_and_never_answers_is_given_up_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By every client of the process: fsspec knows obstore's class from the second one on."""
+    limit: Any = {"retry_timeout": timedelta(seconds=0.1)}
+    monkeypatch.setattr(object_store, "RETRY_OF_OBSTORE", limit)
+    monkeypatch.setattr(object_store, "LAST_ATTEMPT_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        for name, value in {**client_variables(address), "AWS_TIMEOUT": "0.2s"}.items():
+            monkeypatch.setenv(name, value)
+        for store in (ObjectStore("s3://bucket/run"), ObjectStore("s3://bucket/run")):
+            calls = (store.sizes, lambda s=store: s.read("x"), lambda s=store: s.create("x", b""))
+            for call in calls:
+                with pytest.raises(OSError, match=r"^s3://bucket/run/x?: .*HTTP error") as raised:
+                    call()
+                assert "max_retries" not in str(raised.value)  # of which obstore has ten
 
 
 def test_a_scheme_without_a_package_names_the_extra_to_install() -> None:
