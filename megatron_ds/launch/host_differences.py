@@ -20,6 +20,8 @@ MISSING = "missing"
 SETTINGS, DATA, CONTENT, SOFTWARE, DEVICES = "settings", "data", "content", "software", "devices"
 SOURCE = "source"
 """The section of the package's files, whose differences are one problem."""
+MODULES = "modules"
+"""The section of imported files beside the program, which not every host needs to import."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ def find_differences(entries: Sequence[RankEntry]) -> Iterator[Problem]:
         members = [entry for entry in entries if section in entry.facts]
         differing = [name for name in _differing(section, members) if name not in reported]
         reported.update(differing)
-        if section == SOURCE and differing:
-            yield _source_problem(members, differing)
+        if section in (SOURCE, MODULES) and differing:
+            yield _source_problem(section, members, differing)
             continue
         for name in differing:
             values = {"name": name, "values": _values(section, name, members)}
@@ -154,17 +156,19 @@ def _by_value(
 ) -> dict[str | None, list[RankEntry]]:
     found: dict[str | None, list[RankEntry]] = {}
     for entry in members:
-        found.setdefault(entry.facts[section].get(name), []).append(entry)
+        value = entry.facts[section].get(name)
+        if value is not None or section != MODULES:
+            found.setdefault(value, []).append(entry)
     return found
 
 
-def _source_problem(members: Sequence[RankEntry], files: Sequence[str]) -> Problem:
-    """One problem of all files of the package that differ."""
+def _source_problem(section: str, members: Sequence[RankEntry], files: Sequence[str]) -> Problem:
+    """One problem of all files of a section that differ."""
     return Problem(
         "source-differs-between-hosts",
         files=", ".join(_shortened(files, SHOWN_FILES)),
         first=files[0],
-        values=_values(SOURCE, files[0], members),
+        values=_values(section, files[0], members),
     )
 
 

@@ -25,6 +25,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.launch import environment, launched_hosts, output, software
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
 from megatron_ds.launch.host_differences import (
+    MODULES,
     SOFTWARE,
     SOURCE,
     RankEntry,
@@ -198,7 +199,7 @@ class RollCall:
         """What this rank was started with; of the files of a host one rank knows."""
         facts = {**self._facts, SOFTWARE: software.versions()}
         if environment.local_rank() == 0 and environment.spans_hosts():
-            facts[SOURCE] = software.source_digests()
+            facts |= {SOURCE: software.source_digests(), MODULES: software.module_digests()}
         return facts
 
     def _post(self, first: str, own: str, entry: RankEntry, lost: int) -> None:

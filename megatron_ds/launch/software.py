@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 PACKAGES = ("megatron_ds", "torch", "deepspeed", "numpy", "tokenizers")
 """Packages whose versions decide what a run computes."""
 SOURCES = (".py", ".toml", ".json")
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of installed packages."""
 
 
 def versions() -> dict[str, str]:
@@ -53,10 +56,36 @@ def source_digests() -> dict[str, str]:
     package = Path(__file__).parents[1]
     found = {}
     for path in [*sorted(_sources(str(package))), sys.argv[0]]:
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
+        with suppress(OSError):
             name = os.path.relpath(path, package.parent) if path != sys.argv[0] else "the program"
-            found[name] = hashlib.sha256(file.read()).hexdigest()[:12]
+            found[name] = _digest(path)
     return found
+
+
+def module_digests() -> dict[str, str]:
+    """A digest of each file below the program's folder that has been imported.
+
+    Without this package, Python's own library, installed packages and the program itself.
+    """
+    folder, found = os.path.dirname(os.path.realpath(sys.argv[0])), {}
+    others = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib"))]
+    outside = tuple(os.path.join(other, "") for other in {*others, *map(os.path.realpath, others)})
+    modules = [module for name, module in [*sys.modules.items()] if name != "__main__"]
+    for path in {getattr(module, "__dict__", {}).get("__file__") for module in modules}:
+        if not isinstance(path, str) or not path.endswith(SOURCES) or path.startswith(outside):
+            continue
+        if INSTALLED.isdisjoint(path.split(os.sep)):
+            real = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+            name = os.path.relpath(real, folder)
+            if not name.startswith(os.pardir + os.sep):
+                with suppress(OSError):
+                    found[name] = _digest(path)
+    return dict(sorted(found.items()))
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.sha256(file.read()).hexdigest()[:12]
 
 
 def _sources(folder: str) -> Iterator[str]:

@@ -88,6 +88,18 @@ def test_files_of_the_package_are_one_problem() -> None:
     assert "file0, file1, file2, 3 more; the digest of file0 is 1 on a and 2 on b" in problem
 
 
+def test_modules_beside_the_program_differ_only_where_several_hosts_import_them() -> None:
+    same, one = {0: "1", 1: "1", 2: "1"}, {0: "1"}
+    found = entries(
+        "a", "b", "c", section="modules", shared=same, logging=one, two={0: "1", 2: "1"}
+    )
+    assert list(find_differences(found)) == []
+    found = entries("a", "b", "c", section="modules", logging=one, helper={0: "1", 2: "2"})
+    (problem,) = find_differences(found)
+    assert problem.code == "source-differs-between-hosts"
+    assert "differ: helper; the digest of helper is 1 on a and 2 on c" in problem
+
+
 def test_all_problems_and_differences_are_one_message() -> None:
     ranks = failing(("a", "common", 2), ("b", "common", 2), ("b", "common", 2))
     ranks[2] = RankEntry(2, "b", {}, ("common", "own\nwith a second line"), 1)
