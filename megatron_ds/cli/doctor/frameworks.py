@@ -123,12 +123,12 @@ def _words(name: str, value: Any) -> Iterator[str]:
 
 
 def _filled(template: str, known: dict[str, Any], value: Any) -> list[str]:
-    """The flags of a template."""
+    """The flags of a template; a key that the file leaves out stays in braces."""
     items = enumerate(value) if isinstance(value, list) else ()
     filled = known | {"": value} | {str(place): each for place, each in items}
 
     def text(mark: re.Match[str]) -> str:
-        values = [filled[key] for key in mark[1].split("*")]
+        values = [filled.get(key, mark[0]) for key in mark[1].split("*")]
         return f"{math.prod(map(float, values)):g}" if len(values) > 1 else str(values[0])
 
     return [re.sub(r"\{([^{}]*)\}", text, each) for each in template.split()]

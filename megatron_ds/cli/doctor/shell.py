@@ -91,7 +91,7 @@ class Shell:
     def __init__(self, path: str, variables: dict[str, str], arguments: Sequence[str] = ()) -> None:
         self.reading = Reading()
         self._path, self._line, self._depth = path, 0, 0
-        self._values: dict[str, str | list[str]] = {**variables}
+        self._values = {name: [value] for name, value in variables.items()}
         self._arguments = [path, *arguments]
         self._launcher: list[str] = []
 
@@ -205,23 +205,24 @@ class Shell:
             is_shell = os.path.basename(name) in SHELLS
             following = fields[place + is_shell :]
             options = [each for each in following[:3] if re.fullmatch(r"-[a-z]*c", each)]
+            outside = self._path, self._arguments, self._launcher
             if is_shell and options:
-                self._launcher, outer = [*self._launcher, *fields[:place]], self._launcher
-                result = self.read("".join(following[following.index(options[0]) + 1 :][:1]), line)
-                self._launcher = outer
-                return result
-            if following and (is_shell or name.endswith(SCRIPTS)):
+                self._launcher = [*self._launcher, *fields[:place]]
+                text = "".join(following[following.index(options[0]) + 1 :][:1])
+            elif following and (is_shell or name.endswith(SCRIPTS)):
                 script = self.reading.content(following[0], self._path)
                 if script is None:
                     self._unread(" ".join(fields[place:]), "the file is not there")
                     return None, None
-                outside = self._path, self._arguments
+                text, line = script, 1
                 self._path, self._arguments = following[0], following
-                result = self.read(script)
-                self._path, self._arguments = outside
-                return result
-            if name.endswith(".py"):
+            elif name.endswith(".py"):
                 break
+            else:
+                continue
+            result = self.read(text, line)
+            self._path, self._arguments, self._launcher = outside
+            return result
         self.reading.started.append(([*self._launcher, *fields], f"{self._path}:{line}"))
         return None, None
 
@@ -267,13 +268,13 @@ class Shell:
         found = ASSIGNMENT.match(word.text)
         assert found is not None
         name, adds = found.groups()
-        old = self._values.get(name, "") if adds else ""
+        old = self._values.get(name, []) if adds else []
         if word.elements is None:
             value = self._text_of(word._replace(text=word.text[found.end() :]))
-            self._values[name] = [*old, value] if isinstance(old, list) else old + value
+            self._values[name] = ["".join(old[:1]) + value, *old[1:]]
         else:
             listed = [each for element in word.elements for each in self._fields(element)]
-            self._values[name] = [*([old] if isinstance(old, str) and old else old), *listed]
+            self._values[name] = [*old, *listed]
 
     def _expand(self, raw: str, line: int, *, quoted: bool = False, splits: bool = False) -> str:
         """Replaces what a word refers to.
@@ -329,13 +330,11 @@ class Shell:
 
     def _lookup(self, name: str, index: str | None = None) -> str | None:
         """The value of a variable or an argument; None if nothing sets it."""
-        if name.isdecimal():
-            return dict(enumerate(self._arguments)).get(int(name))
-        special: dict[str, str | list[str]] = dict.fromkeys("@*", self._arguments[1:])
-        special |= {"#": str(len(self._arguments) - 1), **dict.fromkeys("?$!-", "0")}
-        value = {**special, **self._values}.get(name)
-        if not isinstance(value, list):
-            return value
+        special = {str(place): [each] for place, each in enumerate(self._arguments)}
+        special |= dict.fromkeys("@*", self._arguments[1:]) | {key: ["0"] for key in "?$!-"}
+        value = {**special, "#": [str(len(self._arguments) - 1)], **self._values}.get(name)
+        if value is None:
+            return None
         how = name if name in "@*" else index or "0"
         if how == "@":  # fields of their own between quotes
             return SPLIT.join(QUOTED + each for each in value)
@@ -359,7 +358,7 @@ class Shell:
             return found or ""
         default = self._expand(word or "", self._line)
         if kind[-1] == "=":
-            self._values[name] = default.replace(QUOTED, "")
+            self._values[name] = [default.replace(QUOTED, "")]
         return default
 
     def _arithmetic(self, written: str) -> str:

@@ -170,6 +170,8 @@ def test_scripts_that_call_scripts_and_commands_in_one_word(tmp_path: Path) -> N
     assert read(outer).flags == ["--lr", "1e-4", "--seed", "3"]
     assert read(outer).place == "inner.sh:1"
     assert read("A=5; torchrun pretrain_gpt.py --seed $A").flags == ["--seed", "5"]
+    appended = read('A=(1 2); A+=3; A+=("4 5"); torchrun pretrain_gpt.py "${A[@]}"')
+    assert appended.flags == ["13", "2", "4 5"]
     loop = tmp_path / "loop.sh"
     loop.write_text(f"bash {loop}\ntorchrun pretrain_gpt.py --seed 1\n")
     assert len(read_source([str(loop)], {}, None)) > 1  # and ends
@@ -373,6 +375,12 @@ def test_a_file_of_another_trainer_has_its_values_and_defaults(name: str, tmp_pa
     assert any(unread in each for each in found.unread)
     assert any(each.startswith(lacking) for each in found.lacking), found.lacking
     assert values.keys() - {"save_interval"} <= config.given | {"pipeline_model_parallel_size"}
+
+
+def test_a_value_that_a_file_leaves_out_stays_in_braces(tmp_path: Path) -> None:
+    (tmp_path / "neox.yml").write_text("tokenizer_type: HFTokenizer\n")
+    flags = read(tmp_path / "neox.yml").flags
+    assert flags[flags.index("--tokenizer-model") + 1] == "{vocab_file}"
 
 
 @pytest.mark.parametrize(
