@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test proofs test-libaio test-deepspeed test-gpu test-interop \
-  cluster-packages test-cluster mutants lint unit install ops clean
+  cluster-packages test-cluster mutants lint unit install hashes ops clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -86,6 +86,9 @@ unit: $(TESTED) ## only the unit tests
 	$(PARALLEL) tests/unit
 
 install: $(VENV)/.installed ## create the environment, if missing
+
+hashes: install ## write requirements-hashes.txt again, after a change of requirements.txt
+	$(RUN)/python tests/write_hashes.py
 
 ops: install ## build DeepSpeed's C++ ops, which runs with offload otherwise build when they start
 	@$(RUN)/python tools/build_ops.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -51,6 +52,21 @@ def test_the_pins_lie_in_the_ranges() -> None:
 
 def test_the_pinned_versions_are_installed() -> None:
     assert {name: Version(version(name)).public for name in pins()} == pins()
+
+
+def test_the_file_with_hashes_has_the_pins_and_nothing_of_a_machine() -> None:
+    text = (REPOSITORY / "requirements-hashes.txt").read_text()
+    body = "".join(f"{line}\n" for line in text.splitlines() if line and line[0] != "#")
+    pin = r"^(\S+)==(\S+)((?: \\\n    --hash=sha256:[0-9a-f]{64})+)\n"
+    found = re.findall(pin, body, re.M)
+    assert re.sub(pin, "", body, flags=re.M) == ""  # no other option, index or path
+    lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
+    torch = f"torch=={pins()['torch']}"
+    assert f"pip install {torch}\n" in (REPOSITORY / "README.md").read_text()
+    wanted = {line for line in lines if line and line[0] != "#"} - {torch}
+    assert {f"{name}=={version}" for name, version, _ in found} == wanted, "run `make hashes`"
+    hashes = [value for _, _, values in found for value in values.split(" \\\n")[1:]]
+    assert len(set(hashes)) == len(hashes) >= len(wanted)
 
 
 def test_the_name_apex_is_never_required() -> None:
