@@ -50,10 +50,8 @@ PHASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.proof] * (name != "the start")) for name in PHASES],
-)
+@pytest.mark.proof
+@pytest.mark.parametrize("name", PHASES)
 def test_the_other_node_ends_the_run_when_the_first_one_is_lost(
     name: str, cluster: Cluster, base: Settings, launcher: Launcher, tmp_path: Path
 ) -> None:
