@@ -141,6 +141,7 @@ class RankThreads:
             results[rank] = work(rank)
 
         versions, digests = software.versions(), software.source_digests()
+        modules = software.module_digests()
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             (distributed, "rank", lambda: self._own.rank),
             (distributed, "world_size", lambda: self.count),
@@ -150,6 +151,7 @@ class RankThreads:
             (environment, "local_world_size", lambda: RANKS_PER_HOST),
             (software, "versions", lambda: versions),
             (software, "source_digests", lambda: digests),
+            (software, "module_digests", lambda: modules),
             (roll_call, "_connect", lambda timeout_s: self.store),
             (roll_call, "_below", StoreBelow),
             (distributed_c10d, "_get_default_store", lambda: self.store),
