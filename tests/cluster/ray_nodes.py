@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -31,13 +32,16 @@ SETTINGS = {
 
 
 def main() -> None:
-    os.environ.update(ON_LOOPBACK)
-    from ray.cluster_utils import Cluster
-
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        # Ray writes the cluster's address below RAY_TMPDIR whatever `temp_dir` is, and creates
+        # no folder for it.
+        os.environ.update(ON_LOOPBACK, RAY_TMPDIR=folder)
+        Path(folder, "ray").mkdir()
+        from ray.cluster_utils import Cluster
+
         try:
-            nodes = Cluster(initialize_head=True, head_node_args={**SETTINGS, "temp_dir": folder})
+            nodes = Cluster(initialize_head=True, head_node_args=SETTINGS)
             second = nodes.add_node(**SETTINGS)
             pids = (
                 node.all_processes["raylet"][0].process.pid for node in (nodes.head_node, second)
