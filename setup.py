@@ -10,14 +10,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron_ds", "megatron_ds.*"]),
-    package_data={
-        "megatron_ds.cli": ["*.toml"],
-        "megatron_ds.cli.doctor": ["*.toml"],
-        "megatron_ds.config": ["*.toml"],
-        "megatron_ds.engine.ds_config": ["*.json", "*.toml"],
-        "megatron_ds.inference": ["*.html"],
-        "megatron_ds.preprocess": ["*.toml"],
-    },
+    package_data={"": ["*.bash", "*.css", "*.html", "*.json", "*.toml", "*.zsh"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from megatron_ds.cli.completion import BEHIND_LAUNCHER, completion, with_training_flags
+from megatron_ds.cli.completion import SHELLS, completion, with_training_flags
 from megatron_ds.cli.flags import FlagTable, flag_table
 from megatron_ds.cli.help import tool_help
 from megatron_ds.cli.scan import scan
@@ -139,8 +139,8 @@ def print_completion(
     if PRINT_COMPLETION not in argv:
         return
     shell = next(iter(argv[argv.index(PRINT_COMPLETION) + 1 :]), "")
-    if shell not in BEHIND_LAUNCHER:
-        known = " or ".join(BEHIND_LAUNCHER)
+    if shell not in SHELLS:
+        known = " or ".join(SHELLS)
         fail([Problem("completion-of-no-shell", shell=shell, known=known)], table, rank=rank)
     if rank == 0:
         print(completion(table, shell, commands))

@@ -14,46 +14,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from megatron_ds.cli.flags import Flag, FlagTable, training_flags
+from megatron_ds.config.data_files import read_text
 
 LAUNCHERS = "deepspeed torchrun python python3 srun"
 FILES = {"FILE", "PATH", "PREFIX", "CHECKPOINT_DIR", "DIR", "FOLDER", "OUTPUT_DIR"}
 """What values are called that may be files; a prefix is the beginning of a file's name."""
 EXPLANATION = 90
 """Largest number of characters of a flag's explanation."""
-BEHIND_LAUNCHER = {
-    "bash": """
-        _megatron_ds_behind_launcher() {
-          local place name
-          for ((place = 1; place < COMP_CWORD; place++)); do
-            name=${COMP_WORDS[place]##*/}
-            name=_shtab_${name//[^[:word:]]/_}
-            if declare -F "$name" > /dev/null; then
-              COMP_WORDS=("${COMP_WORDS[@]:place}")
-              ((COMP_CWORD -= place))
-              "$name"
-              return
-            fi
-          done
-        }
-        complete -o bashdefault -o default -F _megatron_ds_behind_launcher LAUNCHERS
-        """,
-    "zsh": """
-        _megatron_ds_behind_launcher() {
-          local place name
-          for ((place = 2; place < CURRENT; place++)); do
-            name=_shtab_${${words[place]:t}//[^[:alnum:]]/_}
-            if (( $+functions[$name] )); then
-              shift $((place - 1)) words
-              (( CURRENT -= place - 1 ))
-              $name
-              return
-            fi
-          done
-          _default
-        }
-        compdef _megatron_ds_behind_launcher LAUNCHERS
-        """,
-}
+SHELLS = ("bash", "zsh")
+"""For each, `behind_launcher` has a function for launchers."""
 
 
 def completion(
@@ -63,7 +32,7 @@ def completion(
 
     Args:
         table: Flags of the program.
-        shell: One of `BEHIND_LAUNCHER`.
+        shell: One of `SHELLS`.
         commands: Flags of each command.
     """
     import shtab
@@ -76,8 +45,8 @@ def completion(
             # shtab leaves commands without help out.
             _add_flags(parsers.add_parser(name, help=name, add_help=False), own)
     code = shtab.complete(parser, shell)
-    wrapper = textwrap.dedent(BEHIND_LAUNCHER[shell]).replace("LAUNCHERS", LAUNCHERS)
-    return f"{code}\n{wrapper}"
+    wrapper = read_text(__file__, f"behind_launcher.{shell}").replace("LAUNCHERS", LAUNCHERS)
+    return f"{code}\n\n{wrapper}"
 
 
 def with_training_flags(table: FlagTable) -> FlagTable:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tomllib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ds.config import Config
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.fields import OptionSpec, option_fields
 from megatron_ds.config.problems import MARKER, default_flag
 
@@ -217,7 +216,7 @@ def different_defaults() -> list[dict[str, str]]:
 
 @functools.cache
 def _peer_flags() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("megatron_flags.toml").read_text("utf-8"))
+    return read_table(__file__, "megatron_flags.toml")
 
 
 def _groups(

@@ -13,60 +13,21 @@ import textwrap
 from collections.abc import Iterable
 
 from megatron_ds.cli.flags import Flag, FlagGroup, FlagTable, dashed
+from megatron_ds.config.data_files import read_table
 
 WIDTH = 80
 INDENT = 26
 """Column at which explanations start."""
 
-PRETRAIN_HEAD = """\
-usage: [LAUNCHER] pretrain_gpt.py FLAGS
-
-Pretrains a GPT with DeepSpeed. Required are the model's shape (--num-layers,
---hidden-size, --num-attention-heads, --seq-length), --micro-batch-size, --lr,
---train-iters or --train-samples, --data-path and the tokenizer's files; all
-other flags have defaults. Dashes and underscores in a flag's name are the same,
-and numbers may be written 1_000 or 1e3.
-
-  -h, --help              show this text with the most used flags, and exit
-  --help-all              show the same with all flags, and exit
-  --version               show the versions of this package, torch and
-                          deepspeed, and exit
-  --print-completion {bash,zsh}
-                          show code for the shell, which completes flags and
-                          their values, and exit
-"""
-PRETRAIN_EXAMPLE = """\
-For example, with token files of tools/preprocess_data.py:
-
-  python pretrain_gpt.py --num-layers 4 --hidden-size 256 \\
-      --num-attention-heads 8 --seq-length 256 --micro-batch-size 8 --lr 1e-3 \\
-      --train-iters 1000 --data-path data/my_text_document \\
-      --vocab-file tokenizer/vocab.json --merge-file tokenizer/merges.txt \\
-      --save checkpoints --load checkpoints
-
-The same command resumes the run. To use N devices, replace "python" by
-"deepspeed --num_gpus N" or "torchrun --nproc-per-node N".
-"""
-PRETRAIN_TAIL = """\
-Flags of Megatron-LM and of the Megatron-DeepSpeed forks that are not listed
-here have no effect, with a warning, or are refused with an alternative:
-docs/reference/flags.md lists them all.
-"""
-ESSENTIAL = {
-    *("num-layers", "hidden-size", "num-attention-heads", "seq-length", "position-embedding-type"),
-    *("tensor-model-parallel-size", "pipeline-model-parallel-size", "recompute-granularity"),
-    *("data-path", "split", "tokenizer-type", "vocab-file", "merge-file", "tokenizer-model"),
-    *("micro-batch-size", "global-batch-size", "train-iters"),
-    *("lr", "lr-decay-style", "lr-warmup-iters", "fp16", "bf16", "deepspeed_config", "zero-stage"),
-    *("save", "load", "save-interval", "log-interval", "eval-interval", "tensorboard-dir"),
-}
+TEXTS: dict[str, str] = read_table(__file__)
+ESSENTIAL = {*TEXTS["essential"].split()}
 """The flags in --help."""
 
 
 def training_help(table: FlagTable, *, every_flag: bool = False) -> str:
     """The help of pretrain_gpt.py: the most used flags, or all."""
     if every_flag:
-        return "\n".join([PRETRAIN_HEAD, *_groups(table.shown, table), PRETRAIN_TAIL])
+        return "\n".join([TEXTS["head"], *_groups(table.shown, table), TEXTS["tail"]])
     used = [
         tuple(flag for flag in group.flags if flag.names[0] in ESSENTIAL) for group in table.shown
     ]
@@ -75,7 +36,7 @@ def training_help(table: FlagTable, *, every_flag: bool = False) -> str:
         for group, flags in zip(table.shown, used, strict=True)
         if flags
     ]
-    return "\n".join([PRETRAIN_HEAD, *_groups(groups, table), PRETRAIN_EXAMPLE])
+    return "\n".join([TEXTS["head"], *_groups(groups, table), TEXTS["example"]])
 
 
 def tool_help(table: FlagTable, options: type) -> str:

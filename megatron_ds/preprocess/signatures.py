@@ -6,17 +6,14 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem
 
 HEAD_BYTES = 4096
-SIGNATURES: dict[str, dict[str, str]] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
-)
+SIGNATURES: dict[str, dict[str, str]] = read_table(__file__)
 
 
 def contradictions(name: str, stream: BinaryIO, expected: str) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
+from megatron_ds.config.data_files import read_text
 from megatron_ds.reports.charts import Chart, Runs
 from megatron_ds.reports.figures import COLORS, DARK, MARKS, run_style, svg
 from megatron_ds.reports.tables import (
@@ -18,47 +19,8 @@ from megatron_ds.reports.tables import (
 )
 
 SYMBOLS = {"dots": "●", "stars": "★", "restart": "┊", "checkpoint": "▲", "warning": "✕"}
-STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1b1f24; --grid: #d0d7de; --box: #f6f8fa;
-  LIGHT }
-@media (prefers-color-scheme: dark) {
-  :root { --back: #0d1117; --text: #e6edf3; --grid: #3d444d; --box: #161b22; DARK }
-}
-body { margin: 0 auto; max-width: 76rem; padding: 1rem; background: var(--back);
-  color: var(--text); font: 1rem/1.5 system-ui, sans-serif; }
-h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
-h2 { margin-top: 2rem; }
-svg { display: block; width: 100%; height: auto; font-family: system-ui, sans-serif; }
-figure { margin: 0; padding: .5rem; border: 1px solid var(--grid); border-radius: .5rem; }
-figcaption { font-weight: 600; padding: 0 .5rem; }
-.charts { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .5rem; border-bottom: 1px solid var(--grid); text-align: left;
-  vertical-align: top; }
-thead th { background: var(--box); font-size: .9rem; }
-tbody th { white-space: nowrap; }
-td:not(.number) { min-width: 7rem; overflow-wrap: anywhere; }
-.about td { min-width: 14rem; }
-.figures :is(th, td) { padding: .25rem .3rem; font-size: .85rem; }
-.number { text-align: right; white-space: nowrap; }
-thead .number { white-space: normal; }
-@media (max-width: 600px) {
-  .events thead { display: none; }
-  .events :is(tr, th, td) { display: block; text-align: left; border: 0; padding: .1rem; }
-  .events tr { border-bottom: 1px solid var(--grid); }
-}
-.key { display: inline-block; width: .9em; height: .9em; margin-right: .4em; border-radius: 50%; }
-fieldset { border: 0; padding: 0; margin: 0; }
-.tabs label { display: inline-block; margin: 0 1rem .5rem 0; padding: .3rem 0; }
-.tabs figure { max-width: 37rem; }
-@supports selector(:has(a)) { .tabs figure { display: none; } TABS { display: block; } }
-ul { display: flex; flex-wrap: wrap; gap: 0 1.2rem; margin: 0; padding: .25rem .5rem;
-  list-style: none; font-size: .9rem; }
-li span { display: inline-block; min-width: 1.6em; margin-right: .3em; text-align: center; }
-li span.line { border-top: 3px solid; vertical-align: middle; }
-"""
+STYLE = read_text(__file__, "page.css")
+"""In which LIGHT, DARK and TABS stand for rules that the charts determine."""
 
 
 def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) -> str:

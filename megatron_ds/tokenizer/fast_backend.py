@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.tokenizer.base import (
     FlatIds,
@@ -29,36 +30,7 @@ LONG_WORD = 70_000
 DISPLAYED_CHARS = 60
 """Characters of a text in messages."""
 
-EDGES = (
-    " ",
-    " a  b   c ",
-    "\n\n a \n b  \n",
-    "a\r\nb\r\n\r\n\rc",
-    "\t\ta\x0bb\x0cc \x1c\x1d\x1e\x1f a\x85b",
-    "\u00a0a\u00a0\u00a0b\u3000c \u3000d\u2028e\u2029 \u1680\u2009\u202f",
-    "I'm I'M he'll HE'LL 've 'VE 're 'RE 'd 'D 's 'S 't 'T don''t ' s \u2019s 'sS 'lll 's",
-    "0 12 123 1234 12345678901234567890 1a2b3c 3.14 1,000 1e-5",
-    "\u0663\u0664 \u096a\u096b \u00bd\u00b2\u2167 \u2460x",
-    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f3f3\ufe0f\u200d\U0001f308a",
-    "\U0001f1e9\U0001f1ea\U0001f44d\U0001f3fd! \U0001f600",
-    "e\u0301 \u00e9 a\u0300\u0316 \u0301\u0301b",
-    "\u1112\u1161\u11ab \ud55c \u0e01\u0e33 \u0915\u094d\u0937",
-    "\ufb01 \u212b \u017f's \u0130i \u01c5 \u02b0 \u03a3\u03c3\u03c2",
-    "\u4e2d\u6587\u5b57\u7b26\uff0c\u3002\u65e5\u672c\u8a9e\u306e a\u4e2d1 \U00020000\U0002a6d6",
-    "\u05e9\u05dc\u05d5\u05dd \u0645\u0631\u062d\u0628\u0627 \u200f\u202ea\u202c",
-    "\ufeffa\ufffd\ufffe\uffff \ue000\U0010ffff\U000e0001",
-    "\0",
-    "a\0b \0\0 \x01\x02\x7f\x80\x9f",
-    "\u200b\u200d\u00ad\u2060a\u200bb",
-    "!!!...???---=== \u2014\u201c\u201d\u2026 ({[<>]}) a_b-c/d\\e",
-    "http://a.b/c?d=e&f#g x = y\n\tz();\n",
-    "<|endoftext|>",
-    "a<|endoftext|>b <|endoftext|> <|endoftext|><|endoftext|><|endoftext",
-    "<s></s><unk><pad>[UNK] <0x0A> \u0120\u010a\u00c4 \u2581a",
-    "ZZyzx qwrtpsdfgh XxXxXx iPhone McDonald ALLCAPS camelCase",
-)
-"""Spaces, line ends, contractions, digits, joined emoji, combining marks, scripts, control
-characters, punctuation runs, and text that resembles the tokenizers' own notation."""
+EDGES: list[str] = read_table(__file__, "edge_texts.toml")["texts"]
 
 
 class BackendChoice(NamedTuple):

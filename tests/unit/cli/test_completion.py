@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.cli import arguments
-from megatron_ds.cli.completion import BEHIND_LAUNCHER, completion, with_training_flags
+from megatron_ds.cli.completion import SHELLS, completion, with_training_flags
 from megatron_ds.cli.flags import FlagTable, training_flags
 from tests.pages.flags import tool_tables
 from tests.problems import printed_codes
@@ -56,7 +56,7 @@ def test_bash_completes_flags_values_and_files(tmp_path: Path) -> None:
     assert completed(tmp_path, *cases) == list(cases.values())
 
 
-@pytest.mark.parametrize("shell", BEHIND_LAUNCHER)
+@pytest.mark.parametrize("shell", SHELLS)
 def test_the_code_of_every_program_is_valid(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
