@@ -8,7 +8,7 @@ axis, such as --compile, have rules of their own, which the page names.
 
 To add a feature:
 
-1. Add its axis, or its value of an axis, with the flags that request it.
+1. Add its axis, or its value of an axis, to layout_axes.toml, with the flags that request it.
 2. Add a rule to layout_rules.toml for each combination that does not work or has no test, with the
    layout to use instead, and its message to messages.toml, as `{combination}: REASON; use
    {closest}`. A rule may name one axis (the value never works) or several, and is checked before
@@ -25,13 +25,13 @@ and that the validator rejects what a rule forbids.
 from __future__ import annotations
 
 import itertools
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from megatron_ds.config import Config, flag_of
 from megatron_ds.config.checks import listed
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem
 
 Layout = Mapping[str, str]
@@ -95,8 +95,6 @@ class Rule:
 
 
 MANY = "> 1"
-DISK = "/tmp"
-"""An example of a folder on a local disk."""
 
 
 def _size(title: str, name: str) -> Axis:
@@ -134,98 +132,31 @@ def _recompute(config: Config) -> str:
     return config.recompute.recompute_granularity or "none"
 
 
-AXES: Mapping[str, Axis] = {
-    "zero": Axis(
-        "ZeRO stage",
-        {stage: f"--zero-stage {stage}" for stage in ("0", "1", "2", "3")},
-        lambda config: str(config.zero_stage),
-        "1",
-    ),
-    "offload": Axis(
-        "offload",
-        {
-            "none": "",
-            "optimizer": "--cpu-optimizer",
-            "parameters": "--remote-device cpu",
-            "both": "--cpu-optimizer --remote-device cpu",
-            "nvme optimizer": f"--nvme-optimizer --nvme-path {DISK}",
-            "nvme": f"--nvme-optimizer --remote-device nvme --nvme-path {DISK}",
-        },
-        _offload,
-        "none",
-        named={
-            "nvme optimizer": "--nvme-optimizer",
-            "nvme": "--nvme-optimizer --remote-device nvme",
-        },
-    ),
-    "hpz": _size("hpZ", "zero_hpz_partition_size"),
-    "masters": Axis(
-        "master weights",
-        {"fp32": "", "bf16": "--bf16-master-weights"},
-        lambda config: "bf16" if config.in_effect("bf16_master_weights") else "fp32",
-        "fp32",
-    ),
-    "tp": _size("tensor parallel", "tensor_model_parallel_size"),
-    "sequence": _switch("sequence parallel", "sequence_parallel"),
-    "pp": _size("pipeline parallel", "pipeline_model_parallel_size"),
-    "schedule": Axis(
-        "pipeline schedule",
-        {"1f1b": "", "dualpipev": "--pipeline-schedule dualpipev"},
-        lambda config: str(config.in_effect("pipeline_schedule")),
-        "1f1b",
-    ),
-    "sp": _size("DeepSpeed-Ulysses", "ds_sequence_parallel_size"),
-    "experts": Axis(
-        "mixture of experts",
-        {
-            "none": "",
-            "replicated": "--num-experts 4",
-            "distributed": "--num-experts 4 --expert-model-parallel-size 2",
-        },
-        _experts,
-        "none",
-        named={
-            "replicated": "--num-experts > 1",
-            "distributed": "--expert-model-parallel-size > 1",
-        },
-    ),
-    "precision": Axis(
-        "precision",
-        {"fp32": "", "bf16": "--bf16", "fp16": "--fp16"},
-        lambda config: config.precision.name,
-        "fp32",
-    ),
-    "recompute": Axis(
-        "activation checkpointing",
-        {
-            "none": "",
-            "selective": "--recompute-granularity selective",
-            "full": "--recompute-granularity full",
-            "deepspeed": "--recompute-granularity full --deepspeed-activation-checkpointing",
-            "partitioned": "--recompute-granularity full --partition-activations",
-        },
-        _recompute,
-        "none",
-    ),
-    "mlp": _switch("tiled MLP", "tiled_mlp"),
-    "optimizer": Axis(
-        "optimizer",
-        {name: f"--optimizer {name}" for name in ("adam", "sgd", "lion", "muon")},
-        lambda config: config.optimizer.optimizer,
-        "adam",
-    ),
-    "documents": _switch("document masks", "reset_attention_mask"),
-    "curriculum": Axis(
-        "curriculum",
-        {"off": "", "on": "--curriculum-seqlen 8 16 2"},
-        lambda config: "off" if config.schedule.curriculum_seqlen is None else "on",
-        "off",
-        named={"on": "--curriculum-seqlen"},
-    ),
+READERS: Mapping[str, Callable[[Config], str]] = {
+    "zero": lambda config: str(config.zero_stage),
+    "offload": _offload,
+    "masters": lambda config: "bf16" if config.in_effect("bf16_master_weights") else "fp32",
+    "schedule": lambda config: str(config.in_effect("pipeline_schedule")),
+    "experts": _experts,
+    "precision": lambda config: config.precision.name,
+    "recompute": _recompute,
+    "optimizer": lambda config: config.optimizer.optimizer,
+    "curriculum": lambda config: "off" if config.schedule.curriculum_seqlen is None else "on",
 }
+"""Read the axes of several values; see `Axis.read`."""
 
-ON_DISK = ("nvme optimizer", "nvme")
-_TABLES = tomllib.loads(Path(__file__).with_name("layout_rules.toml").read_text(encoding="utf-8"))
+
+def _axis(name: str, title: str, size: str = "", switch: str = "", **entry: Any) -> Axis:
+    """An axis of layout_axes.toml, which explains the arguments."""
+    if size or switch:
+        return _size(title, size) if size else _switch(title, switch)
+    return Axis(title, read=READERS[name], **entry)
+
+
+AXES: Mapping[str, Axis] = {
+    name: _axis(name, **entry) for name, entry in read_table(__file__, "layout_axes.toml").items()
+}
+_TABLES = read_table(__file__, "layout_rules.toml")
 RULES = tuple(Rule(**entry) for entry in _TABLES["rule"])
 WITHOUT_EFFECT = tuple(Rule(**entry) for entry in _TABLES["without_effect"])
 """Combinations in which a flag has no effect, with a warning: no configuration reads as them."""

@@ -51,6 +51,7 @@ EXTRA: dict[str, dict[str, str]] = {
 VALUES = {name: tuple(axis.values) for name, axis in support_matrix.AXES.items()} | {
     name: tuple(values) for name, values in EXTRA.items()
 }
+ON_DISK = ("nvme optimizer", "nvme")
 SIZES = ("tp", "sp", "pp")
 """Axes whose sizes multiply to the ranks of a replica."""
 NOT_COMPARABLE = (
@@ -107,7 +108,7 @@ def configure(run: RunLayout) -> tuple[Config, list[Problem]]:
     words += [f"--micro-batch-size {_micro_batch_size(run)}"]
     for axis, value in run.items():
         flags = support_matrix.AXES[axis].values if axis in support_matrix.AXES else EXTRA[axis]
-        on_disk = flags.get(value, "").replace(support_matrix.DISK, str(folder() / "disk"))
+        on_disk = flags.get(value, "").replace("/tmp", str(folder() / "disk"))
         words += [on_disk, TEST_FLAGS.get((axis, value), "")]
     return build_config(
         " ".join(words).split(),
@@ -239,7 +240,7 @@ def random_runs(seed: int, count: int, *, accepted: bool) -> list[RunLayout]:
         run: dict[str, str] = {}
         for axis in draw(strategies.permutations(list(VALUES))):
             # The ranks run those that are accepted.
-            left_out = support_matrix.ON_DISK if accepted and WITHOUT_LIBAIO is not None else ()
+            left_out = ON_DISK if accepted and WITHOUT_LIBAIO is not None else ()
             values = [
                 value
                 for value in VALUES[axis]

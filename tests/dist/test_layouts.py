@@ -37,7 +37,7 @@ COUNT, SEED = 30, 7
 EXACT_GAP, HALF_GAP = 1e-5, 0.07
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
-ON_DISK = [name for name, run in COVERING.items() if run["offload"] in support_matrix.ON_DISK]
+ON_DISK = [name for name, run in COVERING.items() if run["offload"] in layouts.ON_DISK]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,11 @@ The descriptions are in descriptions.toml. Does not import deepspeed.
 from __future__ import annotations
 
 import json
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config, flag_of
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.deepspeed_file import Json, get, leaves
 from megatron_ds.config.problems import user_error, with_default_flags
 from megatron_ds.engine.ds_config import keys
@@ -21,18 +20,14 @@ from megatron_ds.engine.ds_config.generate import value_origins
 from megatron_ds.engine.ds_config.history import FORMER
 from megatron_ds.engine.ds_config.values import KINDS
 
-TABLES = tomllib.loads(Path(__file__).with_name("descriptions.toml").read_text(encoding="utf-8"))
+TABLES = read_table(__file__, "descriptions.toml")
 DESCRIPTIONS: dict[str, str] = TABLES["keys"]
 """What each supported key does."""
 DERIVED: dict[str, str] = TABLES["derived"]
 """Key -> what its value follows from if nothing gives it."""
 FIELDS: dict[str, str] = TABLES["flags"]
 """Generated keys that files cannot set -> field."""
-TYPES = {
-    "bool": "true or false", "float": "number", "int": "integer", "size": "integer, at least 0",
-    "str": "text", "dtype": '"fp32", "fp16" or "bf16"', "device": '"none", "cpu" or "nvme"',
-    "betas": "two numbers", "object": "object", "any": "any",
-}  # fmt: skip
+TYPES: dict[str, str] = TABLES["types"]
 """Name of a kind of value -> its description."""
 
 

@@ -7,51 +7,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ds.config import GROUP_OF_FIELD, Config
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import default_flag, option
 from megatron_ds.engine.ds_config import values as kinds
 
-OFFLOAD, CHECKPOINTING = "zero_optimization.offload_optimizer", "activation_checkpointing"
-MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = (
-    ("train_batch_size", "global_batch_size", kinds.as_int),
-    ("train_micro_batch_size_per_gpu", "micro_batch_size", kinds.as_int),
-    ("gradient_clipping", "clip_grad", kinds.as_float),
-    (f"{OFFLOAD}.device", "cpu_optimizer", lambda device: kinds.as_device(device) != "none"),
-    (f"{OFFLOAD}.device", "nvme_optimizer", lambda device: kinds.as_device(device) == "nvme"),
-    (f"{OFFLOAD}.ratio", "optimizer_offload_fraction", kinds.as_float),
-    (f"{OFFLOAD}.nvme_path", "nvme_path", kinds.as_str),
-    ("zero_optimization.offload_param.device", "remote_device", kinds.as_device),
-    ("zero_optimization.offload_param.nvme_path", "nvme_path", kinds.as_str),
-    ("zero_optimization.zero_hpz_partition_size", "zero_hpz_partition_size", kinds.as_int),
-    ("fp16.enabled", "fp16", kinds.as_bool),
-    ("fp16.loss_scale", "loss_scale", lambda scale: kinds.as_float(scale) or None),
-    ("fp16.initial_scale_power", "initial_loss_scale", lambda n: math.pow(2.0, kinds.as_float(n))),
-    ("fp16.min_loss_scale", "min_loss_scale", kinds.as_float),
-    ("fp16.loss_scale_window", "loss_scale_window", kinds.as_int),
-    ("fp16.hysteresis", "hysteresis", kinds.as_int),
-    ("bf16.enabled", "bf16", kinds.as_bool),
-    ("bf16.bf16_master_weights_and_grads", "bf16_master_weights", kinds.as_bool),
-    ("bf16.bf16_optimizer_states", "bf16_master_weights", kinds.as_bool),
-    ("zero_optimization.stage", "zero_stage", kinds.as_int),
-    (
-        "data_types.grad_accum_dtype",
-        "accumulate_allreduce_grads_in_fp32",
-        lambda dtype: kinds.as_dtype(dtype) == "fp32",
-    ),
-    ("optimizer.type", "optimizer", kinds.as_optimizer),
-    ("optimizer.params.lr", "lr", kinds.as_float),
-    ("optimizer.params.betas", "adam_beta1", lambda betas: kinds.as_betas(betas)[0]),
-    ("optimizer.params.betas", "adam_beta2", lambda betas: kinds.as_betas(betas)[1]),
-    ("optimizer.params.eps", "adam_eps", kinds.as_float),
-    ("optimizer.params.weight_decay", "weight_decay", kinds.as_float),
-    ("optimizer.params.momentum", "sgd_momentum", kinds.as_float),
-    (f"{CHECKPOINTING}.partition_activations", "partition_activations", kinds.as_bool),
-    (f"{CHECKPOINTING}.cpu_checkpointing", "checkpoint_in_cpu", kinds.as_bool),
-    (f"{CHECKPOINTING}.contiguous_memory_optimization", "contiguous_checkpointing", kinds.as_bool),
-    (f"{CHECKPOINTING}.synchronize_checkpoint_boundary", "synchronize_each_layer", kinds.as_bool),
-    (f"{CHECKPOINTING}.profile", "profile_backward", kinds.as_bool),
+CONVERSIONS: dict[str, kinds.Kind] = kinds.KINDS | {
+    "first beta": lambda betas: kinds.as_betas(betas)[0],
+    "is fp32": lambda dtype: kinds.as_dtype(dtype) == "fp32",
+    "is nvme": lambda device: kinds.as_device(device) == "nvme",
+    "is offloaded": lambda device: kinds.as_device(device) != "none",
+    "optimizer": kinds.as_optimizer,
+    "power of 2": lambda power: math.pow(2.0, kinds.as_float(power)),
+    "scale": lambda scale: kinds.as_float(scale) or None,
+    "second beta": lambda betas: kinds.as_betas(betas)[1],
+}
+MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = tuple(
+    (key, name, CONVERSIONS[kind]) for key, name, kind in read_table(__file__)["mappings"]
 )
-"""Key, field with the same meaning, and the function that converts the key's value. The stage is
-behind the precision, which decides what stage 0 is."""
+"""Key, field with the same meaning, and the function that converts the key's value."""
 
 OF_OPTIMIZER = {
     "lion": {"adam_beta1": "lion_beta1", "adam_beta2": "lion_beta2"},

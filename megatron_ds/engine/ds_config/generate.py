@@ -18,7 +18,7 @@ from megatron_ds.config.devices import HOST, is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
-from megatron_ds.engine.ds_config.keys import PASSED_KEYS
+from megatron_ds.engine.ds_config.keys import PASSED_KEYS, TABLES
 from megatron_ds.engine.ds_config.values import as_dtype
 from megatron_ds.engine.optimizers.adam_kernels import (
     AdamKernel,
@@ -32,10 +32,7 @@ from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
 STEPS_PER_PRINT_OFF = 1 << 30
 """A steps_per_print that is never reached: the training loop logs progress itself."""
 
-HALF_PRECISION_DEFAULTS: dict[str, Json] = {
-    "fp16": {"auto_cast": False, "consecutive_hysteresis": False},
-    "bf16": {"check_grad_overflow": True, "immediate_grad_update": True},
-}
+HALF_PRECISION_DEFAULTS: dict[str, Json] = TABLES["generated"]["half_precision"]
 """Keys that no field of the configuration has. With immediate_grad_update, a bf16 gradient is added
 to its fp32 accumulator and freed as soon as it is computed."""
 
@@ -51,39 +48,14 @@ SWAPPED_SUB_GROUP = 100_000_000
 """Elements of a flat tensor of optimizer states on a disk. DeepSpeed keeps buffers for the states
 of one in pinned memory."""
 
-ZERO_DEFAULTS: Json = {
-    "reduce_scatter": True,
-    "contiguous_gradients": True,
-    "round_robin_gradients": False,
-    "ignore_unused_parameters": True,
-    "load_from_fp32_weights": True,
-}
-ZERO12_DEFAULTS: Json = {
-    "allgather_partitions": True,
-    "allgather_bucket_size": 500_000_000,
-    "use_multi_rank_bucket_allreduce": True,
-}
+ZERO_DEFAULTS: Json = TABLES["generated"]["zero"]
+ZERO12_DEFAULTS: Json = TABLES["generated"]["zero12"]
 """Keys that only stages 1 and 2 read."""
-ZERO3_DEFAULTS: Json = {
-    "sub_group_size": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "stage3_gather_16bit_weights_on_model_save": False,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_weights": False,
-    "zero_quantized_gradients": False,
-    "memory_efficient_linear": True,
-}
+ZERO3_DEFAULTS: Json = TABLES["generated"]["zero3"]
 """Keys that only stage 3 reads."""
 
 
-PIPELINE_BLOCK: Json = {
-    "activation_checkpoint_interval": 0,
-    "pipe_partitioned": False,
-    "grad_partitioned": False,
-}
+PIPELINE_BLOCK: Json = TABLES["generated"]["pipeline"]
 """The stages recompute their activations themselves, and send whole hidden states."""
 
 PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")

@@ -6,18 +6,17 @@ The facts are in history.toml. Does not know what becomes of a file: see `migrat
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.deepspeed_file import DeepSpeedFile, get, has
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config.keys import VERSION
 
 Version = tuple[int, ...]
-TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLES = read_table(__file__)
 OLDEST = "0.5.0"
 REPLACED: dict[str, str] = TABLES["replaced"]
 """Keys that only a migration replaces -> current key."""

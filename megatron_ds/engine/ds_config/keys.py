@@ -7,14 +7,12 @@ defaults of all keys, are in keys.json, written by `python tests/versions/make_d
 from __future__ import annotations
 
 import json
-import tomllib
-from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.data_files import read_table, read_text
 from megatron_ds.engine.ds_config.values import KINDS, Kind
 
-FILE = Path(__file__).with_suffix(".toml")
-TABLES: dict[str, Any] = tomllib.loads(FILE.read_text(encoding="utf-8"))
+TABLES: dict[str, Any] = read_table(__file__)
 REFUSED: dict[str, str] = TABLES["refused"]
 """Unsupported keys that would change the run -> reason or replacement. A key that is off (false, or
 an object with nothing enabled) changes nothing: it is dropped with a warning."""
@@ -29,7 +27,7 @@ OLD_SWITCHES: dict[str, tuple[str, Any]] = {
 }
 """Old switches -> the key and value that replace them if they are true."""
 OLD_PIN_KEY = "zero_optimization.cpu_offload_use_pin_memory"
-INSTALLED: dict[str, Any] = json.loads(FILE.with_suffix(".json").read_text(encoding="utf-8"))
+INSTALLED: dict[str, Any] = json.loads(read_text(__file__, "keys.json"))
 """Keys and defaults of the supported DeepSpeed."""
 VERSION: str = INSTALLED["deepspeed"]
 DEFAULTS: dict[str, Any] = INSTALLED["defaults"]
