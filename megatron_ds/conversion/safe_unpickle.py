@@ -18,44 +18,9 @@ from typing import Any, BinaryIO
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
-
-MEGATRON_ENUMS = """
-    megatron.enums.AttnMaskType megatron.enums.AttnType megatron.enums.LayerType
-    megatron.enums.ModelType megatron.enums.PositionEmbeddingType
-    megatron.model.enums.AttnMaskType megatron.model.enums.AttnType megatron.model.enums.LayerType
-    megatron.model.enums.ModelType megatron.model.enums.PositionEmbeddingType
-    megatron.core.enums.Fp4Recipe megatron.core.enums.Fp8Recipe megatron.core.enums.ModelType
-    megatron.core.transformer.enums.AttnBackend megatron.core.transformer.enums.AttnMaskType
-    megatron.core.transformer.enums.AttnType megatron.core.transformer.enums.CudaGraphScope
-    megatron.core.transformer.enums.InferenceCudaGraphScope
-    megatron.core.transformer.enums.LayerType megatron.core.transformer.enums.ModelType
-"""
-NAMES = f"""
-    argparse.Namespace types.SimpleNamespace
-    {MEGATRON_ENUMS}
-    megatron.core.rerun_state_machine.RerunDiagnostic
-    megatron.core.rerun_state_machine.RerunMode megatron.core.rerun_state_machine.RerunState
-    megatron.core.rerun_state_machine.RerunErrorInjector
-    megatron.fp16_deprecated.loss_scaler.LossScaler
-    megatron.fp16_deprecated.loss_scaler.DynamicLossScaler
-    megatron.fp16.loss_scaler.LossScaler megatron.fp16.loss_scaler.DynamicLossScaler
-    fp16.loss_scaler.LossScaler fp16.loss_scaler.DynamicLossScaler
-    deepspeed.runtime.fp16.loss_scaler.LossScaler
-    deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler
-    deepspeed.runtime.zero.config.ZeroStageEnum
-    deepspeed.runtime.zero.offload_config.OffloadDeviceEnum
-    deepspeed.utils.tensor_fragment.fragment_address
-    deepspeed.checkpoint.universal_checkpoint.SubparamShape
-    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct
-    numpy.core.multiarray.scalar numpy._core.multiarray.scalar
-    numpy.ndarray numpy.dtype
-    builtins.getattr
-    signal.Signals pathlib.PosixPath pathlib._local.PosixPath io.BytesIO _io.BytesIO
-"""
-"""Classes and functions of other programs that a file may name; none of them is imported.
-Python 3.11.0 to 3.11.3 pickle an enum's member as a call of getattr."""
 
 
 class StandIn:
@@ -78,7 +43,12 @@ class StandIn:
         self.state = state
 
 
-STAND_INS = tuple((type(name, (StandIn,), {}), name) for name in NAMES.split())
+NAMES = [
+    f"{module}.{name}"
+    for module, names in read_table(__file__, "foreign_classes.toml").items()
+    for name in names.split()
+]
+STAND_INS = tuple((type(name, (StandIn,), {}), name) for name in NAMES)
 
 METADATA_CLASSES: dict[tuple[str, str], type] = {
     (kind.__module__, kind.__qualname__): type(kind.__name__, (StandIn,), {})

@@ -6,12 +6,12 @@ rely on.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.config.data_files import read_table
 from megatron_ds.conversion.huggingface.config_rows import (
     ConfigValues,
     Row,
@@ -34,21 +34,7 @@ PART_OF_BIASES = "biases in only some of the linear layers"
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`.
-
-    Attributes:
-        architecture: Class in transformers.
-        prefix: Of all names but the output layer's; files of older versions lack it.
-        names: Their modules outside the layers, without prefix, by canonical module.
-        layer: Their name of layer {}, without prefix.
-        inner: The same of the modules in it. Of several names each has its section of our tensor.
-        rows: Keys of config.json.
-        grouped_qkv: Whether queries, keys and values are interleaved by query group.
-        is_transposed: Whether matrices are [in, out].
-        buffers: Names of tensors without values of the model, by their last parts.
-        default_window: Tokens that a position sees of those before it, unless `sliding_window` is
-            another number, or null: all. None: the family has no such key.
-    """
+    """One `model_type`; families.toml explains what it has besides the keys of config.json."""
 
     architecture: str
     prefix: str
@@ -58,7 +44,7 @@ class Family:
     rows: tuple[Row, ...]
     grouped_qkv: bool = False
     is_transposed: bool = False
-    buffers: tuple[str, ...] = ()
+    buffers: Sequence[str] = ()
     default_window: int | None = None
 
 
@@ -107,148 +93,74 @@ def _write_positions(model: ModelConfig) -> dict[str, Any]:
     return {"n_positions": model.num_positions, "n_ctx": model.num_positions}
 
 
-GPT2 = Family(
-    architecture="GPT2LMHeadModel",
-    prefix="transformer.",
-    names={
-        "embedding.word": "wte",
-        "embedding.position": "wpe",
-        "final_norm": "ln_f",
-        "head": "lm_head",
-    },
-    layer="h.{}",
-    inner={
-        "attention_norm": "ln_1",
-        "attention.qkv": "attn.c_attn",
-        "attention.proj": "attn.c_proj",
-        "mlp_norm": "ln_2",
-        "mlp.fc_in": "mlp.c_fc",
-        "mlp.fc_out": "mlp.c_proj",
-    },
-    rows=(
-        always(position_embedding_type="learned_absolute", normalization="LayerNorm"),
-        always(add_bias_linear=True),
-        VOCABULARY,
-        number("n_layer num_hidden_layers", "num_layers", int, 12),
-        number("n_embd hidden_size", "hidden_size", int, 768),
-        number("n_head num_attention_heads", "num_attention_heads", int, 12),
-        number("n_inner", "ffn_hidden_size", int, None),
-        Row(_positions, _write_positions),
-        number("layer_norm_epsilon", "norm_epsilon", float, 1e-5),
-        choice("activation_function", ACTIVATION, "gelu_new", ACTIVATIONS),
-        number("attn_pdrop", "attention_dropout", float, 0.1),
-        number("resid_pdrop", "hidden_dropout", float, 0.1),
-        Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
-        STD,
-        tied(True),
-        only("scale_attn_weights", ATTENTION_SCALE, True, True),
-        only("scale_attn_by_inverse_layer_idx", ATTENTION_SCALE, False, False),
-        only("add_cross_attention", "cross attention", False, False),
-    ),
-    is_transposed=True,
-    buffers=("attn.bias", "attn.masked_bias"),
+GPT2 = (
+    always(position_embedding_type="learned_absolute", normalization="LayerNorm"),
+    always(add_bias_linear=True),
+    VOCABULARY,
+    number("n_layer num_hidden_layers", "num_layers", int, 12),
+    number("n_embd hidden_size", "hidden_size", int, 768),
+    number("n_head num_attention_heads", "num_attention_heads", int, 12),
+    number("n_inner", "ffn_hidden_size", int, None),
+    Row(_positions, _write_positions),
+    number("layer_norm_epsilon", "norm_epsilon", float, 1e-5),
+    choice("activation_function", ACTIVATION, "gelu_new", ACTIVATIONS),
+    number("attn_pdrop", "attention_dropout", float, 0.1),
+    number("resid_pdrop", "hidden_dropout", float, 0.1),
+    Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
+    STD,
+    tied(True),
+    only("scale_attn_weights", ATTENTION_SCALE, True, True),
+    only("scale_attn_by_inverse_layer_idx", ATTENTION_SCALE, False, False),
+    only("add_cross_attention", "cross attention", False, False),
 )
 
-NEOX_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "attention.query_key_value",
-    "attention.proj": "attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.fc_in": "mlp.dense_h_to_4h",
-    "mlp.fc_out": "mlp.dense_4h_to_h",
-}
-BLOOM_LAYER = {
-    **NEOX_LAYER,
-    "attention.qkv": "self_attention.query_key_value",
-    "attention.proj": "self_attention.dense",
-}
-GPT_NEOX = Family(
-    architecture="GPTNeoXForCausalLM",
-    prefix="gpt_neox.",
-    names={"embedding.word": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
-    layer="layers.{}",
-    inner=NEOX_LAYER,
-    rows=(
-        *SIZES,
-        *DROPOUTS,
-        LENGTH,
-        rope("rotary_emb_base", "rotary_pct"),
-        always(normalization="LayerNorm", add_bias_linear=True),
-        number("intermediate_size", "ffn_hidden_size", int, 24576),
-        number("layer_norm_eps", "norm_epsilon", float, 1e-5),
-        choice("hidden_act", ACTIVATION, "gelu", ACTIVATIONS),
-        tied(False),
-        only("use_parallel_residual", PARALLEL, True, False),
-        only("attention_bias", PART_OF_BIASES, True, True),
-    ),
-    grouped_qkv=True,
-    buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
+GPT_NEOX = (
+    *SIZES,
+    *DROPOUTS,
+    LENGTH,
+    rope("rotary_emb_base", "rotary_pct"),
+    always(normalization="LayerNorm", add_bias_linear=True),
+    number("intermediate_size", "ffn_hidden_size", int, 24576),
+    number("layer_norm_eps", "norm_epsilon", float, 1e-5),
+    choice("hidden_act", ACTIVATION, "gelu", ACTIVATIONS),
+    tied(False),
+    only("use_parallel_residual", PARALLEL, True, False),
+    only("attention_bias", PART_OF_BIASES, True, True),
 )
 
-BLOOM = Family(
-    architecture="BloomForCausalLM",
-    prefix="transformer.",
-    names={
-        "embedding.word": "word_embeddings",
-        "embedding.norm": "word_embeddings_layernorm",
-        "final_norm": "ln_f",
-        "head": "lm_head",
-    },
-    layer="h.{}",
-    inner=BLOOM_LAYER,
-    rows=(
-        VOCABULARY,
-        number("n_layer num_hidden_layers", "num_layers", int),
-        number("hidden_size n_embed", "hidden_size", int),
-        number("n_head num_attention_heads", "num_attention_heads", int),
-        STD,
-        *DROPOUTS,
-        always(normalization="LayerNorm", position_embedding_type="alibi", embed_layernorm=True),
-        always(add_bias_linear=True, **TANH),
-        number("seq_length", "seq_length", int, 2048),
-        number("layer_norm_epsilon", "norm_epsilon", float, 1e-5),
-        tied(True),
-        only("apply_residual_connection_post_layernorm", POST_NORM, False, False),
-    ),
-    grouped_qkv=True,
+BLOOM = (
+    VOCABULARY,
+    number("n_layer num_hidden_layers", "num_layers", int),
+    number("hidden_size n_embed", "hidden_size", int),
+    number("n_head num_attention_heads", "num_attention_heads", int),
+    STD,
+    *DROPOUTS,
+    always(normalization="LayerNorm", position_embedding_type="alibi", embed_layernorm=True),
+    always(add_bias_linear=True, **TANH),
+    number("seq_length", "seq_length", int, 2048),
+    number("layer_norm_epsilon", "norm_epsilon", float, 1e-5),
+    tied(True),
+    only("apply_residual_connection_post_layernorm", POST_NORM, False, False),
 )
 
-FALCON = Family(
-    architecture="FalconForCausalLM",
-    prefix="transformer.",
-    names={"embedding.word": "word_embeddings", "final_norm": "ln_f", "head": "lm_head"},
-    layer="h.{}",
-    inner=BLOOM_LAYER,
-    rows=(
-        *SIZES,
-        *DROPOUTS,
-        number("max_position_embeddings", "seq_length", int, 2048),
-        rope(),
-        always(normalization="LayerNorm"),
-        number("ffn_hidden_size", "ffn_hidden_size", int, None),
-        number("layer_norm_epsilon", "norm_epsilon", float, 1e-5),
-        choice("activation", ACTIVATION, "gelu", ACTIVATIONS),
-        tied(True),
-        choice(
-            "bias", PART_OF_BIASES, False, {on: {"add_bias_linear": on} for on in (True, False)}
-        ),
-        choice("multi_query", QUERY_GROUPS, True, {True: {"num_query_groups": 1}, False: {}}),
-        only("parallel_attn", PARALLEL, True, False),
-        only("new_decoder_architecture", PARALLEL, False, False),
-        only("alibi", "ALiBi that is scaled with the attention scores", False, False),
-        only("apply_residual_connection_post_layernorm", POST_NORM, False, False),
-    ),
-    grouped_qkv=True,
+FALCON = (
+    *SIZES,
+    *DROPOUTS,
+    number("max_position_embeddings", "seq_length", int, 2048),
+    rope(),
+    always(normalization="LayerNorm"),
+    number("ffn_hidden_size", "ffn_hidden_size", int, None),
+    number("layer_norm_epsilon", "norm_epsilon", float, 1e-5),
+    choice("activation", ACTIVATION, "gelu", ACTIVATIONS),
+    tied(True),
+    choice("bias", PART_OF_BIASES, False, {on: {"add_bias_linear": on} for on in (True, False)}),
+    choice("multi_query", QUERY_GROUPS, True, {True: {"num_query_groups": 1}, False: {}}),
+    only("parallel_attn", PARALLEL, True, False),
+    only("new_decoder_architecture", PARALLEL, False, False),
+    only("alibi", "ALiBi that is scaled with the attention scores", False, False),
+    only("apply_residual_connection_post_layernorm", POST_NORM, False, False),
 )
 
-LLAMA_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "attention.proj": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.fc_in": "mlp.gate_proj mlp.up_proj",
-    "mlp.fc_out": "mlp.down_proj",
-}
 LLAMA_ROWS = (
     *SIZES,
     number("attention_dropout", "attention_dropout", float, 0.0),
@@ -260,18 +172,6 @@ LLAMA_ROWS = (
     choice("hidden_act", ACTIVATION, "silu", GATED),
     tied(False),
 )
-
-
-def _like_llama(architecture: str, *rows: Row) -> Family:
-    return Family(
-        architecture=architecture,
-        prefix="model.",
-        names={"embedding.word": "embed_tokens", "final_norm": "norm", "head": "lm_head"},
-        layer="layers.{}",
-        inner=LLAMA_LAYER,
-        rows=(*LLAMA_ROWS, *rows),
-        buffers=("rotary_emb.inv_freq",),
-    )
 
 
 def _read_biases(config: ConfigValues) -> dict[str, Any]:
@@ -286,25 +186,22 @@ def _write_biases(model: ModelConfig) -> dict[str, Any]:
 
 
 KV_HEADS = number("num_key_value_heads", "num_query_groups", int)
-LLAMA = _like_llama(
-    "LlamaForCausalLM",
+LLAMA = (
+    *LLAMA_ROWS,
     number("num_key_value_heads", "num_query_groups", int, None),
     number("max_position_embeddings", "seq_length", int, 2048),
     Row(_read_biases, _write_biases),
     ignored(pretraining_tp=1),
 )
-MISTRAL = dataclasses.replace(
-    _like_llama("MistralForCausalLM", KV_HEADS, LENGTH, always(**WITHOUT_BIAS)), default_window=4096
-)
-QWEN2 = _like_llama(
-    "Qwen2ForCausalLM",
+MISTRAL = (*LLAMA_ROWS, KV_HEADS, LENGTH, always(**WITHOUT_BIAS))
+QWEN2 = (
+    *LLAMA_ROWS,
     KV_HEADS,
     LENGTH,
     always(**WITHOUT_BIAS, add_qkv_bias=True),
     only("use_sliding_window", "sliding-window attention in some layers", False, False),
 )
-
-FAMILIES = {
+ROWS = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,
@@ -313,6 +210,18 @@ FAMILIES = {
     "bloom": BLOOM,
     "falcon": FALCON,
 }
+"""Keys of config.json by `model_type`."""
+
+
+def _families() -> Iterator[tuple[str, Family]]:
+    """The families of families.toml."""
+    table = read_table(__file__)
+    for name, own in table.items():
+        entry = table.get(own.pop("like", ""), {}) | own
+        yield name, Family(rows=ROWS[name], **entry)
+
+
+FAMILIES = dict(_families())
 """By `model_type`, in the order in which an export tries them."""
 QK_NORM = "normalization of queries and keys"
 LACKING = {

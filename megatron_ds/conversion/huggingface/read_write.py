@@ -84,7 +84,7 @@ def _open(path: Path) -> SourceCheckpoint:
         used.update(each.name for each in parts)
         tensors[name] = _joined(parts, [theirs[each.name] for each in parts])
     left = theirs.keys() - used
-    if unknown := sorted(name for name in left if not name.endswith(family.buffers)):
+    if unknown := sorted(name for name in left if not name.endswith(tuple(family.buffers))):
         raise user_error("hf-tensors-unknown", path=path, names=", ".join(unknown))
     return SourceCheckpoint(path, "hf", settings, tensors).checked(may_be_padded=False)
 

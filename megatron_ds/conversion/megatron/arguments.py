@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.config.tokenizer import TOKENIZERS
 from megatron_ds.conversion.megatron.names import QkvOrder, RowOrders
@@ -20,30 +21,7 @@ POSITION_TYPES = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 """Members of PositionEmbeddingType in bigscience's fork, by value."""
 GATED = ("swiglu", "geglu", "reglu", "liglu")
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-UNSUPPORTED = {
-    "apply_residual_connection_post_layernorm": "residual connections after the norm",
-    "apply_layernorm_1p": "norms with weights around zero",
-    "layernorm_zero_centered_gamma": "norms with weights around zero",
-    "qk_layernorm": "norms of queries and keys",
-    "qk_l2_norm": "norms of queries and keys",
-    "multi_latent_attention": "multi-latent attention",
-    "rotary_interleaved": "interleaved rotary positions",
-    "use_rope_scaling": "scaled rotary positions",
-    "rotary_seq_len_interpolation_factor": "interpolated rotary positions",
-    "window_size": "attention with a sliding window",
-    "attention_output_gate": "gated attention",
-    "hybrid_override_pattern": "layers other than attention and MLP",
-    "heterogeneous_layers_config_path": "layers of different shapes",
-    "quick_gelu": "the activation quick_gelu",
-    "mtp_num_layers": "multi-token prediction",
-    "softmax_type": "attention sinks",
-    "glu_linear_offset": "shifted gated activations",
-    "activation_func_clamp_value": "clamped activations",
-    "no_rope_freq": "layers without rotary positions",
-}
-"""Arguments that, if set, need a part that our model lacks."""
-HARMLESS = {"softmax_type": "vanilla", "rotary_seq_len_interpolation_factor": 1}
-"""Values of these that need none."""
+TABLES = read_table(__file__)
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 NEOX_POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "none": "none", "alibi": "alibi"}
 NEOX_OPTIONAL = (
@@ -162,9 +140,9 @@ def tokenizer_settings(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def unsupported_parts(args: Mapping[str, Any]) -> Iterator[str]:
     """Descriptions of parts that our model lacks, each with the argument that asks for it."""
-    for name, part in UNSUPPORTED.items():
+    for name, part in TABLES["unsupported"].items():
         value = args.get(name)
-        if value and value != HARMLESS.get(name):
+        if value and value != TABLES["harmless"].get(name):
             yield f"{part} ({name} {value})"
     experts = args.get("num_experts")
     numbers = experts if isinstance(experts, list | tuple) else [experts]

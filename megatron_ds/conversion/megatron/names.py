@@ -14,38 +14,15 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from megatron_ds.config.data_files import read_table
+
 PREFIX = re.compile(r"^(language_model\.)?(embedding\.|encoder\.|transformer\.|decoder\.)?")
 BUFFERS = re.compile(r"_extra_state(/|$)|(^|\.)rotary_(pos_)?emb\.")
 COPY = "word_embeddings_for_head."
 """The last pipeline stage's copy of a tied embedding."""
 LAYER = re.compile(r"layers\.(\d+)\.")
 KIND = re.compile(r"(.+[._])(weight|bias|scale)")
-NAMES = {
-    "embedding.word": ("word_embeddings.", "word_embeddings."),
-    "embedding.norm": ("word_embeddings.norm.", "word_embeddings.norm."),
-    "embedding.position": ("position_embeddings.", "position_embeddings."),
-    "attention_norm": (
-        *("input_layernorm.", "self_attention.linear_qkv.layer_norm_", "input_norm."),
-    ),
-    "attention.qkv": (
-        *("self_attention.query_key_value.", "self_attention.linear_qkv."),
-        "self_attention.qkv_linear_",
-    ),
-    "attention.proj": (
-        *("self_attention.dense.", "self_attention.linear_proj.", "self_attention.qkv_dense_"),
-    ),
-    "mlp_norm": (
-        *("post_attention_layernorm.", "mlp.linear_fc1.layer_norm_"),
-        *("post_attention_norm.", "pre_mlp_layernorm."),
-    ),
-    "mlp.fc_in": ("mlp.dense_h_to_4h.", "mlp.linear_fc1."),
-    "mlp.fc_out": ("mlp.dense_4h_to_h.", "mlp.linear_fc2."),
-    "final_norm": ("final_layernorm.", "final_layernorm.", "final_norm.", "norm."),
-    "head": ("output_layer.", "output_layer.", "lm_head.", "final_linear."),
-}
-"""By our module, without its layer, the names before `weight` and `bias`: that of Megatron-LM's
-files, that of Megatron Core with Transformer Engine's layers, and those of other versions and
-forks. Prefixes are left out."""
+NAMES: dict[str, list[str]] = read_table(__file__)
 MODULES = {name: module for module, names in NAMES.items() for name in names}
 
 

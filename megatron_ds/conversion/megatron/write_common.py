@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_ds.checkpoint.output_folder import output_folder
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import raise_if_any, user_error
+from megatron_ds.conversion.megatron.arguments import TABLES
 from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, WriteOptions
 
@@ -159,39 +160,25 @@ def _arguments(source: SourceCheckpoint, options: WriteOptions) -> dict[str, Any
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
     kind = model.position_embedding_type
     return {
-        "num_layers": model.num_layers,
+        **{name: getattr(model, name) for name in TABLES["same"]},
+        **TABLES["constant"],
         "encoder_num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
         "ffn_hidden_size": model.mlp_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
         "kv_channels": model.head_dim,
         "group_query_attention": model.kv_heads != model.num_attention_heads,
         "num_query_groups": model.kv_heads,
-        "seq_length": model.seq_length,
         "encoder_seq_length": model.seq_length,
         "max_position_embeddings": model.num_positions,
         "position_embedding_type": "learned_absolute" if kind == "none" else kind,
         "add_position_embedding": kind == "learned_absolute",
         "use_rotary_position_embeddings": kind == "rope",
-        "rotary_percent": model.rotary_percent,
         "rotary_base": int(model.rotary_base),
-        "normalization": model.normalization,
-        "norm_epsilon": model.norm_epsilon,
         "layernorm_epsilon": model.norm_epsilon,
         "swiglu": model.activation == "swiglu",
         "squared_relu": model.activation == "squared-relu",
         "openai_gelu": model.activation == "openai-gelu",
         "bias_gelu_fusion": model.activation == "gelu" and model.gelu_kind == "tanh",
         "onnx_safe": None,
-        "add_bias_linear": model.add_bias_linear,
-        "add_qkv_bias": model.add_qkv_bias,
-        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
-        "apply_residual_connection_post_layernorm": False,
-        "apply_query_key_layer_scaling": False,
-        "attention_dropout": model.attention_dropout,
-        "hidden_dropout": model.hidden_dropout,
-        "init_method_std": model.init_method_std,
-        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "padded_vocab_size": padded_vocab(source, tp_size),
         "tokenizer_type": tokenizer.get("tokenizer_type"),
         "tensor_model_parallel_size": tp_size,
@@ -199,12 +186,5 @@ def _arguments(source: SourceCheckpoint, options: WriteOptions) -> dict[str, Any
         "virtual_pipeline_model_parallel_size": None,
         "fp16": dtypes == {torch.float16},
         "bf16": dtypes == {torch.bfloat16},
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "iteration": 0,
-        "no_save_optim": True,
-        "no_save_rng": True,
-        "use_distributed_optimizer": False,
-        "data_parallel_size": 1,
         "world_size": tp_size * pp_size,
     }
