@@ -12,12 +12,11 @@ import functools
 import itertools
 import json
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
 from megatron_ds.inference.sampling_params import CandidateOptions
@@ -29,19 +28,8 @@ MAX_VALUE_CHARS = 60
 """Characters of a value in messages."""
 SURROGATE = re.compile("[\ud800-\udfff]")
 """What JSON can express in a string and UTF-8 cannot; `json` joins pairs."""
-RENAMED_FIELDS = {
-    "max_len": "tokens_to_generate",
-    "sentences": "prompts",
-    "prompt": "prompts",
-    "max_tokens": "tokens_to_generate",
-    "max_new_tokens": "tokens_to_generate",
-    "seed": "random_seed",
-    "prompts": "prompt",
-    "tokens_to_generate": "max_tokens",
-    "max_completion_tokens": "max_tokens",
-    "random_seed": "seed",
-}
-"""Fields of older and other servers, and their names here."""
+FIELDS = read_table(__file__, "request_fields.toml")
+"""Fields of other servers."""
 SAMPLING_ONLY = (
     "logprobs", "top_n_logprobs", "temperature", "top_k", "top_p", "top_p_decay", "top_p_bound",
     "stop_on_eol", "stop_on_double_eol", "random_seed",
@@ -162,12 +150,11 @@ def read(body: bytes, defaults: Defaults) -> GenerationRequest:
 
 @functools.cache
 def neutral_fields() -> Mapping[str, Mapping[str, Any]]:
-    """The metadata of the fields in openai_fields.toml."""
-    table = tomllib.loads(Path(__file__).with_name("openai_fields.toml").read_text("utf-8"))
+    """The metadata of the fields of OpenAI's API that have no effect."""
     fields = dict[str, dict[str, Any]]()
-    for name in table["any"].split():
+    for name in FIELDS["any"].split():
         fields[name] = {"is_valid": lambda value: True}
-    for name, values in table["values"].items():
+    for name, values in FIELDS["values"].items():
         shown = " or ".join(map(_as_json, [*values, None]))
         expected = f"{shown} (others are not supported)"
         fields[name] = {"expected": expected, "is_valid": values.__contains__}
@@ -256,8 +243,8 @@ def _field_problems(
 
 
 def _field_hint(name: str, known: Mapping[str, Any]) -> str:
-    if RENAMED_FIELDS.get(name) in known:
-        return f"; it is called {RENAMED_FIELDS[name]} here"
+    if (renamed := FIELDS["renamed"].get(name)) in known:
+        return f"; it is called {renamed} here"
     similar = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.6)
     return f"; did you mean {similar[0]}?" if similar else f" (known are {', '.join(known)})"
 

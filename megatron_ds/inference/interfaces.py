@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from megatron_ds.inference.scheduler import AnyJob, Event, Finished, NewToken, Ticket
+from megatron_ds.inference.server_metrics import Counted
 
 
 class ServedJob(AnyJob, Protocol):
@@ -51,17 +52,8 @@ class Api(Protocol[Job]):
         ...
 
 
-class Backend(Protocol[Job]):
+class Backend(Counted, Protocol[Job]):
     """Runs jobs; `Scheduler` without its models."""
-
-    generated: int
-    prompted: int
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
 
     @property
     def jobs(self) -> int: ...

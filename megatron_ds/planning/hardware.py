@@ -13,20 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.devices import HOST
 
 GB = 1e9
 DEFAULT = "h100"
-SHARES: dict[str, dict[float, float]] = {
-    "h100": {124e6: 0.40, 355e6: 0.46, 1.5e9: 0.48, 7e9: 0.46, 70e9: 0.42},
-    "h200": {124e6: 0.440, 355e6: 0.488, 1.32e9: 0.601, 8e9: 0.52, 70e9: 0.42},
-    "a100": {125e6: 0.45, 350e6: 0.52, 1.3e9: 0.60, 7e9: 0.63, 13e9: 0.60, 30e9: 0.55},
-    "mi300x": {1e9: 0.40},
-    "910b": {1e9: 0.50},
-    HOST: {1e9: 0.60},
-}
-"""Share of the peak by parameters, from the runs that docs/planning.md lists."""
-MEASURED = {"h200": 1.5e9}
+TABLES = read_table(__file__)
+SHARES: dict[str, list[tuple[float, float]]] = TABLES["shares"]
+"""Parameters and share of the peak, from the runs that docs/planning.md lists."""
+MEASURED: dict[str, float] = TABLES["measured"]
 """Parameters up to which the share is that of this program."""
 
 
@@ -73,7 +68,7 @@ class Hardware:
         """The share of the peak of a model with so many parameters in use, and its origin."""
         if self.efficiency:
             return self.efficiency, "given"
-        sizes, shares = zip(*SHARES[self.name].items(), strict=True)
+        sizes, shares = zip(*SHARES[self.name], strict=True)
         is_measured = parameters <= MEASURED.get(self.name, 0)
         share = float(np.interp(math.log(parameters), np.log(sizes), shares))
         return share, "measured on one device" if is_measured else "assumed"
@@ -83,15 +78,5 @@ class Hardware:
         return self.tflops_32 if precision == "fp32" else self.tflops_16
 
 
-HARDWARE = {
-    each.name: each
-    for each in (
-        Hardware("h100", 989, 67, 80 * GB, 3350 * GB, 8, 450 * GB, 50 * GB),
-        Hardware("h200", 989, 67, 141 * GB, 4800 * GB, 8, 450 * GB, 50 * GB),
-        Hardware("a100", 312, 19.5, 80 * GB, 2039 * GB, 8, 300 * GB, 25 * GB),
-        Hardware("mi300x", 1307, 163, 192 * GB, 5300 * GB, 8, 448 * GB, 50 * GB),
-        Hardware("910b", 320, 80, 64 * GB, 1600 * GB, 8, 196 * GB, 25 * GB),
-        Hardware(HOST, 1, 0.4, 64 * GB, 40 * GB, 1, 10 * GB, 1.25 * GB, 0.0, 5e-5, 5e-5, 1e-5),
-    )
-}
-"""By the name of --hardware. Of "cpu", the rates of two cores of a server."""
+HARDWARE = {name: Hardware(name, **rates) for name, rates in TABLES["devices"].items()}
+"""By the name of --hardware."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megatron_ds.config.data_files import read_table
+
 VERSION = 1
 """Increased when any text is split differently; recorded next to the data."""
 
@@ -22,33 +24,8 @@ OPENERS = "\"'“‘«‹([{¿¡「『（【《〈〔［*_-–—"
 """May precede the first word of a sentence."""
 
 
-def _words(listed: str) -> frozenset[str]:
-    return frozenset(listed.split())
-
-
-NEVER_LAST = _words(
-    "mr mrs ms mx dr prof st mt rev hon gov sen rep gen col lt sgt capt cmdr maj adm messrs vs cf "
-    "e.g i.e viz ca approx resp"
-)
-"""Abbreviations that never end a sentence."""
-NUMBERED = _words(
-    "no nos nr fig figs p pp pg vol vols ch chap sec sect eq eqs art par ref refs jan feb mar apr "
-    "jun jul aug sep sept oct nov dec"
-)
-"""Abbreviations if a number follows."""
-MAYBE_LAST = _words(
-    "etc al inc ltd co corp llc bros jr sr esq dept univ assn ave blvd rd ed eds est"
-)
-"""Abbreviations that end a sentence only if the next word is one of STARTERS."""
-STARTERS = _words(
-    "a after all also although an and as at because before but by during each even finally first "
-    "for from having he her here his how however i if in instead is it its last later many "
-    "meanwhile more moreover most my nevertheless no not now of on once one only or other our "
-    "perhaps she since so some soon still such that the their then there therefore these they this "
-    "those though thus to today under until we what when where whether which while who why with "
-    "yet you your"
-)
-"""Words that often start a sentence."""
+WORDS = {kind: frozenset(words.split()) for kind, words in read_table(__file__).items()}
+"""Words by what they say of a full stop, see sentence_rules.toml."""
 
 # Character classes in sequence, without nested repetition, keep matching linear. A blank line
 # ends a sentence too, since headlines have no full stop.
@@ -110,13 +87,13 @@ def _ends(text: str, start: int, mark: int, end: int) -> bool:
         if word.isalpha():
             return word == "I"  # otherwise an initial
     lower = word.lower()
-    if lower in NEVER_LAST:
+    if lower in WORDS["never_last"]:
         return False
-    if lower in NUMBERED:
+    if lower in WORDS["numbered"]:
         return not following.isdigit()
-    if "." in word.strip(".") or lower in MAYBE_LAST:
+    if "." in word.strip(".") or lower in WORDS["maybe_last"]:
         after = NEXT_WORD.match(text, opening.end())
-        return after is not None and after[0].lower() in STARTERS
+        return after is not None and after[0].lower() in WORDS["starters"]
     return True
 
 
