@@ -24,8 +24,8 @@ import numpy as np
 from megatron_ds import cli
 from megatron_ds.cli.command import table_of
 from megatron_ds.cli.doctor.commands import read_source, split_options
-from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of
-from megatron_ds.cli.doctor.tiny import shrink, size
+from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
+from megatron_ds.cli.doctor.tiny import shrink
 from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.fields import option_field
@@ -36,7 +36,7 @@ from megatron_ds.engine.ds_config.merge import merge_file
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone")
 DOCUMENTS = 64
-"""Of the data that --try makes up."""
+"""Of the data that --try makes up, and the tokens of each."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,12 @@ class Options:
     )
     print_yaml: bool = option_field(False, "print a file for --config", flag="yaml")
     tries: bool = option_field(
-        False,
-        "train two steps on the CPU at a tiny size, with all features and data that is made up",
-        flag="try",
+        False, "train two steps on the CPU at a tiny size, with all features", flag="try"
     )
     executes: bool = option_field(
         False,
         "EXECUTE the script, with stand-ins in PATH for deepspeed, torchrun, srun, python and "
-        "others, which only record their arguments. Everything else in it, such as rm, takes "
-        "effect",
+        "others, which record their arguments. Everything else in it, such as rm, takes effect",
         flag="execute",
     )
 
@@ -97,9 +94,7 @@ def doctor(options: Options) -> int:
             print(found.report(), file=sys.stderr)
             text = yaml_file.dump(found.config) if options.print_yaml else found.command_text()
             print(text, end="", flush=True)
-            status |= bool(found.lacking)
-            if options.tries:
-                status |= _train(found, Path(name))
+            status |= bool(found.lacking) | (options.tries and _train(found, Path(name)))
     return status
 
 
@@ -116,24 +111,21 @@ def _add_model(command: TrainingCommand) -> None:
         return
     values = {**settings.defaults, **settings.fixed}
     config = replace(Config().with_values(values), given=frozenset(values))
-    own = [words for words in flags_of(config) if words[0] not in command.flags]
-    command.flags[:0] = [word for words in own for word in words]
+    command.flags[:0] = joined(f for f in flags_of(config) if f"--{f[0]}" not in command.flags)
 
 
-def _train(found: Diagnosis, folder: Path) -> int:
-    """Trains the settings at a tiny size; returns the exit status."""
-    tiny, processes = shrink(found.checked, found.world_size, folder)
+def _train(found: Diagnosis, folder: Path) -> bool:
+    """Trains the settings at a tiny size; returns whether that fails."""
+    flags, processes = shrink(found.checked, found.world_size, folder)
     with pair_writer(folder / "data", "uint16") as writer:
         for start in range(DOCUMENTS):
-            document = np.arange(size("seq_length")) * (start + 1) % size("vocab_size")
-            writer.add_documents(document.astype(np.uint16), [len(document)])
-    flags = [word for words in flags_of(tiny) for word in words]
+            document = (np.arange(DOCUMENTS) * (start + 1) % 256).astype(np.uint16)
+            writer.add_documents(document, [len(document)])
     print(f"trying {processes} processes: pretrain_gpt.py {shlex.join(flags)}", file=sys.stderr)
-    environment = ["env", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
     launcher = [*LAUNCHER, "--nproc_per_node", str(processes)] if processes > 1 else []
     program = [sys.executable, *launcher, str(REPOSITORY / "pretrain_gpt.py"), *flags]
-    command = [*environment, *program]
-    return int(subprocess.call(command, cwd=folder, stdout=sys.stderr) != 0)
+    environment = ["env", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
+    return subprocess.call([*environment, *program], cwd=folder, stdout=sys.stderr) != 0
 
 
 def _complete(

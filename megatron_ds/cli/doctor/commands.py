@@ -61,10 +61,8 @@ def read_source(
         UserError: If there is no training command.
     """
     path = Path(words[0])
-    if path.is_file() and path.suffix in FILES:
+    if path.suffix in FILES:
         return [translate(path, world_size)]
-    if len(words) == 1 and path.suffix in (*FILES, *SCRIPTS) and not path.is_file():
-        raise user_error("doctor-file-unreadable", path=path, reason="no such file")
     reading, header = read_script(words, variables)
     if executes:
         reading = execute(words, variables)
@@ -79,8 +77,8 @@ def read_source(
 def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Reading, list[str]]:
     """What a script or a command does, and the options of its #SBATCH lines."""
     path = Path(words[0])
-    if not path.is_file() or path.suffix == ".py":
-        shell = Shell("command", dict(variables))
+    if path.suffix == ".py" or not (path.is_file() or path.suffix in SCRIPTS):
+        shell = Shell("command", variables)
         shell.read(words[0] if len(words) == 1 else shlex.join(words))
         return shell.reading, []
     try:
@@ -88,8 +86,7 @@ def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Readin
     except (OSError, UnicodeDecodeError) as error:
         raise user_error("doctor-file-unreadable", path=path, reason=error) from error
     header = [word for line in SBATCH.findall(text) for word in shlex.split(line)]
-    counts = _counts(header)
-    of_slurm = tables()["launchers"]["slurm"]
+    counts, of_slurm = _counts(header), tables()["launchers"]["slurm"]
     known = {name: str(counts[kind]) for name, kind in of_slurm.items() if kind in counts}
     shell = Shell(words[0], known | variables, words[1:])
     shell.read(text)

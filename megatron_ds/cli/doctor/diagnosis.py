@@ -7,7 +7,7 @@ Knows no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from megatron_ds.cli.arguments import Complete, build_config
 from megatron_ds.cli.command import render
 from megatron_ds.cli.doctor.commands import shown
 from megatron_ds.cli.doctor.frameworks import tables
-from megatron_ds.cli.doctor.shell import OPENED, unmarked
+from megatron_ds.cli.doctor.shell import NAME, unmarked
 from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.cli.flags import different_defaults, training_flags
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
@@ -65,12 +65,10 @@ class Diagnosis:
     def command_text(self) -> str:
         """Our command, after what writes its DeepSpeed file."""
         nodes = -(-self.world_size // PER_MACHINE)
-        per_node = self.world_size // nodes
-        default = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(per_node)]
-        launcher = [shown(each) for each in self.command.launcher or default]
-        lines = [" ".join([*launcher, "pretrain_gpt.py"])]
-        for words in flags_of(self.config):
-            text = " ".join(map(shown, words))
+        default = f"torchrun --nnodes {nodes} --nproc_per_node {self.world_size // nodes}".split()
+        lines = [" ".join(map(shown, [*(self.command.launcher or default), "pretrain_gpt.py"]))]
+        for item in flags_of(self.config):
+            text = " ".join(map(shown, joined([item])))
             if len(lines) == 1 or len(lines[-1]) + len(text) > WIDTH:
                 lines.append(f"    {text}")
             else:
@@ -103,7 +101,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         rendered = render(problem, table)
         return rendered.replace(str(folder / "ds_config.json"), name) if name else rendered
 
-    used = {mark[1].lstrip("$") for word in command.flags for mark in OPENED.finditer(word)}
+    used = {name for word in command.flags for name in NAME.findall(unmarked(word))}
     unread = [
         f"{place}: {written}{': ' * bool(taken)}{taken}"
         for (place, written), taken in command.reading.unread.items()
@@ -124,13 +122,18 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     return Diagnosis(command, written, config, world_size, unread, differences, lacking)
 
 
-def flags_of(config: Config) -> Iterator[list[str]]:
-    """The flags that set what a configuration was given."""
+def flags_of(config: Config) -> Iterator[tuple[str, list[str]]]:
+    """The flags that set what a configuration was given, with their values."""
     for group in GROUPS:
         for name, (key, value) in yaml_file.entries(getattr(config, group)):
             if name in config.given and value is not None and value is not False:
                 values = value if isinstance(value, tuple) else () if value is True else (value,)
-                yield [f"--{key}", *map(str, values)]
+                yield key, [*map(str, values)]
+
+
+def joined(flags: Iterable[tuple[str, list[str]]]) -> list[str]:
+    """The arguments of a command line."""
+    return [word for name, values in flags for word in (f"--{name}", *values)]
 
 
 def _with_file(command: TrainingCommand, path: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -147,13 +150,12 @@ def _with_file(command: TrainingCommand, path: str, folder: Path) -> tuple[list[
 
 def _defaults(config: Config) -> Iterator[str]:
     """Defaults that differ, of options that have an effect and were not given."""
-    by_name, needed = training_flags().by_name, tables()["default_matters_with"]
+    set_fields, needed = config.given | config.origins.keys(), tables()["default_matters_with"]
     for row in different_defaults():
-        option = by_name[row["flag"]].field
+        option = training_flags().by_name[row["flag"]].field
         condition = needed.get(row["flag"])
-        if condition is not None and not (condition and config.in_effect(condition)):
-            continue
-        if config.has_effect(option) and option not in config.given | config.origins.keys():
+        matters = condition is None or (condition and config.in_effect(condition))
+        if matters and config.has_effect(option) and option not in set_fields:
             note = f" ({row['note']})" if row["note"] else ""
             yield f"--{row['flag']} is not given: {row['peers']} there, {row['ours']} here{note}"
     file = config.deepspeed_file

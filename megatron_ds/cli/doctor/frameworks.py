@@ -7,7 +7,6 @@ Trainer. What a table does not have is reported by name. Knows no torch.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
 import re
@@ -18,10 +17,12 @@ from typing import Any
 
 from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.cli.flags import dashed, training_flags
+from megatron_ds.cli.scan import scan
+from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.config.problems import user_error
 
 FILES = (".toml", ".yaml", ".yml", ".json")
-ENVIRONMENT = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
+ENVIRONMENT = re.compile(r"\$\{\w+(?::([^}]*))?\}")
 AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "ds_sequence_parallel_size")
 
 
@@ -39,14 +40,14 @@ def translate(path: Path, world_size: int | None) -> TrainingCommand:
         world_size: Number of processes; None if it is not known.
 
     Raises:
-        UserError: If the file cannot be read, or is of no known trainer.
+        UserError: If the file cannot be read.
     """
     framework, values = _read(path)
     table = tables()[framework]
-    known = {k: v for k, v in table["defaults"].items() if k not in values} | values
+    known = table["defaults"] | values
     folder = known.pop(table.get("model", ""), None)
     result = TrainingCommand(str(path), world_size=world_size, source=table["source"])
-    result.model = None if folder is None else Path(folder)
+    result.model = folder and Path(folder)
     result.differences = [
         f"{topic}: {theirs}; here {ours}" for topic, theirs, ours in table.get("differences", ())
     ]
@@ -55,38 +56,40 @@ def translate(path: Path, world_size: int | None) -> TrainingCommand:
             _translate_key(table, known, key, result)
     micro, steps, total = (int(known.get(key) or 0) for key in table["batch"])
     if micro > 0:
-        by_name = training_flags().by_name
-        axes = math.prod(
-            int(value)
-            for word, value in itertools.pairwise(result.flags)
-            if word[:2] == "--" and getattr(by_name.get(word[2:]), "field", "") in AXES
-        )
-        if total <= 0:
-            total = micro * max(1, steps) * ((world_size or axes) // axes)
-        result.flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(total)]
+        sizes = scan(result.flags, training_flags()).values
+        axes = math.prod(sizes.get(axis, 1) for axis in AXES)
+        ranks = (world_size or axes) // axes
+        batch = total if total > 0 else micro * max(1, steps) * ranks
+        result.flags += ["--micro-batch-size", str(micro), "--global-batch-size", str(batch)]
     return result
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    """The trainer that a file is of, and its values by key."""
+def _load(path: Path) -> dict[str, Any]:
+    """The content of a file, with the defaults of `${VARIABLE:default}`."""
     import yaml
 
     # gpt-neox's files are JSON with comments and with the booleans of Python: YAML reads them.
     parse = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix, yaml.safe_load)
     try:
-        values = parse(path.read_text("utf-8"))
+        values = parse(ENVIRONMENT.sub(lambda found: found[1] or "", path.read_text("utf-8")))
+        if not isinstance(values, dict):
+            raise ValueError("it is not a mapping")
     except Exception as error:
         reason = " ".join(str(error).split())
         raise user_error("doctor-file-unreadable", path=path, reason=reason) from error
-    if not isinstance(values, dict):
-        raise user_error("doctor-file-unreadable", path=path, reason="it is not a mapping")
-    if path.suffix in (".toml", ".json"):
-        return "torchtitan" if path.suffix == ".toml" else "hf", dict(_flat(values))
-    if isinstance(values.get("MODEL_ARGS"), dict):
-        return "megatron", {dashed(k).replace("-", "_"): v for k, v in values["MODEL_ARGS"].items()}
+    return values
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    """The trainer that a file is of, and its values by key."""
+    values = _load(path)
     if isinstance(values.get("modules"), dict):
         return "primus", _primus(values["modules"], path)
-    return "neox", {key.replace("-", "_"): value for key, value in _flat(values)}
+    framework = {".toml": "torchtitan", ".json": "hf"}.get(path.suffix, "neox")
+    if isinstance(values.get("MODEL_ARGS"), dict):
+        framework, values = "megatron", values["MODEL_ARGS"]
+    found = {key.removeprefix("--").replace("-", "_"): get(values, key) for key in leaves(values)}
+    return framework, found
 
 
 def _translate_key(
@@ -99,27 +102,23 @@ def _translate_key(
     if isinstance(target, dict):
         advice = table.get("advice", {}).get(key, f"supported: {', '.join(target)}")
         target = target.get(str(value), target.get("*"))
-    if target is None and advice and value not in (False, "", []):
+    if target:
+        is_template = target.startswith("--")
+        result.flags += _filled(target, known, value) if is_template else _words(target, value)
+    elif target is None and advice and value not in (False, "", []):
         result.lacking.append(f"{key} {value}: {advice}")
-    elif target is None:
-        result.unread += [key] * (value is not False)
-    elif target.startswith("--"):
-        result.flags += _filled(target, known, value)
-    elif target:
-        result.flags += _words(target, value)
+    elif target is None and value is not False:
+        result.unread.append(key)
 
 
 def _words(name: str, value: Any) -> Iterator[str]:
     """A flag and its values; of a switch that is off, the flag that turns it off."""
-    by_name = training_flags().by_name
-    if isinstance(value, bool):
-        name = name if value else f"no-{name}"
-        if name in by_name and by_name[name].nargs == 0:
-            yield f"--{name}"
-    elif name not in by_name or by_name[name].nargs != 0:
-        yield f"--{name}"
-        for each in value if isinstance(value, list) else [value]:
-            yield re.sub(r",\s+", ",", str(each))
+    if value is False:
+        name = f"no-{name}"
+    flag = training_flags().by_name.get(name)
+    if isinstance(value, bool) is (flag is not None and flag.nargs == 0):
+        values = value if isinstance(value, list) else [value] * (not isinstance(value, bool))
+        yield from (f"--{name}", *(re.sub(r",\s+", ",", str(each)) for each in values))
 
 
 def _filled(template: str, known: dict[str, Any], value: Any) -> list[str]:
@@ -136,14 +135,13 @@ def _filled(template: str, known: dict[str, Any], value: Any) -> list[str]:
 
 def _has_effect(table: Mapping[str, Any], known: Mapping[str, Any], key: str) -> bool:
     """Whether one of the conditions of a key holds: `other`, `!other` or `other=value`."""
-    conditions = table.get("only", {}).get(key)
-
-    def holds(condition: str) -> bool:
+    conditions = table.get("only", {}).get(key, ())
+    for condition in conditions:
         name, equals, wanted = condition.lstrip("!").partition("=")
         value = known.get(name)
-        return str(value) == wanted if equals else bool(value) is not condition.startswith("!")
-
-    return conditions is None or any(map(holds, conditions))
+        if str(value) == wanted if equals else bool(value) is not condition.startswith("!"):
+            return True
+    return not conditions
 
 
 def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -160,14 +158,11 @@ def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
         elif key == "model":
             reason = f"its model {name} is not there"
             raise user_error("doctor-file-unreadable", path=path, reason=reason)
-    return values | _resolved(module.get("overrides") or {})
+    return values | (module.get("overrides") or {})
 
 
 def _with_bases(path: Path) -> dict[str, Any]:
-    import yaml
-
-    own = _resolved(yaml.safe_load(path.read_text("utf-8")) or {})
-    merged: dict[str, Any] = {}
+    own, merged = _load(path), dict[str, Any]()
     for name in [*(own.pop("extends", None) or ()), *(own.pop("includes", None) or ())]:
         base = path.parent / str(name)
         merged |= _with_bases(base) if base.is_file() else {}
@@ -176,31 +171,9 @@ def _with_bases(path: Path) -> dict[str, Any]:
 
 def _is_given(name: str, value: Any) -> bool:
     """Whether a value of a base file differs from what this program does without it."""
-    by_name = training_flags().by_name
-    flag = by_name.get(dashed(name))
+    flag = training_flags().by_name.get(dashed(name))
     if name in tables()["primus"]["defaults"]:
         return True
     if flag is None or flag.outcome not in ("set", "no_op") or value is None:
         return False
-    return value != flag.default and bool(value or flag.default)
-
-
-def _resolved(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with the defaults of `${VARIABLE:default}`."""
-    import yaml
-
-    def resolve(value: Any) -> Any:
-        if not isinstance(value, str) or not ENVIRONMENT.search(value):
-            return value
-        return yaml.safe_load(ENVIRONMENT.sub(lambda found: found[2] or "", value))
-
-    return {str(key): resolve(value) for key, value in values.items()}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of nested blocks by their joined keys."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return bool(value != flag.default and (value or flag.default))

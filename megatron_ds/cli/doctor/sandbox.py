@@ -5,16 +5,19 @@ The script itself is executed: what else it does, such as removing files, takes 
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_ds.cli.doctor.frameworks import tables
 from megatron_ds.cli.doctor.shell import Reading
 
-PATH = "/usr/local/bin:/usr/bin:/bin"
-TIME_LIMIT_S = 60
+TIME_LIMIT_S = 60.0
 
 
 def execute(words: Sequence[str], variables: Mapping[str, str]) -> Reading:
@@ -24,42 +27,42 @@ def execute(words: Sequence[str], variables: Mapping[str, str]) -> Reading:
         words: The script and its arguments.
         variables: Its environment, to which only PATH, HOME and the like are added.
     """
-    reading = Reading()
+    reading, source, stand_in = Reading(), Path(words[0]).resolve(), tables()["stand_in"]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for part in ("bin", "records", "work"):
-            (folder / part).mkdir()
-        stand_in = tables()["stand_in"]
+        bin_, records, work = folders = [Path(name, part) for part in ("bin", "records", "work")]
+        for folder in folders:
+            folder.mkdir()
         for program in stand_in["programs"].split():
-            (folder / "bin" / program).write_text(stand_in["script"], "utf-8")
-            (folder / "bin" / program).chmod(0o755)
-        source = Path(words[0])
-        for item in source.resolve().parent.iterdir() if source.is_file() else ():
-            (folder / "work" / item.name).symlink_to(item)
-        places = {"PATH": f"{folder}/bin:{PATH}", "DOCTOR_RECORDS": f"{folder}/records"}
-        environment = {"HOME": name, "USER": "user", "TERM": "dumb", **variables, **places}
-        script = [str(source.resolve()), *words[1:]]
-        command = ["bash", *script] if source.is_file() else ["bash", "-c", " ".join(words)]
+            (bin_ / program).write_text(stand_in["script"], "utf-8")
+            (bin_ / program).chmod(0o755)
+        for item in source.parent.iterdir() if source.is_file() else ():
+            (work / item.name).symlink_to(item)
+        places = {"PATH": f"{bin_}:{stand_in['path']}", "DOCTOR_RECORDS": str(records)}
+        text = words[0] if len(words) == 1 else shlex.join(words)
+        process = subprocess.Popen(
+            ["bash", *([str(source), *words[1:]] if source.is_file() else ["-c", text])],
+            env={"HOME": name, "USER": "user", "TERM": "dumb", **variables, **places},
+            cwd=work,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         try:
-            subprocess.run(
-                command,
-                env=environment,
-                cwd=folder / "work",
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=TIME_LIMIT_S,
-                check=True,
-            )
-        except subprocess.TimeoutExpired:
-            reading.unread[words[0], "the script"] = f"did not end within {TIME_LIMIT_S} s"
-        except subprocess.CalledProcessError as error:
-            last = error.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            reading.unread[words[0], "the script"] = f"ended with {error.returncode}: {last}"
-        for record in sorted((folder / "records").iterdir()):
+            errors = process.communicate(timeout=TIME_LIMIT_S)[1].decode(errors="replace")
+            if process.returncode:
+                last = errors.strip().rpartition("\n")[2]
+                reading.unread[words[0], "the script"] = f"ended with {process.returncode}: {last}"
+        except subprocess.TimeoutExpired:  # what it has left in the background may hold the pipe
+            if process.poll() is None:
+                reading.unread[words[0], "the script"] = f"did not end within {TIME_LIMIT_S:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for record in sorted(records.iterdir()):
             arguments = record.read_text("utf-8", errors="replace").split("\0")[:-1]
             reading.started.append((arguments, words[0]))
             for each in (part for word in arguments for part in word.split("=", 1)):
-                path = folder / "work" / each
-                if each.endswith(".json") and path.is_file():
-                    reading.files[each] = path.read_text("utf-8", errors="replace")
+                if each.endswith(".json") and (work / each).is_file():
+                    reading.files[each] = (work / each).read_text("utf-8", errors="replace")
     return reading

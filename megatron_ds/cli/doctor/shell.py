@@ -11,39 +11,44 @@ import fnmatch
 import operator
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ds.cli.doctor.shell_syntax import (
-    ASSIGNMENT,
-    BLOCKS,
-    OPEN,
-    REDIRECTION,
-    Token,
-    after,
-    parse,
-    split,
+UNKNOWN, QUOTED = 0xF0000, 0x100000
+"""Private planes of Unicode, whose characters mean nothing to a shell: for what is known only when
+the script runs, as it is written, and for quoted text."""
+FIELD, EMPTY, LOST = "\U000f0000", "\U000f0001", "\U000f0002"
+"""Between the elements of a list, in place of a quoted text that is empty, and of an output."""
+OPENED = re.compile("[\U000f0003-\U000fffff]+")
+TOKEN = re.compile(  # blanks and comments, and an operator
+    r"((?:[ \t]|\\\n|#[^\n]*)*)"
+    r"(\d*(?:<<<|<<-?|<&|>&|>>|>\||[<>](?!\())|&>>?|&&|\|\||;;|\|&|\((?!\()|[|;&)\n])?",
+    re.ASCII,
 )
-
-SPLIT, QUOTED = "\x1f", "\x1e"
-"""Marks between fields, and of quoted text, which is a field even if it is empty."""
-OPENED = re.compile(f"{OPEN}(.*?){OPEN}", flags=re.DOTALL)
-NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])", flags=re.ASCII)
-BRACES = re.compile(r"(?as)(\w+|[@*#?])(?:\[([@*]|\d+)\])?(?:(:?[-=+])(.*))?")
-LIST = re.compile(r"\$(?:@|\{(?:\w+\[)?@\]?\})")
-ARITHMETIC = re.compile(r"(?!.*(?:\*\*|<<))[\d\s+*/%()<>=!-]+", flags=re.DOTALL)
+DELIMITERS = " \t\n|;&()<>"
+REDIRECTION = re.compile(r"\d*[<>](?!\()|&>")
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
+FUNCTION = re.compile(r"(?:function\s+[\w-]+(?:\s*\(\s*\))?|[\w-]+\s*\(\s*\))\s*")
+NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])", re.ASCII)
+BRACES = re.compile(r"(?as)\$\{(\w+|[@*#])(?:\[([@*]|\d+)\])?(?:(:?[-=+])(.*))?\}")
+ARITHMETIC = re.compile(r"(?!.*(?:\*\*|<<))[\d\s+*/%()<>=!-]+", re.DOTALL)
+PAIRS = {"$(": ")", "${": "}", '"': '"', "`": "`"}
+GROUPS = {"{": "}", "(": ")"}
+LOOPS = {"case": "esac", **dict.fromkeys(("for", "while", "until", "select"), "done")}
+JOINTS = ("\n", ";", ";;", "&", "&&", "||", "|", "|&", ")")
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 PREFIXES = ("command", "env", "exec", "nohup", "time")
 SHELLS = ("bash", "sh", "zsh", "source", ".")
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
-DEPTH = 20
-"""Scripts within each other that are read."""
-Result = tuple[bool | None, str | None]
-"""Status and output of a command; None if it is known only when the script runs."""
+NOT_READ = ("getopts", "let", "mapfile", "read", "readarray", "shift", "unset")
 NUMERIC = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
 """Comparisons of `test` that the module operator has by the same names."""
+DEPTH = 20
+"""Scripts within each other that are read."""
+Result = tuple[bool | None, str]
+"""Status and output of a command; None and LOST if they are known only when the script runs."""
 
 
 @dataclass
@@ -90,122 +95,173 @@ class Shell:
 
     def __init__(self, path: str, variables: dict[str, str], arguments: Sequence[str] = ()) -> None:
         self.reading = Reading()
-        self._path, self._line, self._depth = path, 0, 0
+        self._text, self._pos, self._first, self._line, self._depth = "", 0, 1, 1, 0
         self._values = {name: [value] for name, value in variables.items()}
-        self._arguments = [path, *arguments]
+        self._path, self._positional = path, _numbered([path, *arguments])
         self._launcher: list[str] = []
 
     def read(self, text: str, line: int = 1) -> Result:
         """Read a script, or a command that is an argument of a shell."""
+        outside = self._text, self._pos, self._first, self._line
+        self._text, self._pos, self._first = text.replace("\r\n", "\n"), 0, line
         self._depth += 1
-        result: Result = None, None
+        result: Result = None, LOST
         with suppress(_End):
             if self._depth < DEPTH:
-                result = self._run(parse(text, line))
+                result = self._run(())
         self._depth -= 1
+        self._text, self._pos, self._first, self._line = outside
         return result
 
-    def _run(self, commands: Sequence[Token]) -> Result:
-        status: bool | None = True
-        output: str | None = ""
-        is_skipped = False
-        for command, behind in split(commands, ("\n", ";", "&", "&&", "||")):
-            if command and not is_skipped:
-                status, written = self._pipeline(command)
-                output = None if output is None or written is None else output + written
-            # What is not executed is taken to succeed.
-            is_skipped = behind in ("&&", "||") and (behind == "||") is (status is not False)
-        return status, output
+    def _peek(self) -> str:
+        """The word or operator behind blanks and comments, "" at the end; sets its line."""
+        found = next(TOKEN.finditer(self._text, self._pos))
+        self._pos = end = found.end(1)
+        self._line = self._first + self._text.count("\n", 0, end)
+        if found[2]:
+            return found[2]
+        while end < len(self._text):
+            if self._text.startswith(("((", "<(", ">("), end):
+                end = _closing(self._text, end + 1 + (self._text[end] != "("), ")")
+            elif self._text[end] in DELIMITERS:
+                break
+            else:
+                end = _after(self._text, end, "")
+        return self._text[self._pos : end]
 
-    def _pipeline(self, command: Sequence[Token]) -> Result:
-        is_negated = command[0].text == "!"
-        parts = [part for part, _ in split(command[is_negated:], ("|", "|&")) if part]
-        status: bool | None = None
-        output: str | None = None
-        for part in parts:
-            self._line = part[0].line
-            status, output = self._command(part)
-        output = output if len(parts) == 1 else None
-        return (not status if is_negated and status is not None else status), output
+    def _take(self) -> str:
+        word = self._peek()
+        self._pos += len(word)
+        return word
 
-    def _command(self, command: Sequence[Token]) -> Result:
-        first, block = command[0].text, command[0].elements or ()
-        if first == "if":
-            return self._if(block)
-        if first == "[[":
-            return self._test([self._text_of(each) for each in block]), ""
-        is_function = len(command) > 1 and command[-1].text == "{"
-        if is_function or first.startswith("((") or (first in BLOCKS and first not in "{("):
-            self._unread(
-                f"{_shown(command[:-1])}) {{" if is_function else f"{first} {_shown(block)}"
-            )
-            return None, None
-        words, targets, text, items = list[Token](), list[str](), "", iter(command)
-        for item in items:
-            if item.is_word or not REDIRECTION.match(item.text):
-                words.append(item)
+    def _run(self, ends: Collection[str], live: bool = True) -> Result:
+        """Runs the commands up to one of these words; skips them if they are not `live`."""
+        result: Result = True, ""
+        joint, is_skipped = "", False
+        while (word := self._peek()) and word not in ends:
+            if word in JOINTS or word in ("do", "then"):
+                self._take()
+                if word != "\n" or joint not in ("&&", "||", "|", "|&"):
+                    joint = word
                 continue
-            target = self._text_of(next(items, item))
-            if "<<" in item.text:
-                text = target
-            elif ">" in item.text and "&" not in item.text and item.text[0] != "2":
-                targets.append(target)
-        status, output = self._run(block) if first in BLOCKS else self._simple(words, text)
-        self.reading.files |= dict.fromkeys(targets, output)
+            is_piped = joint in ("|", "|&")
+            if not is_piped:  # what is not executed is taken to succeed
+                is_skipped = joint in ("&&", "||") and (joint == "||") is (result[0] is not False)
+            status, output = self._command(live and not is_skipped, LOST * is_piped)
+            if live and not is_skipped:
+                result = status, result[1] + LOST * is_piped + output
+            joint = ""
+        return result
+
+    def _command(self, live: bool, text: str) -> Result:
+        """Runs a command with a text as its input."""
+        first, line, targets = self._peek(), self._line, list[str]()
+        written = self._text[self._pos :].partition("\n")[0]
+        function = FUNCTION.match(self._text, self._pos)
+        result: Result | None = None
+        if first == "!":
+            self._take()
+            status, output = self._command(live, text)
+            return _inverse(status), output
+        if first == "if":
+            result = self._if(live)
+        elif first in GROUPS:
+            self._take()
+            result = self._run((GROUPS[first],), live)
+            self._take()
+        elif function or first in LOOPS or first.startswith("(("):
+            if live:
+                self._unread(written)
+            self._pos = function.end() if function else self._pos + len(first)
+            if function:
+                self._command(False, "")
+            elif first in LOOPS:
+                self._run((LOOPS[first],), False)
+                self._take()
+            result = None, LOST
+        fields, last = list[str](), ""
+        while (word := self._peek()) and (word not in JOINTS or (first == "[[" and last != "]]")):
+            last = self._take()
+            if first == "[[":
+                fields += [self._text_of(word)] * live
+            elif REDIRECTION.match(word):
+                target = self._take()
+                if word.endswith(("<<", "<<-")):
+                    text = self._document(target, r"\t*" if word[-1] == "-" else "")
+                elif word[-1] == "<":
+                    text = LOST
+                elif live and ">" in word and "&" not in word and word[0] != "2":
+                    targets.append(self._text_of(target))
+            elif ASSIGNMENT.match(word) and (not fields or fields[0] in DECLARATIONS):
+                self._assign(word, live)
+            elif live:
+                fields += self._fields(word)
+        if not live:
+            return None, LOST
+        self._line = line
+        status, output = result or self._simple(fields, text, line)
         for path in targets:
-            if output is None and path.endswith(".json"):
-                self._unread(_shown(command), f"the content of {path} is not known")
+            self.reading.files[path] = None if LOST in output else output
+            if LOST in output and path.endswith(".json"):
+                self._unread(written, f"the content of {path} is not known")
         return status, "" if targets else output
 
-    def _if(self, items: Sequence[Token]) -> Result:
-        for branch, _ in split(items, ("elif", "else")):
-            condition, *body = (part for part, _ in split(branch, ("then",)))
-            if not body:
-                return self._run(condition)
-            line, status = self._line, self._run(condition)[0]
-            if status is None:
+    def _if(self, live: bool) -> Result:
+        result: Result = True, ""
+        while (word := self._take()) in ("if", "elif", "else"):
+            line, written = self._line, self._text[self._pos :].partition("\n")[0]
+            status = True if word == "else" else self._run(("then",), live)[0]
+            if live and status is None:
                 self._line = line
-                self._unread(f"if {_shown(condition)}", "read as false")
-            if status:
-                return self._run(body[0])
-        return True, ""
+                self._unread(f"{word}{written.removesuffix('; then')}", "read as false")
+            taken = live and bool(status)
+            body = self._run(("elif", "else", "fi"), taken)
+            result, live = (body, False) if taken else (result, live)
+        return result
 
-    def _simple(self, words: list[Token], text: str) -> Result:
-        """Runs a command with a text as its input."""
-        if words and words[0].text in DECLARATIONS:
-            words = [each for each in words if ASSIGNMENT.match(each.text)]
-        while words and ASSIGNMENT.match(words[0].text):
-            self._assign(words.pop(0))
-        line = self._line
-        fields = [each for word in words for each in self._fields(word)]
+    def _document(self, mark: str, indent: str) -> str:
+        """Takes the text of a here-document out of the script, whose lines keep their numbers."""
+        start = self._text.find("\n", self._pos) + 1 or len(self._text)
+        name = re.escape(re.sub(r"[\"'\\]", "", mark))
+        end = re.compile(rf"^{indent}{name}$|\Z", re.MULTILINE).search(self._text, start)
+        assert end is not None
+        body = self._text[start : end.start()]
+        lines = "\n" * body.count("\n")
+        self._text = f"{self._text[:start]}{lines}{self._text[end.end() :]}"
+        body = re.sub(f"(?m)^{indent}", "", body)
+        if re.search(r"[\"'\\]", mark):
+            return body
+        return _unquoted(self._expand(body.replace('\\"', '\\\\"'), quoted=True))
+
+    def _simple(self, fields: list[str], text: str, line: int) -> Result:
         while fields and (fields[0] in PREFIXES or ASSIGNMENT.match(fields[0])):
             fields.pop(0)
-        if not fields:
+        if not fields or fields[0] in DECLARATIONS:
             return True, ""
         name, *arguments = fields
         if name in ("exit", "return"):
             raise _End
-        if name in ("test", "["):
-            return self._test(arguments[: -1 if name == "[" else None]), ""
+        if name in ("test", "[", "[["):
+            return self._test(arguments[: -1 if name[0] == "[" else None]), ""
         if name == "eval":
             return self.read(" ".join(arguments), line)
-        if name in ("getopts", "let", "mapfile", "read", "readarray", "shift", "unset"):
+        if name in NOT_READ:
             self._unread(" ".join(fields))
             return True, ""
         if name in PROGRAMS:
             return True, PROGRAMS[name](arguments)
         if name == "cat":
-            texts = [self.reading.content(each, self._path) for each in arguments] or [text]
-            return True, None if None in texts else "".join(map(str, texts))
+            texts = [self.reading.content(each, self._path) or LOST for each in arguments]
+            return True, "".join(texts or [text])
         return self._start(fields, line)
 
     def _start(self, fields: list[str], line: int) -> Result:
         """Reads what a shell behind launchers executes, or notes the program."""
         for place, name in enumerate(fields):
-            is_shell = os.path.basename(name) in SHELLS
+            is_shell = os.path.basename(name) in SHELLS[: None if place == 0 else -2]
             following = fields[place + is_shell :]
             options = [each for each in following[:3] if re.fullmatch(r"-[a-z]*c", each)]
-            outside = self._path, self._arguments, self._launcher
+            outside = self._path, self._positional, self._launcher
             if is_shell and options:
                 self._launcher = [*self._launcher, *fields[:place]]
                 text = "".join(following[following.index(options[0]) + 1 :][:1])
@@ -213,23 +269,23 @@ class Shell:
                 script = self.reading.content(following[0], self._path)
                 if script is None:
                     self._unread(" ".join(fields[place:]), "the file is not there")
-                    return None, None
+                    return None, LOST
                 text, line = script, 1
-                self._path, self._arguments = following[0], following
+                self._path, self._positional = following[0], _numbered(following)
             elif name.endswith(".py"):
                 break
             else:
                 continue
             result = self.read(text, line)
-            self._path, self._arguments, self._launcher = outside
+            self._path, self._positional, self._launcher = outside
             return result
         self.reading.started.append(([*self._launcher, *fields], f"{self._path}:{line}"))
-        return None, None
+        return None, LOST
 
     def _unread(self, text: str, taken: str = "") -> str:
         """Notes a construct, and returns what stands for its value."""
-        self.reading.unread[f"{self._path}:{self._line}", unmarked(text)] = taken
-        return f"{OPEN}{text}{OPEN}"
+        self.reading.unread[f"{self._path}:{self._line}", unmarked(text).strip()] = taken
+        return _moved(text, 0, UNKNOWN)
 
     def _test(self, items: list[str]) -> bool | None:
         """The value of a condition; None if it is not known."""
@@ -239,132 +295,105 @@ class Shell:
                 sides = self._test(items[:place]), self._test(items[place + 1 :])
                 return decisive if decisive in sides else None if None in sides else not decisive
         if items[:1] == ["!"]:
-            inner = self._test(items[1:])
-            return None if inner is None else not inner
+            return _inverse(self._test(items[1:]))
         # A variable that is not set is empty.
-        items = [OPENED.sub(lambda m: "" if NAME.fullmatch(m[1]) else m[0], each) for each in items]
-        if any(OPEN in each for each in items):
+        items = [
+            OPENED.sub(lambda m: NAME.sub("", unmarked(m[0])) and m[0], each) for each in items
+        ]
+        if any(map(OPENED.search, items)):
             return None
-        if len(items) == 1 or items[:1] in (["-n"], ["-z"]):
-            return bool(items[-1]) is (items[0] != "-z" or len(items) == 1)
-        if len(items) == 2 and items[0] in ("-e", "-f", "-d", "-s", "-r"):
-            return items[1] in self.reading.files or Path(items[1]).exists()
-        if len(items) == 3 and items[1] in ("=", "==", "!="):
-            return fnmatch.fnmatchcase(items[0], items[2]) is (items[1] != "!=")
-        if len(items) == 3 and items[1] in NUMERIC:
-            with suppress(ValueError):
-                compare = getattr(operator, items[1][1:])
-                return bool(compare(int(items[0] or 0), int(items[2] or 0)))
+        match items:
+            case [value] | ["-n", value]:
+                return bool(value)
+            case ["-z", value]:
+                return not value
+            case ["-e" | "-f" | "-d" | "-s" | "-r", path]:
+                return path in self.reading.files or Path(path).exists()
+            case [left, "=" | "==" | "!=" as sign, right]:
+                return fnmatch.fnmatchcase(left, right) is (sign != "!=")
+            case [left, sign, right] if sign in NUMERIC:
+                with suppress(ValueError):
+                    return bool(getattr(operator, sign[1:])(int(left or 0), int(right or 0)))
         return None
 
-    def _fields(self, word: Token) -> list[str]:
-        text = self._expand(word.text, word.line, splits=True)
-        return [each.replace(QUOTED, "") for each in text.split(SPLIT) if each]
+    def _fields(self, word: str) -> list[str]:
+        return [*map(_unquoted, re.findall(f"[^ \t\n{FIELD}]+", self._expand(word)))]
 
-    def _text_of(self, word: Token) -> str:
-        return self._expand(word.text, word.line).replace(QUOTED, "").replace(SPLIT, " ")
+    def _text_of(self, word: str) -> str:
+        return _unquoted(self._expand(word))
 
-    def _assign(self, word: Token) -> None:
-        found = ASSIGNMENT.match(word.text)
-        assert found is not None
-        name, adds = found.groups()
+    def _assign(self, word: str, live: bool) -> None:
+        """Sets a variable, or a list whose elements follow its name."""
+        name, adds, written = ASSIGNMENT.split(word, maxsplit=1)[1:]
         old = self._values.get(name, []) if adds else []
-        if word.elements is None:
-            value = self._text_of(word._replace(text=word.text[found.end() :]))
-            self._values[name] = ["".join(old[:1]) + value, *old[1:]]
+        if written or not self._text.startswith("(", self._pos):
+            value = ["".join(old[:1]) + self._text_of(written), *old[1:]] if live else []
         else:
-            listed = [each for element in word.elements for each in self._fields(element)]
-            self._values[name] = [*old, *listed]
+            self._take()
+            value = old
+            while (word := self._take()) not in (")", ""):
+                value = [*value, *self._fields(word)] if live else value
+        if live:
+            self._values[name] = value
 
-    def _expand(self, raw: str, line: int, *, quoted: bool = False, splits: bool = False) -> str:
-        """Replaces what a word refers to.
-
-        Args:
-            raw: The word as it is written, or what is between double quotes.
-            line: Its line.
-            quoted: Whether it is between double quotes.
-            splits: Whether values outside of quotes are split into fields.
-        """
-        result, pos = "", 0
+    def _expand(self, raw: str, *, quoted: bool = False) -> str:
+        """Replaces what a word, or what is between double quotes, refers to."""
+        result, pos, line = "", 0, self._line
         while pos < len(raw):
-            one, end = raw[pos], after(raw, pos, '"' if quoted else "")
+            one, end = raw[pos], _after(raw, pos, '"' if quoted else "")
             inner = raw[pos + 1 : end - 1]
-            if one == OPEN:
-                result += raw[pos:end]
-            elif one == "\\":
+            if one in '"$`':
+                self._line = line + raw.count("\n", 0, pos)
+            if one == "\\":
                 escaped = raw[pos + 1 : end]
                 keeps = quoted and escaped not in ("$", "`", '"', "\\", "\n")
-                result += "\\" * keeps + escaped.replace("\n", "")
+                value = _moved("\\" * keeps + escaped.replace("\n", ""), 0, QUOTED)
             elif one == "'" and not quoted:
-                result += QUOTED + inner
+                value = _moved(inner, 0, QUOTED) or EMPTY
             elif one == '"' and not quoted:
-                text = self._expand(inner, line + raw.count("\n", 0, pos), quoted=True)
-                result += text if LIST.fullmatch(inner) else QUOTED + text
-            elif one in "$`":
-                self._line = line + raw.count("\n", 0, pos)
-                value, end = self._reference(raw, pos, end)
-                marked = re.split(f"({OPEN}.*?{OPEN})", value, flags=re.DOTALL)
-                if splits and not quoted:
-                    marked[::2] = [re.sub(r"\s+", SPLIT, each) for each in marked[::2]]
-                result += "".join(marked)
+                value = self._expand(inner, quoted=True) or EMPTY * ("@" not in inner)
             else:
-                result += one
+                value = self._reference(raw[pos:end]) if one in "$`" else one
+                value = _moved(value, 0, QUOTED) if quoted else value.replace(EMPTY, "")
+            result += value
             pos = end
+        self._line = line
         return result
 
-    def _reference(self, raw: str, pos: int, end: int) -> tuple[str, int]:
-        """The value of what begins with `$` or a backtick, and the position behind it."""
-        written, line = raw[pos:end], self._line
+    def _reference(self, written: str) -> str:
+        """The value of what begins with `$` or a backtick."""
         if written.startswith("$((") and written.endswith("))"):
-            return self._arithmetic(written), end
+            return self._arithmetic(written)
         if written.startswith(("$(", "`")):
             inner = written[2:-1] if written[0] == "$" else written[1:-1].replace("\\`", "`")
-            output = self.read(inner, line)[1]
-            self._line = line
-            return self._unread(written) if output is None else output.rstrip("\n"), end
-        if written.startswith("${"):
-            found = BRACES.fullmatch(written[2:-1])
-            return (self._unread(written) if found is None else self._braces(*found.groups())), end
-        name = NAME.match(raw, pos)
-        return (self._variable(name[1]), name.end()) if name else (raw[pos], pos + 1)
-
-    def _lookup(self, name: str, index: str | None = None) -> str | None:
-        """The value of a variable or an argument; None if nothing sets it."""
-        special = {str(place): [each] for place, each in enumerate(self._arguments)}
-        special |= dict.fromkeys("@*", self._arguments[1:]) | {key: ["0"] for key in "?$!-"}
-        value = {**special, "#": [str(len(self._arguments) - 1)], **self._values}.get(name)
-        if value is None:
-            return None
-        how = name if name in "@*" else index or "0"
-        if how == "@":  # fields of their own between quotes
-            return SPLIT.join(QUOTED + each for each in value)
-        return " ".join(value) if how == "*" else "".join(value[int(how) :][:1])
-
-    def _variable(self, name: str, index: str | None = None) -> str:
-        """The value of a variable or an argument, or what stands for it."""
-        value = self._lookup(name, index)
-        if value is None:
-            self.reading.unset.setdefault(name, f"{self._path}:{self._line}")
-            return f"{OPEN}${name}{OPEN}"
-        return value
-
-    def _braces(self, name: str, index: str | None, kind: str | None, word: str | None) -> str:
-        """The value of `${...}`."""
+            output = self.read(inner, self._line)[1]
+            return self._unread(written) if LOST in output else output.rstrip("\n")
+        found = BRACES.fullmatch(written if written[1:2] == "{" else f"${{{written[1:]}}}")
+        if found is None:
+            return written if written == "$" else self._unread(written)
+        name, index, kind, word = found.groups()
+        values = {**self._positional, **self._values}.get(name)
+        how, value = name if name in "@*" else index or "0", None
+        if values is not None and how.isdigit():
+            value = "".join(values[int(how) :][:1])
+        elif values is not None:
+            value = {"*": " ", "@": FIELD}[how].join(each or EMPTY for each in values)
         if kind is None:
-            return self._variable(name, index)
-        found = self._lookup(name, index)
-        is_absent = found is None or (kind[0] == ":" and not found)
-        if is_absent is (kind[-1] == "+"):
-            return found or ""
-        default = self._expand(word or "", self._line)
+            if value is None:
+                self.reading.unset.setdefault(name, f"{self._path}:{self._line}")
+                return _moved(f"${name}", 0, UNKNOWN)
+            return value
+        if (value is None or (kind[0] == ":" and not value)) is (kind[-1] == "+"):
+            return value or ""
+        default = self._expand(word)
         if kind[-1] == "=":
-            self._values[name] = [default.replace(QUOTED, "")]
+            self._values[name] = [_unquoted(default)]
         return default
 
     def _arithmetic(self, written: str) -> str:
-        text = self._expand(written[3:-2], self._line).replace(QUOTED, "")
-        for _ in range(DEPTH * (OPEN not in text)):  # variables of variables
-            text = re.sub(r"(?<![\w$])[A-Za-z_]\w*", lambda name: self._variable(name[0]), text)
+        text = self._text_of(written[3:-2])
+        for _ in range(DEPTH):  # variables of variables
+            text = re.sub(r"[A-Za-z_]\w*", lambda name: self._reference(f"${name[0]}"), text)
         if ARITHMETIC.fullmatch(text):
             with suppress(SyntaxError, TypeError, ArithmeticError):
                 # Nothing but digits and operators.
@@ -374,16 +403,59 @@ class Shell:
 
 def unmarked(text: str) -> str:
     """A text in which what has no value stays as it is written."""
-    return OPENED.sub(r"\1", text)
+    return _moved(text, UNKNOWN, 0)
 
 
-def _shown(items: Sequence[Token]) -> str:
-    """The first line of a command."""
-    return " ".join(each.text for each in items).partition("\n")[0].strip(" ;")
+def _numbered(arguments: list[str]) -> dict[str, list[str]]:
+    """The arguments of a script, and what else has no name."""
+    numbered = {str(place): [each] for place, each in enumerate(arguments)}
+    numbered |= dict.fromkeys("@*", arguments[1:]) | {key: ["0"] for key in "?$!-"}
+    return numbered | {"#": [str(len(arguments) - 1)]}
+
+
+def _inverse(status: bool | None) -> bool | None:
+    return None if status is None else not status
+
+
+def _unquoted(text: str) -> str:
+    return _moved(text.replace(EMPTY, "").replace(FIELD, " "), QUOTED, 0)
+
+
+def _moved(text: str, start: int, end: int) -> str:
+    """A text whose characters of one plane of Unicode are those of another one."""
+    return "".join(chr(ord(c) - start + end) if 0 <= ord(c) - start < 2**16 else c for c in text)
+
+
+def _closing(text: str, pos: int, end: str) -> int:
+    """The position behind what ends a quotation or an expansion."""
+    while pos < len(text) and not text.startswith(end, pos):
+        pos = _after(text, pos, end)
+    return pos + 1
+
+
+def _after(text: str, pos: int, inside: str) -> int:
+    """The position behind a character, an escaped one, a quotation or an expansion.
+
+    Args:
+        text: The script.
+        pos: Where it begins.
+        inside: What ends the quotation or expansion that it is in.
+    """
+    one = text[pos]
+    if one == "\\":
+        return pos + 2
+    if one == "'" and inside != '"':
+        return text.find(one, pos + 1) + 1 or len(text)
+    if name := NAME.match(text, pos):
+        return name.end()
+    for start, end in PAIRS.items():
+        if text.startswith(start, pos) and inside != start:
+            return _closing(text, pos + len(start), end)
+    return _closing(text, pos + 1, ")") if one == "(" and inside == ")" else pos + 1
 
 
 SILENT = ": cd clear mkdir module set shopt sleep trap true ulimit wait"
-PROGRAMS: dict[str, Callable[[list[str]], str | None]] = {
+PROGRAMS: dict[str, Callable[[list[str]], str]] = {
     **dict.fromkeys(SILENT.split(), lambda _: ""),
     **dict.fromkeys(("readlink", "realpath"), lambda paths: os.path.abspath(paths[-1])),
     "basename": lambda paths: os.path.basename(paths[0]),

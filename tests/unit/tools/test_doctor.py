@@ -14,8 +14,8 @@ import pytest
 
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.cli.doctor.commands import read_source
-from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of
-from megatron_ds.cli.doctor.shell import OPENED
+from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
+from megatron_ds.cli.doctor.shell import unmarked
 from megatron_ds.cli.doctor.tiny import shrink
 from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.config import GROUP_OF_FIELD, Config
@@ -92,15 +92,11 @@ SCRIPTS = {
         "torchrun",
         None,
         {
-            2: "for node", 5: "setup ()", 9: "case", 13: "while true", 14: "if [ \"$(hostname)\"",
+            2: "for node", 5: "setup()", 9: "case", 13: "while true", 14: "if [ \"$(hostname)\"",
             17: "$(nproc)", 18: "${HIDDEN^^}",
         },
     ),
 }  # fmt: skip
-
-
-def plain(words: list[str]) -> list[str]:
-    return [OPENED.sub(r"\1", word) for word in words]
 
 
 def read(*words: object, **variables: str) -> TrainingCommand:
@@ -116,8 +112,8 @@ def diagnosis_of(command: TrainingCommand, folder: Path) -> Diagnosis:
 def test_a_script_is_read_as_a_shell_would_execute_it(name: str) -> None:
     expected, path = SCRIPTS[name], LAUNCHERS / name
     command = read(path)
-    assert plain(command.flags) == shlex.split(expected.flags)
-    assert plain(command.launcher) == shlex.split(expected.launcher)
+    assert [*map(unmarked, command.flags)] == shlex.split(expected.flags)
+    assert [*map(unmarked, command.launcher)] == shlex.split(expected.launcher)
     assert command.world_size == expected.world_size
     unread = [f"{place}: {text} {taken}" for (place, text), taken in command.reading.unread.items()]
     for line, part in expected.unread.items():
@@ -209,7 +205,7 @@ def test_options_are_those_before_a_command_and_around_a_script(
     script.write_text(f"deepspeed pretrain_gpt.py {flags} $KIND\n")
     printed = run_tool(doctor, script, "--yaml", "--set", "KIND=NullTokenizer")
     assert "tokenizer-type: NullTokenizer\n" in printed.out
-    for words, part in ((["no.sh"], "no such file"), ([], "name a script")):
+    for words, part in ((["no.sh"], "No such file"), ([], "name a script")):
         assert part in run_tool(doctor, *words, status=1).err
 
 
@@ -453,15 +449,14 @@ def test_the_printed_command_and_the_tiny_run_have_the_settings_of_the_original(
         command = TrainingCommand("run.sh:1", [], flags, case["world"])
         command.reading.files["ds.json"] = json.dumps(case["ds"] or {})
         found = diagnosis_of(command, tmp_path)
-        printed = [word for words in flags_of(found.config) for word in words]
+        printed = joined(flags_of(found.config))
         warnings: list[str] = []
         again, _ = build_config(printed, world_size=found.world_size, warn=warnings.append)
         assert settings(again) == settings(found.config), case["id"]
         assert "ignored-flag" not in codes(warnings), case["id"]
         if found.lacking:
             continue
-        tiny, processes = shrink(found.checked, found.world_size, tmp_path)
-        words = [word for words in flags_of(tiny) for word in words]
+        words, processes = shrink(found.checked, found.world_size, tmp_path)
         _, problems = build_config(
             words, world_size=processes, warn=lambda _: None, complete=doctor._complete
         )
