@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
     program_start.begin()
 
+import itertools
 import shlex
 import subprocess
 import tempfile
@@ -22,8 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds import cli
-from megatron_ds.cli.command import table_of
-from megatron_ds.cli.doctor.commands import read_source, split_options
+from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
 from megatron_ds.cli.doctor.tiny import shrink
 from megatron_ds.cli.doctor.training_command import TrainingCommand
@@ -81,11 +81,13 @@ class Options:
     )
 
 
-def doctor(options: Options) -> int:
-    if not options.source:
+def doctor(options: Options, arguments: Sequence[str]) -> int:
+    given = list(itertools.takewhile(lambda each: "=" in each, options.variables))
+    words = [*options.variables[len(given) :], *options.source, *arguments]
+    if not words:
         raise user_error("doctor-no-source")
-    variables = dict(each.split("=", 1) for each in options.variables if "=" in each)
-    commands = read_source(options.source, variables, options.world_size, executes=options.executes)
+    variables = dict(each.split("=", 1) for each in given)
+    commands = read_source(words, variables, options.world_size, executes=options.executes)
     status = 0
     for command in commands:
         _add_model(command)
@@ -141,8 +143,8 @@ def _complete(
 
 
 def main(argv: Sequence[str]) -> int:
-    own, words = split_options(argv, table_of(Options))
-    return cli.run(Options, lambda options: doctor(replace(options, source=tuple(words))), own)
+    arguments: list[str] = []  # of the script, or of the command
+    return cli.run(Options, lambda options: doctor(options, arguments), argv, unknown=arguments)
 
 
 if __name__ == "__main__":

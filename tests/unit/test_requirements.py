@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from setuptools import Distribution, find_namespace_packages  # type: ignore[import-untyped]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -24,17 +26,43 @@ def pins(*more: str) -> dict[str, str]:
     }
 
 
-def ranges() -> list[Requirement]:
-    """What setup.py asks for, extras included."""
+def setup_arguments() -> dict[str, ast.expr]:
+    """What setup.py calls `setup` with."""
     call = next(
         node
         for node in ast.walk(ast.parse((REPOSITORY / "setup.py").read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"
     )
-    values = {keyword.arg: keyword.value for keyword in call.keywords}
+    return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+
+
+def ranges() -> list[Requirement]:
+    """What setup.py asks for, extras included."""
+    values = setup_arguments()
     needed = ast.literal_eval(values["install_requires"])
     extras = ast.literal_eval(values["extras_require"])
     return [Requirement(text) for text in [*needed, *(t for e in extras.values() for t in e)]]
+
+
+def data_files(package_data: dict[str, list[str]]) -> set[str]:
+    """The files besides modules that setuptools packages."""
+    packages = find_namespace_packages(str(REPOSITORY), include=["megatron_ds", "megatron_ds.*"])
+    settings = {"packages": packages, "package_data": package_data}
+    distribution = Distribution({**settings, "package_dir": {"": str(REPOSITORY)}})
+    command = distribution.get_command_obj("build_py")
+    command.ensure_finalized()
+    paths = [Path(folder, file) for _, folder, _, files in command.data_files for file in files]
+    return {str(path.relative_to(REPOSITORY)) for path in paths}
+
+
+def test_every_file_beside_the_modules_is_packaged() -> None:
+    listed = ["git", "ls-files", "megatron_ds"]
+    tracked = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    names = {name for name in tracked.stdout.split() if not name.endswith(".py")}
+    assert "megatron_ds/cli/doctor/frameworks.toml" in names
+    package_data = ast.literal_eval(setup_arguments()["package_data"])
+    assert names - data_files(package_data) == set()
+    assert names - data_files({"megatron_ds.cli": ["*.toml"]})  # which is seen, if it is not
 
 
 def test_every_pin_is_exact() -> None:

@@ -16,30 +16,11 @@ from megatron_ds.cli.doctor.frameworks import FILES, tables, translate
 from megatron_ds.cli.doctor.sandbox import execute
 from megatron_ds.cli.doctor.shell import NAME, OPENED, SCRIPTS, Reading, Shell, unmarked
 from megatron_ds.cli.doctor.training_command import TrainingCommand
-from megatron_ds.cli.flags import FlagTable, dashed, training_flags
+from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.config.problems import user_error
 
 TRAINING = re.compile(r"(pre_?train|train|finetune|run_clm|sft)\w*\.py")
 SBATCH = re.compile(r"^#SBATCH +(.*?)(?: +#.*)?$", flags=re.MULTILINE)
-
-
-def split_options(argv: Sequence[str], table: FlagTable) -> tuple[list[str], list[str]]:
-    """The tool's own options, and the script or command with its arguments.
-
-    Options may follow a script; those behind the program of a command are the program's.
-    """
-    own, words, items = list[str](), list[str](), list(argv)
-    while items:
-        word = items.pop(0)
-        flag = table.by_name.get(dashed(word.partition("=")[0])) if word[:2] == "--" else None
-        is_command = bool(words) and (words[0].endswith(".py") or not Path(words[0]).is_file())
-        if not word.startswith("-") or (words and (is_command or flag is None)):
-            words.append(word)
-            continue
-        takes_value = flag is not None and flag.nargs != 0 and "=" not in word
-        own += [word, *items[:takes_value]]
-        del items[:takes_value]
-    return own, words
 
 
 def read_source(
@@ -101,16 +82,14 @@ def commands_of(
     for words, place in reading.started:
         names = [os.path.basename(each) for each in words]
         first = next((i for i, each in enumerate(names) if TRAINING.fullmatch(each)), None)
-        if first is None:
-            continue
-        command = TrainingCommand(place, words[:first], reading=reading)
-        counts = _counts([*header, *command.launcher])
-        size = counts.get("total", 0)
-        if "per_node" in counts:
-            size = counts.get("nodes", 1) * counts["per_node"]
-        command.world_size = size or world_size
-        _set_flags(command, names[first], words[first + 1 :])
-        found.append(command)
+        if first is not None:
+            counts = _counts([*header, *words[:first]])
+            per_node = counts.get("nodes", 1) * counts.get("per_node", 0)
+            size = per_node if "per_node" in counts else counts.get("total")
+            command = TrainingCommand(place, words[:first], world_size=size or world_size)
+            command.reading = reading
+            _set_flags(command, names[first], words[first + 1 :])
+            found.append(command)
     return found
 
 

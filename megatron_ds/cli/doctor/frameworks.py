@@ -18,18 +18,19 @@ from typing import Any
 from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.config.problems import user_error
 
 FILES = (".toml", ".yaml", ".yml", ".json")
-ENVIRONMENT = re.compile(r"\$\{\w+(?::([^}]*))?\}")
+ENVIRONMENT = re.compile(r"\$\{\w+:([^}]*)\}")
 AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "ds_sequence_parallel_size")
 
 
 @functools.cache
 def tables() -> Mapping[str, Any]:
     """The content of frameworks.toml."""
-    return tomllib.loads(Path(__file__).with_name("frameworks.toml").read_text("utf-8"))
+    return read_table(__file__)
 
 
 def translate(path: Path, world_size: int | None) -> TrainingCommand:
@@ -71,7 +72,7 @@ def _load(path: Path) -> dict[str, Any]:
     # gpt-neox's files are JSON with comments and with the booleans of Python: YAML reads them.
     parse = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix, yaml.safe_load)
     try:
-        values = parse(ENVIRONMENT.sub(lambda found: found[1] or "", path.read_text("utf-8")))
+        values = parse(ENVIRONMENT.sub(r"\1", path.read_text("utf-8")))
         if not isinstance(values, dict):
             raise ValueError("it is not a mapping")
     except Exception as error:

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_ds.config.data_files import read_table
+
 UNKNOWN, QUOTED = 0xF0000, 0x100000
 """Private planes of Unicode, whose characters mean nothing to a shell: for what is known only when
 the script runs, as it is written, and for quoted text."""
@@ -38,13 +40,8 @@ PAIRS = {"$(": ")", "${": "}", '"': '"', "`": "`"}
 GROUPS = {"{": "}", "(": ")"}
 LOOPS = {"case": "esac", **dict.fromkeys(("for", "while", "until", "select"), "done")}
 JOINTS = ("\n", ";", ";;", "&", "&&", "||", "|", "|&", ")")
-DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
-PREFIXES = ("command", "env", "exec", "nohup", "time")
-SHELLS = ("bash", "sh", "zsh", "source", ".")
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
-NOT_READ = ("getopts", "let", "mapfile", "read", "readarray", "shift", "unset")
-NUMERIC = ("-eq", "-ne", "-lt", "-le", "-gt", "-ge")
-"""Comparisons of `test` that the module operator has by the same names."""
+WORDS = {name: tuple(words.split()) for name, words in read_table(__file__).items()}
+SCRIPTS = WORDS["scripts"]
 DEPTH = 20
 """Scripts within each other that are read."""
 Result = tuple[bool | None, str]
@@ -192,7 +189,7 @@ class Shell:
                     text = LOST
                 elif live and ">" in word and "&" not in word and word[0] != "2":
                     targets.append(self._text_of(target))
-            elif ASSIGNMENT.match(word) and (not fields or fields[0] in DECLARATIONS):
+            elif ASSIGNMENT.match(word) and (not fields or fields[0] in WORDS["declarations"]):
                 self._assign(word, live)
             elif live:
                 fields += self._fields(word)
@@ -234,9 +231,9 @@ class Shell:
         return _unquoted(self._expand(body.replace('\\"', '\\\\"'), quoted=True))
 
     def _simple(self, fields: list[str], text: str, line: int) -> Result:
-        while fields and (fields[0] in PREFIXES or ASSIGNMENT.match(fields[0])):
+        while fields and (fields[0] in WORDS["prefixes"] or ASSIGNMENT.match(fields[0])):
             fields.pop(0)
-        if not fields or fields[0] in DECLARATIONS:
+        if not fields or fields[0] in WORDS["declarations"]:
             return True, ""
         name, *arguments = fields
         if name in ("exit", "return"):
@@ -245,7 +242,7 @@ class Shell:
             return self._test(arguments[: -1 if name[0] == "[" else None]), ""
         if name == "eval":
             return self.read(" ".join(arguments), line)
-        if name in NOT_READ:
+        if name in WORDS["not_read"]:
             self._unread(" ".join(fields))
             return True, ""
         if name in PROGRAMS:
@@ -258,7 +255,7 @@ class Shell:
     def _start(self, fields: list[str], line: int) -> Result:
         """Reads what a shell behind launchers executes, or notes the program."""
         for place, name in enumerate(fields):
-            is_shell = os.path.basename(name) in SHELLS[: None if place == 0 else -2]
+            is_shell = os.path.basename(name) in WORDS["shells"][: None if place == 0 else -2]
             following = fields[place + is_shell :]
             options = [each for each in following[:3] if re.fullmatch(r"-[a-z]*c", each)]
             outside = self._path, self._positional, self._launcher
@@ -311,7 +308,7 @@ class Shell:
                 return path in self.reading.files or Path(path).exists()
             case [left, "=" | "==" | "!=" as sign, right]:
                 return fnmatch.fnmatchcase(left, right) is (sign != "!=")
-            case [left, sign, right] if sign in NUMERIC:
+            case [left, sign, right] if sign in WORDS["numeric"]:
                 with suppress(ValueError):
                     return bool(getattr(operator, sign[1:])(int(left or 0), int(right or 0)))
         return None
@@ -454,9 +451,8 @@ def _after(text: str, pos: int, inside: str) -> int:
     return _closing(text, pos + 1, ")") if one == "(" and inside == ")" else pos + 1
 
 
-SILENT = ": cd clear mkdir module set shopt sleep trap true ulimit wait"
 PROGRAMS: dict[str, Callable[[list[str]], str]] = {
-    **dict.fromkeys(SILENT.split(), lambda _: ""),
+    **dict.fromkeys(WORDS["silent"], lambda _: ""),
     **dict.fromkeys(("readlink", "realpath"), lambda paths: os.path.abspath(paths[-1])),
     "basename": lambda paths: os.path.basename(paths[0]),
     "dirname": lambda paths: os.path.dirname(paths[0]) or ".",

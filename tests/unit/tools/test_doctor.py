@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron_ds.cli.arguments import build_config
+from megatron_ds.cli.doctor import sandbox
 from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
 from megatron_ds.cli.doctor.shell import unmarked
@@ -190,6 +191,18 @@ def test_nothing_of_a_script_is_executed_unless_asked(
     printed = run_tool(doctor, script, "--execute", status=1)
     assert marker.exists()
     assert re.findall(r"--seed \d", printed.out) == ["--seed 5", "--seed 6"]
+
+
+def test_a_child_that_a_script_leaves_behind_does_not_hold_the_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child has the standard error of the script, which ended."""
+    monkeypatch.setattr(sandbox, "TIME_LIMIT_S", 3.0)
+    script = tmp_path / "run.sh"
+    script.write_text("sleep 300 &\ntorchrun pretrain_gpt.py --seed 7\nexit 0\n")
+    (command,) = read_source([str(script)], {}, None, executes=True)
+    assert command.flags == ["--seed", "7"]
+    assert command.reading.unread == {}  # the script itself has ended in time
 
 
 def test_options_are_those_before_a_command_and_around_a_script(
