@@ -44,6 +44,7 @@ from megatron_ds.model.elementwise import compile_elementwise
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.model.mlp import TiledMLP
+from megatron_ds.model.moe import try_grouped_products
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.half_products import replace_slow_products
@@ -88,7 +89,7 @@ def build_engine(
     with _swap_folder(config, ds_config) as swap_folder:
         module, model = _build_module(config, mesh, ds_config, build)
         warnings = [
-            *_notes(config, packing, device),
+            *_notes(config, model, packing, device),
             warning,
             None if _is_deepcompiled(ds_config) else _compile(model, config, mesh, device),
         ]
@@ -259,11 +260,12 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
 
 
 def _notes(
-    config: Config, packing: PackingOptions | None, device: torch.device
-) -> tuple[Problem | None, Problem | None]:
-    """Replace kernels that are slow on this device, and say what is computed twice."""
+    config: Config, model: GPTModel, packing: PackingOptions | None, device: torch.device
+) -> tuple[Problem | None, ...]:
+    """Replace kernels that are slow or missing on this device, and say what is computed twice."""
     return (
         replace_slow_products(_dtype(config), device),
+        try_grouped_products(model, _dtype(config), device),
         selective_recompute_note(config, packing, device),
     )
 

@@ -202,6 +202,7 @@ def loaded_model(
     from megatron_ds.conversion.registry import open_source
     from megatron_ds.inference import load_checkpoint
     from megatron_ds.inference.packed_weights import pack_weights
+    from megatron_ds.model.moe import try_grouped_products
     from megatron_ds.parallel.half_products import replace_slow_products
     from megatron_ds.parallel.mesh import Mesh
 
@@ -219,8 +220,10 @@ def loaded_model(
         log_rank0(f"loading the checkpoint {path}")
         precision = options.checkpoint.precision
         model = load_checkpoint.load_model(source, mesh, here.device, precision=precision)
-        note = replace_slow_products(next(model.parameters()).dtype, here.device)
-        if note is not None:
+        which = next(model.parameters()).dtype, here.device
+        for note in filter(
+            None, (replace_slow_products(*which), try_grouped_products(model, *which))
+        ):
             log_rank0(f"WARNING: {note.render()}")
         source.release()
         pack_weights(model)

@@ -9,6 +9,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import Attention, KeyValueCache
 from megatron_ds.model.elementwise import EAGER, Elementwise
 from megatron_ds.model.mlp import MLP
+from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext, Rotation
 from megatron_ds.model.weight_init import Initializer
@@ -70,8 +71,10 @@ class Block(nn.Module):
         """Set the functions that compute the elementwise parts."""
         self.elementwise = self.attention.elementwise = functions
         if isinstance(self.mlp, MLP):
-            # For experts they would be compiled again for each number of tokens.
             self.mlp.elementwise = functions
+        elif isinstance(self.mlp, MoE) and self.mlp.ep_group.size == 1:
+            # With further ranks they would be compiled again for each number of tokens.
+            self.mlp.experts.elementwise = functions
 
     def compile_parts(self, *, is_core_traceable: bool, dynamic: bool | None) -> None:
         """Compile the layer with torch.compile, on its first call.

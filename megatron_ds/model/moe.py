@@ -14,6 +14,7 @@ experts receive.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig, MoEConfig
-from megatron_ds.model.elementwise import EAGER
+from megatron_ds.config.devices import is_host
+from megatron_ds.config.problems import Problem
+from megatron_ds.model.elementwise import EAGER, TOLERANCE
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import (
     all_gather,
@@ -100,13 +103,16 @@ class MoE(nn.Module):
         routing: Routing = self.router(x_TH)
         capacity = self._capacity(len(x_TH) * self.sp_group.size)
         order_A, counts_E = sort_assignments(routing, capacity, self.moe, self.sp_group)
-        y_AH = self._run_experts(x_TH[order_A // self.moe.moe_router_topk], counts_E)
-        total = routing.experts_TK.numel()
-        # Where an expert has dropped a token, its output is zero.
-        y_TKH = y_AH.new_zeros(total, x_TH.shape[1]).index_put((order_A,), y_AH)
-        y_TKH = y_TKH.view(*routing.experts_TK.shape, -1)
-        out_TH = (y_TKH * routing.weights_TK.to(y_TKH.dtype).unsqueeze(-1)).sum(1)
-        self._record(routing, dropped=1.0 - len(order_A) / total)
+        place_A = inverse_of(order_A)
+        x_AH = _Reordered.apply(x_TH, order_A, place_A, self.moe.moe_router_topk)
+        y_AH = self._run_experts(x_AH, counts_E)
+        y_TKH = _Reordered.apply(y_AH, place_A, order_A).view(*routing.experts_TK.shape, -1)
+        weights_TK = routing.weights_TK.to(y_TKH.dtype)
+        if capacity is not None:
+            is_kept = place_A < counts_E.sum()
+            weights_TK = weights_TK.where(is_kept.view_as(weights_TK), 0)
+        out_TH = (y_TKH * weights_TK.unsqueeze(-1)).sum(1)
+        self._record(routing, dropped=1.0 - counts_E.sum() / len(order_A))
         loss = self.moe.aux_loss_coeff * routing.aux_loss
         loss = loss + self.moe.moe_z_loss_coeff * routing.z_loss
         return self.log.add_gradient(out_TH, loss).view(x_SBH.shape)
@@ -120,33 +126,36 @@ class MoE(nn.Module):
         return max(self.moe.moe_min_capacity, math.ceil(factor * equal))
 
     def _run_experts(self, x_AH: Tensor, counts_E: Tensor) -> Tensor:
-        """The outputs for rows that are in the order of their experts."""
+        """The outputs for rows that are in the order of their experts, then those without one.
+
+        Rows without an expert are not sent; their outputs are those of any expert, or zero.
+        """
         ep_size = self.ep_group.size
         if ep_size == 1:
-            y_AH: Tensor = self.experts(x_AH, counts_E.tolist())
+            y_AH: Tensor = self.experts(x_AH, counts_E)
             return y_AH
         to_ranks = counts_E.view(ep_size, -1)
         from_ranks = torch.empty_like(to_ranks)
         dist.all_to_all_single(from_ranks, to_ranks, group=self.ep_group.handle)
         # The one wait for the device.
-        sent, received = torch.stack([to_ranks, from_ranks]).tolist()
-        send, receive = ([sum(counts) for counts in each] for each in (sent, received))
-        rows_RH = all_to_all(x_AH, send, receive, self.ep_group)
+        send, receive = torch.stack([to_ranks, from_ranks]).sum(-1).tolist()
+        rows_RH = all_to_all(x_AH[: sum(send)], send, receive, self.ep_group)
         # The rows are in the order of the ranks that sent them, each rank's by expert.
         numbers = torch.arange(to_ranks.shape[1], device=x_AH.device).repeat(ep_size)
         expert_R = numbers.repeat_interleave(from_ranks.flatten(), output_size=len(rows_RH))
-        by_expert_R = expert_R.argsort(stable=True)
-        counts = [sum(column) for column in zip(*received, strict=True)]
-        y_RH = self.experts(rows_RH[by_expert_R], counts)[by_expert_R.argsort()]
-        return all_to_all(y_RH, receive, send, self.ep_group)
+        order_R = expert_R.argsort(stable=True)
+        place_R = inverse_of(order_R)
+        y_RH = self.experts(_Reordered.apply(rows_RH, order_R, place_R), from_ranks.sum(0))
+        y_AH = all_to_all(_Reordered.apply(y_RH, place_R, order_R), receive, send, self.ep_group)
+        return F.pad(y_AH, (0, 0, 0, len(x_AH) - len(y_AH)))
 
-    def _record(self, routing: Routing, dropped: float) -> None:
+    def _record(self, routing: Routing, dropped: Tensor) -> None:
         load_E = routing.load_E
         self.log.record(
             {
                 "load_balancing_loss": routing.aux_loss,
                 "z_loss": routing.z_loss,
-                "dropped": load_E.new_full((), dropped),
+                "dropped": dropped,
                 "load": load_E,
                 "largest": load_E.max(),
             }
@@ -197,6 +206,31 @@ class Router(nn.Module):
         )
 
 
+def inverse_of(order: Tensor) -> Tensor:
+    """The permutation that undoes one."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Reordered(torch.autograd.Function):
+    """x[order // copies], for an order of `copies` of each row.
+
+    The gradient's rows are gathered by the inverse order, and summed over the copies; that of an
+    index is accumulated row by row, for which devices sort the index.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.copies = copies
+        return x[order // copies] if copies > 1 else x[order]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        rows = gradient[inverse]
+        return rows.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
+
+
 def count_assignments(experts: Tensor, size: int) -> Tensor:
     """Number of assignments of each of `size` experts; `bincount` would wait for the device."""
     return experts.new_zeros(size).scatter_add_(0, experts, torch.ones_like(experts))
@@ -205,7 +239,7 @@ def count_assignments(experts: Tensor, size: int) -> Tensor:
 def sort_assignments(
     routing: Routing, capacity: int | None, moe: MoEConfig, sp_group: Group
 ) -> tuple[Tensor, Tensor]:
-    """Sort the assignments by expert, and drop those that exceed an expert's capacity.
+    """Sort the assignments by expert; those that exceed an expert's capacity are the last.
 
     Args:
         routing: Selected experts.
@@ -214,15 +248,13 @@ def sort_assignments(
         sp_group: Group whose ranks have slices of the same sequences.
 
     Returns:
-        Positions in [T x K] of the assignments that remain, [A], and their number for each expert,
-        [E].
+        Positions in [T x K] of the assignments, [A], and the number that each expert accepts, [E].
     """
     experts = routing.experts_TK.flatten()
-    order = experts.argsort(stable=True)
     if capacity is not None:
         is_kept = _within_capacity(routing, capacity, moe, sp_group)
-        order = order[is_kept[order]]
-    return order, count_assignments(experts[order], moe.experts)
+        experts = experts.where(is_kept, moe.experts)
+    return experts.argsort(stable=True), count_assignments(experts, moe.experts + 1)[:-1]
 
 
 def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, sp_group: Group) -> Tensor:
@@ -259,6 +291,7 @@ class Experts(nn.Module):
         super().__init__()
         self.group = group = mesh.tp
         self.activation, self.gelu_kind = config.activation, config.gelu_kind
+        self.elementwise = EAGER
         hidden, width, std = config.hidden_size, config.mlp_hidden_size, config.init_method_std
         local = num_experts // mesh.ep.size
         local_experts = range(mesh.ep.rank * local, (mesh.ep.rank + 1) * local)
@@ -289,15 +322,18 @@ class Experts(nn.Module):
         for parameter in self.parameters():
             mark_experts(parameter, mesh.ep.size)
 
-    def forward(self, x_RH: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, x_RH: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs for rows that are in the order of the experts.
 
         Args:
             x_RH: The rows, the same on all tensor-parallel ranks.
-            counts: Number of rows of each expert.
+            counts: Number of rows of each expert, [e]. The last one has all further rows, too.
         """
-        inner = self.fc_in(copy_to_group(x_RH, self.group), counts)
-        y_RH: Tensor = self.fc_out(EAGER.activate(inner, self.activation, self.gelu_kind), counts)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        ends[-1] = len(x_RH)
+        inner = self.fc_in(copy_to_group(x_RH, self.group), ends)
+        inner = self.elementwise.activate(inner, self.activation, self.gelu_kind)
+        y_RH: Tensor = self.fc_out(inner, ends)
         return y_RH
 
 
@@ -316,36 +352,111 @@ class _StackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.reduce_over = weight, bias, reduce_over
+        self.shape = weight.shape
+        self.multiply: Product = grouped_product
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        y: Tensor = _StackedProduct.apply(x, self.weight, counts)
-        if self.reduce_over is not None:
-            y = reduce_from_group_(y, self.reduce_over)
-        if self.bias is None:
-            return y
-        # `unbind` sums the gradients once; indexing would make a full gradient for each expert.
-        # An expert without rows takes part, so that its gradient is zero and not missing.
-        outputs = zip(y.split(counts), self.bias.unbind(0), strict=True)
-        return torch.cat([rows + bias for rows, bias in outputs])
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = _StackedProduct.apply(x, self.weight, self.bias, ends, self)
+        return y
+
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A product for each group of rows, which end at `ends`: [R, in] and [e, in, out] to [R, out], or
+[out, R] and [R, in] to [e, out, in]."""
+
+
+def loop_over_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """One product after the other, for whose sizes the host waits."""
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if b.ndim == 3:
+        return torch.cat([rows @ each for rows, each in zip(a.split(counts), b, strict=True)])
+    pairs = zip(a.split(counts, dim=1), b.split(counts), strict=True)
+    return torch.stack([columns @ rows for columns, rows in pairs])
+
+
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """All products by one kernel, or what torch has instead; torch before 2.10 has none."""
+    if not hasattr(F, "grouped_mm"):
+        return loop_over_products(a, b, ends)
+    return F.grouped_mm(a, b, offs=ends)
 
 
 class _StackedProduct(torch.autograd.Function):
-    """x W^T of each expert's rows.
+    """x W^T + b of each expert's rows, which end at `ends`.
 
     The backward pass reads the parameter itself. Saved views of it would keep what ZeRO 3 has
-    gathered for the forward pass, or name a buffer into which other weights are swapped.
+    gathered for the forward pass, or name a buffer into which other weights are swapped. An expert
+    without rows has a gradient of zeros.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.counts = counts
-        return torch.cat([F.linear(*each) for each in zip(x.split(counts), weight, strict=True)])
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ends: Tensor,
+        layer: _StackedLinear,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.multiply, ctx.has_bias = layer.multiply, bias is not None
+        y = layer.multiply(x, weight.mT, ends)
+        if layer.reduce_over is not None:
+            y = reduce_from_group_(y, layer.reduce_over)
+        if bias is not None:
+            rows = torch.arange(len(y), dtype=ends.dtype, device=ends.device)
+            y += bias[torch.searchsorted(ends, rows, right=True)]
+        return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        gradients, inputs = gradient.split(ctx.counts), x.split(ctx.counts)
-        dx = torch.cat([dy @ each for dy, each in zip(gradients, weight, strict=True)])
-        dw = torch.stack([dy.t() @ rows for dy, rows in zip(gradients, inputs, strict=True)])
-        return dx, dw, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        dx, dw = ctx.multiply(gradient, weight, ends), ctx.multiply(gradient.t(), x, ends)
+        # A product, whose sums have a fixed order; kernels need rows of 16 bytes.
+        ones = gradient.new_ones(len(gradient), 8)
+        db = ctx.multiply(gradient.t(), ones, ends)[..., 0] if ctx.has_bias else None
+        return dx, dw, db, None, None
+
+
+def try_grouped_products(
+    model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Problem | None:
+    """Let experts multiply one after the other on an accelerator without a kernel for all of them.
+
+    It is tried, forward and backward, on the shapes of the experts, one of which has no rows.
+
+    Returns:
+        Why the kernel is not used, if there are experts that would use it.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _StackedLinear)]
+    if is_host(device.type) or not layers:
+        return None
+    try:
+        errors = [_product_error(shape, dtype, device) for shape in {x.shape for x in layers}]
+        if all(error <= TOLERANCE for error in errors):  # not if one is nan
+            return None
+        reason = f"its relative error is {max(errors):.2g}"
+    except Exception as refusal:  # devices raise any type
+        reason = str(refusal).strip().partition("\n")[0] or type(refusal).__name__
+    for layer in layers:
+        layer.multiply = loop_over_products
+    return Problem("experts-one-after-another", reason=reason)
+
+
+def _product_error(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> float:
+    """The largest error of outputs and gradients, relative to the norm."""
+    ends = torch.arange(1, shape[0] + 1, dtype=torch.int32, device=device) * 33
+    ends[:2] = ends[:2].max()
+    generator = torch.Generator(device).manual_seed(0)
+    rows = 33 * shape[0]
+    x, weight, bias, gradient = (
+        torch.randn(size, generator=generator, device=device, dtype=dtype).requires_grad_()
+        for size in ((rows, shape[2]), shape, shape[:2], (rows, shape[1]))
+    )
+    layer, results = _StackedLinear(nn.Parameter(weight), nn.Parameter(bias)), []
+    for layer.multiply in (grouped_product, loop_over_products):
+        y = layer(x, ends)
+        results.append([y, *torch.autograd.grad(y, (x, *layer.parameters()), gradient)])
+    pairs = zip(*results, strict=True)
+    return float(torch.stack([(one - other).norm() / other.norm() for one, other in pairs]).max())

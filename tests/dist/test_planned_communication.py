@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -114,8 +114,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 ACCUMULATION = 3
 
 
-def config_of(name: str, world_size: int) -> Config:
-    settings = LAYOUTS[name]
+def config_of(settings: Mapping[str, Any], world_size: int) -> Config:
     parallel = ParallelConfig(
         **{key: value for key, value in settings.items() if key in vars(ParallelConfig())}
     )
@@ -147,7 +146,7 @@ def balanced(forward: Callable[..., Routing]) -> Callable[..., Routing]:
 def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]]:
     """The pipeline rank, and the bytes that it sends in a step by operation."""
     del meshes
-    config = config_of(name, 4)
+    config = config_of(LAYOUTS[name], 4)
     mesh = Mesh.build(**config.axis_sizes)
     engine = build_engine(as_a_large_model(config), mesh, torch.device("cpu"))
     tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
@@ -173,7 +172,7 @@ def outcomes() -> JobResults:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -> None:
-    config = config_of(name, 4)
+    config = config_of(LAYOUTS[name], 4)
     dp_size = config.parallel.data_parallel_size(4)
     for pp_rank, found in outcomes.of(name):
         planned: Counter[str] = Counter()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config.problems import Problem
+from megatron_ds.model import moe
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.weight_init import Initializer
@@ -17,6 +21,7 @@ from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.router_log import RouterLog
 from tests.independent.model import DEFAULTS, Experts
 from tests.observed import Observed
+from tests.problems import codes
 
 S, B, H, E = 7, 3, 16, 4
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
@@ -83,14 +88,70 @@ def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: s
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
-def test_numbers_of_tokens_are_read_once() -> None:
-    """The sizes of the experts' inputs are read by `tolist`, which is no operator."""
-    layer = build(MoEConfig(num_experts=(E,), **LOSSES), architecture())
-    called: set[str] = set()
-    with Observed(lambda operator, *_: called.add(operator.__name__)):
-        layer(torch.randn(S, B, H)).sum().backward()
-    waiting = {"bincount", "nonzero", "_local_scalar_dense", "masked_select", "_unique2"}
-    assert called & waiting == set()
+@pytest.mark.parametrize("options", [{}, DROPPING], ids=str)
+@pytest.mark.parametrize("experts", [4, 64])
+def test_calls_of_a_layer_do_not_grow_with_its_experts(
+    options: dict[str, Any], experts: int
+) -> None:
+    """Nothing is read, for meta tensors have no values, and gradients are not accumulated."""
+    config = MoEConfig(num_experts=(experts,), **LOSSES, **options)
+    layer = build(config, architecture()).to(device="meta", dtype=torch.bfloat16)
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    x = torch.empty(S, B, H, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with Observed(lambda operator, args, _: calls.append((operator.__name__, args))):
+        layer(x).sum().backward()
+    counts = Counter(name for name, _ in calls)
+    assert counts["_grouped_mm"] == 2 + 4 + 2  # outputs, their gradients, and those of biases
+    accumulating = {"index_add", "index_add_", "index_select_backward", "embedding_dense_backward"}
+    assert counts.keys() & {"bincount", "nonzero", "masked_select", *accumulating} == set()
+    assert [
+        args for name, args in calls if name.startswith("index_put") and args[3:] == (True,)
+    ] == []
+    assert counts.total() <= 200
+
+
+def on_a_device(monkeypatch: pytest.MonkeyPatch, grouped_mm: Any) -> tuple[MoE, Problem | None]:
+    """A layer after the trial of a device's grouped product."""
+    monkeypatch.setattr(moe, "is_host", lambda _: False)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
+    layer = build(MoEConfig(num_experts=(E,)), architecture())
+    return layer, moe.try_grouped_products(layer, torch.bfloat16, torch.device("cpu"))
+
+
+def refuses(*_: Tensor, **__: Tensor) -> Tensor:
+    raise RuntimeError("needs sm_90\nbacktrace")
+
+
+def leaves_gradients_of_unused_experts(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+    result = moe.loop_over_products(a, b, offs)
+    return result if b.ndim == 3 else result.masked_fill((result == 0).all(1, True), math.nan)
+
+
+@pytest.mark.parametrize(
+    ("grouped_mm", "reason"),
+    [(refuses, "needs sm_90"), (leaves_gradients_of_unused_experts, "its relative error is nan")],
+)
+def test_experts_multiply_one_after_the_other_where_a_device_has_no_grouped_product(
+    grouped_mm: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, problem = on_a_device(monkeypatch, grouped_mm)
+    assert problem is not None
+    assert codes([problem]) == ["experts-one-after-another"]
+    assert reason in str(problem)
+    x = torch.randn(S, B, H)
+    layer(x).sum().backward()
+    gradients = [parameter.grad for parameter in layer.parameters()]
+    monkeypatch.undo()
+    other = build(MoEConfig(num_experts=(E,)), architecture())
+    other(x).sum().backward()
+    for found, parameter in zip(gradients, other.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter.grad)
+
+
+def test_a_grouped_product_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, problem = on_a_device(monkeypatch, torch.nn.functional.grouped_mm)
+    assert problem is None
+    assert layer.experts.fc_in.multiply is moe.grouped_product
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(1, 1), (4, 2)])
