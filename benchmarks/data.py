@@ -39,7 +39,7 @@ from benchmarks.common import Contender, Work, in_turn, this_machine, versions, 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read_samples
+from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megatron_ds.data.indexed_writer import pair_writer
@@ -404,7 +404,7 @@ def our_rows(file: IndexedDataset, indexes: SampleIndexes, count: int) -> float:
     data = GPTDataset(file, indexes, SEQUENCE, VOCABULARY)
     begin = time.perf_counter()
     for position in range(0, count, MICRO_BATCH):
-        read_samples(data, range(position, position + MICRO_BATCH))
+        SampleReading(data, range(position, position + MICRO_BATCH)).finish()
     return count / (time.perf_counter() - begin)
 
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import Contender, Work, in_turn, this_machine, versions, write_json
 from benchmarks.data import MICRO_BATCH, SEQUENCE, VOCABULARY, close, report, write_tokens
-from megatron_ds.data.gpt_dataset import GPTDataset, read_samples
+from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.remote.block_cache import BLOCK_BYTES
@@ -115,7 +115,7 @@ def reader(prefix: str, cache: str, workers: int | None) -> Work:
         if workers is None:
             begin = time.process_time()
             for position in range(0, count, MICRO_BATCH):
-                read_samples(dataset, range(position, position + MICRO_BATCH))
+                SampleReading(dataset, range(position, position + MICRO_BATCH)).finish()
             return count / (time.process_time() - begin)
         clock = time.perf_counter if workers else time.process_time
         batches = loader(dataset, workers)

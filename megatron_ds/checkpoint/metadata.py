@@ -20,7 +20,7 @@ from megatron_ds.config import Config, DataConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.deepspeed.partitions import FlatPartition
-from megatron_ds.engine.ds_config.generate import partition_keys, zero_stage
+from megatron_ds.engine.ds_config.generate import partition_keys
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.fileio.file_lock import SharedLock
 from megatron_ds.fileio.safe_names import is_safe_name
@@ -72,7 +72,7 @@ class ParallelLayout:
         return cls(
             tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
             data_parallel_size=dp_size,
-            zero_stage=zero_stage(config),
+            zero_stage=config.zero_stage,
             precision=config.precision.name,
             optimizer=EIGHT_BIT
             if config.optimizer.has_8_bit_moments

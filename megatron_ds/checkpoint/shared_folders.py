@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import RUN, list_checkpoints
+from megatron_ds.config.checks import shortened
 from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.visibility import retry
 
@@ -86,15 +87,13 @@ class SharedFolders:
             ]
             if missing:
                 first = f"{self._folders[field].resolve()} on {socket.gethostname()}"
-                more = len(missing) - NAMED_HOSTS
-                listed = [*missing[:NAMED_HOSTS], *([f"{more} more"] if more > 0 else [])]
                 problems.append(
                     Problem(
                         "folder-not-shared",
                         field,
                         folder=self._folders[field],
                         first=first,
-                        missing=", ".join(listed),
+                        missing=shortened(missing, NAMED_HOSTS),
                     )
                 )
         for folder in self._created:

@@ -111,8 +111,7 @@ class Config:
             ),
             "recompute": self.recompute.problems(model.num_layers),
             "data": self.data.problems(
-                has_own_data="dataset" in self.custom_parts,
-                is_read=self.logging.eval_only is None,
+                has_own_data="dataset" in self.custom_parts, is_read=self.logging.eval_only is None
             ),
             "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),
             "optimizer": self.optimizer.problems(),

@@ -56,6 +56,7 @@ def missing_folder(location: str) -> Iterator[Problem]:
 
 _folder = functools.partial(option_field, None, metavar="FOLDER")
 _count = functools.partial(option_field, None, minimum=1)
+_of_save = functools.partial(option_field, only_with=SAVE)
 _of_load = functools.partial(option_field, only_with=LOAD)
 
 
@@ -89,17 +90,13 @@ class CheckpointConfig:
         zero_is_off=True,
         only_with=SAVE,
     )
-    save_interval_minutes: float | None = option_field(
-        None,
-        "also save when this many minutes have passed since the last save began",
-        above=0,
-        only_with=SAVE,
+    save_interval_minutes: float | None = _of_save(
+        None, "also save when this many minutes have passed since the last save began", above=0
     )
-    async_save: bool = option_field(
+    async_save: bool = _of_save(
         False,
         "write checkpoints while training continues, which stops only for a copy of the states "
         "to host memory; the last checkpoint of a run is written as without this flag",
-        only_with=SAVE,
     )
     keep_last: int | None = _count(
         "number of checkpoints to keep in --save; older ones are removed after each complete save "
@@ -145,11 +142,10 @@ class CheckpointConfig:
         "load the universal checkpoint that the file `latest_universal` names, unless --load has a "
         "checkpoint of a later iteration. Checkpoints of other layouts need no conversion",
     )
-    no_save_optim: bool = option_field(
+    no_save_optim: bool = _of_save(
         False,
         "save the weights and their fp32 master copy, but not the other states of the optimizer; a "
         "run then continues with --no-load-optim or --finetune only",
-        only_with=SAVE,
     )
     reset_iteration: bool = _of_load(
         False,

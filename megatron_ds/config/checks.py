@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_ds.config.problems import Problem
 
@@ -26,6 +26,12 @@ def json_remedy(error: Exception) -> str:
         line = doc.count("\n", 0, start + comma.end()) + 1
         return f": remove the comma at the end of line {line}"
     return ""
+
+
+def shortened(words: Sequence[str], shown: int) -> str:
+    """The first words of a list, and the number of the others."""
+    more = [f"{len(words) - shown} more"] if len(words) > shown else []
+    return ", ".join([*words[:shown], *more])
 
 
 def file_problems(field: str, path: str) -> Iterator[Problem]:

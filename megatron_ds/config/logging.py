@@ -19,6 +19,7 @@ FILE_TASKS = ("perplexity", "WIKITEXT103", "LAMBADA")
 """Tasks of --eval-tasks that read a file."""
 
 _profile = functools.partial(option_field, only_with=when(profile=True))
+_of_eval_tasks = functools.partial(option_field, only_with=EVAL_TASKS)
 _tensorboard = functools.partial(option_field, only_with=TENSORBOARD)
 
 
@@ -58,30 +59,19 @@ class LoggingConfig:
         nargs="*",
         metavar="TASK",
     )
-    eval_tasks_interval: int | None = option_field(
+    eval_tasks_interval: int | None = _of_eval_tasks(
         None,
         "number of iterations between evaluations of --eval-tasks (default: --eval-interval)",
         minimum=1,
-        only_with=EVAL_TASKS,
     )
-    eval_tasks_include_path: tuple[str, ...] = option_field(
-        (),
-        "folders with tasks of your own (YAML) for --eval-tasks",
-        nargs="*",
-        metavar="FOLDER",
-        only_with=EVAL_TASKS,
+    eval_tasks_include_path: tuple[str, ...] = _of_eval_tasks(
+        (), "folders with tasks of your own (YAML) for --eval-tasks", nargs="*", metavar="FOLDER"
     )
-    eval_tasks_num_fewshot: int | None = option_field(
-        None,
-        "examples before each question of --eval-tasks (default: the task's)",
-        minimum=0,
-        only_with=EVAL_TASKS,
+    eval_tasks_num_fewshot: int | None = _of_eval_tasks(
+        None, "examples before each question of --eval-tasks (default: the task's)", minimum=0
     )
-    eval_tasks_limit: int | None = option_field(
-        None,
-        "questions of each of --eval-tasks (default: all)",
-        minimum=1,
-        only_with=EVAL_TASKS,
+    eval_tasks_limit: int | None = _of_eval_tasks(
+        None, "questions of each of --eval-tasks (default: all)", minimum=1
     )
     eval_only: tuple[str, ...] | None = option_field(
         None,

@@ -22,10 +22,7 @@ from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.model_settings import ModelSettings, read_json_object
-from megatron_ds.conversion.safetensors_files import (
-    open_safetensors,
-    write_sharded,
-)
+from megatron_ds.conversion.safetensors_files import open_safetensors, write_sharded
 from megatron_ds.conversion.source import (
     READ_UNVERIFIED,
     WRITE_DEFAULTS,

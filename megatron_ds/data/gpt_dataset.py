@@ -107,17 +107,6 @@ class SampleReading:
         return self.rows
 
 
-def read_samples(
-    dataset: TokenDataset, positions: Sequence[int], rows: SampleArray | None = None
-) -> SampleArray:
-    """Reads samples: [len(positions), seq_length + 1], into `rows` if given.
-
-    Raises:
-        UserError: If a token id is not below the dataset's `vocab_size`, or a download fails.
-    """
-    return SampleReading(dataset, positions, rows).finish()
-
-
 class IndexProvider(Protocol):
     """Gives the indexes of a dataset when they are needed."""
 

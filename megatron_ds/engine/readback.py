@@ -20,7 +20,7 @@ from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config import passthrough
-from megatron_ds.engine.ds_config.generate import adam_kernel, zero_stage
+from megatron_ds.engine.ds_config.generate import adam_kernel
 from megatron_ds.engine.optimizers.param_groups import Multipliers
 from megatron_ds.engine.protocol import (
     ON_DEVICE,
@@ -137,7 +137,7 @@ def _expected_settings(
     offload = config.deepspeed
     betas = dict.fromkeys(("adam", "muon"), (options.adam_beta1, options.adam_beta2))
     return EngineSettings(
-        zero_stage=zero_stage(config),
+        zero_stage=config.zero_stage,
         dp_size=mesh.dp_sp.size,
         accumulation_steps=config.final_global_batch_size(dp_size)
         // (config.schedule.micro_batch_size * dp_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from megatron_ds.evaluation.tasks import LAMBADA, PERPLEXITY, TASKS, format_of
 from megatron_ds.inference.cli import GenerationOptions
 
 TASK_NAMES = when(tasks=ANY_VALUE)
+_of_tasks = functools.partial(option_field, only_with=TASK_NAMES)
 
 
 @dataclass(frozen=True)
@@ -80,18 +82,12 @@ class Options(ModelOptions):
         metavar="NAME",
         aliases=("task-list",),
     )
-    num_fewshot: int | None = option_field(
-        None, "examples before each question (default: the task's)", minimum=0, only_with=TASK_NAMES
+    num_fewshot: int | None = _of_tasks(
+        None, "examples before each question (default: the task's)", minimum=0
     )
-    limit: int | None = option_field(
-        None, "questions of each task (default: all)", minimum=1, only_with=TASK_NAMES
-    )
-    include_path: tuple[str, ...] = option_field(
-        (),
-        "folders with tasks of your own (YAML)",
-        nargs="*",
-        metavar="FOLDER",
-        only_with=TASK_NAMES,
+    limit: int | None = _of_tasks(None, "questions of each task (default: all)", minimum=1)
+    include_path: tuple[str, ...] = _of_tasks(
+        (), "folders with tasks of your own (YAML)", nargs="*", metavar="FOLDER"
     )
     output: str | None = option_field(
         None, "output file (JSON)", metavar="FILE", aliases=("results-path",)

@@ -22,10 +22,7 @@ def is_token_file(path: str) -> bool:
 
 
 def problems(
-    paths: Sequence[str],
-    keys: Sequence[str],
-    format: str = "auto",
-    field: str = VALID_DATA,
+    paths: Sequence[str], keys: Sequence[str], format: str = "auto", field: str = VALID_DATA
 ) -> Iterator[Problem]:
     """Problems with the paths of a field, and with the first document of each; see `read_texts`."""
     files = tuple(path for path in paths if not is_token_file(path))

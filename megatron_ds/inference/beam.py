@@ -43,9 +43,7 @@ class Hypothesis:
 
 
 def beam_search(
-    model: GPTModel,
-    prompt: Sequence[int],
-    config: BeamSearchConfig,
+    model: GPTModel, prompt: Sequence[int], config: BeamSearchConfig
 ) -> Generator[None, None, list[Hypothesis]]:
     """Searches as Megatron does, and stops after each token. Collective on tensor-parallel ranks,
     with equal arguments.

@@ -249,9 +249,7 @@ class CompletionsApi:
             scores = sequence.scores
             first = [None] if job.echo else []
             logprobs = self.logprobs_of(
-                [*prompt, *sequence.new_ids],
-                [*first, *scores.logprobs],
-                [*first, *scores.top],
+                [*prompt, *sequence.new_ids], [*first, *scores.logprobs], [*first, *scores.top]
             )
         return {
             "index": number,

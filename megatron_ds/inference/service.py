@@ -98,11 +98,7 @@ class TextGenerationService:
         ]
 
     def encode_prompts(
-        self,
-        prompts: Sequence[str | list[int]],
-        new_tokens: int | None,
-        *,
-        add_bos: bool = False,
+        self, prompts: Sequence[str | list[int]], new_tokens: int | None, *, add_bos: bool = False
     ) -> list[list[int]]:
         """The ids of prompts.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron_ds.config.checks import shortened
 from megatron_ds.config.problems import PROBLEMS_SHOWN, Problem
 from megatron_ds.launch.exit_codes import ExitCode
 
@@ -138,7 +139,7 @@ def clock_problems(
         if abs(ahead) > CLOCKS_APART_S:
             apart.append(f"{host} is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}")
     if apart:
-        listed = ", ".join(_shortened(apart, SHOWN_PLACES))
+        listed = shortened(apart, SHOWN_PLACES)
         yield Problem("clocks-differ-between-hosts", listed=listed, first=first)
 
 
@@ -166,7 +167,7 @@ def _source_problem(section: str, members: Sequence[RankEntry], files: Sequence[
     """One problem of all files of a section that differ."""
     return Problem(
         "source-differs-between-hosts",
-        files=", ".join(_shortened(files, SHOWN_FILES)),
+        files=shortened(files, SHOWN_FILES),
         first=files[0],
         values=_values(section, files[0], members),
     )
@@ -189,9 +190,4 @@ def _places(members: Sequence[RankEntry], all_entries: Sequence[RankEntry]) -> s
     for entry in members:
         name = f"rank {entry.rank}" if entry.host in incomplete else entry.host
         names.append(f"{name} of {entry.host}" if name != entry.host and not is_single else name)
-    return ", ".join(_shortened(list(dict.fromkeys(names)), SHOWN_PLACES))
-
-
-def _shortened(names: Sequence[str], shown: int) -> list[str]:
-    more = len(names) - shown
-    return [*names[:shown], *([f"{more} more"] if more > 0 else [])]
+    return shortened(list(dict.fromkeys(names)), SHOWN_PLACES)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ds.config.checks import shortened
 from megatron_ds.launch import environment, launched_hosts, liveness
 
 PREFIXES = (
@@ -69,12 +70,7 @@ def find_missing(ranks: Sequence[HostVariables]) -> dict[str, list[str]]:
 
 def describe(missing: Mapping[str, list[str]]) -> str:
     """Variables and hosts in one line: `HF_HOME (node1, node2), NCCL_DEBUG (node2)`."""
-    return ", ".join(f"{name} ({_shortened(hosts)})" for name, hosts in missing.items())
-
-
-def _shortened(hosts: list[str]) -> str:
-    more = len(hosts) - SHOWN_HOSTS
-    return ", ".join([*hosts[:SHOWN_HOSTS], *([f"{more} more"] if more > 0 else [])])
+    return ", ".join(f"{name} ({shortened(hosts, SHOWN_HOSTS)})" for name, hosts in missing.items())
 
 
 def _relevant(names: frozenset[str]) -> frozenset[str]:

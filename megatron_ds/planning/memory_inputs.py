@@ -9,7 +9,7 @@ from typing import Any
 from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import in_effect
-from megatron_ds.engine.ds_config.generate import build_ds_config, zero_stage
+from megatron_ds.engine.ds_config.generate import build_ds_config
 
 FP32 = 4
 """Bytes of an element in fp32."""
@@ -62,7 +62,7 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
     momentum = int(config.optimizer.sgd_momentum != 0)
     moments = {"adam": 2, "lion": 1, "muon": 2, "sgd": momentum}[config.optimizer.optimizer]
     return MemoryInputs(
-        zero_stage=zero_stage(config),
+        zero_stage=config.zero_stage,
         tp_size=config.parallel.tensor_model_parallel_size,
         dp_size=dp_size * config.parallel.ds_sequence_parallel_size,
         param_bytes=DTYPE_BYTES[config.precision.name],

@@ -10,7 +10,6 @@ from typing import Any
 from megatron_ds.config import Config
 from megatron_ds.config.problems import counted
 from megatron_ds.config.schedule import SUFFIXES
-from megatron_ds.engine.ds_config.generate import zero_stage
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.planning.plan import AXES, Link, Plan, make_plan
@@ -19,13 +18,7 @@ from megatron_ds.planning.suggest import MARGIN, Suggestion
 from megatron_ds.tokenizer import build_tokenizer
 
 GB = 1e9
-AXIS_NAMES = {
-    "pp": "pipeline",
-    "dp": "data",
-    "ep": "expert",
-    "sp": "sequence",
-    "tp": "tensor",
-}
+AXIS_NAMES = {"pp": "pipeline", "dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "bytes"))
 MANY_RANKS = 512
 """Ranks above which the page names the latency of ZeRO 3."""
@@ -89,10 +82,7 @@ def _suggestions(suggestions: Sequence[Suggestion], tokens: float | None) -> str
 
 
 def as_json(
-    plan: Plan,
-    tokens: float | None,
-    suggestions: Sequence[Suggestion],
-    assumed: Sequence[str] = (),
+    plan: Plan, tokens: float | None, suggestions: Sequence[Suggestion], assumed: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The plan as plain values; see `Plan` for the units."""
     return {
@@ -205,7 +195,7 @@ def _sizes(plan: Plan) -> str:
     recomputed = config.recompute.recompute_granularity
     return (
         f"{counted(plan.world_size, 'process', ',')}{sizes and f' ({sizes})'}, "
-        f"ZeRO {zero_stage(config)}, micro-batch size {config.schedule.micro_batch_size}"
+        f"ZeRO {config.zero_stage}, micro-batch size {config.schedule.micro_batch_size}"
         + (f", {recomputed} recomputation" if recomputed else "")
     )
 
@@ -279,7 +269,7 @@ def _time(plan: Plan, tokens: float | None) -> Iterator[tuple[str, ...]]:
     yield "products", f"{plan.compute:.3g} s at {share}; --efficiency sets it"
     yield "pipeline", f"idle for {plan.bubble:.1%}"
     yield "communication", f"{plan.exposed:.3g} s not behind computation"
-    if zero_stage(plan.config) == 3 and ranks > MANY_RANKS:
+    if plan.config.zero_stage == 3 and ranks > MANY_RANKS:
         latency = f"{plan.latency:.3g} s of it the latency of messages"
         yield "", f"{latency}: ZeRO 3 collects each layer from {ranks:,} ranks"
     yield "optimizer", f"{plan.optimizer:.3g} s"
@@ -310,14 +300,7 @@ def _count(number: float) -> str:
 
 def _columns(rows: Iterable[tuple[str, ...]]) -> str:
     listed = [tuple(row) for row in rows]
-    widths = [
-        max(len(row[column]) for row in listed if column < len(row) - 1)
-        if any(column < len(row) - 1 for row in listed)
-        else 0
-        for column in range(max(map(len, listed)))
-    ]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
-        for row in listed
-    )
+    firsts = itertools.zip_longest(*(row[:-1] for row in listed), fillvalue="")
+    widths = [max(map(len, column)) for column in firsts]
+    lines = ("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in listed)
     return "".join(f"  {line}\n" for line in lines)

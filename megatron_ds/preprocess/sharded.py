@@ -34,12 +34,7 @@ from megatron_ds.preprocess.pipeline import (
     token_file_writers,
     work_names,
 )
-from megatron_ds.preprocess.shard_files import (
-    RunShards,
-    ShardFiles,
-    remove_shards,
-    shard_prefix,
-)
+from megatron_ds.preprocess.shard_files import RunShards, ShardFiles, remove_shards, shard_prefix
 from megatron_ds.preprocess.shards import Shard, shard_problems
 from megatron_ds.tokenizer import Tokenizer
 

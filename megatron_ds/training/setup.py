@@ -139,10 +139,7 @@ def pretrain(
 
 
 def _watch_ranks(
-    life: ProcessLifecycle,
-    config: Config,
-    context: distributed.ProcessContext,
-    save: Path | None,
+    life: ProcessLifecycle, config: Config, context: distributed.ProcessContext, save: Path | None
 ) -> None:
     """Starts watching the other ranks, their hosts, and whether the run makes progress."""
     limits = config.runtime

@@ -161,11 +161,6 @@ def value_origins(config: Config) -> dict[str, str]:
     return dict(sorted(origins.items()))
 
 
-def zero_stage(config: Config) -> int:
-    """The ZeRO stage in effect."""
-    return config.zero_stage
-
-
 def is_read_at(key: str, stage: int) -> bool:
     """Whether a ZeRO stage reads a key of `zero_optimization`."""
     if stage == 3:
@@ -175,7 +170,7 @@ def is_read_at(key: str, stage: int) -> bool:
 
 def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
     """The values of PARTITION_KEYS in effect: neutral ones for those that the stage ignores."""
-    stage, zero = zero_stage(config), build_ds_config(config, dp_size)["zero_optimization"]
+    stage, zero = config.zero_stage, build_ds_config(config, dp_size)["zero_optimization"]
     in_order = {
         key: stage in (1, 2) and bool(zero.get(key, False))
         for key in ("round_robin_gradients", "parameter_alignment")
@@ -241,7 +236,7 @@ def compiles_efficient_linear() -> bool:
 
 def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Json:
     """All keys but a reduce_bucket_size that the file leaves open."""
-    stage = zero_stage(config)
+    stage = config.zero_stage
     result: Json = {"stage": stage, **ZERO_DEFAULTS}
     result |= ZERO3_DEFAULTS if stage == 3 else ZERO12_DEFAULTS
     if stage == 3 and config.runtime.compile:
@@ -280,7 +275,7 @@ def _offload_defaults(config: Config, key: str, device: str, block: Json, dp_siz
     """Keys of an offload block that the file leaves open."""
     result: Json = {"nvme_path": config.deepspeed.nvme_path} if device == "nvme" else {}
     if key == "offload_optimizer":
-        if zero_stage(config) == 3:
+        if config.zero_stage == 3:
             result["ratio"] = config.deepspeed.optimizer_offload_fraction
         if device == "nvme":
             # Weights, gradient and two moments of a flat tensor, of the next one and of the last.
@@ -300,7 +295,7 @@ def bucket_warnings(config: Config) -> Iterator[Problem]:
         config: Configuration whose vocabulary size is known.
     """
     file, key = config.deepspeed_file, "zero_optimization.reduce_bucket_size"
-    if file is None or zero_stage(config) != 2 or not file.get("zero_optimization.overlap_comm"):
+    if file is None or config.zero_stage != 2 or not file.get("zero_optimization.overlap_comm"):
         return
     bucket, largest = file.get(key), _largest_parameter(config)
     if bucket is not None and bucket < largest:

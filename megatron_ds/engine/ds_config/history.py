@@ -83,11 +83,7 @@ def known_version(text: str) -> str:
     is_version = re.fullmatch(r"\d{1,4}(\.\d{1,4}){1,2}", text) is not None
     if not is_version or not as_version(OLDEST) <= as_version(text) <= as_version(VERSION):
         raise user_error(
-            "unknown-deepspeed-version",
-            "from_version",
-            value=text,
-            oldest=OLDEST,
-            newest=VERSION,
+            "unknown-deepspeed-version", "from_version", value=text, oldest=OLDEST, newest=VERSION
         )
     return ".".join(map(str, as_version(text)))
 

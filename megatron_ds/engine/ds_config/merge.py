@@ -27,7 +27,6 @@ from megatron_ds.engine.ds_config.generate import (
     compiles_efficient_linear,
     is_read_at,
     number_of_checkpoints,
-    zero_stage,
 )
 from megatron_ds.engine.ds_config.values import Kind, as_optimizer
 from megatron_ds.engine.optimizers.adam_kernels import AdamKernel
@@ -257,7 +256,7 @@ def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
         block = file.get(key)
         if block is not None and block.get("device") is None:
             yield file.invalid(key, 'needs a device: "cpu", "nvme" or "none"')
-    stage, key = zero_stage(config), "zero_optimization.memory_efficient_linear"
+    stage, key = config.zero_stage, "zero_optimization.memory_efficient_linear"
     if stage == 3 and config.runtime.compile and file.get(key) and not compiles_efficient_linear():
         reason = f"the installed torch compiles it wrongly: remove it or {option('compile')}"
         yield file.invalid(key, reason, "compile")
@@ -274,7 +273,7 @@ def _zero_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
 
 def _ineffective_keys(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     """Warn of keys that the stage or the optimizer does not read."""
-    stage = zero_stage(config)
+    stage = config.zero_stage
     ineffective = {
         f"zero_optimization.{key}": f"not read at ZeRO stage {stage}"
         for key, value in file.values.get("zero_optimization", {}).items()

@@ -18,7 +18,7 @@ from megatron_ds.data import build_datasets as module
 from megatron_ds.data import lazy_indexes
 from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
-from megatron_ds.data.gpt_dataset import GPTDataset, TokenDataset, read_samples
+from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
@@ -409,7 +409,7 @@ def read(
     assert all(len(sample) == length + 1 for sample in samples)
     rows = np.empty((len(samples), length + 1), dtype=np.int32)
     pickled = pickle.loads(pickle.dumps(built.train))  # as for a loader process
-    assert read_samples(pickled, range(first, end), rows).tolist() == samples
+    assert SampleReading(pickled, range(first, end), rows).finish().tolist() == samples
     record = built.progress.history_after(end).to_dict()
     return [sample[:-1] for sample in samples], record, built
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_ds.data import validation
 from megatron_ds.data.blend_schedule import blend_order
 from megatron_ds.data.blended_dataset import BlendedDataset, SingleSourceOrder
-from megatron_ds.data.gpt_dataset import GPTDataset, read_samples
+from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading
 from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, build_sample_index
 from tests.problems import raises_problem
@@ -44,7 +44,7 @@ def test_invalid_positions_are_rejected_and_pickling_works(dataset: GPTDataset) 
         with pytest.raises(IndexError):
             dataset[position]
         with pytest.raises(IndexError):
-            read_samples(dataset, [position])
+            SampleReading(dataset, [position]).finish()
     assert pickle.loads(pickle.dumps(dataset))[3].tolist() == dataset[3].tolist()
 
 
@@ -66,7 +66,7 @@ def test_token_outside_the_vocabulary_is_rejected(
     indexes = build_indexes(file.lengths, np.arange(5), 10, 4, seed=5)
     every = range(len(indexes))
     kept = min(max(bad, -1), 2**31 - 1)
-    unchecked = read_samples(GPTDataset(file, indexes, 4), every)
+    unchecked = SampleReading(GPTDataset(file, indexes, 4), every).finish()
     wrong = [position for position in every if kept in unchecked[position].tolist()]
     assert wrong
     dataset = GPTDataset(file, indexes, 4, limit)
@@ -74,8 +74,8 @@ def test_token_outside_the_vocabulary_is_rejected(
         with raises_problem("sample-token-outside-vocabulary", contains=str(kept)):
             dataset[position]
     with raises_problem("sample-token-outside-vocabulary"):
-        read_samples(BlendedDataset([dataset], SingleSourceOrder(len(dataset))), every)
-    read_samples(dataset, [position for position in every if position not in wrong])
+        SampleReading(BlendedDataset([dataset], SingleSourceOrder(len(dataset))), every).finish()
+    SampleReading(dataset, [position for position in every if position not in wrong]).finish()
 
 
 def test_token_positions_beyond_32_bits(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_blend_reads_its_sources_in_order(dataset: GPTDataset) -> None:
     for position, (source, sample) in enumerate(found):
         assert mixed[position].tolist() == dataset[sample].tolist()
         assert mixed.sample_id(position) == f"{source}/{dataset.sample_id(sample)}"
-    assert read_samples(mixed, range(3)).tolist() == [
+    assert SampleReading(mixed, range(3)).finish().tolist() == [
         mixed[position].tolist() for position in range(3)
     ]
     for position in (-1, 3):

@@ -19,7 +19,6 @@ from megatron_ds.engine.ds_config.generate import (
     ZERO12_DEFAULTS,
     ZERO_DEFAULTS,
     build_ds_config,
-    zero_stage,
 )
 from megatron_ds.engine.ds_config.keys import (
     BLOCKS,
@@ -328,7 +327,7 @@ def test_legacy_file_is_translated(merge: Merge) -> None:
     """A file of 2020, without batch sizes."""
     config, problems, warnings = merge((ROOT / "examples" / "deepspeed_config.json").read_text())
     assert problems == []
-    assert (config.precision.fp16, zero_stage(config)) == (True, 3)
+    assert (config.precision.fp16, config.zero_stage) == (True, 3)
     assert config.deepspeed.cpu_optimizer
     zero = build_ds_config(config, 2)["zero_optimization"]
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": False, "ratio": 1.0}

@@ -13,7 +13,7 @@ from megatron_ds import schedule_validation, schedules
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config.deepspeed_file import get, leaves
 from megatron_ds.engine.ds_config.fields import MAPPINGS
-from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins, zero_stage
+from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int
 from megatron_ds.train_state import TrainState
@@ -39,7 +39,7 @@ def test_editing_stage_of_file_is_enough(merge: Merge, path: Path, stage: int) -
 
 
 def test_zero_stage_1_is_the_default() -> None:
-    assert zero_stage(merged("").config) == 1
+    assert merged("").config.zero_stage == 1
 
 
 def test_keys_set_fields_without_flags(merge: Merge) -> None:
@@ -146,7 +146,7 @@ def test_stage_0_runs_as_stage_1_in_half_precision(
     file = {} if stage is None else {"zero_optimization": {"stage": stage}}
     config, problems, warnings = merge(file, flags)
     assert (problems, codes(warnings)) == ([], ["zero0-in-half-precision"])
-    assert zero_stage(config) == build_ds_config(config, 2)["zero_optimization"]["stage"] == 1
+    assert config.zero_stage == build_ds_config(config, 2)["zero_optimization"]["stage"] == 1
     assert "option:zero_stage" in warnings[0] or "--zero-stage" in warnings[0].render()
     assert ("zero_optimization.stage of" in warnings[0] or "ds.json:1: " in warnings[0]) == bool(
         file
@@ -156,7 +156,7 @@ def test_stage_0_runs_as_stage_1_in_half_precision(
 def test_stage_0_remains_in_fp32_and_its_problems_name_both_places(merge: Merge) -> None:
     file = {"zero_optimization": {"stage": 0}}
     config, problems, warnings = merge(file, "--zero-stage 0")
-    assert (zero_stage(config), problems, warnings) == (0, [], [])
+    assert (config.zero_stage, problems, warnings) == (0, [], [])
     config, (problem,), _ = merge(file, "--zero-stage 0 --cpu-optimizer")
     assert problem.code == "zero0-with-offload"
     assert "zero_optimization.stage of " in config.with_origin(problem)
