@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
+from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose
 from megatron_ds.inference.sequences import TextSequence
@@ -285,15 +286,20 @@ def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> None:
     ]
     rows_by_params: dict[tuple[float, ...], list[int]] = {}
     for row, params in enumerate(params_by_row):
-        # All but the seed, which is that of the row's generator.
+        # All but the seed, which is in the row's key.
         key = (params.greedy, params.temperature, params.top_k, params.top_p)
         rows_by_params.setdefault(key, []).append(row)
+    parts = []
     for rows in rows_by_params.values():
-        part_BV = logits_BV if len(rows) == len(sequences) else logits_BV[rows]
-        generators = [sequences[row].generator for row in rows]
-        tokens = choose(part_BV, params_by_row[rows[0]], generators)
-        for row, token in zip(rows, tokens, strict=True):
-            if token is None:
-                sequences[row].error = user_error("logits-not-finite")
-            else:
-                sequences[row].append(token)
+        is_all = len(rows) == len(sequences)
+        part_BV = logits_BV if is_all else logits_BV[to_device(rows, logits_BV.device)]
+        keys = [sequences[row].noise_key for row in rows]
+        parts.append(torch.stack(choose(part_BV, params_by_row[rows[0]], keys)))
+    # The one wait for the device, besides those of top-p.
+    ids, values = torch.cat(parts, dim=1).tolist()
+    order = [row for rows in rows_by_params.values() for row in rows]
+    for row, token, value in zip(order, ids, values, strict=True):
+        if math.isfinite(value):
+            sequences[row].append(int(token))
+        else:
+            sequences[row].error = user_error("logits-not-finite")

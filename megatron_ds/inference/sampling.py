@@ -1,9 +1,10 @@
-"""Sampling of the next token: pure functions of logits, parameters and generators.
+"""Sampling of the next token: pure functions of logits, parameters and keys of random numbers.
 
-The vocabulary's padding has the logit -inf and is never chosen. Every prompt has its own generator,
-on the CPU, so that its sample depends neither on the other prompts nor on the device (except by
-rounding of the logits), and all tensor-parallel ranks, which have the same logits, draw the same
-token.
+The vocabulary's padding has the logit -inf and is never chosen. The random number of a token is a
+hash of the seed, the prompt's number, the position and the id, computed where the logits are. Its
+bits are the same on every device, in every batch and on all tensor-parallel ranks. So two devices
+choose different tokens only where the logits, or the two largest quotients of `draw`, are equal up
+to the rounding of fp32.
 
 Shapes: B prompts, V vocabulary, n candidates of each prompt.
 """
@@ -16,44 +17,69 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megatron_ds.config.devices import HOST
+from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
+from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.sampling_params import SamplingParams
 
+GAMMA = 0x9E3779B97F4A7C15 - 2**64
+MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+"""Constants of SplitMix64 as signed numbers: the step of its state, shifts and factors."""
+CACHED_NUMBERS = 2**16
+"""That are hashed at a time on a CPU, in its cache."""
 
-def prompt_generator(seed: int, index: int) -> torch.Generator:
-    """The random stream of the prompt with this index."""
-    digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
-    return torch.Generator(HOST).manual_seed(int.from_bytes(digest, "big") >> 1)
+
+def noise_key(seed: int, index: int, position: int) -> int:
+    """The key of the random numbers of a token.
+
+    Args:
+        seed: Of the request.
+        index: Number of the prompt.
+        position: Of the token in its text.
+    """
+    digest = hashlib.blake2b(f"{seed}:{index}:{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def random_bits(keys_B: torch.Tensor, steps_Bn: torch.Tensor) -> torch.Tensor:
+    """The upper 31 bits of outputs of SplitMix64 (Steele et al. 2014).
+
+    Integers only, whose products wrap around on every device.
+
+    Args:
+        keys_B: Seeds of the generator, int64.
+        steps_Bn: Number of each output, from 1, times `GAMMA`, int64.
+
+    Returns:
+        [B, n], int64.
+    """
+    bits_Bn = steps_Bn + keys_B[:, None]
+    for shift, factor in MIXING:
+        # Right shifts of negative numbers fill with ones.
+        bits_Bn ^= (bits_Bn >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        bits_Bn *= factor
+    # The generator's last step changes lower bits only.
+    return (bits_Bn >> 33).bitwise_and_(2**31 - 1)
 
 
 def choose(
-    logits_BV: torch.Tensor, sampling: SamplingParams, generators: Sequence[torch.Generator]
-) -> list[int | None]:
-    """Chooses the next token of every row.
+    logits_BV: torch.Tensor, sampling: SamplingParams, keys: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses the next token of every row, without waiting for the device unless top-p is used.
 
     Args:
         logits_BV: Logits.
         sampling: Parameters of all rows.
-        generators: One per row, from which the row draws once, or not at all if greedy.
+        keys: `noise_key` of each row; not used if greedy.
 
     Returns:
-        An id for each row; None for a row without a finite maximum. The values are compared on the
-        CPU, with the transfer that the choice needs, so that the device is not synchronized more
-        often.
+        Ids [B], and values [B] in fp32 that are finite if the row's logits have a finite maximum.
     """
     if sampling.greedy:
-        highest, chosen = logits_BV.float().max(dim=-1)
-        # fp32 holds the ids of any vocabulary exactly.
-        values, ids = torch.stack([highest, chosen.float()]).tolist()
-    else:
-        weights_Bn, ids_Bn = candidates(logits_BV, sampling)
-        vocab = logits_BV.shape[-1]
-        ids, values = draw(weights_Bn, ids_Bn, vocab, generators, top_p=sampling.top_p)
-    return [
-        int(number) if math.isfinite(value) else None
-        for number, value in zip(ids, values, strict=True)
-    ]
+        values_B, ids_B = logits_BV.float().max(dim=-1)
+        return ids_B, values_B
+    weights_Bn, ids_Bn = candidates(logits_BV, sampling)
+    return draw(weights_Bn, ids_Bn, to_device(keys, logits_BV.device), top_p=sampling.top_p)
 
 
 def check_finite(values: Iterable[float]) -> None:
@@ -77,7 +103,7 @@ def candidates(
     tokens.
 
     Returns:
-        Probabilities and ids, each [B, n].
+        Probabilities [B, n] and ids [B, n], or [1, n] where they are those of all rows.
     """
     logits_BV = logits_BV.float()
     # The maximum becomes 0 and no other logit positive, so that no quotient overflows to +inf.
@@ -87,8 +113,7 @@ def candidates(
     if 0 < sampling.top_k < vocab:
         logits_Bn, ids_Bn = logits_BV.topk(sampling.top_k, dim=-1)
         return logits_Bn.softmax(dim=-1), ids_Bn
-    ids_Bn = torch.arange(vocab, device=logits_BV.device).expand_as(logits_BV)
-    return logits_BV.softmax(dim=-1), ids_Bn
+    return logits_BV.softmax(dim=-1), torch.arange(vocab, device=logits_BV.device)[None]
 
 
 def more_probable(weights_Bn: torch.Tensor, columns_B: torch.Tensor) -> torch.Tensor:
@@ -101,13 +126,8 @@ def more_probable(weights_Bn: torch.Tensor, columns_B: torch.Tensor) -> torch.Te
 
 
 def draw(
-    weights_Bn: torch.Tensor,
-    ids_Bn: torch.Tensor,
-    vocab: int,
-    generators: Sequence[torch.Generator],
-    *,
-    top_p: float = 0.0,
-) -> tuple[list[int], list[float]]:
+    weights_Bn: torch.Tensor, ids_Bn: torch.Tensor, keys_B: torch.Tensor, *, top_p: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws an id for each row with a probability proportional to its weight.
 
     Divides the weights by exponential numbers, one for each id, and takes the largest quotient
@@ -121,18 +141,14 @@ def draw(
 
     Args:
         weights_Bn: Weights, with the sum 1 where top-p applies.
-        ids_Bn: Their ids.
-        vocab: Number of ids, for each of which a row draws from its stream.
-        generators: One per row.
+        ids_Bn: Their ids, or [1, n] for all rows.
+        keys_B: Keys of the random numbers.
         top_p: Total probability of the nucleus; 0 and 1 keep all candidates.
 
     Returns:
         The ids, and the quotients, which are not finite if the weights are not.
     """
-    uniform = [torch.rand(vocab, generator=stream) for stream in generators]
-    # A uniform number may be 0: without the limit it would exclude even a candidate of weight 1.
-    noise_BV = torch.stack(uniform).log_().neg_().clamp_(max=88.0).to(weights_Bn.device)
-    quotients_Bn = weights_Bn / noise_BV.gather(-1, ids_Bn)
+    quotients_Bn = divide_by_noise(weights_Bn, ids_Bn, keys_B)
     highest_B, columns_B = quotients_Bn.max(dim=-1)
     rows = torch.arange(len(weights_Bn), device=weights_Bn.device) if 0.0 < top_p < 1.0 else ()
     while len(rows):
@@ -143,7 +159,22 @@ def draw(
         rows = rows[is_outside_r]
         quotients_Bn[rows] *= precedes_rn[is_outside_r]
         highest_B[rows], columns_B[rows] = quotients_Bn[rows].max(dim=-1)
-    ids_B = ids_Bn.gather(-1, columns_B[:, None])[:, 0]
-    # fp64 holds both exactly; one transfer.
-    values, numbers = torch.stack([highest_B.double(), ids_B.double()]).tolist()
-    return [int(number) for number in numbers], values
+    return ids_Bn.expand_as(weights_Bn).gather(-1, columns_B[:, None])[:, 0], highest_B
+
+
+def divide_by_noise(
+    weights_Bn: torch.Tensor, ids_Bn: torch.Tensor, keys_B: torch.Tensor
+) -> torch.Tensor:
+    """The quotients of `draw`, [B, n]."""
+    steps_Bn = ((ids_Bn + 1) * GAMMA).expand_as(weights_Bn)
+    quotients_Bn = torch.empty_like(weights_Bn)
+    rows, size = weights_Bn.shape
+    if is_host(weights_Bn.device.type):
+        rows = max(1, CACHED_NUMBERS // size)
+    parts = (each.split(rows) for each in (weights_Bn, steps_Bn, keys_B, quotients_Bn))
+    for weights_rn, steps_rn, keys_r, quotients_rn in zip(*parts, strict=True):
+        uniform_rn = random_bits(keys_r, steps_rn).float().mul_(-(2.0**-31))
+        # Limits for the uniform numbers 0, of which there is one in a few thousand tokens, and 1.
+        noise_rn = uniform_rn.log1p_().neg_().clamp_(2.0**-32, 88.0)
+        torch.div(weights_rn, noise_rn, out=quotients_rn)
+    return quotients_Bn

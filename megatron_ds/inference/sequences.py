@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.inference.sampling import prompt_generator
+from megatron_ds.inference.sampling import noise_key
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.stop_rules import StopRules
 
@@ -59,7 +57,8 @@ class TextSequence:
 
     ids: list[int]
     config: GenerationConfig
-    generator: torch.Generator
+    index: int
+    """Number of the prompt, which with the seed and the position determines its random numbers."""
     prompt_length: int
     scores: Scores = field(default_factory=Scores)
     ended_itself: bool = False
@@ -69,9 +68,13 @@ class TextSequence:
 
     @classmethod
     def of(cls, prompt: Sequence[int], config: GenerationConfig, index: int) -> TextSequence:
-        """A sequence whose random stream is that of a number, from the seed."""
-        generator = prompt_generator(config.sampling.seed, index)
-        return cls(list(prompt), config, generator, len(prompt))
+        """A sequence with no new tokens."""
+        return cls(list(prompt), config, index, len(prompt))
+
+    @property
+    def noise_key(self) -> int:
+        """The key of the random numbers of the next token."""
+        return noise_key(self.config.sampling.seed, self.index, len(self.ids))
 
     @property
     def new_ids(self) -> list[int]:

@@ -71,6 +71,8 @@ class SDPA:
             bias = bias.unsqueeze(0)
         if bias is not None and has_groups and not is_host(q.device.type):
             # Elsewhere it selects that kernel for grouped queries with a bias.
+            if q.shape[2] == 1:
+                return _attend_by_group(q, k, v, bias, dropout)
             k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
             has_groups = False
         if self.is_causal and dropout == 0.0 and _prefers_scores(q):
@@ -143,6 +145,19 @@ def kernels_for_varying_sizes(device: torch.device) -> AbstractContextManager[ob
 def _prefers_scores(q: Tensor) -> bool:
     is_short = is_host(q.device.type) and q.dtype == torch.bfloat16 and q.shape[2] <= SHORT
     return is_short and torch.compiler.is_compiling()
+
+
+def _attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
+    """Attention of one query [B, n, 1, D] of each text, without a copy of the keys and values.
+
+    The queries of the heads that share them are those of one head.
+    """
+    by_group = (q.shape[0], k.shape[1], -1, q.shape[3])
+    bias = bias[(None,) * (4 - bias.dim())]
+    if bias.shape[1] > 1:
+        bias = bias.reshape(bias.shape[0], k.shape[1], -1, bias.shape[3])
+    attended = F.scaled_dot_product_attention(q.reshape(by_group), k, v, bias, dropout)
+    return attended.reshape(q.shape)
 
 
 def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.inference.sampling import choose, noise_key
+from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.attention_cores import SDPA
 from megatron_ds.model.norm import apex_rms_norm, build_norm
 from megatron_ds.model.packed_attention import PerDocumentSDPA, document_lengths
-from megatron_ds.model.position_embedding import alibi_bias
+from megatron_ds.model.position_embedding import alibi_bias, ragged_bias
 
 pytestmark = [
     pytest.mark.gpu(reason="kernels of the device are compared with the CPU"),
@@ -82,6 +85,31 @@ def test_core_equals_plain_attention(name: str, dtype: torch.dtype) -> None:
         lambda *qkv: core.attend(*qkv, 0.0),
         lambda *qkv: plain_attention(*qkv, bias),
         *((B, HEADS, S, D), (B, GROUPS, S, D), (B, GROUPS, S, D)),
+        dtype=dtype,
+        tolerance=2e-2,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=str)
+def test_samples_are_those_of_the_host(options: dict[str, Any], dtype: torch.dtype) -> None:
+    logits = torch.randn(64, 50_304, generator=torch.Generator().manual_seed(0)).to(dtype)
+    keys = [noise_key(1, row, 0) for row in range(64)]
+    on_device = logits.to(get_accelerator().current_device_name())
+    drawn, expected = (
+        choose(each, SamplingParams(**options), keys)[0].tolist() for each in (on_device, logits)
+    )
+    assert drawn == expected
+
+
+def test_grouped_queries_of_texts_of_different_lengths_equal_plain_attention(
+    dtype: torch.dtype,
+) -> None:
+    bias = ragged_bias(torch.tensor([[S // 3], [S - 1]]), S, torch.float64)
+    core = SDPA(bias.to(get_accelerator().current_device_name(), dtype))
+    check(
+        lambda *qkv: core.attend(*qkv, 0.0),
+        lambda *qkv: plain_attention(*qkv, bias),
+        *((2, HEADS, 1, D), (2, GROUPS, S, D), (2, GROUPS, S, D)),
         dtype=dtype,
         tolerance=2e-2,
     )

@@ -102,3 +102,37 @@ def test_attention_to_a_cache_does_not_depend_on_what_is_computed_with_it(
         torch.testing.assert_close(one, other)
         # All are equal with the processors tried; SDPA gives other bits to a third of `parts`.
         assert (one == other).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("heads_of_bias", [1, 4])
+@pytest.mark.parametrize("texts_of_bias", [1, 3])
+def test_grouped_queries_on_devices_read_the_cache_in_place(
+    heads_of_bias: int, texts_of_bias: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And give what copies of the keys and values give."""
+    heads, groups, length, size = 4, 2, 50, 64
+    generator = torch.Generator().manual_seed(1)
+    q, cache, noise = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in (
+            (1, 3, heads, size),
+            (2, 3, groups, 64, size),
+            (texts_of_bias, heads_of_bias, 1, length),
+        )
+    )
+    q = q.permute(1, 2, 0, 3)
+    k, v = cache[..., :length, :]
+    bias = noise.masked_fill(noise > 1.0, -torch.inf)
+    called: list[tuple[Tensor, ...]] = []
+    kernel = F.scaled_dot_product_attention
+
+    def attend(*arguments: Any, **options: Any) -> Tensor:
+        called.append(arguments[:3])
+        return kernel(*arguments, **options)
+
+    expected = kernel(q, *(each.repeat_interleave(2, dim=1) for each in (k, v)), bias)
+    monkeypatch.setattr(attention_cores, "is_host", lambda kind: False)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    torch.testing.assert_close(SDPA(bias).attend(q, k, v, 0.0), expected, rtol=0.0, atol=1e-14)
+    ((_, keys, values),) = called
+    assert (keys.data_ptr(), values.data_ptr()) == (k.data_ptr(), v.data_ptr())
