@@ -167,14 +167,17 @@ def divide_by_noise(
 ) -> torch.Tensor:
     """The quotients of `draw`, [B, n]."""
     steps_Bn = ((ids_Bn + 1) * GAMMA).expand_as(weights_Bn)
-    quotients_Bn = torch.empty_like(weights_Bn)
     rows, size = weights_Bn.shape
-    if is_host(weights_Bn.device.type):
-        rows = max(1, CACHED_NUMBERS // size)
-    parts = (each.split(rows) for each in (weights_Bn, steps_Bn, keys_B, quotients_Bn))
-    for weights_rn, steps_rn, keys_r, quotients_rn in zip(*parts, strict=True):
-        uniform_rn = random_bits(keys_r, steps_rn).float().mul_(-(2.0**-31))
-        # Limits for the uniform numbers 0, of which there is one in a few thousand tokens, and 1.
-        noise_rn = uniform_rn.log1p_().neg_().clamp_(2.0**-32, 88.0)
-        torch.div(weights_rn, noise_rn, out=quotients_rn)
-    return quotients_Bn
+    at_once = max(1, CACHED_NUMBERS // size) if is_host(weights_Bn.device.type) else rows
+    if rows <= at_once:
+        return _quotients(weights_Bn, steps_Bn, keys_B)
+    parts = (each.split(at_once) for each in (weights_Bn, steps_Bn, keys_B))
+    return torch.cat(list(map(_quotients, *parts)))
+
+
+def _quotients(
+    weights_Bn: torch.Tensor, steps_Bn: torch.Tensor, keys_B: torch.Tensor
+) -> torch.Tensor:
+    uniform_Bn = random_bits(keys_B, steps_Bn).float().mul_(-(2.0**-31))
+    # Limits for the uniform numbers 0, of which there is one in a few thousand tokens, and 1.
+    return weights_Bn / uniform_Bn.log1p_().neg_().clamp_(2.0**-32, 88.0)
