@@ -25,8 +25,8 @@ import numpy as np
 from megatron_ds import cli
 from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
+from megatron_ds.cli.doctor.frameworks import TrainingCommand
 from megatron_ds.cli.doctor.tiny import shrink
-from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, user_error

@@ -12,10 +12,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ds.cli.doctor.frameworks import FILES, tables, translate
+from megatron_ds.cli.doctor.frameworks import FILES, TrainingCommand, tables, translate
 from megatron_ds.cli.doctor.sandbox import execute
 from megatron_ds.cli.doctor.shell import NAME, OPENED, SCRIPTS, Reading, Shell, unmarked
-from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.config.problems import user_error
 
@@ -78,7 +77,7 @@ def commands_of(
     reading: Reading, header: list[str], world_size: int | None
 ) -> list[TrainingCommand]:
     """The training commands among the programs that a script starts."""
-    found = []
+    found, by_name = [], training_flags().by_name
     for words, place in reading.started:
         names = [os.path.basename(each) for each in words]
         first = next((i for i, each in enumerate(names) if TRAINING.fullmatch(each)), None)
@@ -88,7 +87,14 @@ def commands_of(
             size = per_node if "per_node" in counts else counts.get("total")
             command = TrainingCommand(place, words[:first], world_size=size or world_size)
             command.reading = reading
-            _set_flags(command, names[first], words[first + 1 :])
+            if names[first] in tables()["programs"]["other"].split():
+                lacking = "trains another model or loss than pretrain_gpt.py"
+                command.lacking.append(f"{names[first]} {lacking}")
+            for word in words[first + 1 :]:
+                flag = by_name.get(dashed("".join(command.flags[-1:])))
+                # A variable without a value is no argument.
+                if not OPENED.fullmatch(word) or (flag is not None and flag.nargs != 0):
+                    command.flags.append(word)
             found.append(command)
     return found
 
@@ -99,25 +105,6 @@ def shown(word: str) -> str:
         return shlex.quote(word)
     text = unmarked(word)
     return text if NAME.fullmatch(text) or "'" in text else f'"{text}"'
-
-
-def _set_flags(command: TrainingCommand, program: str, words: list[str]) -> None:
-    """Sets the flags of a command from the arguments of its program."""
-    if program in tables()["programs"]["other"].split():
-        command.lacking.append(f"{program} trains another model or loss than pretrain_gpt.py")
-    by_name, flag = training_flags().by_name, None
-    for word in words:
-        if word.startswith("--"):
-            flag = by_name.get(dashed(word.partition("=")[0]))
-        mark = OPENED.fullmatch(word)
-        takes_value = command.flags and command.flags[-1].startswith("--") and flag and flag.nargs
-        if mark and not takes_value:
-            continue  # a variable without a value is no argument
-        if OPENED.search(word) and flag is not None and flag.kind in (int, float):
-            text = unmarked(word if word[:2] == "--" else f"{command.flags.pop()} {word}")
-            command.lacking.append(f"{text}: known only when the script runs; give it a value")
-            continue
-        command.flags.append(word)
 
 
 def _counts(words: Sequence[str]) -> dict[str, int]:

@@ -14,9 +14,8 @@ from pathlib import Path
 from megatron_ds.cli.arguments import Complete, build_config
 from megatron_ds.cli.command import render
 from megatron_ds.cli.doctor.commands import shown
-from megatron_ds.cli.doctor.frameworks import tables
+from megatron_ds.cli.doctor.frameworks import TrainingCommand, tables
 from megatron_ds.cli.doctor.shell import NAME, unmarked
-from megatron_ds.cli.doctor.training_command import TrainingCommand
 from megatron_ds.cli.flags import different_defaults, training_flags
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
 
@@ -98,7 +97,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     table, name = training_flags(), path and unmarked(path)
 
     def text(problem: str) -> str:
-        rendered = render(problem, table)
+        rendered = unmarked(render(problem, table))
         return rendered.replace(str(folder / "ds_config.json"), name) if name else rendered
 
     used = {name for word in command.flags for name in NAME.findall(unmarked(word))}

@@ -12,10 +12,11 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.cli.doctor.training_command import TrainingCommand
+from megatron_ds.cli.doctor.shell import Reading
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config.data_files import read_table
@@ -25,6 +26,35 @@ from megatron_ds.config.problems import user_error
 FILES = (".toml", ".yaml", ".yml", ".json")
 ENVIRONMENT = re.compile(r"\$\{\w+:([^}]*)\}")
 AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "ds_sequence_parallel_size")
+
+
+@dataclass
+class TrainingCommand:
+    """A command that trains.
+
+    Attributes:
+        place: File and line, or what else it is from.
+        launcher: What starts the program, as it is written.
+        flags: Arguments of pretrain_gpt.py.
+        world_size: Number of processes; None if the command leaves it open.
+        reading: The script around it.
+        source: Where the names of a configuration file are from.
+        model: Folder with the config.json of a Hugging Face model.
+        unread: Keys of a configuration file that were not read.
+        differences: What always differs from the trainer of a configuration file.
+        lacking: What has no counterpart, with what to do.
+    """
+
+    place: str
+    launcher: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    world_size: int | None = None
+    reading: Reading = field(default_factory=Reading)
+    source: str = ""
+    model: Path | None = None
+    unread: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    lacking: list[str] = field(default_factory=list)
 
 
 @functools.cache

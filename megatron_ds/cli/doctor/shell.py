@@ -44,6 +44,7 @@ WORDS = {name: tuple(words.split()) for name, words in read_table(__file__).item
 SCRIPTS = WORDS["scripts"]
 DEPTH = 20
 """Scripts within each other that are read."""
+INVERSE: dict[bool | None, bool] = {True: False, False: True}
 Result = tuple[bool | None, str]
 """Status and output of a command; None and LOST if they are known only when the script runs."""
 
@@ -159,7 +160,7 @@ class Shell:
         if first == "!":
             self._take()
             status, output = self._command(live, text)
-            return _inverse(status), output
+            return INVERSE.get(status), output
         if first == "if":
             result = self._if(live)
         elif first in GROUPS:
@@ -255,22 +256,22 @@ class Shell:
     def _start(self, fields: list[str], line: int) -> Result:
         """Reads what a shell behind launchers executes, or notes the program."""
         for place, name in enumerate(fields):
+            if name.endswith(".py"):
+                break
             is_shell = os.path.basename(name) in WORDS["shells"][: None if place == 0 else -2]
-            following = fields[place + is_shell :]
-            options = [each for each in following[:3] if re.fullmatch(r"-[a-z]*c", each)]
+            rest = fields[place + is_shell :]
+            options = [i for i, each in enumerate(rest[:3], 1) if re.fullmatch("-[a-z]*c", each)]
             outside = self._path, self._positional, self._launcher
             if is_shell and options:
                 self._launcher = [*self._launcher, *fields[:place]]
-                text = "".join(following[following.index(options[0]) + 1 :][:1])
-            elif following and (is_shell or name.endswith(SCRIPTS)):
-                script = self.reading.content(following[0], self._path)
+                text = "".join(rest[options[0] :][:1])
+            elif rest and (is_shell or name.endswith(SCRIPTS)):
+                script = self.reading.content(rest[0], self._path)
                 if script is None:
                     self._unread(" ".join(fields[place:]), "the file is not there")
                     return None, LOST
                 text, line = script, 1
-                self._path, self._positional = following[0], _numbered(following)
-            elif name.endswith(".py"):
-                break
+                self._path, self._positional = rest[0], _numbered(rest)
             else:
                 continue
             result = self.read(text, line)
@@ -292,7 +293,7 @@ class Shell:
                 sides = self._test(items[:place]), self._test(items[place + 1 :])
                 return decisive if decisive in sides else None if None in sides else not decisive
         if items[:1] == ["!"]:
-            return _inverse(self._test(items[1:]))
+            return INVERSE.get(self._test(items[1:]))
         # A variable that is not set is empty.
         items = [
             OPENED.sub(lambda m: NAME.sub("", unmarked(m[0])) and m[0], each) for each in items
@@ -408,10 +409,6 @@ def _numbered(arguments: list[str]) -> dict[str, list[str]]:
     numbered = {str(place): [each] for place, each in enumerate(arguments)}
     numbered |= dict.fromkeys("@*", arguments[1:]) | {key: ["0"] for key in "?$!-"}
     return numbered | {"#": [str(len(arguments) - 1)]}
-
-
-def _inverse(status: bool | None) -> bool | None:
-    return None if status is None else not status
 
 
 def _unquoted(text: str) -> str:
