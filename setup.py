@@ -17,6 +17,7 @@ setup(
         "ninja>=1.11",
         "numpy>=2.0",
         "PyYAML>=6",
+        "regex>=2024.4.16",
         "rich>=13",
         "safetensors>=0.5",
         "shtab>=1.7",

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import regex  # type: ignore[import-untyped]
+
 from megatron_ds.config.data_files import read_table
 
 UNKNOWN, QUOTED = 0xF0000, 0x100000
@@ -24,23 +26,18 @@ the script runs, as it is written, and for quoted text."""
 FIELD, EMPTY, LOST = "\U000f0000", "\U000f0001", "\U000f0002"
 """Between the elements of a list, in place of a quoted text that is empty, and of an output."""
 OPENED = re.compile("[\U000f0003-\U000fffff]+")
-TOKEN = re.compile(  # blanks and comments, and an operator
-    r"((?:[ \t]|\\\n|#[^\n]*)*)"
-    r"(\d*(?:<<<|<<-?|<&|>&|>>|>\||[<>](?!\())|&>>?|&&|\|\||;;|\|&|\((?!\()|[|;&)\n])?",
-    re.ASCII,
-)
-DELIMITERS = " \t\n|;&()<>"
 REDIRECTION = re.compile(r"\d*[<>](?!\()|&>")
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
 FUNCTION = re.compile(r"(?:function\s+[\w-]+(?:\s*\(\s*\))?|[\w-]+\s*\(\s*\))\s*")
 NAME = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])", re.ASCII)
 BRACES = re.compile(r"(?as)\$\{(\w+|[@*#])(?:\[([@*]|\d+)\])?(?:(:?[-=+])(.*))?\}")
 ARITHMETIC = re.compile(r"(?!.*(?:\*\*|<<))[\d\s+*/%()<>=!-]+", re.DOTALL)
-PAIRS = {"$(": ")", "${": "}", '"': '"', "`": "`"}
 GROUPS = {"{": "}", "(": ")"}
 LOOPS = {"case": "esac", **dict.fromkeys(("for", "while", "until", "select"), "done")}
 JOINTS = ("\n", ";", ";;", "&", "&&", "||", "|", "|&", ")")
-WORDS = {name: tuple(words.split()) for name, words in read_table(__file__).items()}
+TABLE = read_table(__file__)
+WORDS = {name: tuple(words.split()) for name, words in TABLE["words"].items()}
+TOKEN, *PIECES = [regex.compile(TABLE["syntax"]["parts"] + each) for each in TABLE["syntax"]["of"]]
 SCRIPTS = WORDS["scripts"]
 DEPTH = 20
 """Scripts within each other that are read."""
@@ -104,7 +101,7 @@ class Shell:
         self._text, self._pos, self._first = text.replace("\r\n", "\n"), 0, line
         self._depth += 1
         result: Result = None, LOST
-        with suppress(_End):
+        with suppress(_End, RecursionError):
             if self._depth < DEPTH:
                 result = self._run(())
         self._depth -= 1
@@ -113,19 +110,10 @@ class Shell:
 
     def _peek(self) -> str:
         """The word or operator behind blanks and comments, "" at the end; sets its line."""
-        found = next(TOKEN.finditer(self._text, self._pos))
-        self._pos = end = found.end(1)
-        self._line = self._first + self._text.count("\n", 0, end)
-        if found[2]:
-            return found[2]
-        while end < len(self._text):
-            if self._text.startswith(("((", "<(", ">("), end):
-                end = _closing(self._text, end + 1 + (self._text[end] != "("), ")")
-            elif self._text[end] in DELIMITERS:
-                break
-            else:
-                end = _after(self._text, end, "")
-        return self._text[self._pos : end]
+        found = TOKEN.match(self._text, self._pos)
+        self._pos = found.start("token")
+        self._line = self._first + self._text.count("\n", 0, self._pos)
+        return str(found["token"])
 
     def _take(self) -> str:
         word = self._peek()
@@ -336,25 +324,21 @@ class Shell:
 
     def _expand(self, raw: str, *, quoted: bool = False) -> str:
         """Replaces what a word, or what is between double quotes, refers to."""
-        result, pos, line = "", 0, self._line
-        while pos < len(raw):
-            one, end = raw[pos], _after(raw, pos, '"' if quoted else "")
-            inner = raw[pos + 1 : end - 1]
-            if one in '"$`':
-                self._line = line + raw.count("\n", 0, pos)
+        result, line = "", self._line
+        for found in PIECES[quoted].finditer(raw):
+            written, one = found[0], found[0][0]
+            self._line = line + raw.count("\n", 0, found.start()) if one in '"$`' else line
             if one == "\\":
-                escaped = raw[pos + 1 : end]
-                keeps = quoted and escaped not in ("$", "`", '"', "\\", "\n")
-                value = _moved("\\" * keeps + escaped.replace("\n", ""), 0, QUOTED)
+                keeps = quoted and written[1:] not in ("$", "`", '"', "\\", "\n")
+                value = _moved("\\" * keeps + written[1:].replace("\n", ""), 0, QUOTED)
             elif one == "'" and not quoted:
-                value = _moved(inner, 0, QUOTED) or EMPTY
+                value = _moved(written[1:-1], 0, QUOTED) or EMPTY
             elif one == '"' and not quoted:
-                value = self._expand(inner, quoted=True) or EMPTY * ("@" not in inner)
+                value = self._expand(written[1:-1], quoted=True) or EMPTY * ("@" not in written)
             else:
-                value = self._reference(raw[pos:end]) if one in "$`" else one
+                value = self._reference(written) if one in "$`" else written
                 value = _moved(value, 0, QUOTED) if quoted else value.replace(EMPTY, "")
             result += value
-            pos = end
         self._line = line
         return result
 
@@ -418,34 +402,6 @@ def _unquoted(text: str) -> str:
 def _moved(text: str, start: int, end: int) -> str:
     """A text whose characters of one plane of Unicode are those of another one."""
     return "".join(chr(ord(c) - start + end) if 0 <= ord(c) - start < 2**16 else c for c in text)
-
-
-def _closing(text: str, pos: int, end: str) -> int:
-    """The position behind what ends a quotation or an expansion."""
-    while pos < len(text) and not text.startswith(end, pos):
-        pos = _after(text, pos, end)
-    return pos + 1
-
-
-def _after(text: str, pos: int, inside: str) -> int:
-    """The position behind a character, an escaped one, a quotation or an expansion.
-
-    Args:
-        text: The script.
-        pos: Where it begins.
-        inside: What ends the quotation or expansion that it is in.
-    """
-    one = text[pos]
-    if one == "\\":
-        return pos + 2
-    if one == "'" and inside != '"':
-        return text.find(one, pos + 1) + 1 or len(text)
-    if name := NAME.match(text, pos):
-        return name.end()
-    for start, end in PAIRS.items():
-        if text.startswith(start, pos) and inside != start:
-            return _closing(text, pos + len(start), end)
-    return _closing(text, pos + 1, ")") if one == "(" and inside == ")" else pos + 1
 
 
 PROGRAMS: dict[str, Callable[[list[str]], str]] = {

@@ -17,7 +17,7 @@ from megatron_ds.cli.doctor import sandbox
 from megatron_ds.cli.doctor.commands import read_source
 from megatron_ds.cli.doctor.diagnosis import Diagnosis, diagnose, flags_of, joined
 from megatron_ds.cli.doctor.frameworks import TrainingCommand
-from megatron_ds.cli.doctor.shell import unmarked
+from megatron_ds.cli.doctor.shell import Shell, unmarked
 from megatron_ds.cli.doctor.tiny import shrink
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from tests.problems import codes
@@ -172,6 +172,15 @@ def test_scripts_that_call_scripts_and_commands_in_one_word(tmp_path: Path) -> N
     loop = tmp_path / "loop.sh"
     loop.write_text(f"bash {loop}\ntorchrun pretrain_gpt.py --seed 1\n")
     assert len(read_source([str(loop)], {}, None)) > 1  # and ends
+
+
+@pytest.mark.parametrize(
+    "begin", ["$(", "${", "(", "A=(", '"$(', "<(", "`", "'", '"', "if ", "case "]
+)
+def test_a_script_that_ends_in_the_middle_of_a_construct_is_read(begin: str) -> None:
+    shell = Shell("x", {})
+    shell.read(f"torchrun pretrain_gpt.py --seed 1\n{begin * 301}")
+    assert shell.reading.started[0] == (["torchrun", "pretrain_gpt.py", "--seed", "1"], "x:1")
 
 
 def test_nothing_of_a_script_is_executed_unless_asked(
