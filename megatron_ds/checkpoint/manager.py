@@ -95,7 +95,8 @@ class CheckpointManager:
             files.
         stores: The stores that --save and --load name.
         local: The checkpoints of --local-checkpoint-dir.
-        on_saved: Called with the iteration of each checkpoint that is complete.
+        on_saved: Called with the iteration of each checkpoint that is complete, the `seconds` from
+            the start of its save, and those of them for which training `waited`.
 
     Attributes:
         newest: The checkpoint that this run has saved or else loaded last.
@@ -112,7 +113,7 @@ class CheckpointManager:
         tokenizer: StoredTokenizer | None = None,
         stores: RunStores | None = None,
         local: LocalCheckpoints | None = None,
-        on_saved: Callable[[int], object] = lambda iteration: None,
+        on_saved: Callable[..., object] = lambda iteration, **seconds: None,
     ) -> None:
         self._config = config
         self._mesh = mesh
@@ -127,6 +128,7 @@ class CheckpointManager:
         self._branch = Lineage.new()
         self._current: SaveInProgress | None = None
         self._last_start = time.monotonic()
+        self._stalled = 0.0
         self.newest: Path | None = None
 
     def save(
@@ -157,12 +159,13 @@ class CheckpointManager:
         if after_skip:
             save.keep_older()
         self._current = SaveInProgress(save, self._ranks, in_background=in_background)
+        self._stalled = time.monotonic() - self._last_start
         if not in_background:
             self.advance(wait=True)
             return
-        seconds, size = time.monotonic() - self._last_start, save.snapshot.copied_bytes / 1e9
+        size = save.snapshot.copied_bytes / 1e9
         self._log(
-            f"  stalled {seconds:.2f} s for the copy of {size:.3f} GB to host memory; it is "
+            f"  stalled {self._stalled:.2f} s for the copy of {size:.3f} GB to host memory; it is "
             "written in the background"
         )
 
@@ -216,12 +219,14 @@ class CheckpointManager:
         """Logs the end of a save, for which training has waited so many seconds."""
         save = done.save
         self.newest = save.target
-        self._report_saved(save.iteration)
+        seconds = time.monotonic() - self._last_start
+        stalled = self._stalled + waited
+        self._report_saved(save.iteration, seconds=round(seconds, 3), waited=round(stalled, 3))
         self._log(f"  {save.outcome_line}")
         if done.in_background:
-            seconds = time.monotonic() - done.started
             stall = f"; training waited {waited:.1f} s for it" if waited else ""
-            self._log(f"  it was written in the background within {seconds:.1f} s{stall}")
+            written = seconds - self._stalled
+            self._log(f"  it was written in the background within {written:.1f} s{stall}")
 
     def abandon(self) -> None:
         """Ends the writing of a save in the background, if there is one. Local.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -236,7 +235,6 @@ class SaveInProgress:
 
     def __init__(self, save: SaveSteps, ranks: CollectiveIO, *, in_background: bool) -> None:
         self.save = save
-        self.started = time.monotonic()
         self._ranks = ranks
         self.in_background = in_background
         self._steps = save.steps()

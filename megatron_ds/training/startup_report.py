@@ -206,6 +206,8 @@ class FirstStepsReport:
         self.events.step(iteration)
         if iteration == self.start_iteration + 1:
             self.startup.mark("first iteration")
+            phases = {name: round(seconds, 3) for name, seconds in self.startup.phases}
+            self.events.record("start-up", iteration=iteration, seconds=phases)
             output.print_on_rank(self.startup.summary_line(is_short(self.config)))
         log_interval = self.config.logging.log_interval
         is_first_interval = iteration - self.start_iteration <= log_interval

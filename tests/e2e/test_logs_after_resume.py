@@ -38,14 +38,19 @@ def check_events(save: Path, output: str) -> None:
     """The killed run has no end; the resumed one has every event of its log."""
     found = events_in(save)
     assert [(each["event"], each["iteration"]) for each in found if each["event"] != "warning"] == [
-        *(("start", 0), ("about", 0), ("memory", 1), ("checkpoint", SAVED)),
-        *(("start", SAVED), ("about", SAVED), ("memory", SAVED + 1), ("checkpoint", 2 * SAVED)),
-        *(("checkpoint", LAST), ("memory", LAST), ("end", LAST)),
+        *(("start", 0), ("about", 0), ("start-up", 1), ("memory", 1)),
+        *(("checkpoint", SAVED), ("start", SAVED), ("about", SAVED), ("start-up", SAVED + 1)),
+        *(("memory", SAVED + 1), ("checkpoint", 2 * SAVED), ("checkpoint", LAST)),
+        *(("memory", LAST), ("end", LAST)),
     ]
     start = next(each for each in found if each["event"] == "start")
     assert (start["ranks"], start["total_iterations"]) == (2, LAST)
     assert start["config"]["schedule"]["train_iters"] == LAST
     assert found[-1]["status"] == 0
+    saves = [each for each in found if each["event"] == "checkpoint"]
+    assert all(0 < each["waited"] <= each["seconds"] for each in saves)
+    _, loading = (each["seconds"] for each in found if each["event"] == "start-up")
+    assert loading["checkpoint"] > 0
     resumed = found[[each["iteration"] for each in found].index(SAVED, 3) :]
     warnings = [each["text"] for each in resumed if each["event"] == "warning"]
     assert set(warnings) <= set(re.findall(r"WARNING: (.*)", output))

@@ -34,8 +34,9 @@ def opened(path: Path, iteration: int = 0) -> EventLog:
 def test_every_event_has_the_documented_keys(path: Path) -> None:
     log = opened(path)
     log.record("about", lines={})
+    log.record("start-up", iteration=1, seconds={"data": 0.1})
     log.record("memory", iteration=1, peak=5)
-    log.record("checkpoint", iteration=2)
+    log.record("checkpoint", iteration=2, seconds=0.5, waited=0.1)
     log.warning("    WARNING: it is slow [some-code]")
     log.record("end", iteration=3, status=0)
     log.record("end", iteration=3, error="no data")
@@ -89,7 +90,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     log = EventLog(warnings.append)
     log.start(tmp_path / "no", Config(), 0, 8, 1)
-    log.record("checkpoint", iteration=2)
+    log.record("checkpoint", iteration=2, seconds=0.5, waited=0.1)
     assert len(warnings) == 1
     assert "[logger-disabled]" in warnings[0]
     assert "events.jsonl" in warnings[0]
