@@ -1,155 +1,359 @@
 #!/usr/bin/env python
-"""Checks and measurements on one accelerator, each subcommand within ten minutes.
+"""Checks and measurements on one accelerator, within a budget of time.
 
-    python benchmarks/gpu.py COMMAND [--size SIZE] [--output FILE]
+    python benchmarks/gpu.py references FOLDER              before, without the accelerator
+    python benchmarks/gpu.py first --budget 480 --references FOLDER --output results.jsonl
+    python benchmarks/gpu.py second --budget 230 --output results.jsonl
+    python benchmarks/gpu.py COMMAND [--size SIZE] [--cases NAME ...] [--output FILE]
 
-With `--size tiny` every subcommand also runs on a CPU, which tries the program, not the device.
-docs/gpu.md says what each one is for and what to expect.
+Every finished case is one JSON line at the end of the output file, at once. Once the budget is
+used, nothing starts, and what runs is ended. With `--size tiny` every command also runs on a CPU,
+which tries the program, not the device. docs/gpu.md says what each one is for and what to expect.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
+import json
 import os
+import shlex
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.accelerator import train
+from benchmarks.accelerator import smoke, train
 from benchmarks.accelerator.models import PEAK_TFLOPS, SIZES
-from benchmarks.accelerator.processes import REPOSITORY, run
-from benchmarks.common import this_machine, versions, write_json
+from benchmarks.accelerator.processes import RUN_S, Row, budget, run
+from benchmarks.common import this_machine, versions
 
 TINY = "tiny"
-Result = dict[str, Any]
+MILLION = 1_000_000
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
+TESTS = {
+    "kernels": ("tests/gpu/test_kernels.py", "tests/unit/model", "tests/unit/engine"),
+    "runs": ("tests/gpu/test_runs.py",),
+}
+"""Case of `tests` -> files and folders, so that the other tests are not collected."""
+CANARY_FAILED = 3
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: yields a row for each case as soon as it is finished."""
+
+    cases: Callable[[argparse.Namespace], Iterator[Row]]
+    lines: Callable[[Row], Iterator[str]]
+    help: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command that `first` or `second` runs in a process of its own.
+
+    Attributes:
+        words: Its words. SIZE stands for the size, REFERENCES for the folder.
+        limit: Its longest time, in seconds.
+        beside: Another command that runs at the same time, because it leaves the device idle.
+        is_canary: Nothing else is worth the device's time if it fails.
+    """
+
+    words: str
+    limit: float
+    beside: str | None = None
+    is_canary: bool = False
+
+
+FIRST = (
+    Stage("about --size SIZE", 60),
+    Stage("smoke --cases bf16 --references REFERENCES", 90, is_canary=True),
+    Stage("train --size SIZE --cases default", 110),
+    Stage("smoke --jobs JOBS --references REFERENCES", 190, beside="tests --cases kernels"),
+    Stage("train --size SIZE --cases eager", 110),
+    Stage("train --size SIZE --cases plain", 120),
+    Stage("head --size SIZE", 60),
+    Stage("attention --size SIZE", 60),
+)
+SECOND = (
+    Stage("train --size MIDDLE --warm-up 5 --timed 10", 90),
+    Stage("train --size BIG --warm-up 4 --timed 6", 120),
+    Stage("train --size LLAMA --warm-up 4 --timed 6", 90),
+    Stage("generate --size SIZE", 90),
+    Stage("tests --cases runs --jobs JOBS", 150),
+    Stage("optimizers --size SIZE", 90),
+    Stage("disk --size SIZE", 100),
+)
+"""In order of their value: the last ones are left out if there is no time."""
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    begin = time.perf_counter()
-    result, lines = COMMANDS[options.command](options)
-    print("\n".join(lines))
+    budget.start(options.budget)
+    begin, status = time.perf_counter(), 0
+    command = COMMANDS[options.command]
+    for row in budget.cases(command.cases(options)):
+        skipped = row.get("skipped")
+        text = command.lines(row) if skipped is None else (f"{row['name']}: skipped, {skipped}",)
+        print("\n".join(text), flush=True)
+        if options.output is not None:
+            _append(options.output, {"command": options.command, **row})
+        status = max(status, row.get("exit_status", int(not row.get("passed", True))))
     print(f"{options.command}: {time.perf_counter() - begin:.0f} s")
-    if options.output is not None:
-        about = {
-            "machine": {**dataclasses.asdict(this_machine()), "device": _device_name()},
-            "versions": versions(("torch", "deepspeed", "transformers", "numpy")),
-            "command": options.command,
-            "size": options.size,
-        }
-        write_json(options.output, {**about, **result})
-        print(f"wrote {options.output}")
-    return 0 if result.get("passed", True) else 1
+    return status
+
+
+def _append(path: Path, row: Row) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, default=str) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=str(__doc__).splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=str(__doc__),
+        epilog="\n".join(f"{name:12}{command.help}" for name, command in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("command", choices=sorted(COMMANDS))
-    add("--size", choices=sorted(SIZES), default="124m", help="size of the model")
-    add("--jobs", type=int, default=1, help="smoke: runs at a time on the device")
-    add("--compare", nargs="+", default=None, help="train: contenders, by their names")
+    add("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    add("folder", type=Path, nargs="?", help="references: where they are written")
+    add("--size", choices=sorted(SIZES), default="124m", help="size of the model (default: 124m)")
+    add("--budget", type=float, default=RUN_S, metavar="SECONDS", help="time for all cases")
+    add("--output", type=Path, metavar="FILE", help="file to which the figures are appended (JSON)")
+    add("--cases", nargs="+", metavar="NAME", help="cases to run (default: all that are quick)")
+    add("--references", type=Path, metavar="FOLDER", help="smoke, first: made by `references`")
+    add("--jobs", type=int, default=6, metavar="N", help="smoke, tests: runs at a time")
+    add("--iterations", type=int, default=20, metavar="N", help="references: length of a run")
+    add("--warm-up", type=int, default=6, metavar="N", help="train: steps before the measurement")
+    add("--timed", type=int, default=15, metavar="N", help="train: measured steps")
+    add("--micro-batch", type=int, metavar="N", help="train: its only micro-batch")
+    add("--trace", type=Path, metavar="FILE", help="train: a Chrome trace of a step (JSON)")
+    add("--peak-tflops", type=float, default=PEAK_TFLOPS, metavar="X", help="dense bf16 rate")
     add("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of our commands")
-    add("--peak-tflops", type=float, default=PEAK_TFLOPS, help="dense bf16 rate, for the MFU")
-    add("--trace", type=Path, help="profile: file for a Chrome trace of one step")
-    add("--output", type=Path, help="output file (JSON)")
     return parser
 
 
-def _smoke(options: argparse.Namespace) -> tuple[Result, list[str]]:
-    """Runs of every feature, compared with the CPU."""
-    from benchmarks.accelerator import smoke
+def _about(options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.accelerator import device
 
+    machine = {**dataclasses.asdict(this_machine()), "device": device.name()}
+    here = _device()
+    rates = device.rates(here, 256 if options.size == TINY else 8192)
+    yield {"machine": machine, "versions": versions(PACKAGES), **device.describe(here), **rates}
+
+
+def _references(options: argparse.Namespace) -> Iterator[Row]:
+    if options.folder is None:
+        raise SystemExit("references: name a folder")
     tiny = options.size == TINY
-    names = ("cpu", "fp32", "bf16") if tiny else tuple(smoke.CASES)
-    result = smoke.measure(3 if tiny else 50, names=names, jobs=options.jobs, tiny=tiny)
-    return result, smoke.lines(result)
+    return smoke.write_references(options.folder, 3 if tiny else options.iterations, tiny=tiny)
 
 
-def _tests(options: argparse.Namespace) -> tuple[Result, list[str]]:
-    """The tests marked `gpu`."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        # Named files or folders, or all of them, whose collection takes a quarter of a minute.
-        folders = [] if any((REPOSITORY / flag).exists() for flag in options.flags) else ["tests"]
-        words = ["-m", "pytest", "-m", "gpu", *folders, f"--junit-xml={report}", *options.flags]
-        done = run(words)
-        suite = next(ElementTree.parse(report).iter("testsuite")) if report.exists() else None
-    counts = {} if suite is None else {k: int(v) for k, v in suite.items() if v.isdigit()}
-    return (
-        {"tests": counts, **done.describe(), "passed": done.status == 0},
-        done.output.splitlines()[-40:],
-    )
+def _smoke(options: argparse.Namespace) -> Iterator[Row]:
+    names = options.cases or (smoke.TINY if options.size == TINY else ())
+    if options.references is not None:
+        yield from smoke.measure(options.references.resolve(), names=names, jobs=options.jobs)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        options.folder = Path(temporary)
+        yield from _references(options)
+        yield from smoke.measure(options.folder, names=names, jobs=options.jobs)
 
 
-def _train(options: argparse.Namespace) -> tuple[Result, list[str]]:
-    """Throughput beside bare loops."""
-    names = tuple(options.compare or (train.OURS, train.COMPILED, train.BARE, train.TRANSFORMERS))
-    found = train.measure(options.size, names=names, **_steps(options))
-    return found, train.lines(found)
+def _tests(options: argparse.Namespace) -> Iterator[Row]:
+    for name in options.cases or TESTS:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            words = ["-m", "pytest", "-m", "gpu", *TESTS[name], f"--junit-xml={report}"]
+            if options.jobs > 1 and importlib.util.find_spec("xdist"):
+                words += ["-n", str(options.jobs)]
+            done = run([*words, *options.flags])
+            suite = next(ElementTree.parse(report).iter("testsuite")) if report.exists() else None
+        counts = {} if suite is None else {k: int(v) for k, v in suite.items() if v.isdigit()}
+        end = {"tail": done.output.splitlines()[-10:], "passed": done.status == 0}
+        yield {"name": name, **counts, **done.describe(), **end}
 
 
-def _profile(options: argparse.Namespace) -> tuple[Result, list[str]]:
-    """Kernels of a step of the default command."""
-    found = train.measure(options.size, names=(train.OURS,), trace=options.trace, **_steps(options))
-    (row,) = found["contenders"]
-    return found, [*train.lines(found), *train.kernel_lines(row)]
+def _test_lines(row: Row) -> Iterator[str]:
+    yield f"{row['name']:10}{'passed' if row['passed'] else 'FAILED':8}{row['wall_seconds']:7.1f} s"
+    yield from ("    " + line for line in row["tail"])
 
 
-def _sweep(options: argparse.Namespace) -> tuple[Result, list[str]]:
-    """Alternatives of kernels and settings."""
+def _train(options: argparse.Namespace) -> Iterator[Row]:
+    how = _measurement(options)
+    names = options.cases or ("default",)
+    for row in train.measure(options.size, _size(options), names, how):
+        yield {**row, "passed": "seconds" in row or "skipped" in row}
+
+
+def _train_lines(row: Row) -> Iterator[str]:
+    yield from train.lines(row)
+    yield from list(train.kernel_lines(row))[:12]
+
+
+def _attention(options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.accelerator import sweep
 
-    tiny, device, million = options.size == TINY, _device(), 1_000_000
-    lengths = (64,) if tiny else (1024, 2048, 8192, 32768)
+    tiny = options.size == TINY
+    lengths = (64,) if tiny else (1024, 2048, 8192)
+    tokens, heads, head_dim = (128, 2, 32) if tiny else (32768, SIZES[options.size].heads, 64)
+    return sweep.attention(_device(), lengths, tokens=tokens, heads=heads, head_dim=head_dim)
+
+
+def _head(options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.accelerator import sweep
+
     size = SIZES[options.size]
-    tokens, heads, head_dim = (128, 2, 32) if tiny else (32768, size.heads, 64)
-    configs = ("default",) if tiny else tuple(sweep.DS_CONFIGS)
-    with tempfile.TemporaryDirectory() as folder:
-        result = {
-            "attention": sweep.attention(
-                device, lengths, tokens=tokens, heads=heads, head_dim=head_dim
-            ),
-            "engine": sweep.engine(options.size, configs, **_steps(options)),
-            "optimizers": sweep.optimizers(device, million if tiny else 124 * million),
-            "disk": sweep.disk(device, Path(folder), (1 if tiny else 1000) * million),
-        }
-    return result, sweep.lines(result)
+    tokens = 256 if options.size == TINY else 65536
+    return sweep.head(_device(), tokens=tokens, hidden=size.hidden, vocab=-(-size.vocab // 64) * 64)
 
 
-def _generate(options: argparse.Namespace) -> tuple[Result, list[str]]:
-    """Generation speed beside transformers."""
+def _engine(options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.accelerator import sweep
+
+    names = options.cases or (("default",) if options.size == TINY else tuple(sweep.DS_CONFIGS))
+    return sweep.engine(options.size, _size(options), names, _measurement(options))
+
+
+def _optimizers(options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.accelerator import sweep
+
+    return sweep.optimizers(_device(), MILLION if options.size == TINY else 124 * MILLION)
+
+
+def _disk(options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.accelerator import sweep
+
+    yield from sweep.checkpoints(SIZES[options.size])
+    yield from sweep.disk(_device(), (1 if options.size == TINY else 1000) * MILLION)
+
+
+def _sweep_lines(row: Row) -> Iterator[str]:
+    from benchmarks.accelerator import sweep
+
+    return sweep.lines(row)
+
+
+def _generate(options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.accelerator import generate
 
+    batches, new_tokens = ((1, 2), 8) if options.size == TINY else ((1, 8, 64), 128)
+    device = _device()
+    return generate.measure(device, SIZES[options.size], batches=batches, new_tokens=new_tokens)
+
+
+def _generate_lines(row: Row) -> Iterator[str]:
+    from benchmarks.accelerator import generate
+
+    return generate.lines(row)
+
+
+def _stages(stages: tuple[Stage, ...], options: argparse.Namespace) -> Iterator[Row]:
+    """Run stages one after the other, each within its limit and the budget."""
+    failed = False
+    for stage in stages:
+        with ThreadPoolExecutor(2) as pool:
+            beside = stage.beside and pool.submit(_stage, stage.beside, stage.limit, options)
+            rows = [
+                _stage(stage.words, stage.limit, options),
+                *([beside.result()] if beside else []),
+            ]
+        for row in rows:
+            failed |= row["status"] != 0
+            yield {**row, "exit_status": int(failed)}
+        if stage.is_canary and failed:
+            yield {
+                "name": "the rest",
+                "skipped": "the canary failed",
+                "exit_status": CANARY_FAILED,
+            }
+            return
+        if not budget.left:
+            return
+
+
+def _stage(words: str, limit: float, options: argparse.Namespace) -> Row:
     tiny = options.size == TINY
-    batches, new_tokens = ((1, 2), 8) if tiny else ((1, 8, 64), 256)
-    rows = generate.measure(_device(), options.size, batches=batches, new_tokens=new_tokens)
-    return {"generation": rows}, generate.lines(rows)
+    values = {
+        "SIZE": options.size,
+        "MIDDLE": TINY if tiny else "345m",
+        "BIG": TINY if tiny else "1.3b",
+        "LLAMA": "tiny-llama" if tiny else "llama-0.5b",
+        "JOBS": str(options.jobs),
+        "REFERENCES": str(options.references),
+    }
+    arguments: list[object] = [values.get(word, word) for word in shlex.split(words)]
+    limit = min(limit, budget.left)
+    arguments += ["--budget", limit]
+    if options.output is not None:
+        arguments += ["--output", options.output.resolve()]
+    if tiny and "--size" not in arguments:
+        arguments += ["--size", TINY]
+    done = run([Path(__file__).resolve(), *arguments, "--flags", *options.flags], timeout=limit + 5)
+    return {"name": words, **done.describe(), "text": done.output.splitlines()[-40:]}
+
+
+def _stage_lines(row: Row) -> Iterator[str]:
+    yield f"== {row['name']}: status {row['status']}, {row['wall_seconds']:.0f} s"
+    yield from row["text"]
+
+
+def _about_lines(row: Row) -> Iterator[str]:
+    yield json.dumps(row, indent=2)
 
 
 COMMANDS = {
-    "smoke": _smoke,
-    "tests": _tests,
-    "train": _train,
-    "profile": _profile,
-    "sweep": _sweep,
-    "generate": _generate,
+    "references": Command(_references, smoke.lines, "data, and losses of the CPU, for `smoke`"),
+    "first": Command(
+        lambda options: _stages(FIRST, options), _stage_lines, "does it run, is it right, how fast"
+    ),
+    "second": Command(
+        lambda options: _stages(SECOND, options), _stage_lines, "larger models, generation, tests"
+    ),
+    "about": Command(_about, _about_lines, "versions and measured rates of the device"),
+    "smoke": Command(_smoke, smoke.lines, "runs of every feature, compared with the CPU"),
+    "tests": Command(_tests, _test_lines, f"tests marked gpu; cases: {', '.join(TESTS)}"),
+    "train": Command(_train, _train_lines, f"throughput; cases: {', '.join(train.CONTENDERS)}"),
+    "attention": Command(_attention, _sweep_lines, "kernels of attention by length"),
+    "head": Command(_head, _sweep_lines, "output layer and loss by the size of chunks"),
+    "engine": Command(_engine, _sweep_lines, "keys of the DeepSpeed file"),
+    "optimizers": Command(_optimizers, _sweep_lines, "implementations of AdamW"),
+    "disk": Command(_disk, _sweep_lines, "saving and loading"),
+    "generate": Command(_generate, _generate_lines, "generation, greedy and sampled"),
 }
 
 
-def _steps(options: argparse.Namespace) -> dict[str, Any]:
-    """Numbers of steps, and the device's rate."""
-    counts = {"warm_up": 1, "timed": 2} if options.size == TINY else {}
-    return {**counts, "extra": tuple(options.flags), "peak_tflops": options.peak_tflops}
+def _size(options: argparse.Namespace) -> Any:
+    size = SIZES[options.size]
+    if options.micro_batch is None:
+        return size
+    return dataclasses.replace(size, micro_batches=(options.micro_batch,), smallest_gib={})
+
+
+def _measurement(options: argparse.Namespace) -> train.Measurement:
+    """Steps, and what one of this program's own processes has measured of the device."""
+    from benchmarks.accelerator import device
+
+    tiny = options.size.startswith(TINY)
+    found = device.measured(256 if tiny else 8192)
+    return train.Measurement(
+        peak_tflops=options.peak_tflops,
+        warm_up=1 if tiny else options.warm_up,
+        timed=2 if tiny else options.timed,
+        extra=tuple(options.flags),
+        trace=options.trace and options.trace.resolve(),
+        measured_tflops=found.get("bf16_tflops"),
+        device_gib=found.get("memory_gib", float("inf")),
+    )
 
 
 def _device() -> Any:
@@ -157,17 +361,6 @@ def _device() -> Any:
     from benchmarks.train_step import start_process_group
 
     return start_process_group(len(os.sched_getaffinity(0)))
-
-
-def _device_name() -> str:
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
-        return "cpu"
-    backend = getattr(torch, accelerator.device_name())
-    return str(backend.get_device_name())
 
 
 if __name__ == "__main__":

@@ -1,74 +1,75 @@
-"""Generation speed beside transformers' `generate` with a model of the same shape."""
+"""Generation speed: greedy beside transformers' `generate`, sampled, and of ragged prompts."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.accelerator.models import SIZES, GptSize
+from benchmarks.accelerator.models import GptSize
+from benchmarks.accelerator.processes import Row
+from megatron_ds.config import ModelConfig
+from megatron_ds.inference.generate import generate
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.sequences import GenerationConfig
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+
+RAGGED = "grouped queries, ragged"
 
 
 def measure(
-    device: torch.device, size_name: str, *, batches: tuple[int, ...], new_tokens: int
-) -> list[dict[str, Any]]:
-    """Measure greedy decoding of prompts of 32 tokens in bf16, with a key-value cache.
+    device: torch.device, size: GptSize, *, batches: tuple[int, ...], new_tokens: int
+) -> Iterator[Row]:
+    """Measure decoding in bf16 with a key-value cache.
+
+    Every batch is decoded greedily by both contenders, then by ours with top-p sampling, and with
+    grouped queries from prompts of different lengths.
 
     Args:
         device: Device of the models.
-        size_name: Key of SIZES.
+        size: Shape of the models.
         batches: Numbers of prompts.
         new_tokens: Tokens that each prompt is continued by.
     """
-    size = SIZES[size_name]
     length = min(32, size.sequence // 2)
     new_tokens = min(new_tokens, size.sequence - length)
-    generators = {"megatron_ds": _ours(size, device), "transformers": _theirs(size, device)}
-    rows = []
+    config = size.config()
+    ours, greedy = _ours(config, device), SamplingParams(greedy=True)
+    grouped = dataclasses.replace(config, num_query_groups=size.heads // 4)
+    contenders: dict[str, Callable[[list[list[int]], int], object]] = {
+        "greedy": functools.partial(ours, greedy),
+        "transformers, greedy": _theirs(size, device),
+        "sampled": functools.partial(ours, SamplingParams(top_p=0.9)),
+        RAGGED: functools.partial(_ours(grouped, device), greedy),
+    }
     for batch in batches:
         prompts = torch.randint(size.vocab - 1, (batch, length)).tolist()
-        for name, generate in generators.items():
-            generate(prompts, 2)  # compiles and warms up
+        for name, decode in contenders.items():
+            texts = prompts
+            if name == RAGGED:
+                texts = [text[row % 8 :] for row, text in enumerate(prompts)]
+            decode(texts, 2)  # compiles and warms up
             begin = time.perf_counter()
-            generate(prompts, new_tokens)
-            seconds = time.perf_counter() - begin
-            rows.append(
-                {"name": name, "batch": batch, "tokens_per_second": batch * new_tokens / seconds}
-            )
-    return rows
+            decode(texts, new_tokens)
+            rate = batch * new_tokens / (time.perf_counter() - begin)
+            yield {"name": name, "batch": batch, "tokens_per_second": rate}
 
 
-def lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Format the figures of `measure`."""
-    return [
-        f"{row['name']:14} batch {row['batch']:3} {row['tokens_per_second']:10.0f} tokens/s"
-        for row in rows
-    ]
+def lines(row: Row) -> Iterator[str]:
+    """Format the figures of a case."""
+    yield f"{row['name']:30} batch {row['batch']:3} {row['tokens_per_second']:10,.0f} tokens/s"
 
 
-def _ours(size: GptSize, device: torch.device) -> Callable[[list[list[int]], int], object]:
-    from megatron_ds.config import ModelConfig
-    from megatron_ds.inference.generate import generate
-    from megatron_ds.inference.sampling_params import SamplingParams
-    from megatron_ds.inference.sequences import GenerationConfig
-    from megatron_ds.model.gpt import GPTModel
-    from megatron_ds.parallel.mesh import Mesh
-    from megatron_ds.parallel.rng import RngStreams
-
-    config = ModelConfig(
-        num_layers=size.layers,
-        hidden_size=size.hidden,
-        num_attention_heads=size.heads,
-        seq_length=size.sequence,
-        vocab_size=size.vocab,
-    )
+def _ours(config: ModelConfig, device: torch.device) -> Callable[..., object]:
     model = GPTModel(config, mesh=Mesh.build(1), rng=RngStreams(0, device), seed=1)
     model = model.to(device=device, dtype=torch.bfloat16).eval()
 
-    def run(prompts: list[list[int]], count: int) -> object:
-        sampling = SamplingParams(greedy=True)
+    def run(sampling: SamplingParams, prompts: list[list[int]], count: int) -> object:
         return generate(model, prompts, GenerationConfig(count, sampling))
 
     return run

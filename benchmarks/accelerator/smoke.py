@@ -1,24 +1,26 @@
 """Short runs of the features, compared with the same runs on the CPU.
 
 The model is the demo's, on Python's standard library as text. fp32 runs must follow the CPU's
-losses; runs of lower precision must end near them.
+losses, runs of lower precision less closely. `write_references` makes the CPU's losses, the
+tokenizer and the tokens beforehand, so that a device need not wait for them.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from benchmarks.accelerator.processes import Outcome, flags, run
+from benchmarks.accelerator.processes import Outcome, Row, budget, flags, read_json, run
+from benchmarks.common import write_json
 
 FP32_TOLERANCE, LOW_TOLERANCE = 1e-4, 5e-2
 """Largest relative difference of a loss from the CPU's fp32 run, over COMPARED iterations."""
 COMPARED = 10
+REFERENCES_FILE = "references.json"
 
 
 @dataclass(frozen=True)
@@ -27,68 +29,113 @@ class Case:
 
     flags: Mapping[str, object] = field(default_factory=dict)
     reference: str | None = "cpu"
-    """Run whose losses it must follow: "cpu", "cpu documents", or None."""
+    """Key of REFERENCES whose losses it must follow; None: they must fall."""
     tolerance: float = FP32_TOLERANCE
-    cpu: bool = False
 
 
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
+LLAMA = {
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+    "disable_bias_linear": True,
+}
+REFERENCES: dict[str, Mapping[str, object]] = {"cpu": {}, "cpu documents": DOCUMENTS}
+"""Name -> flags of a run on the CPU."""
 CASES = {
-    "cpu": Case(cpu=True, reference=None),
-    "cpu documents": Case(DOCUMENTS, cpu=True, reference=None),
-    "fp32": Case(),
     "bf16": Case({"bf16": True}, tolerance=LOW_TOLERANCE),
+    "fp32": Case(),
     "fp16": Case({"fp16": True}, tolerance=LOW_TOLERANCE),
-    **{f"zero {stage}": Case({"zero_stage": stage}) for stage in (0, 2, 3)},
+    **{f"zero {stage}": Case({"zero_stage": stage}) for stage in (2, 3)},
+    "eager bf16": Case({"no_compile": True, "bf16": True}, tolerance=LOW_TOLERANCE),
+    "documents bf16": Case({**DOCUMENTS, "bf16": True}, "cpu documents", LOW_TOLERANCE),
     "optimizer on the host": Case({"zero_stage": 2, "cpu_optimizer": True}),
     "parameters on the host": Case(
         {"zero_stage": 3, "cpu_optimizer": True, "remote_device": "cpu"}
     ),
+    "eager": Case({"no_compile": True}),
+    "documents": Case(DOCUMENTS, "cpu documents"),
+    **{
+        f"bf16 zero {stage}": Case({"bf16": True, "zero_stage": stage}, tolerance=LOW_TOLERANCE)
+        for stage in (2, 3)
+    },
+    "fp16 zero 2": Case({"fp16": True, "zero_stage": 2}, tolerance=LOW_TOLERANCE),
+    "zero 0": Case({"zero_stage": 0}),
     "full recomputation": Case({"recompute_granularity": "full", "recompute_method": "uniform"}),
     "selective recomputation": Case({"recompute_granularity": "selective"}),
-    "compiled": Case({"compile": True}),
-    "compiled bf16": Case({"compile": True, "bf16": True}, tolerance=LOW_TOLERANCE),
-    "documents": Case(DOCUMENTS, "cpu documents"),
-    "documents bf16": Case({**DOCUMENTS, "bf16": True}, "cpu documents", LOW_TOLERANCE),
     "dropout": Case({"attention_dropout": 0.1, "hidden_dropout": 0.1}, reference=None),
+    "bf16 dropout": Case(
+        {"bf16": True, "attention_dropout": 0.1, "hidden_dropout": 0.1}, reference=None
+    ),
+    "llama bf16": Case({"bf16": True, **LLAMA}, reference=None),
+    "moe bf16": Case({"bf16": True, "num_experts": 4, "moe_router_topk": 2}, reference=None),
+    "muon bf16": Case({"bf16": True, "optimizer": "muon"}, reference=None),
 }
-"""Name -> run. "fp32" saves a checkpoint, from which text is generated."""
+"""Name -> run, the most telling ones first. Text is generated from the checkpoint of "fp32"."""
+TINY = ("fp32", "bf16")
+"""Cases of the tiny size, if none are named."""
 
 
-def measure(
-    iterations: int, *, names: tuple[str, ...] = tuple(CASES), jobs: int = 1, tiny: bool = False
-) -> dict[str, Any]:
-    """Run the cases and generate text from the checkpoint of "fp32" on both devices.
+def write_references(folder: Path, iterations: int, *, tiny: bool = False) -> Iterator[Row]:
+    """Make text, tokenizer and tokens, and train on the CPU.
 
     Args:
+        folder: Empty folder, which can be moved to another machine.
         iterations: Iterations of each run.
-        names: Cases to run; references must be among them.
-        jobs: Runs at a time.
         tiny: Train a tiny model on a few of the documents.
     """
-    with tempfile.TemporaryDirectory() as temporary:
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        name: value.name if isinstance(value, Path) else value
+        for name, value in _data(folder, tiny).items()
+    }
+    (folder / "corpus.jsonl").unlink()
+    common = {"data": data, "flags": {**_model(tiny), "train_iters": iterations}}
+    losses = {}
+    for name, more in REFERENCES.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            save = Path(temporary)
+            end = _train(save, {**_flags(folder, common), **more}, cpu=True)
+            losses[name] = _losses(save)
+        yield {"name": name, **end.describe(), "losses": losses[name], "passed": end.status == 0}
+    write_json(folder / REFERENCES_FILE, {**common, "losses": losses})
+
+
+def measure(prepared: Path, *, names: Sequence[str] = (), jobs: int = 1) -> Iterator[Row]:
+    """Run the cases, and generate text from the checkpoint of "fp32" on both devices.
+
+    Args:
+        prepared: Folder of `write_references`.
+        names: Cases to run; empty: all.
+        jobs: Runs at a time.
+    """
+    known = read_json(prepared / REFERENCES_FILE)
+    common, references = _flags(prepared, known), known["losses"]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(jobs) as pool:
         folder = Path(temporary)
-        common = {**_data(folder, tiny), **_model(tiny), "train_iters": iterations}
-        with ThreadPoolExecutor(jobs) as pool:
-            outcomes = pool.map(lambda name: _train(folder, name, common, iterations), names)
-            ends = dict(zip(names, outcomes, strict=True))
-        losses = {name: _losses(folder, name) for name in names}
-        rows = [_judge(name, ends[name], losses) for name in names]
-        if "fp32" in names:
-            rows.append(_generate(folder))
-    return {"runs": rows, "passed": all(row["passed"] for row in rows)}
+
+        def run_case(name: str) -> Row:
+            if not budget.left:
+                return {"name": name, "skipped": "no time is left"}
+            save = folder / name.replace(" ", "-")
+            end = _train(save, {**common, **CASES[name].flags})
+            return _judge(name, end, _losses(save), references)
+
+        runs = [pool.submit(run_case, name) for name in names or CASES]
+        for done in as_completed(runs):
+            yield done.result()
+        if (folder / "fp32").exists():
+            yield _generate(folder)
 
 
-def lines(result: dict[str, Any]) -> list[str]:
-    """Format the outcome of every case."""
-    text = []
-    for row in result["runs"]:
-        difference = row.get("difference")
-        detail = "" if difference is None else f"differs by {difference:.1e} at most"
-        verdict = "passed" if row["passed"] else "FAILED"
-        text.append(f"{row['name']:26}{verdict:8}{row['wall_seconds']:7.1f} s  {detail}")
-        text += ["    " + line for line in row.get("output", "").splitlines()[-8:]]
-    return text
+def lines(row: Row) -> Iterator[str]:
+    """Format the outcome of a case."""
+    difference = row.get("difference")
+    detail = "" if difference is None else f"differs by {difference:.1e} at most"
+    verdict = "passed" if row["passed"] else "FAILED"
+    yield f"{row['name']:26}{verdict:8}{row['wall_seconds']:7.1f} s  {detail}"
+    yield from ("    " + line for line in row.get("output", "").splitlines()[-8:])
 
 
 def _data(folder: Path, tiny: bool) -> dict[str, object]:
@@ -114,7 +161,16 @@ def _data(folder: Path, tiny: bool) -> dict[str, object]:
         if tiny and name == "make_corpus":
             first = corpus.read_text(encoding="utf-8").splitlines(keepends=True)[:60]
             corpus.write_text("".join(first), encoding="utf-8")
-    return {"data_path": f"{tokens}_text_document", **tokenizer}
+    return {"data_path": folder / "text_text_document", **tokenizer}
+
+
+def _flags(folder: Path, known: Row) -> dict[str, object]:
+    """Common flags; the files are those of the folder."""
+    data = {
+        name: value if name == "tokenizer_type" else folder / value
+        for name, value in known["data"].items()
+    }
+    return {**data, **known["flags"]}
 
 
 def _model(tiny: bool) -> dict[str, object]:
@@ -133,34 +189,38 @@ def _model(tiny: bool) -> dict[str, object]:
     }
 
 
-def _train(folder: Path, name: str, common: Mapping[str, object], iterations: int) -> Outcome:
-    case, save = CASES[name], folder / name.replace(" ", "-")
-    checkpoint = {"save": save, "save_interval": iterations}
-    return run(["pretrain_gpt.py", *flags({**common, **case.flags, **checkpoint})], cpu=case.cpu)
+def _train(save: Path, values: Mapping[str, object], *, cpu: bool = False) -> Outcome:
+    checkpoint = {"save": save, "save_interval": values["train_iters"]}
+    return run(["pretrain_gpt.py", *flags({**values, **checkpoint})], cpu=cpu)
 
 
-def _losses(folder: Path, name: str) -> list[float]:
-    file = folder / name.replace(" ", "-") / "metrics.jsonl"
+def _losses(save: Path) -> list[float]:
+    file = save / "metrics.jsonl"
     if not file.exists():
         return []
     records = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     return [record["lm_loss"] for record in records if "lm_loss" in record]
 
 
-def _judge(name: str, end: Outcome, losses: Mapping[str, list[float]]) -> dict[str, Any]:
-    case, row = CASES[name], {"name": name, **end.describe(), "losses": losses[name]}
+def _judge(
+    name: str, end: Outcome, losses: list[float], references: Mapping[str, list[float]]
+) -> Row:
+    case, row = CASES[name], {"name": name, **end.describe(), "losses": losses}
     passed = end.status == 0
     if case.reference is not None and passed:
-        pairs = list(zip(losses[name], losses[case.reference], strict=False))[:COMPARED]
+        pairs = list(zip(losses, references[case.reference], strict=False))[:COMPARED]
         row["difference"] = max((abs(a / b - 1) for a, b in pairs), default=float("inf"))
         passed = row["difference"] <= case.tolerance
+    elif passed:
+        passed = bool(losses) and losses[-1] < losses[0]
     return {**row, "passed": passed}
 
 
-def _generate(folder: Path) -> dict[str, Any]:
+def _generate(folder: Path) -> Row:
     """Greedy text of both devices from one checkpoint must be equal."""
     values = {"load": folder / "fp32", "greedy": True, "out_seq_length": 16}
-    texts, row = [], {"name": "generation"}
+    texts: list[str | None] = []
+    row: Row = {"name": "generation"}
     for cpu in (True, False):
         output = folder / f"text-{cpu}.txt"
         words = flags({**values, "sample_output_file": output})

@@ -1,111 +1,139 @@
-"""Training throughput: the default command and --compile beside bare loops compiled as a whole."""
+"""Training throughput: the default command and others beside bare loops compiled as a whole."""
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.accelerator.models import SIZES, GptSize
-from benchmarks.accelerator.processes import Outcome, flags, random_tokens, read_json, run
+from benchmarks.accelerator.models import GptSize
+from benchmarks.accelerator.processes import Outcome, Row, flags, random_tokens, read_json, run
 
 HERE = Path(__file__).resolve().parent
-OURS, COMPILED, BARE, TRANSFORMERS = (
-    "megatron_ds",
-    "megatron_ds --compile",
-    "plain PyTorch, torch.compile",
-    "transformers, torch.compile",
-)
+OURS = {"default": (), "eager": ("--no-compile",)}
+"""Contender -> flags of our command."""
+BARE = ("plain", "transformers")
+"""GPT-2 of PyTorch or transformers in a bare loop, compiled as a whole."""
+CONTENDERS = (*OURS, *BARE)
 Program = Callable[[Path, int], Outcome]
 """Trains with a micro-batch size and writes the meter's report to a file."""
 
 
+@dataclass(frozen=True)
+class Measurement:
+    """How contenders are measured.
+
+    Attributes:
+        peak_tflops: Rate that model FLOPs utilization relates to, in 10^12 operations per second.
+        warm_up: Steps before the measurement.
+        timed: Measured steps.
+        extra: Further flags of our commands.
+        trace: File for a Chrome trace of a step of our command.
+        measured_tflops: Rate of large products on the device, for a second utilization.
+        device_gib: Memory of the device.
+    """
+
+    peak_tflops: float
+    warm_up: int = 6
+    timed: int = 15
+    extra: tuple[str, ...] = ()
+    trace: Path | None = None
+    measured_tflops: float | None = None
+    device_gib: float = float("inf")
+
+
 def measure(
-    size_name: str,
-    *,
-    names: tuple[str, ...] = (OURS, COMPILED, BARE, TRANSFORMERS),
-    extra: tuple[str, ...] = (),
-    trace: Path | None = None,
-    warm_up: int = 10,
-    timed: int = 20,
-    peak_tflops: float,
-) -> dict[str, Any]:
+    size_name: str, shape: GptSize, names: Sequence[str], how: Measurement
+) -> Iterator[Row]:
     """Measure contenders on one size, each in a process of its own, one after the other.
 
     Args:
         size_name: Key of SIZES.
-        names: Contenders.
-        extra: Further flags of our commands.
-        trace: File for a Chrome trace of a step of our command.
-        warm_up: Steps before the measurement.
-        timed: Measured steps.
-        peak_tflops: Rate that model FLOPs utilization relates to, in 10^12 operations per second.
+        shape: That size, perhaps with other micro-batches.
+        names: Some of CONTENDERS.
+        how: Steps, rates and flags.
     """
-    size = SIZES[size_name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        tokens = random_tokens(folder / "tokens", size.vocab, 64 * size.sequence)
+        tokens = random_tokens(folder / "tokens", shape.vocab, 64 * shape.sequence)
 
-        def ours(report: Path, micro_batch: int, *more: str) -> Outcome:
-            settings = {**_settings(size, tokens, micro_batch), "train_iters": warm_up + timed + 2}
-            words = [report, warm_up, timed, trace or "-", *flags(settings), *more, *extra]
-            return run([HERE / "measured_run.py", *words])
+        def ours(report: Path, micro_batch: int, more: Sequence[str]) -> Outcome:
+            steps = {"train_iters": how.warm_up + how.timed + 2}
+            settings = {**training_flags(shape, tokens, micro_batch), **steps}
+            counts = (how.warm_up, how.timed, how.trace or "-")
+            words = [HERE / "measured_run.py", report, *counts, *flags(settings), *more]
+            return run([*words, *how.extra])
 
         def bare(report: Path, micro_batch: int, kind: str) -> Outcome:
-            words = [report, warm_up, timed, size_name, micro_batch, kind]
+            words = [report, how.warm_up, how.timed, size_name, micro_batch, kind]
             return run([HERE / "bare_loop.py", *words])
 
-        programs: dict[str, Program] = {
-            OURS: ours,
-            COMPILED: lambda report, micro: ours(report, micro, "--compile"),
-            BARE: lambda report, micro: bare(report, micro, "plain"),
-            TRANSFORMERS: lambda report, micro: bare(report, micro, "transformers"),
+        programs = {
+            **{name: functools.partial(ours, more=more) for name, more in OURS.items()},
+            **{name: functools.partial(bare, kind=name) for name in BARE},
         }
-        rows = [_largest_that_fits(name, programs[name], size, folder) for name in names]
-    for row in rows:
-        if "seconds" in row:
-            rate = row["micro_batch"] * size.sequence / row["seconds"]
-            row["tokens_per_second"] = rate
-            row["mfu"] = size.mfu(rate, peak_tflops)
-    return {"size": size_name, "goal_tokens_per_second": size.goal, "contenders": rows}
+        for name in names:
+            row: Row = {"size": size_name, "name": name}
+            if name in OURS or shape.is_gpt2:
+                row |= _largest_that_fits(programs[name], shape, folder, how.device_gib)
+            else:
+                row["skipped"] = "the bare loops train GPT-2 only"
+            yield row | _rates(row, shape, how)
 
 
-def lines(result: dict[str, Any]) -> list[str]:
-    """Format the figures of `measure`."""
-    text = [f"{result['size']} (goal {result['goal_tokens_per_second'] or 'none'} tokens/s)"]
-    text.append(
-        f"{'contender':30}{'batch':>7}{'ms/step':>10}{'tokens/s':>11}{'MFU':>7}"
-        f"{'GiB':>7}{'syncs':>7}{'busy':>7}"
-    )
-    for row in result["contenders"]:
-        if "seconds" not in row:
-            text.append(f"{row['name']:30}  failed with status {row['status']}:")
-            text += [f"    {line}" for line in row["output"].splitlines()[-8:]]
-            continue
-        peak = row["peak_bytes"]
-        text.append(
-            f"{row['name']:30}{row['micro_batch']:7}{row['seconds'] * 1e3:10.1f}"
-            f"{row['tokens_per_second']:11.0f}{row['mfu']:7.1%}"
-            f"{'-' if peak is None else f'{peak / 2**30:.1f}':>7}"
-            f"{'-' if row['syncs'] is None else row['syncs']:>7}"
-            f"{'-' if row['busy'] is None else format(row['busy'], '.0%'):>7}"
-        )
-    return text
+def _rates(row: Row, size: GptSize, how: Measurement) -> Row:
+    """Tokens per second, and the utilization that follows from them."""
+    if "seconds" not in row:
+        return {}
+    rate, flops = row["micro_batch"] * size.sequence / row["seconds"], size.flops_per_token()
+    rates = {
+        "tokens_per_second": rate,
+        "goal": str(size.goal),
+        "flops_per_token": flops,
+        "mfu": flops * rate / (how.peak_tflops * 1e12),
+        "causal_share": 1 - size.attention_share() / 2,
+    }
+    if how.measured_tflops:
+        rates["mfu_of_measured"] = flops * rate / (how.measured_tflops * 1e12)
+    return rates
 
 
-def kernel_lines(row: dict[str, Any]) -> list[str]:
-    """Format the kernels of a contender's profiled step."""
-    return [
-        f"{kernel['ms']:10.3f} ms {kernel['calls']:6} x {kernel['name'][:100]}"
-        for kernel in row.get("kernels", ())
+def lines(row: Row) -> Iterator[str]:
+    """Format a contender's figures."""
+    title = f"{row['size']} {row['name']:14}"
+    if "seconds" not in row:
+        yield f"{title} failed with status {row['status']}:"
+        yield from (f"    {line}" for line in row["output"].splitlines()[-8:])
+        return
+    peak, of_measured = row["peak_bytes"], row.get("mfu_of_measured")
+    parts = [
+        f"{row['tokens_per_second']:,.0f} tokens/s (goal: {row['goal']})",
+        f"{row['seconds'] * 1e3:.1f} ms/step",
+        f"micro-batch {row['micro_batch']}",
+        f"MFU {row['mfu']:.1%}" + (f" ({of_measured:.1%} of measured)" if of_measured else ""),
+        *([] if peak is None else [f"{peak / 2**30:.1f} GiB"]),
+        *([] if row["syncs"] is None else [f"{row['syncs']} waits"]),
+        *([] if row["busy"] is None else [f"{row['busy']:.0%} busy"]),
     ]
+    yield f"{title} " + ", ".join(parts)
+    yield (
+        f"    MFU: {row['flops_per_token'] / 1e9:.3f} GFLOP per token, of matrix products; "
+        f"{row['causal_share']:.1%} of them without the scores that the causal mask leaves out"
+    )
 
 
-def _largest_that_fits(name: str, program: Program, size: GptSize, folder: Path) -> dict[str, Any]:
+def kernel_lines(row: Row) -> Iterator[str]:
+    """Format the kernels of a contender's profiled step."""
+    for kernel in row.get("kernels", ()):
+        yield f"{kernel['ms']:10.3f} ms {kernel['calls']:6} x {kernel['name'][:100]}"
+
+
+def _largest_that_fits(program: Program, size: GptSize, folder: Path, device_gib: float) -> Row:
     """Figures with the first micro-batch size that fits into the device's memory."""
-    row: dict[str, Any] = {"name": name}
-    for micro_batch in size.micro_batches:
+    row: Row = {}
+    for micro_batch in size.micro_batches_for(device_gib):
         report = folder / "report.json"
         report.unlink(missing_ok=True)
         outcome = program(report, micro_batch)
@@ -117,13 +145,10 @@ def _largest_that_fits(name: str, program: Program, size: GptSize, folder: Path)
     return row
 
 
-def _settings(size: GptSize, tokens: Path, micro_batch: int) -> dict[str, object]:
+def training_flags(size: GptSize, tokens: Path, micro_batch: int) -> dict[str, object]:
     """Flags of the default command for bf16 without dropout, on one process."""
     return {
-        "num_layers": size.layers,
-        "hidden_size": size.hidden,
-        "num_attention_heads": size.heads,
-        "seq_length": size.sequence,
+        **size.command(),
         "micro_batch_size": micro_batch,
         "attention_dropout": 0,
         "hidden_dropout": 0,

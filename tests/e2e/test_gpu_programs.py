@@ -8,66 +8,108 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accelerator.processes import run
-from benchmarks.accelerator.train import BARE, OURS
+from benchmarks.accelerator.processes import Outcome, run
+from benchmarks.gpu import CANARY_FAILED, FIRST
 
 pytestmark = pytest.mark.proof
 
+Rows = list[dict[str, Any]]
 
-def measure(tmp_path: Path, command: str, *options: str) -> dict[str, Any]:
-    output = tmp_path / "result.json"
-    words = ["benchmarks/gpu.py", command, "--size", "tiny", "--output", output, *options]
-    done = run(words, cpu=True)
+
+def start(command: str, *options: object) -> Outcome:
+    return run(["benchmarks/gpu.py", command, "--size", "tiny", *options], cpu=True)
+
+
+def measure(tmp_path: Path, command: str, *options: object) -> Rows:
+    output = tmp_path / "results.jsonl"
+    done = start(command, "--output", output, *options)
     assert done.status == 0, done.output
-    result: dict[str, Any] = json.loads(output.read_text())
-    assert result["machine"]["device"] == "cpu"
-    return result
+    return read(output)
 
 
-def test_smoke_runs_follow_the_cpu(tmp_path: Path) -> None:
-    rows = measure(tmp_path, "smoke", "--jobs", "2")["runs"]
-    assert [row["name"] for row in rows] == ["cpu", "fp32", "bf16", "generation"]
-    fp32, bf16 = rows[1:3]
-    assert len(fp32["losses"]) == 3
-    assert fp32["difference"] == 0
-    assert 0 < bf16["difference"] < 0.05
+def read(output: Path) -> Rows:
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
 
 
-def test_throughput_is_measured_in_every_program(tmp_path: Path) -> None:
-    found = measure(tmp_path, "train", "--compare", OURS, BARE)
-    for row in found["contenders"]:
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("references") / "data"
+    done = start("references", folder)
+    assert done.status == 0, done.output
+    return folder
+
+
+def test_smoke_runs_follow_the_cpu(tmp_path: Path, references: Path) -> None:
+    moved = tmp_path / "moved"
+    references.rename(moved)
+    try:
+        rows = measure(tmp_path, "smoke", "--jobs", "2", "--references", moved)
+    finally:
+        moved.rename(references)
+    found = {row["name"]: row for row in rows}
+    assert found.keys() == {"fp32", "bf16", "generation"}
+    assert len(found["fp32"]["losses"]) == 3
+    assert found["fp32"]["difference"] == 0
+    assert 0 < found["bf16"]["difference"] < 0.05
+
+
+@pytest.mark.parametrize(("size", "count"), [("tiny", 2), ("tiny-llama", 1)])
+def test_throughput_is_measured_in_every_program(tmp_path: Path, size: str, count: int) -> None:
+    options = ["--trace", tmp_path / "trace.json", "--cases", "default", "plain"]
+    rows = measure(tmp_path, "train", "--size", size, *options)
+    measured = [row for row in rows if "seconds" in row]
+    assert len(rows) == 2
+    assert len(measured) == count  # the bare loop trains GPT-2 only
+    for row in measured:
         assert row["tokens_per_second"] == pytest.approx(2 * 32 / row["seconds"])
-        assert row["mfu"] > 0
+        assert row["mfu_of_measured"] > row["mfu"] > 0
         assert any("mm" in kernel["name"] for kernel in row["kernels"])
-
-
-def test_trace_of_a_step_is_written(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.json"
-    measure(tmp_path, "profile", "--trace", str(trace), "--flags", "--seed", "7")
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    names = {event.get("name") for event in json.loads(Path(options[1]).read_text())["traceEvents"]}
     assert "aten::mm" in names
 
 
-def test_sweeps_report_what_a_device_lacks(tmp_path: Path) -> None:
-    found = measure(tmp_path, "sweep")
-    by_kernel = {row["kernel"]: row for row in found["attention"]}
-    assert by_kernel["math"]["seconds"] > 0
-    assert "failure" in by_kernel["cudnn_attention"]
-    assert all(row["seconds"] > 0 for row in found["engine"])
-    assert {"torch, fused", "torch, foreach"} <= {
-        row["optimizer"] for row in found["optimizers"] if "seconds" in row
-    }
+@pytest.mark.parametrize("command", ["attention", "head", "engine", "optimizers", "disk"])
+def test_sweeps_report_what_a_device_lacks(tmp_path: Path, command: str) -> None:
+    rows = measure(tmp_path, command)
+    lacking = {"cudnn_attention", "efficient_attention", "apex FusedAdam"}
+    for row in rows:
+        assert ("failure" in row) == (row["name"] in lacking) or row["seconds"] > 0, row
 
 
 def test_generation_is_measured_for_every_batch_size(tmp_path: Path) -> None:
-    rows = measure(tmp_path, "generate")["generation"]
-    assert [(row["name"], row["batch"]) for row in rows] == [
-        (name, batch) for batch in (1, 2) for name in ("megatron_ds", "transformers")
-    ]
+    rows = measure(tmp_path, "generate")
+    assert [row["batch"] for row in rows] == 4 * [1] + 4 * [2]
+    assert {"greedy", "transformers, greedy", "sampled"} < {row["name"] for row in rows}
 
 
 def test_tests_of_the_device_run(tmp_path: Path) -> None:
-    selected = "zero1-tp2 or moves or core"
-    found = measure(tmp_path, "tests", "--flags", "tests/gpu", "--on-cpu", "-k", selected)
-    assert found["tests"]["tests"] == 8
-    assert found["tests"]["failures"] == found["tests"]["skipped"] == 0
+    selected = ["--on-cpu", "-k", "zero1-tp2 or moves or core"]
+    rows = measure(tmp_path, "tests", "--jobs", "2", "--flags", *selected)
+    assert [row["name"] for row in rows] == ["kernels", "runs"]
+    assert sum(row["tests"] for row in rows) >= 8
+    assert all(row["failures"] == row["errors"] == 0 for row in rows)
+
+
+def test_the_first_command_measures_stage_after_stage(tmp_path: Path, references: Path) -> None:
+    rows = measure(tmp_path, "first", "--references", references, "--jobs", "2")
+    stages = [row for row in rows if row["command"] == "first"]
+    words = [each for stage in FIRST for each in (stage.words, stage.beside) if each is not None]
+    assert [row["name"] for row in stages] == words
+    assert {"about", "smoke", "train", "head", "attention"} < {row["command"] for row in rows}
+
+
+def test_nothing_is_measured_after_a_failed_canary(tmp_path: Path) -> None:
+    output = tmp_path / "results.jsonl"
+    done = start("first", "--references", tmp_path, "--output", output)
+    assert done.status == CANARY_FAILED, done.output
+    assert [row.get("skipped") for row in read(output)][-1] == "the canary failed"
+
+
+def test_nothing_starts_when_the_budget_is_used(tmp_path: Path) -> None:
+    (row,) = measure(tmp_path, "second", "--budget", "0")
+    assert "no time" in row["skipped"]
+    output = tmp_path / "killed.jsonl"
+    done = start("train", "--budget", "3", "--output", output)
+    assert done.status == 1
+    assert done.seconds < 60
+    assert "time limit" in read(output)[0]["output"]

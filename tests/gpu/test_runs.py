@@ -5,10 +5,12 @@ Ranks that share a device communicate by gloo: NCCL allows one rank per device.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
 from tests.e2e.runs import (
@@ -62,10 +64,19 @@ def figures(save: Path) -> list[float]:
 def twin(
     launcher: Launcher, base: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The run of one process on the CPU; its checkpoint is that of half the iterations."""
-    save = tmp_path_factory.mktemp("twin")
-    settings = {**base, **TRAINING, "save": save, "save_interval": ITERATIONS // 2}
-    train(launcher, settings, on_cpu=True).succeed()
+    """The run of one process on the CPU; its checkpoint is that of half the iterations.
+
+    Workers of pytest-xdist share one.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    save, done = folder / "twin", folder / "twin.done"
+    with filelock.FileLock(folder / "twin.lock"):
+        if not done.exists():
+            settings = {**base, **TRAINING, "save": save, "save_interval": ITERATIONS // 2}
+            train(launcher, settings, on_cpu=True).succeed()
+            done.touch()
     return save
 
 
