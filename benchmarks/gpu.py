@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Checks and measurements on one accelerator, within a budget of time.
 
-    python benchmarks/gpu.py references FOLDER              before, without the accelerator
-    python benchmarks/gpu.py first --budget 480 --references FOLDER --output results.jsonl
+    python benchmarks/gpu.py references --data FOLDER       before, without the accelerator
+    python benchmarks/gpu.py first --budget 480 --data FOLDER --output results.jsonl
     python benchmarks/gpu.py second --budget 230 --output results.jsonl
     python benchmarks/gpu.py COMMAND [--size SIZE] [--cases NAME ...] [--output FILE]
 
@@ -61,7 +61,7 @@ class Stage:
     """A command that `first` or `second` runs in a process of its own.
 
     Attributes:
-        words: Its words. SIZE stands for the size, REFERENCES for the folder.
+        words: Its words. SIZE stands for the size, DATA for the folder.
         limit: Its longest time, in seconds.
         beside: Another command that runs at the same time, because it leaves the device idle.
         is_canary: Nothing else is worth the device's time if it fails.
@@ -75,9 +75,9 @@ class Stage:
 
 FIRST = (
     Stage("about --size SIZE", 60),
-    Stage("smoke --cases bf16 --references REFERENCES", 90, is_canary=True),
+    Stage("smoke --cases bf16 --data DATA", 90, is_canary=True),
     Stage("train --size SIZE --cases default", 110),
-    Stage("smoke --jobs JOBS --references REFERENCES", 190, beside="tests --cases kernels"),
+    Stage("smoke --jobs JOBS --data DATA", 190, beside="tests --cases kernels"),
     Stage("train --size SIZE --cases eager", 110),
     Stage("train --size SIZE --cases plain", 120),
     Stage("head --size SIZE", 60),
@@ -96,7 +96,10 @@ SECOND = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.data is None and options.command in ("references", "first"):
+        parser.error(f"{options.command} needs --data FOLDER")
     budget.start(options.budget)
     begin, status = time.perf_counter(), 0
     command = COMMANDS[options.command]
@@ -125,12 +128,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
-    add("folder", type=Path, nargs="?", help="references: where they are written")
     add("--size", choices=sorted(SIZES), default="124m", help="size of the model (default: 124m)")
     add("--budget", type=float, default=RUN_S, metavar="SECONDS", help="time for all cases")
     add("--output", type=Path, metavar="FILE", help="file to which the figures are appended (JSON)")
     add("--cases", nargs="+", metavar="NAME", help="cases to run (default: all that are quick)")
-    add("--references", type=Path, metavar="FOLDER", help="smoke, first: made by `references`")
+    add("--data", type=Path, metavar="FOLDER", help="of `references`, for smoke and first")
     add("--jobs", type=int, default=6, metavar="N", help="smoke, tests: runs at a time")
     add("--iterations", type=int, default=20, metavar="N", help="references: length of a run")
     add("--warm-up", type=int, default=6, metavar="N", help="train: steps before the measurement")
@@ -152,21 +154,19 @@ def _about(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _references(options: argparse.Namespace) -> Iterator[Row]:
-    if options.folder is None:
-        raise SystemExit("references: name a folder")
     tiny = options.size == TINY
-    return smoke.write_references(options.folder, 3 if tiny else options.iterations, tiny=tiny)
+    return smoke.write_references(options.data, 3 if tiny else options.iterations, tiny=tiny)
 
 
 def _smoke(options: argparse.Namespace) -> Iterator[Row]:
     names = options.cases or (smoke.TINY if options.size == TINY else ())
-    if options.references is not None:
-        yield from smoke.measure(options.references.resolve(), names=names, jobs=options.jobs)
+    if options.data is not None:
+        yield from smoke.measure(options.data.resolve(), names=names, jobs=options.jobs)
         return
     with tempfile.TemporaryDirectory() as temporary:
-        options.folder = Path(temporary)
+        options.data = Path(temporary)
         yield from _references(options)
-        yield from smoke.measure(options.folder, names=names, jobs=options.jobs)
+        yield from smoke.measure(options.data, names=names, jobs=options.jobs)
 
 
 def _tests(options: argparse.Namespace) -> Iterator[Row]:
@@ -289,7 +289,7 @@ def _stage(words: str, limit: float, options: argparse.Namespace) -> Row:
         "BIG": TINY if tiny else "1.3b",
         "LLAMA": "tiny-llama" if tiny else "llama-0.5b",
         "JOBS": str(options.jobs),
-        "REFERENCES": str(options.references),
+        "DATA": str(options.data),
     }
     arguments: list[object] = [values.get(word, word) for word in shlex.split(words)]
     limit = min(limit, budget.left)

@@ -34,7 +34,7 @@ def read(output: Path) -> Rows:
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("references") / "data"
-    done = start("references", folder)
+    done = start("references", "--data", folder)
     assert done.status == 0, done.output
     return folder
 
@@ -43,7 +43,7 @@ def test_smoke_runs_follow_the_cpu(tmp_path: Path, references: Path) -> None:
     moved = tmp_path / "moved"
     references.rename(moved)
     try:
-        rows = measure(tmp_path, "smoke", "--jobs", "2", "--references", moved)
+        rows = measure(tmp_path, "smoke", "--jobs", "2", "--data", moved)
     finally:
         moved.rename(references)
     found = {row["name"]: row for row in rows}
@@ -91,7 +91,7 @@ def test_tests_of_the_device_run(tmp_path: Path) -> None:
 
 
 def test_the_first_command_measures_stage_after_stage(tmp_path: Path, references: Path) -> None:
-    rows = measure(tmp_path, "first", "--references", references, "--jobs", "2")
+    rows = measure(tmp_path, "first", "--data", references, "--jobs", "2")
     stages = [row for row in rows if row["command"] == "first"]
     words = [each for stage in FIRST for each in (stage.words, stage.beside) if each is not None]
     assert [row["name"] for row in stages] == words
@@ -100,7 +100,7 @@ def test_the_first_command_measures_stage_after_stage(tmp_path: Path, references
 
 def test_nothing_is_measured_after_a_failed_canary(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    done = start("first", "--references", tmp_path, "--output", output)
+    done = start("first", "--data", tmp_path, "--output", output)
     assert done.status == CANARY_FAILED, done.output
     assert [row.get("skipped") for row in read(output)][-1] == "the canary failed"
 
