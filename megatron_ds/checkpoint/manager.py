@@ -128,7 +128,6 @@ class CheckpointManager:
         self._branch = Lineage.new()
         self._current: SaveInProgress | None = None
         self._last_start = time.monotonic()
-        self._stalled = 0.0
         self.newest: Path | None = None
 
     def save(
@@ -158,14 +157,14 @@ class CheckpointManager:
         save = self._collect(engine, state, history, copy=in_background)
         if after_skip:
             save.keep_older()
-        self._current = SaveInProgress(save, self._ranks, in_background=in_background)
-        self._stalled = time.monotonic() - self._last_start
+        current = SaveInProgress(save, self._ranks, self._last_start, in_background=in_background)
+        self._current = current
         if not in_background:
             self.advance(wait=True)
             return
         size = save.snapshot.copied_bytes / 1e9
         self._log(
-            f"  stalled {self._stalled:.2f} s for the copy of {size:.3f} GB to host memory; it is "
+            f"  stalled {current.stalled:.2f} s for the copy of {size:.3f} GB to host memory; it is "
             "written in the background"
         )
 
@@ -219,14 +218,10 @@ class CheckpointManager:
         """Logs the end of a save, for which training has waited so many seconds."""
         save = done.save
         self.newest = save.target
-        seconds = time.monotonic() - self._last_start
-        stalled = self._stalled + waited
-        self._report_saved(save.iteration, seconds=round(seconds, 3), waited=round(stalled, 3))
+        self._report_saved(save.iteration, **done.times(waited))
         self._log(f"  {save.outcome_line}")
         if done.in_background:
-            stall = f"; training waited {waited:.1f} s for it" if waited else ""
-            written = seconds - self._stalled
-            self._log(f"  it was written in the background within {written:.1f} s{stall}")
+            self._log(f"  {done.background_line(waited)}")
 
     def abandon(self) -> None:
         """Ends the writing of a save in the background, if there is one. Local.

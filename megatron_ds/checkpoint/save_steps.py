@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -229,16 +230,33 @@ class SaveInProgress:
     Args:
         save: The save.
         ranks: All ranks.
+        started: When the save began, before the snapshot, by time.monotonic.
         in_background: Do the work of each step in a thread. Otherwise it is done when the results
             are exchanged.
     """
 
-    def __init__(self, save: SaveSteps, ranks: CollectiveIO, *, in_background: bool) -> None:
+    def __init__(
+        self, save: SaveSteps, ranks: CollectiveIO, started: float, *, in_background: bool
+    ) -> None:
         self.save = save
+        self._started = started
         self._ranks = ranks
         self.in_background = in_background
         self._steps = save.steps()
         self._begin(next(self._steps))
+        self.stalled = time.monotonic() - started
+        """Seconds for which training has waited so far."""
+
+    def times(self, waited: float) -> dict[str, float]:
+        """Seconds from the start of a completed save, and those for which training waited."""
+        seconds = time.monotonic() - self._started
+        return {"seconds": round(seconds, 3), "waited": round(self.stalled + waited, 3)}
+
+    def background_line(self, waited: float) -> str:
+        """For the log, once a save in the background is complete."""
+        written = time.monotonic() - self._started - self.stalled
+        stall = f"; training waited {waited:.1f} s for it" if waited else ""
+        return f"it was written in the background within {written:.1f} s{stall}"
 
     def advance(self, *, wait: bool) -> bool:
         """Continues with the next step if all ranks have finished theirs. Collective.
