@@ -164,8 +164,8 @@ class CheckpointManager:
             return
         size = save.snapshot.copied_bytes / 1e9
         self._log(
-            f"  stalled {current.stalled:.2f} s for the copy of {size:.3f} GB to host memory; it is "
-            "written in the background"
+            f"  stalled {current.stalled:.2f} s for the copy of {size:.3f} GB to host memory; "
+            "it is written in the background"
         )
 
     def save_local(
