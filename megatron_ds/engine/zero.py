@@ -295,8 +295,7 @@ class ZeroEngine:
         return float(squares.sqrt())
 
     def has_finite_weights(self) -> bool:
-        offload = self.ds_config["zero_optimization"].get("offload_param") or {}
-        return offload.get("device") == "nvme" or self.params_norm() < LARGEST
+        return self.params_norm() < LARGEST
 
     def snapshot(self, *, copy: bool) -> DeepSpeedSnapshot:
         save = partial(self._engine.save_checkpoint, "snapshot", tag="snapshot", save_latest=False)
@@ -415,7 +414,7 @@ class ZeroEngine:
         """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""
         if self._stage != 3:
             return parameter.data
-        size, partition = parameter.ds_numel, parameter.ds_tensor  # type: ignore[attr-defined]
+        size, partition = parameter.ds_numel, nvme_states.partition_of(parameter)  # type: ignore[attr-defined]
         start = self._mesh.dp_sp.rank * partition.numel()
         own: Tensor = partition.flatten()[: max(0, size - start)]
         return own

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 
 from megatron_ds.config import Config
+from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
+from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.planning import swap_disk
 from tests.dist.engine_harness import Meshes, batches_of, full_weights
 from tests.dist.nonfinite_harness import Training
@@ -22,8 +27,8 @@ SMALLEST_SWAPPED = 1024
 """Bytes of the smallest tensor in a file, in these tests; DeepSpeed's own limit is a megabyte."""
 WITHOUT_LIBAIO = swap_disk.find_problem()
 """Why this machine cannot offload to NVMe."""
-STEPS, TAG = 2, "saved"
-"""Steps before and after the checkpoint, and its name."""
+STEPS, TAG, POISONED = 2, "saved", "poisoned"
+"""Steps before and after the checkpoint, its name, and that of a copy with a NaN."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,9 @@ def _are_swapped(optimizer: Any) -> list[bool]:
     return [optimizer._swappable_optimizer_subgroup(group) for group in groups]
 
 
-Resumed = dict[str, tuple[list[tuple[float, float]], Tensors]]
-"""By run: loss and norm of each step after a checkpoint, and the weights then."""
+Resumed = dict[str, tuple[list[tuple[float, float]], Tensors, list[bool]]]
+"""By run: loss and norm of each step after a checkpoint, the weights then, and whether those of a
+poisoned and of the right checkpoint were finite."""
 
 
 def resume(saved: Offload, loaded: dict[str, Offload], folder: Path, meshes: Meshes) -> Resumed:
@@ -133,20 +139,38 @@ def resume(saved: Offload, loaded: dict[str, Offload], folder: Path, meshes: Mes
     assert set(swapped) == {True, False}
     first.engine.snapshot(copy=False).write(Path(folder) / TAG)
     state = first.state
-    seen: Resumed = {"saved": ([], full_weights(first.engine, mesh))}
-    seen["continued"] = _continue(first)
+    seen: Resumed = {"saved": ([], full_weights(first.engine, mesh), [])}
+    seen["continued"] = _continue(first, [])
+    if dist.get_rank() == 0:
+        _poison(Path(folder))
+    dist.barrier()
     for name, layout in loaded.items():
         config = layout.config(folder, schedule=schedule)
         run = Training(config, mesh, 100)
-        run.engine.load(folder, TAG)
+        finite = []
+        for tag in (POISONED, TAG):
+            run.engine.load(folder, tag)
+            finite.append(run.engine.has_finite_weights())
         run.state = state
         run.batches = batches_of(config, mesh, run.samples, state.consumed_samples)
-        seen[name] = _continue(run)
+        seen[name] = _continue(run, finite)
     return seen
 
 
-def _continue(run: Training) -> tuple[list[tuple[float, float]], Tensors]:
+def _poison(folder: Path) -> None:
+    """Copies the checkpoint, with a NaN among the largest weights of the second rank."""
+    shutil.copytree(folder / TAG, folder / POISONED)
+    (path,) = (folder / POISONED).glob("*mp_rank_01_optim_states.pt")
+    states = read_tensors(path)
+    groups = states["optimizer_state_dict"]["fp32_flat_groups"]
+    max(groups, key=len)[5] = math.nan
+    write_tensors(states, path)
+
+
+def _continue(
+    run: Training, finite: list[bool]
+) -> tuple[list[tuple[float, float]], Tensors, list[bool]]:
     results = [run.step() for _ in range(STEPS)]
     weights = full_weights(run.engine, run.mesh)
     run.close()
-    return [(float(each.loss), float(each.grad_norm or 0)) for each in results], weights
+    return [(float(each.loss), float(each.grad_norm or 0)) for each in results], weights, finite

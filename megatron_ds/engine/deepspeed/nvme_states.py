@@ -87,6 +87,16 @@ def is_swapping(optimizer: Any) -> bool:
     return any(getattr(optimizer, name, False) for name in switches)
 
 
+def partition_of(parameter: Any) -> Tensor:
+    """This rank's partition of a ZeRO-3 parameter with padding, mapped if it is in a file."""
+    partition: Tensor = parameter.ds_tensor
+    if parameter.ds_tensor.status.name == "AVAILABLE":
+        return partition
+    swapper = parameter.nvme_swapper
+    path = swapper.get_path(parameter, must_exist=True)
+    return torch.from_file(path, size=parameter.ds_tensor.ds_numel, dtype=swapper.dtype)
+
+
 def _with_mapped_files(optimizer: Any, saved: Json) -> Json:
     """A copy of a state dict whose empty tensors are replaced by mapped swap files."""
     masters = list(saved["fp32_flat_groups"])

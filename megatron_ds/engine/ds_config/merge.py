@@ -322,8 +322,6 @@ def _layout_problems(config: Config, world_size: int) -> Iterator[Problem]:
     yield from support_matrix.problems(config)
     precision, deepspeed = config.precision, config.deepspeed
     device = deepspeed.param_offload
-    if device == "nvme" and config.logging.log_params_norm:
-        yield Problem("params-norm-with-nvme")
     if deepspeed.uses_nvme and deepspeed.nvme_path is None:
         yield Problem("nvme-path-missing")
     if device == "nvme" and deepspeed.optimizer_offload == "none":

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,16 +93,26 @@ def test_sum_of_squares_needs_no_operator_for_each_tensor() -> None:
     assert counts[0] == counts[1] < 20
 
 
+@pytest.mark.parametrize("status", ["AVAILABLE", "NOT_AVAILABLE"])
 @pytest.mark.parametrize(("rank", "own"), [(0, [1.0, 2.0, 3.0, 4.0]), (2, [1.0, 2.0]), (3, [])])
 def test_padding_of_a_zero3_partition_is_not_part_of_the_parameter(
-    rank: int, own: list[float]
+    rank: int, own: list[float], status: str, tmp_path: Path
 ) -> None:
-    """Ten elements on four ranks; the memory behind the last element is not initialized."""
+    """Ten elements on four ranks; the memory behind the last element is not initialized.
+
+    The partition may be in a file, whose length is a multiple of the block of the disk.
+    """
     engine = object.__new__(ZeroEngine)
     engine._stage = 3
     engine._mesh = dataclasses.replace(Mesh.single(), dp_sp=Group((0, 1, 2, 3), rank, None))
-    partition = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    partition: Any = torch.tensor([1.0, 2.0, 3.0, 4.0])
     parameter = SimpleNamespace(ds_numel=10, ds_tensor=partition)
+    if status == "NOT_AVAILABLE":
+        (tmp_path / "swapped").write_bytes(partition.numpy().tobytes() + bytes(1008))
+        get_path = Mock(return_value=str(tmp_path / "swapped"))
+        parameter.nvme_swapper = SimpleNamespace(get_path=get_path, dtype=torch.float32)
+        partition = parameter.ds_tensor = torch.tensor(1.0).half()
+    partition.status, partition.ds_numel = SimpleNamespace(name=status), 4
     assert engine._own_partition(parameter).tolist() == own
 
 
