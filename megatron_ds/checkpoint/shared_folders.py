@@ -22,7 +22,7 @@ from megatron_ds.fileio.visibility import retry
 
 TOKEN = ".shared-"
 """Prefix of the file by which hosts find out whether they share a folder."""
-ABANDONED_S = 3600.0
+ABANDONED_S = 86400.0
 """Age of such a file whose run was killed."""
 NAMED_HOSTS = 8
 """Hosts that a message names."""

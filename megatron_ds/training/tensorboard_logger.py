@@ -13,6 +13,7 @@ import contextlib
 import io
 import itertools
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -81,8 +82,8 @@ class TensorBoard(Logger):
         else:
             archive_old_events(Path(folder), write)
         write_settings(Path(folder), config)
-        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = EventFile(Path(folder, name), config.logging.tensorboard_queue_size)
+        path = _next_event_file(Path(folder))
+        self._file = EventFile(path, config.logging.tensorboard_queue_size)
 
     def log_steps(self, records: Sequence[StepRecord]) -> None:
         for record in records:
@@ -242,6 +243,14 @@ def own_event_files(folder: Path) -> list[Path]:
         return bool(Event.FromString(first).source_metadata.writer == WRITER)
 
     return sorted(filter(is_own, folder.glob(EVENT_FILES)), reverse=True)
+
+
+def _next_event_file(folder: Path) -> Path:
+    """A file whose name sorts after those of its folder, also if the clock was set back."""
+    names = (path.name for path in own_event_files(folder))
+    earlier = (int(digits[1]) for name in names if (digits := re.search(r"tfevents\.(\d+)", name)))
+    seconds = max(time.time(), max(earlier, default=0) + 1)
+    return folder / f"events.out.tfevents.{seconds:017.6f}.{socket.gethostname()}.{os.getpid()}"
 
 
 def archive_old_events(folder: Path, write: Callable[[str], object] = print) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,19 @@ def test_older_files_are_truncated_if_the_newest_has_no_remaining_steps(tmp_path
     write(tmp_path, step(3), start=2)
     write(tmp_path, start=1)
     assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [1]
+
+
+def test_a_clock_that_is_set_back_changes_no_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a later start has the later name."""
+    write(tmp_path, *map(step, range(1, 4)))
+    read_clock = time.time
+    for start in (3, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: read_clock() - 3600.0)
+            write(tmp_path, *map(step, range(start + 1, 7)), start=start)
+    assert [x for x, _ in points(tmp_path)["grad-norm/grad-norm"]] == [*range(1, 7)]
 
 
 def test_a_truncated_event_file_is_read_up_to_its_end(tmp_path: Path) -> None:
