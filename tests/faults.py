@@ -128,15 +128,19 @@ def is_killed_at(text: str, run: Callable[[], object]) -> bool:
 @functools.cache
 def faulty_disk() -> Path:
     """The library of faulty_disk.cpp, which LD_PRELOAD loads and DISK_FAULT controls."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return compile_library(REPOSITORY / "tests" / "e2e" / "faulty_disk.cpp", folder)
+
+
+def compile_library(source: Path, folder: Path) -> Path:
+    """A shared library, for LD_PRELOAD, of one file of C++."""
     import pytest
 
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    library = folder / "faulty_disk.so"
-    source = REPOSITORY / "tests" / "e2e" / "faulty_disk.cpp"
+    library = folder / f"{source.stem}.so"
     subprocess.run(
         [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True
     )
@@ -209,6 +213,11 @@ def run_out_of_memory(*_: Any) -> NoReturn:
     raise torch.OutOfMemoryError("tried to allocate 2.00 GiB")
 
 
+def remove_folder(_: Path, target: Path) -> None:
+    """Before a rename: removes the folder that the target is in."""
+    shutil.rmtree(target.parent)
+
+
 ACTIONS: dict[str, Action] = {
     "kill": kill,
     "kill-all": kill_all_ranks,
@@ -216,6 +225,7 @@ ACTIONS: dict[str, Action] = {
     "stop": stop,
     "terminate": terminate,
     "pause": pause,
+    "remove-folder": remove_folder,
     "hang": hang,
     "hang-past-timeout": hang_past_timeout,
     "fail": fail,

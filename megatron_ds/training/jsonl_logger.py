@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ class JsonLines(Logger):
 
     def __init__(self, path: Path, iteration: int, warn: Callable[[str], object] = print) -> None:
         self._evaluations: set[str] = set()
-        self._warn = warn
+        self._path, self._warn = path, warn
         continue_file(path, iteration, partial(self._keep, iteration), warn)
         self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -77,6 +78,9 @@ class JsonLines(Logger):
         was_empty = not self._unwritten
         self._unwritten += text.encode()
         try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # removed, perhaps with its folder
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("ab", buffering=0)
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:

@@ -28,6 +28,7 @@ from tests.e2e.runs import (
     steps,
 )
 from tests.faults import FAILURE
+from tests.problems import printed_codes
 
 SAVED = "successfully saved checkpoint"
 
@@ -131,6 +132,25 @@ def test_a_full_or_failing_disk_costs_one_checkpoint(
     for tag in expected:
         assert check_names(run / tag) is None
         assert not checkpoint_differences(whole / tag, run / tag)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_folder_that_is_removed_during_a_save_is_created_by_the_next_one(
+    async_save: bool, launcher: Launcher, base: Settings, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    settings = {**base, **SCHEDULE, "save": run, "load": run, "async_save": async_save}
+    fault = "before-rename:4:remove-folder"
+    result = launcher.start(settings, ranks=RANKS, fault=fault).wait()
+    assert result.codes == (0, 0), result.output[-3000:]
+    assert printed_codes(result.output).count("save-skipped") == 1
+    assert "Traceback" not in result.output
+    assert checkpoints_in(run) == {"global_step6"}
+    assert not checkpoint_differences(uninterrupted / "global_step6", run / "global_step6")
+    assert (run / "latest").read_text() == "global_step6"
+    # In the background, all steps may have been recorded before the removal.
+    assert steps(run)[-1:] == steps(uninterrupted)[-1:] or async_save
+    assert not (run / LOCK).exists()
 
 
 def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,16 @@ def test_new_runs_keep_older_files_under_numbers(path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_records_after_the_removal_of_the_folder_are_written(path: Path) -> None:
+    folder = path.parent / "run"
+    log = JsonLines(folder / path.name, 0)
+    log.log_steps([step(1)])
+    shutil.rmtree(folder)
+    log.log_steps([step(2)])
+    log.log_steps([step(3)])
+    assert iterations(folder / path.name) == [2, 3]
+
+
 def test_a_full_disk_delays_records_without_loss(path: Path) -> None:
     logged: list[str] = []
     logger = JsonLines(path, 0, warn=logged.append)
