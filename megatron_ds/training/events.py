@@ -30,7 +30,7 @@ class EventLog:
     """Events of a run. Until `start`, and where it is not called, nothing is written.
 
     Args:
-        warn: Prints a line. An error of the disk is a warning, and ends the recording.
+        warn: Prints a line. After an error of the disk, events are kept until they can be written.
         clock: Seconds since 1970.
     """
 
@@ -40,6 +40,7 @@ class EventLog:
         self._warn, self._clock = warn, clock
         self._path: Path | None = None
         self._early: deque[str] = deque(maxlen=EARLY)
+        self._unwritten = b""
         self._iteration = 0
 
     def start(
@@ -62,7 +63,8 @@ class EventLog:
             if iteration == 0 and path.is_file():
                 os.replace(path, free_name(path))
         except OSError as error:
-            self._disable(error)
+            self._path, self._early = None, deque(maxlen=0)
+            self._print("logger-disabled", path, error)
         values = {"total_iterations": total_iterations, "ranks": ranks}
         self.record("start", **values, config=config.to_dict())
         for line in early:
@@ -96,14 +98,17 @@ class EventLog:
             self.record("warning", text=text.strip().removeprefix(WARNING))
 
     def _write(self, line: str) -> None:
+        if (path := self._path) is None:
+            return
+        was_empty = not self._unwritten
+        self._unwritten += line.encode()
         try:
-            if self._path is not None:
-                with self._path.open("ab") as file:
-                    file.write(line.encode())
+            with path.open("ab", buffering=0) as file:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
         except OSError as error:
-            self._disable(error)
+            if was_empty:
+                self._print("metrics-jsonl-unwritable", path, error)
 
-    def _disable(self, error: OSError) -> None:
-        path, self._path = self._path, None
-        self._early = deque(maxlen=0)
-        self._warn(f"{WARNING}{Problem('logger-disabled', name=path, error=error).render()}")
+    def _print(self, code: str, path: Path, error: OSError) -> None:
+        self._warn(f"{WARNING}{Problem(code, name=path, error=error).render()}")

@@ -11,7 +11,8 @@ import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.launch import output
-from megatron_ds.training.events import EventLog
+from megatron_ds.training.events import EVENTS, EventLog
+from tests.problems import printed_codes
 from tests.unit.training.logger_records import documented
 
 
@@ -86,14 +87,23 @@ def test_a_resumed_run_appends_and_a_new_one_keeps_the_old_file(path: Path) -> N
     assert len(read(path.with_name("events.jsonl.1"))) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+def test_events_of_a_folder_that_cannot_be_written_are_kept(tmp_path: Path) -> None:
+    """They are one warning, although it is an event itself."""
     warnings: list[str] = []
-    log = EventLog(warnings.append)
-    log.start(tmp_path / "no", Config(), 0, 8, 1)
-    log.record("checkpoint", iteration=2, seconds=0.5, waited=0.1)
-    assert len(warnings) == 1
-    assert "[logger-disabled]" in warnings[0]
-    assert "events.jsonl" in warnings[0]
+
+    def warn(text: str) -> None:
+        warnings.append(text)
+        log.warning(text)
+
+    log, folder = EventLog(warn), tmp_path / "no"
+    log.start(folder, Config(), 0, 8, 1)
+    log.record("checkpoint", iteration=2)
+    assert printed_codes("".join(warnings)) == ["metrics-jsonl-unwritable"]
+    folder.mkdir()
+    log.record("end", iteration=8)
+    assert [each["event"] for each in read(folder / EVENTS)] == [
+        *("start", "warning", "checkpoint", "end")
+    ]
 
 
 def test_without_a_file_nothing_is_written_or_kept_without_bound() -> None:
