@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron_ds.launch import environment
+
 T = TypeVar("T")
 R = TypeVar("R")
 TIMEOUT = timedelta(hours=6)
@@ -91,7 +93,7 @@ class CollectiveIO:
         try:
             return Outcome(work.run())
         except (OSError, ValueError) as error:
-            return Outcome(error=error)
+            return Outcome(error=_with_host(error))
 
     def share(self, work: RankWork, outcome: Outcome) -> Any:
         """Returns to every rank what `run_on_rank0` or `run_on_all` returns, or raises the same.
@@ -151,3 +153,12 @@ class CollectiveIO:
         parts = [torch.empty_like(padded) for _ in range(self.world_size)] if self.rank == 0 else []
         dist.gather(padded, parts or None, dst=0, group=self._group)
         return [ForkingPickler.loads(part.numpy().tobytes()) for part in parts]
+
+
+def _with_host(error: OSError | ValueError) -> OSError | ValueError:
+    """The error of a system call names the host, in a run on several."""
+    host = environment.host_suffix()
+    if not host or not isinstance(error, OSError) or error.errno is None:
+        return error
+    text = f"{error.strerror}{host}"
+    return OSError(error.errno, text, error.filename, None, error.filename2)
