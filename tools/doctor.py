@@ -59,12 +59,7 @@ class Options:
         (), "file and its arguments, or a command", nargs="*", metavar="SCRIPT", positional=True
     )
     variables: tuple[str, ...] = option_field(
-        (),
-        "variables of the environment that the script expects, such as NNODES=4",
-        nargs="*",
-        flag="set",
-        metavar="NAME=VALUE",
-        repeatable=True,
+        (), "environment variables", nargs="*", flag="set", metavar="NAME=VALUE", repeatable=True
     )
     world_size: int | None = option_field(
         None, "number of processes, if the script leaves it open", minimum=1
@@ -75,8 +70,7 @@ class Options:
     )
     executes: bool = option_field(
         False,
-        "EXECUTE the script, with stand-ins in PATH for deepspeed, torchrun, srun, python and "
-        "others, which record their arguments. Everything else in it, such as rm, takes effect",
+        "EXECUTE it with stand-ins for launchers; all else in it takes effect",
         flag="execute",
     )
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_ds.cli.doctor.frameworks import FILES, TrainingCommand, tables, translate
 from megatron_ds.cli.doctor.sandbox import execute
 from megatron_ds.cli.doctor.shell import NAME, OPENED, SCRIPTS, Reading, Shell, unmarked
-from megatron_ds.cli.flags import dashed, training_flags
+from megatron_ds.cli.flags import PROGRAM, dashed, training_flags
 from megatron_ds.config.problems import user_error
 
 TRAINING = re.compile(r"(pre_?train|train|finetune|run_clm|sft)\w*\.py")
@@ -23,18 +23,14 @@ SBATCH = re.compile(r"^#SBATCH +(.*?)(?: +#.*)?$", flags=re.MULTILINE)
 
 
 def read_source(
-    words: Sequence[str],
-    variables: dict[str, str],
-    world_size: int | None,
-    *,
-    executes: bool = False,
+    words: Sequence[str], variables: dict[str, str], ranks: int | None, *, executes: bool = False
 ) -> list[TrainingCommand]:
     """Read a file, whose arguments may follow, or a command.
 
     Args:
         words: The file and its arguments, or the command.
         variables: Variables of the environment.
-        world_size: Number of processes, if the source does not say.
+        ranks: Number of processes, if the source does not say.
         executes: Execute a script; see `sandbox`.
 
     Raises:
@@ -42,14 +38,14 @@ def read_source(
     """
     path = Path(words[0])
     if path.suffix in FILES:
-        return [translate(path, world_size)]
+        return [translate(path, ranks)]
     reading, header = read_script(words, variables)
     if executes:
         reading = execute(words, variables)
-    found = commands_of(reading, header, world_size)
+    found = commands_of(reading, header, ranks)
     if not found:
         programs = ", ".join(sorted({started[0] for started, _ in reading.started})) or "nothing"
-        ended = "".join(f" ({text} {why})" for (_, text), why in reading.unread.items() if executes)
+        ended = "".join(f" ({each})" for each in reading.unread if executes)
         raise user_error("doctor-no-command", source=words[0], programs=programs + ended)
     return found
 
@@ -73,9 +69,7 @@ def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Readin
     return shell.reading, header
 
 
-def commands_of(
-    reading: Reading, header: list[str], world_size: int | None
-) -> list[TrainingCommand]:
+def commands_of(reading: Reading, header: list[str], ranks: int | None) -> list[TrainingCommand]:
     """The training commands among the programs that a script starts."""
     found, by_name = [], training_flags().by_name
     for words, place in reading.started:
@@ -85,11 +79,9 @@ def commands_of(
             counts = _counts([*header, *words[:first]])
             per_node = counts.get("nodes", 1) * counts.get("per_node", 0)
             size = per_node if "per_node" in counts else counts.get("total")
-            command = TrainingCommand(place, words[:first], world_size=size or world_size)
-            command.reading = reading
+            command = TrainingCommand(place, words[:first], [], size or ranks, reading)
             if names[first] in tables()["programs"]["other"].split():
-                lacking = "trains another model or loss than pretrain_gpt.py"
-                command.lacking.append(f"{names[first]} {lacking}")
+                command.lacking.append(f"{names[first]}: another model or loss than {PROGRAM}")
             for word in words[first + 1 :]:
                 flag = by_name.get(dashed("".join(command.flags[-1:])))
                 # A variable without a value is no argument.

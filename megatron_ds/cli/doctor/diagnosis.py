@@ -21,6 +21,7 @@ from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
 
 MISSING_FILES = frozenset(("file-not-found", "not-a-file", "path-not-a-regular-file"))
 """Problems that say nothing of a command's meaning."""
+TITLES = ("not read", "differences in meaning", "without a counterpart, and what to do")
 WIDTH = 96
 PER_MACHINE = 8
 
@@ -52,11 +53,8 @@ class Diagnosis:
         parts = [f"{self.command.place}: {self.world_size} processes"]
         if self.command.source:
             parts.append(f"names and defaults: {self.command.source}")
-        for title, entries in (
-            ("not read", self.unread),
-            ("differences in meaning", self.differences),
-            ("without a counterpart, and what to do", self.lacking),
-        ):
+        lists = (self.unread, self.differences, self.lacking)
+        for title, entries in zip(TITLES, lists, strict=True):
             listed = "".join(f"\n  - {each}" for each in dict.fromkeys(entries))
             parts.append(f"{title}:{listed or ' none'}")
         return "\n".join(parts) + "\n"
@@ -101,11 +99,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         return rendered.replace(str(folder / "ds_config.json"), name) if name else rendered
 
     used = {name for word in command.flags for name in NAME.findall(unmarked(word))}
-    unread = [
-        f"{place}: {written}{': ' * bool(taken)}{taken}"
-        for (place, written), taken in command.reading.unread.items()
-    ]
-    unread += [
+    unread = command.reading.unread + [
         f"{place}: ${variable} is not set; --set {variable}=VALUE sets it"
         for variable, place in command.reading.unset.items()
         if variable in used and not variable.startswith("SLURM_")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 
 from megatron_ds.cli.doctor.frameworks import tables
 from megatron_ds.cli.doctor.shell import Reading
@@ -38,27 +38,22 @@ def execute(words: Sequence[str], variables: Mapping[str, str]) -> Reading:
         for item in source.parent.iterdir() if source.is_file() else ():
             (work / item.name).symlink_to(item)
         places = {"PATH": f"{bin_}:{stand_in['path']}", "DOCTOR_RECORDS": str(records)}
+        environment = {"HOME": name, "USER": "user", "TERM": "dumb", **variables, **places}
         text = words[0] if len(words) == 1 else shlex.join(words)
-        process = subprocess.Popen(
-            ["bash", *([str(source), *words[1:]] if source.is_file() else ["-c", text])],
-            env={"HOME": name, "USER": "user", "TERM": "dumb", **variables, **places},
-            cwd=work,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        script = [str(source), *words[1:]] if source.is_file() else ["-c", text]
+        command = ["bash", "-c", 'exec bash "$@" </dev/null >/dev/null', "bash", *script]
+        process = Popen(command, env=environment, cwd=work, stderr=PIPE, start_new_session=True)
+        ended = ""
         try:
             errors = process.communicate(timeout=TIME_LIMIT_S)[1].decode(errors="replace")
-            if process.returncode:
-                last = errors.strip().rpartition("\n")[2]
-                reading.unread[words[0], "the script"] = f"ended with {process.returncode}: {last}"
-        except subprocess.TimeoutExpired:  # what it has left in the background may hold the pipe
-            if process.poll() is None:
-                reading.unread[words[0], "the script"] = f"did not end within {TIME_LIMIT_S:g} s"
+            last = errors.strip().rpartition("\n")[2]
+            ended = f"ended with {process.returncode}: {last}" if process.returncode else ""
+        except TimeoutExpired:  # what it has left in the background may hold the pipe
+            ended = f"did not end within {TIME_LIMIT_S:g} s" if process.poll() is None else ""
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        reading.unread += [f"{words[0]}: the script {ended}"] * bool(ended)
         for record in sorted(records.iterdir()):
             arguments = record.read_text("utf-8", errors="replace").split("\0")[:-1]
             reading.started.append((arguments, words[0]))

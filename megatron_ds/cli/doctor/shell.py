@@ -53,13 +53,13 @@ class Reading:
     Attributes:
         started: The programs with their arguments and places, in order.
         files: By path, the text that is written to a file; None if it is not known.
-        unread: By place and text, how a construct that was not read is taken.
+        unread: Constructs that were not read, with their places, and how they are taken.
         unset: Variables that nothing sets, with the place of their first use.
     """
 
     started: list[tuple[list[str], str]] = field(default_factory=list)
     files: dict[str, str | None] = field(default_factory=dict)
-    unread: dict[tuple[str, str], str] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
     unset: dict[str, str] = field(default_factory=dict)
 
     def content(self, path: str, beside: str) -> str | None:
@@ -270,7 +270,8 @@ class Shell:
 
     def _unread(self, text: str, taken: str = "") -> str:
         """Notes a construct, and returns what stands for its value."""
-        self.reading.unread[f"{self._path}:{self._line}", unmarked(text).strip()] = taken
+        written = f"{self._path}:{self._line}: {unmarked(text).strip()}"
+        self.reading.unread.append(f"{written}: {taken}" if taken else written)
         return _moved(text, 0, UNKNOWN)
 
     def _test(self, items: list[str]) -> bool | None:

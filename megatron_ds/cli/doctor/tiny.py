@@ -34,21 +34,12 @@ def shrink(config: Config, world_size: int, folder: Path) -> tuple[list[str], in
     dp_size = processes // (tp_size * pp_size * sp_size)
     batch, tokens = 2 * dp_size * pp_size, int(table["always"]["seq-length"])
     has_all_heads = model.kv_heads == model.num_attention_heads
-    sizes: dict[str, object] = {
-        **axes,
-        "folder": folder,
-        "dp_size": dp_size,
-        "increased": 2 * dp_size,
-        "layers": 2 * pp_size,
-        "batch": batch,
-        "samples": 2 * batch,
-        "tokens": 2 * batch * tokens,
-        "first_tokens": batch * tokens,
-        "groups": table["always"]["num-attention-heads"] if has_all_heads else tp_size,
-        "experts": 4 if moe.is_used else 1,
-        "interval": min(2, moe.expert_interval),
-        "topk": min(2, moe.moe_router_topk),
-    }
+    sizes: dict[str, object] = {"folder": folder, "dp_size": dp_size, "layers": 2 * pp_size, **axes}
+    sizes |= {"batch": batch, "samples": 2 * batch, "increased": 2 * dp_size}
+    sizes |= {"tokens": 2 * batch * tokens, "first_tokens": batch * tokens}
+    sizes["groups"] = table["always"]["num-attention-heads"] if has_all_heads else tp_size
+    sizes |= {"interval": min(2, moe.expert_interval), "topk": min(2, moe.moe_router_topk)}
+    sizes["experts"] = 4 if moe.is_used else 1
     given = config.given | config.origins.keys()
     set_values = dict(flags_of(dataclasses.replace(config, given=given)))
     flags = {

@@ -116,7 +116,7 @@ def test_a_script_is_read_as_a_shell_would_execute_it(name: str) -> None:
     assert [*map(unmarked, command.flags)] == shlex.split(expected.flags)
     assert [*map(unmarked, command.launcher)] == shlex.split(expected.launcher)
     assert command.world_size == expected.world_size
-    unread = [f"{place}: {text} {taken}" for (place, text), taken in command.reading.unread.items()]
+    unread = command.reading.unread
     for line, part in expected.unread.items():
         assert any(each.startswith(f"{path}:{line}: ") and part in each for each in unread), line
     lines = {int(each.removeprefix(f"{path}:").partition(":")[0]) for each in unread}
@@ -211,7 +211,7 @@ def test_a_child_that_a_script_leaves_behind_does_not_hold_the_tool(
     script.write_text("sleep 300 &\ntorchrun pretrain_gpt.py --seed 7\nexit 0\n")
     (command,) = read_source([str(script)], {}, None, executes=True)
     assert command.flags == ["--seed", "7"]
-    assert command.reading.unread == {}  # the script itself has ended in time
+    assert command.reading.unread == []  # the script itself has ended in time
 
 
 def test_options_are_those_before_a_command_and_around_a_script(
