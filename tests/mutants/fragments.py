@@ -45,8 +45,7 @@ def replace(sources: Mapping[str, str], target: str, old: str, new: str) -> tupl
         MisfitError: There is not exactly one occurrence.
     """
     pattern, replacement = _parse(old, new)
-    name = target.rpartition(".")[2]
-    trees = {path: ast.parse(text) for path, text in sources.items() if name in text}
+    trees = {path: ast.parse(text) for path, text in sources.items() if _may_define(text, target)}
     definitions = [
         (path, node) for path, tree in trees.items() for node in _definitions(tree, target)
     ]
@@ -64,6 +63,14 @@ def replace(sources: Mapping[str, str], target: str, old: str, new: str) -> tupl
     return path, ast.unparse(ast.fix_missing_locations(trees[path]))
 
 
+def _may_define(text: str, target: str) -> bool:
+    """Whether a module has the names; to parse all modules for each fragment takes a minute."""
+    return all(
+        name in text and re.search(rf"\b(?:def|class) {name}\b|^ *{name} *[:=]", text, re.MULTILINE)
+        for name in target.split(".")
+    )
+
+
 def _parse(*fragments: str) -> list[list[Any]]:
     """Returns one expression each, if all are expressions; otherwise their statements."""
     texts = [re.sub(r"\$(?=[A-Z])", PREFIX, textwrap.dedent(text)) for text in fragments]
@@ -75,6 +82,8 @@ def _parse(*fragments: str) -> list[list[Any]]:
 
 def _definitions(node: ast.AST, target: str, prefix: str = "") -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
         match child:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 name = prefix + child.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mutants.fragments import MisfitError, replace
+from tests.mutants.run import REPOSITORY, fit, read_mutants
 
 SOURCE = """
 class Loss:
@@ -75,3 +76,9 @@ def test_a_fragment_must_fit_once(target: str, old: str, reason: str) -> None:
 
 def test_constants_are_targets() -> None:
     assert mutated("LIMIT: int = 2 * 3\n", "LIMIT", "2 * 3", "7") == "LIMIT: int = 7"
+
+
+def test_the_mutants_fit_the_package() -> None:
+    mutations = fit(read_mutants(), REPOSITORY / "megatron_ds")
+    assert len(mutations) > 100
+    assert [each.mutant.target for each in mutations if not each.file] == []
