@@ -103,8 +103,11 @@ class Config:
             return infinite  # comparisons with them mean nothing
         model, parallel = self.model, self.parallel
         has_vocab_size = model.vocab_size != 0 or "vocab_size" in self.given
+        # A NullTokenizer adds an end-of-document id.
+        ids = model.vocab_size + (self.tokenizer.tokenizer_type == "NullTokenizer")
+        counted = dataclasses.replace(model, vocab_size=ids)
         related: dict[str, Iterator[Problem]] = {
-            "model": model.problems(parallel.tensor_model_parallel_size),
+            "model": counted.problems(parallel.tensor_model_parallel_size),
             "moe": self.moe.problems(model.num_layers, self.expert_parallel_size),
             "parallel": parallel.problems(
                 world_size, model.num_layers, has_experts=self.moe.is_used
