@@ -27,7 +27,7 @@ DEFAULTS_HEADER = f"""
 
 
 def dump(config: Config) -> str:
-    """The file of a configuration: every value that a flag can set.
+    """The file of a configuration: every value that was given, or has an effect.
 
     The size of the vocabulary is written only if it was given, because tokenizers add to it.
     """
@@ -40,7 +40,9 @@ def dump(config: Config) -> str:
         others = {
             key: value
             for field, (key, value) in values.items()
-            if field not in config.given and field != "vocab_size" and value is not None
+            if field not in {*config.given, "vocab_size"}
+            and value is not None
+            and config.has_effect(field)
         }
         if others:
             defaults += [f"  # {group}\n", *(f"  {line}" for line in _lines(others))]

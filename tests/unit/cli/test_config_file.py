@@ -185,4 +185,5 @@ def test_print_config_prints_a_file_and_ends(
         parse(["--config", str(path), "--print-config"])
     assert capsys.readouterr().out == first
     assert "\nnum-layers: 2\n" in first
+    assert "\n  moe-router-topk: " not in first  # without an effect
     assert "\n  adam-beta1: 0.9\n" in first
