@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron_ds.cli.progress import tensor_progress
-from megatron_ds.config.checkpoint import FORMATS, missing_folder, split_location
+from megatron_ds.config.checkpoint import FORMAT_SYNONYMS, FORMATS, missing_folder, split_location
 from megatron_ds.config.fields import option_field, when
 from megatron_ds.config.problems import Problem
 
 MEGATRON_FORMATS = ("megatron", "torch_dist")
 MEGATRON = when(target_format=MEGATRON_FORMATS)
+format_field = functools.partial(option_field, synonyms=FORMAT_SYNONYMS)
 MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "gpt_neox", "bloom", "falcon")
 
 
@@ -44,10 +46,10 @@ class ConversionOptions:
     save: str = option_field(
         "", "new folder of the converted weights", metavar="FOLDER", required=True
     )
-    source_format: str = option_field(
+    source_format: str = format_field(
         "auto", "format of --load", flag="from", choices=("auto", *FORMATS)
     )
-    target_format: str = option_field(
+    target_format: str = format_field(
         "", "format of --save", flag="to", choices=FORMATS, required=True
     )
     dtype: str | None = option_field(

@@ -20,6 +20,7 @@ LOAD = when(load=ANY_VALUE)
 HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+")
 FORMATS = ("native", "universal", "hf", "megatron", "torch_dist")
 """Formats that --load can name before the folder, as in hf:FOLDER."""
+FORMAT_SYNONYMS = {"huggingface": "hf", "transformers": "hf", "torch-dist": "torch_dist"}
 
 
 def split_location(load: str) -> tuple[str, str]:

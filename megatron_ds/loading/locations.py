@@ -28,7 +28,7 @@ from megatron_ds.checkpoint.store.mirror import (
     staging_folder,
 )
 from megatron_ds.config import CheckpointConfig
-from megatron_ds.config.checkpoint import hub_model, is_remote, is_url, split_location
+from megatron_ds.config.checkpoint import FORMATS, hub_model, is_remote, is_url, split_location
 from megatron_ds.config.problems import Problem, UserError, renaming_fields, user_error
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
@@ -159,6 +159,8 @@ def staged_location(location: str, staging_dir: str | None, warn: Callable[[str]
     url = url.rstrip("/")
     parent, _, last = url.rpartition("/")
     store = _reachable("load", url)
+    if not store.sizes():
+        raise user_error("weights-format-unknown", path=url, known=", ".join(FORMATS))
     if re.fullmatch(r"global_step\d+", last):
         folder = staging_folder(parent, staging_dir) / last
         folder.mkdir(exist_ok=True)

@@ -129,7 +129,11 @@ def test_wrong_folders_are_rejected(tmp_path: Path, run: Run) -> None:
 
     (tmp_path / "empty").mkdir()
     assert codes("--load", tmp_path / "gone", "--to", "hf", status=2) == ["load-folder-missing"]
-    assert codes("--load", tmp_path / "empty", "--to", "hf") == ["weights-format-unknown"]
+    assert codes("--load", tmp_path / "empty", "--to", "huggingface") == ["weights-format-unknown"]
+    url = f"file://{tmp_path}/gone"
+    errors = run("--load", url, "--to", "hf", "--save", tmp_path / "new", status=1).err
+    assert f"--load {url}: " in errors  # not its staging folder
+    assert printed_codes(errors) == ["weights-format-unknown"]
     prefixed = ("--load", f"hf:{tmp_path / 'empty'}", "--to", "hf")
     assert codes(*prefixed) == ["hf-folder-without-config"]
     for name, code in (("native", "checkpoint-missing"), ("hf", "hf-folder-without-config")):
