@@ -24,7 +24,7 @@ from megatron_ds.config.checks import output_problems
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.reports.charts import loss_chart
-from megatron_ds.reports.history import AXES, names_of, read_run, run_problems
+from megatron_ds.reports.history import AXES, names_of, read_run, run_problems, runs_field
 from megatron_ds.reports.text_plot import chart
 
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -34,16 +34,7 @@ SUFFIXES = (".png", ".pdf", ".svg")
 class Options:
     """Plots the loss curves of runs as text, and as a figure with --output."""
 
-    runs: tuple[str, ...] = option_field(
-        (),
-        "--save folder or metrics.jsonl of each run; a run that continues another one begins with "
-        "its curve",
-        nargs="*",
-        metavar="RUN",
-        positional=True,
-        aliases=("metrics",),
-        required=True,
-    )
+    runs: tuple[str, ...] = runs_field(aliases=("metrics",))
     output: str | None = option_field(None, f"output file ({' '.join(SUFFIXES)})", metavar="FILE")
     x: str = option_field(
         "iteration",

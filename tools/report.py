@@ -22,9 +22,10 @@ from pathlib import Path
 
 from megatron_ds import cli
 from megatron_ds.config.checks import folder_problems, output_problems
-from megatron_ds.config.fields import option_field
+from megatron_ds.config.fields import exclusive_problem, option_field
 from megatron_ds.config.problems import Problem
-from megatron_ds.reports.history import names_of, read_run, run_problems
+from megatron_ds.planning.hardware import HARDWARE
+from megatron_ds.reports.history import names_of, read_run, run_problems, runs_field
 
 SUFFIXES = (".html", ".htm")
 
@@ -33,15 +34,7 @@ SUFFIXES = (".html", ".htm")
 class Options:
     """Writes one HTML page with the charts and figures of runs, which opens offline."""
 
-    runs: tuple[str, ...] = option_field(
-        (),
-        "--save folder or metrics.jsonl of each run; a run that continues another one begins with "
-        "its curve",
-        nargs="*",
-        metavar="RUN",
-        positional=True,
-        required=True,
-    )
+    runs: tuple[str, ...] = runs_field()
     output: str = option_field("report.html", "file to write", metavar="FILE")
     png: str | None = option_field(None, "folder that also gets each chart as PNG", metavar="DIR")
     peak_tflops: float | None = option_field(
@@ -49,11 +42,18 @@ class Options:
         "peak of a device in 10^12 operations per second, for the model FLOPs utilization (MFU)",
         above=0,
     )
+    hardware: str | None = option_field(
+        None,
+        "kind of device, for the MFU of a run in bf16 or fp16 (docs/planning.md lists their peaks)",
+        choices=tuple(HARDWARE),
+    )
 
     def problems(self) -> Iterator[Problem]:
         yield from run_problems("runs", self.runs)
         yield from output_problems("output", self.output)
         yield from folder_problems("png", self.png)
+        if None not in (self.hardware, self.peak_tflops):
+            yield exclusive_problem("peak_tflops", "hardware")
         if not self.output.lower().endswith(SUFFIXES):
             yield Problem("plot-suffix", output=self.output, suffixes=" ".join(SUFFIXES))
         if importlib.util.find_spec("matplotlib") is None:
@@ -68,8 +68,9 @@ def work(options: Options) -> None:
 
     paths = list(dict.fromkeys(options.runs))
     runs = dict(zip(names_of(paths), map(read_run, map(Path, paths)), strict=True))
-    charts = list(charts_of(runs, options.peak_tflops))
-    Path(options.output).write_text(page(runs, charts, options.peak_tflops), encoding="utf-8")
+    peak = HARDWARE[options.hardware].tflops_16 if options.hardware else options.peak_tflops
+    charts = list(charts_of(runs, peak))
+    Path(options.output).write_text(page(runs, charts, peak), encoding="utf-8")
     print(f"wrote {options.output}")
     if options.png is not None:
         folder = Path(options.png)

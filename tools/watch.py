@@ -37,7 +37,7 @@ class Options:
 
     run: str = option_field(
         "",
-        "--save folder or metrics.jsonl of the run",
+        "--save folder, metrics.jsonl or table (--metrics-csv) of the run",
         metavar="RUN",
         positional=True,
         required=True,

@@ -1,10 +1,12 @@
 """Reads what runs have recorded: steps, evaluations, events and settings.
 
-Owns the reader of `metrics.jsonl` and `events.jsonl`. Draws nothing. Imports no torch.
+Owns the reader of `metrics.jsonl`, its table and `events.jsonl`. Draws nothing. Imports no torch.
 """
 
 from __future__ import annotations
 
+import csv
+import functools
 import json
 import math
 import os
@@ -19,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.checkpoint.metadata import RUN, iteration_of, list_checkpoints
+from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.training.events import EVENTS
 
@@ -34,6 +37,23 @@ RANK_AXES = (
 )
 """Fields of a checkpoint's layout whose product is the number of ranks."""
 NAN = float("nan")
+SYNONYMS = {
+    "iteration": ("step",),
+    "lm_loss": ("loss", "train_loss"),
+    "validation_loss": ("val_loss", "eval_loss"),
+}
+"""Keys of other programs."""
+runs_field = functools.partial(
+    option_field,
+    (),
+    "--save folder, metrics.jsonl or table (--metrics-csv) of each run; a run that continues "
+    "another one begins with its curve",
+    nargs="*",
+    metavar="RUN",
+    positional=True,
+    required=True,
+)
+"""Declares the option of a tool that reads runs."""
 
 
 class Evaluation(NamedTuple):
@@ -46,7 +66,9 @@ class Evaluation(NamedTuple):
 
 
 class RecordFile:
-    """Reads a file of JSON lines that may still grow, from where the last call has ended.
+    """Reads a file that may still grow, from where the last call has ended.
+
+    A line is a JSON object or, if the first line names columns, comma-separated values.
 
     Args:
         path: The file, which need not exist yet.
@@ -67,6 +89,7 @@ class RecordFile:
         self.path, self._add, self._reset = path, add, reset
         self._skip_damaged = skip_damaged
         self._inode, self._offset, self._line = -1, 0, 0
+        self._columns = list[str]()
 
     def read(self) -> int:
         """Reads what is new, except a line that is still being written; returns its bytes.
@@ -84,9 +107,9 @@ class RecordFile:
             file.seek(before)
             for line in file:
                 try:
-                    if line.strip():
-                        self._add(json.loads(line))
-                except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                    if line.strip() and (record := self._record(line.decode("utf-8-sig"))):
+                        self._add(record)
+                except (csv.Error, ValueError, TypeError, KeyError, OverflowError, RecursionError):
                     if not line.endswith(b"\n"):
                         break
                     if not self._skip_damaged:
@@ -94,6 +117,26 @@ class RecordFile:
                         raise user_error("metrics-line-invalid", **where) from None
                 self._offset, self._line = self._offset + len(line), self._line + 1
         return self._offset - before
+
+    def _record(self, line: str) -> dict[str, Any]:
+        """The object of a line; empty for that of the columns, or without a value."""
+        if not self._columns and line.lstrip()[:1] in "{[":
+            return dict(json.loads(line))
+        (cells,) = csv.reader([line])
+        if not self._line and {"iteration", *SYNONYMS["iteration"]} & {*cells}:
+            self._columns = cells
+            return {}
+        if not line.endswith("\n"):
+            raise ValueError("the last value may be incomplete")
+        pairs = zip(self._columns, cells, strict=True)
+        return {name: _value(cell) for name, cell in pairs if cell}
+
+
+def _value(cell: str) -> float | str:
+    try:
+        return float({"True": "1", "False": "0"}.get(cell, cell))
+    except ValueError:
+        return cell
 
 
 @dataclass
@@ -133,13 +176,18 @@ class History:
             KeyError, TypeError, ValueError: If it is no record.
         """
         iteration = int(record["iteration"])
-        for split in ("validation", "test"):
-            if (loss := record.get(f"{split}_loss")) is not None:
-                group = str(record.get("group", ""))
+        for key, loss in record.items():
+            name, _, group = key.partition("/")  # a table has the group in the key
+            if name in ("validation_loss", "test_loss") and loss is not None:
+                split, group = name.removesuffix("_loss"), group or str(record.get("group", ""))
                 self.evaluations.append(Evaluation(iteration, split, group, float(loss)))
         if "lm_loss" not in record:
             return
-        numbers = {key: NAN if value is None else float(value) for key, value in record.items()}
+        numbers = {
+            key: NAN if value is None else float(value)
+            for key, value in record.items()
+            if key == "lm_loss" or not isinstance(value, str)
+        }
         length = len(self)
         for key in numbers.keys() - self.columns.keys():
             self.columns[key] = array("d", [NAN]) * length
@@ -233,6 +281,12 @@ def flat_settings(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _with_own_keys(record: dict[str, Any]) -> dict[str, Any]:
+    """The record with our keys where those of other programs have their values."""
+    found = ((key, each) for key, names in SYNONYMS.items() for each in names if each in record)
+    return {**{key: record[each] for key, each in found}, **record}
+
+
 class RunReader:
     """Reads the history of one run as its files grow.
 
@@ -286,6 +340,7 @@ class RunReader:
                 history.layout_ranks = math.prod(run["layout"].get(axis, 1) for axis in RANK_AXES)
 
     def _add_record(self, record: dict[str, Any]) -> None:
+        record = _with_own_keys(record)
         if int(record["iteration"]) <= self._until:
             self.history.add(record)
 

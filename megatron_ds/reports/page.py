@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from megatron_ds.config.data_files import read_text
@@ -43,6 +43,7 @@ def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) 
         *(_table(about) if (about := about_table(runs)).rows else ()),
         *_table(figures_table(runs, peak_tflops), keys=list(runs)),
         "<h2>Loss</h2>",
+        "<p>A chart that is selected, by a click or Tab, is larger.</p>",
         *_tabs(losses),
         "<h2>Training</h2>",
         '<div class="charts">',
@@ -50,7 +51,9 @@ def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) 
         "</div>",
         *(f"<p>{escape(_constant(chart))}</p>" for chart in others if _is_constant(chart)),
         *(line for table in tables for line in _table(table)),
-        *_all_settings(settings_table(runs, only_different=False)),
+        "<details><summary>All settings</summary>",
+        *_table(settings_table(runs, only_different=False)),
+        "</details>",
     ]
     head = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -82,7 +85,7 @@ def _figure(chart: Chart, name: str = "") -> str:
     text = escape(chart.description(), quote=True)
     drawing = svg(chart).replace("<svg ", f'<svg role="img" aria-label="{text}" ', 1)
     title = f"<figcaption>{escape(chart.title)}</figcaption>"
-    return f'<figure class="{name}">{title}{drawing}{_legend(chart)}</figure>'
+    return f'<figure class="{name}" tabindex="0">{title}{drawing}{_legend(chart)}</figure>'
 
 
 def _legend(chart: Chart) -> str:
@@ -137,7 +140,3 @@ def _kind(*cells: str) -> str:
     """The class of cells that are all numbers or unknown."""
     numbers = (text == UNKNOWN or (text[:1].isdigit() and len(text) < 20) for text in cells)
     return ' class="number"' if cells and all(numbers) else ""
-
-
-def _all_settings(table: Table) -> Iterable[str]:
-    return ("<details><summary>All settings</summary>", *_table(table), "</details>")

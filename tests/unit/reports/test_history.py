@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from megatron_ds.reports.history import Evaluation, RunReader, names_of, read_history, read_run
+from megatron_ds.training.csv_logger import CsvTable
+from megatron_ds.training.jsonl_logger import JsonLines
 from tests.problems import raises_problem
 from tests.unit.reports.run_files import CONFIG, event, lines, start, steps, write_run
+from tests.unit.training.logger_records import evaluation, step
 
 
 def test_columns_evaluations_and_axes(tmp_path: Path) -> None:
@@ -137,3 +140,55 @@ def test_names_are_those_of_the_folders_unless_two_are_equal(tmp_path: Path) -> 
     paths = [str(tmp_path / "a"), str(tmp_path / "b" / "metrics.jsonl")]
     assert names_of(paths) == ["a", "b"]
     assert names_of([*paths, str(tmp_path / "x" / "a")])[0] == str(tmp_path / "a")
+
+
+def test_a_table_has_the_history_of_the_records(tmp_path: Path) -> None:
+    losses = [evaluation(2), evaluation(4, "test", "code")]
+    skipped = step(2, lm_loss=float("nan"), skipped=True)
+    records = [step(1), skipped, step(3), step(4, extras={"aux": 0.5})]
+    loggers = [CsvTable(tmp_path / "table", 0), JsonLines(tmp_path / "metrics.jsonl", 0)]
+    for logger in loggers:
+        logger.log_steps(records[:2])
+        logger.log_eval(losses[0])
+        logger.log_steps(records[2:])
+        logger.log_eval(losses[1])
+        logger.close()
+    table, history = map(read_history, (tmp_path / "table", tmp_path / "metrics.jsonl"))
+    assert table.evaluations == history.evaluations
+    assert len(table.evaluations) == 2
+    for key in history.columns:
+        assert np.array_equal(table[key], history[key], equal_nan=True), key
+
+
+def test_a_row_of_a_growing_table_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("iteration,lm_loss\n1,3.5\n2,3.2")
+    reader = RunReader(path)
+    reader.read()
+    assert reader.history.points() == [(1, 3.5)]
+    with path.open("a") as file:
+        file.write("5\n")
+    reader.read()
+    assert reader.history.points() == [(1, 3.5), (2, 3.25)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "\ufeffname,step,loss,lr\r\nx,1,3.5,0.1\r\nx,2,3.25,0.1\r\n",
+        '{"step": 1, "train_loss": 3.5, "name": "x"}\n{"step": 2, "train_loss": 3.25}\n',
+        "step,iteration,loss\n10,1,3.5\n20,2,3.25\n",
+    ],
+)
+def test_keys_of_other_programs_are_known(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "theirs"
+    path.write_text(content, encoding="utf-8")
+    assert read_history(path).points() == [(1, 3.5), (2, 3.25)]
+
+
+@pytest.mark.parametrize("content", ["it 1, loss 3\n", "a,b\n1,2\n", "step,loss\n1\n", "[1]\n"])
+def test_other_files_are_named_with_their_line(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(content)
+    with raises_problem("metrics-line-invalid", contains=f"{path}, line "):
+        read_history(path)

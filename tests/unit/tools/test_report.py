@@ -107,6 +107,7 @@ def test_a_run_that_does_not_exist_and_one_without_steps_are_named(
     [
         ("--output gone/x.html", "samples-folder-missing"),
         ("--output x.md", "plot-suffix"),
+        ("--hardware h100 --peak-tflops 3", "mutually-exclusive"),
         ("--png metrics.jsonl/x", "not-a-folder"),
     ],
 )
@@ -115,6 +116,15 @@ def test_a_file_that_cannot_be_written_is_a_problem_before_the_charts_are_drawn(
 ) -> None:
     monkeypatch.chdir(write_run(tmp_path, steps(range(1, 3))))
     assert f"[{code}]" in run(tmp_path, *arguments.split(), status=2).err
+
+
+def test_the_peak_of_a_known_device_gives_the_utilization(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(charts, "charts_of", lambda runs, peak_tflops: [])
+    write_run(tmp_path, steps(range(1, 3), tflops=98.9))
+    run(tmp_path, "--hardware", "h100", "--output", tmp_path / "x.html")
+    assert {"MFU", "10.0%"} <= set(Page((tmp_path / "x.html").read_text("utf-8")).text)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--png", "x"]])
