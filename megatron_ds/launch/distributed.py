@@ -95,6 +95,8 @@ def init_distributed(
         # cuBLAS reads it when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if config.tf32 and not is_host(accelerator.device_name()):
+        torch.set_float32_matmul_precision("high")
     index = _select_device(accelerator, backend)
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     if roll_call is not None:

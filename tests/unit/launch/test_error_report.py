@@ -100,6 +100,8 @@ def test_single_process_prints_only_the_traceback(monkeypatch: pytest.MonkeyPatc
 def test_error_comes_with_a_hint(error: BaseException, code: str) -> None:
     report = make_report(raised(error))
     assert printed_codes(report.full_text()) == [code]
+    helps = ("--micro-batch-size", "--recompute-granularity", "--zero-stage", "expandable_segments")
+    assert all(each in report.text for each in helps) is (code == "out-of-device-memory")
     # Where the main process waited for its loader is of no interest.
     assert ("Traceback" in report.full_text()) is ("loader" not in str(error).lower())
 

@@ -8,6 +8,7 @@ import io
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from unittest.mock import MagicMock, create_autospec
 
@@ -58,6 +59,20 @@ def test_ops_are_stored_in_the_virtual_environment(
     assert os.environ["PATH"].split(os.pathsep)[0] == str(tmp_path / "venv" / "bin")
     clean_environment.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "mine"))
     assert environment.prepare_environment() == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("name", ["all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_deprecated_names_of_collectives_are_not_reported(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed and older versions of torch have no others."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with warnings.catch_warnings(record=True) as reported:
+        warnings.simplefilter("always")
+        environment._silence_libraries()
+        with pytest.raises(ValueError, match="process group"):
+            getattr(torch.distributed, name)(torch.ones(2), torch.ones(2))
+    assert reported == []
 
 
 def test_deepspeed_can_parse_the_architectures_of_an_image(
@@ -244,7 +259,9 @@ def test_deepspeed_uses_the_same_device(monkeypatch: pytest.MonkeyPatch) -> None
 def test_only_nccl_is_bound_to_the_device(
     backend: str | None, devices: int, bound: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch splits the groups of a bound backend, which gloo cannot."""
+    """torch splits the groups of a bound backend, which gloo cannot. TF32 is set before."""
+    set_precision = create_autospec(torch.set_float32_matmul_precision)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", set_precision)
     accelerator = MagicMock()
     accelerator.communication_backend_name.return_value = "nccl"
     accelerator.device_name = lambda index=None: "cuda" if index is None else f"cuda:{index}"
@@ -260,8 +277,10 @@ def test_only_nccl_is_bound_to_the_device(
         monkeypatch.setenv(name, "3")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "CROSS_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "4")
+    config = RuntimeConfig(distributed_backend=backend, tf32=devices == 4)
     with pytest.raises(InterruptedError):
-        distributed.init_distributed(RuntimeConfig(distributed_backend=backend))
+        distributed.init_distributed(config)
+    assert [each.args for each in set_precision.mock_calls] == [("high",)] * (devices == 4)
     device = init.call_args.kwargs.get("device_id")
     assert (None if device is None else str(device)) == bound
     assert (os.environ["LOCAL_RANK"], environment.local_rank()) == (str(3 % devices), 3)
