@@ -87,6 +87,7 @@ CRASHES = (
     "tests/e2e/test_checkpoint_crash.py",
     "tests/e2e/test_checkpoint_faults.py",
     "tests/e2e/test_dead_ranks.py",
+    "tests/e2e/test_random_kills.py",
     "tests/e2e/test_signals.py",
 )
 BENCHMARKS = ("tests/e2e/test_benchmarks.py", "tests/e2e/test_gpu_programs.py")
