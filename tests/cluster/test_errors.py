@@ -61,7 +61,7 @@ def faulty(cluster: Cluster) -> Iterator[dict[str, str]]:
     source = Path(__file__).with_name("node_faults.py")
     cluster.run_on_all("mkdir", faults)
     cluster.run_on_all("cp", source, faults / "sitecustomize.py")
-    yield {"PYTHONPATH": str(faults)}
+    yield {"PYTHONPATH": f"{faults}:{REPOSITORY}"}
     cluster.run_on_all("rm", "-r", faults)
 
 
