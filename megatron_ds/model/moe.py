@@ -375,8 +375,8 @@ def loop_over_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """All products by one kernel, or what torch has instead; torch before 2.10 has none."""
-    if not hasattr(F, "grouped_mm"):
+    """All products by one call, if there are rows; torch before 2.10 has none."""
+    if 0 in a.shape or not hasattr(F, "grouped_mm"):
         return loop_over_products(a, b, ends)
     return F.grouped_mm(a, b, offs=ends)
 
@@ -457,6 +457,6 @@ def _product_error(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
     layer, results = _StackedLinear(nn.Parameter(weight), nn.Parameter(bias)), []
     for layer.multiply in (grouped_product, loop_over_products):
         y = layer(x, ends)
-        results.append([y, *torch.autograd.grad(y, (x, *layer.parameters()), gradient)])
+        results.append([y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), gradient)])
     pairs = zip(*results, strict=True)
     return float(torch.stack([(one - other).norm() / other.norm() for one, other in pairs]).max())
