@@ -1,0 +1,216 @@
+"""The collectives of a training step on 64 and 1,024 ranks: kind, group, bytes and order.
+
+One process is each of the ranks in turn (`fake_world`), with a small model and the real engine.
+`python -m tests.dist.test_collectives` writes the table, `tests/golden/collectives.txt`, again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.communication import as_a_large_model
+from megatron_ds.config import Config
+from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.device_batches import DeviceBatch
+from megatron_ds.model.moe import Router
+from megatron_ds.parallel.mesh import Mesh, axis_groups
+from megatron_ds.planning.communication import step_traffic
+from megatron_ds.train_state import StepPlan
+from tests.dist.fake_world import AXES, Message, Messages, axis_of, fake_world
+from tests.dist.rank_jobs import JobResults, run_jobs, selected
+from tests.dist.test_planned_communication import (
+    ACCUMULATION,
+    EP,
+    LAYOUTS,
+    LENGTH,
+    LLAMA,
+    PP,
+    TP,
+    balanced,
+    config_of,
+)
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "collectives.txt"
+NEGLIGIBLE = 200
+"""Bytes of norms, flags, and the loads of experts."""
+PADDING = 0.02
+"""Of a message that is partitioned, relative to all."""
+EXPERTS = {"num_experts": (16,), "moe_router_topk": 2}
+MORE: dict[str, dict[str, Any]] = {
+    "zero1 tp4 pp4 sequence parallel, llama": {
+        "zero_stage": 1,
+        TP: 4,
+        PP: 4,
+        "sequence_parallel": True,
+        "model": {**LLAMA, "num_query_groups": 4},
+    },
+    "zero1 ep8 tp2 sequence parallel": {
+        "zero_stage": 1,
+        EP: 8,
+        TP: 2,
+        "sequence_parallel": True,
+        "moe": EXPERTS,
+    },
+}
+WORLDS = {
+    "zero1": 64,
+    "zero1 tp4 pp4 sequence parallel, llama": 1024,
+    "zero1 ep8 tp2 sequence parallel": 1024,
+}
+"""Ranks of each layout."""
+Rows = list[tuple[Message, str]]
+"""The messages of a rank, in order, with the names of their groups."""
+
+
+def simulate(name: str, ranks: Sequence[int], meshes: Any) -> dict[int, tuple[int, Rows]]:
+    """By rank its pipeline rank, and its messages in the second step."""
+    del meshes
+    world = WORLDS[name]
+    config = config_of((LAYOUTS | MORE)[name], world)
+    return {rank: messages_of(config, rank, world) for rank in ranks}
+
+
+def messages_of(config: Config, rank: int, world: int) -> tuple[int, Rows]:
+    with fake_world(rank, world):
+        mesh = Mesh.build(**config.axis_sizes)
+        engine = build_engine(as_a_large_model(config), mesh, torch.device("cpu"))
+        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
+        batch = DeviceBatch(tokens, tokens, None, 0)
+        samples = mesh.dp.size * ACCUMULATION
+        plan = StepPlan(1, samples, ACCUMULATION, 1e-3, 0.0, seq_length=LENGTH)
+        parts = mesh.tp.size if config.parallel.sequence_parallel else 1
+        length = LENGTH // mesh.sp.size // parts
+        dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+        hidden = torch.empty(length, 1, config.model.hidden_size, dtype=dtype, device="meta")
+        with (
+            mock.patch.object(Router, "forward", balanced(Router.forward)),
+            Messages(hidden, NEGLIGIBLE) as log,
+        ):
+            # The first step is different: ZeRO-3 learns the order of the layers in it.
+            engine.train_step(itertools.repeat(batch), plan)
+            log.sent.clear()
+            result = engine.train_step(itertools.repeat(batch), plan)
+        assert not result.skipped
+        engine._engine.destroy()
+        return mesh.pp.rank, [(each, axis_of(each, mesh)) for each in log.sent]
+
+
+def representatives(name: str) -> list[int]:
+    """The first rank, the last one of each of its groups, and all stages."""
+    world = WORLDS[name]
+    config = config_of((LAYOUTS | MORE)[name], world)
+    axes = axis_groups(world, **config.axis_sizes)
+    own = {axis: next(ranks for ranks in axes[axis] if 0 in ranks) for axis in AXES}
+    ends = (own[axis][-1] for axis in ("tp", "sp", "ep", "dp"))
+    return sorted({0, *own["pp"], *ends})
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> JobResults:
+    names = dict.fromkeys(params["name"] for _, params in selected(request))
+    jobs = {name: functools.partial(simulate, name, representatives(name)) for name in names}
+    return run_jobs(1, jobs)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_ranks_of_a_group_communicate_in_the_same_order(name: str, outcomes: JobResults) -> None:
+    (found,) = outcomes.of(name)
+    orders: dict[tuple[int, ...], dict[int, list[Message]]] = defaultdict(dict)
+    for rank, (_, rows) in found.items():
+        for message, _ in rows:
+            if message.operation != "send":
+                orders[message.ranks].setdefault(rank, []).append(message)
+    for ranks, by_rank in orders.items():
+        assert by_rank.keys() == found.keys() & {*ranks}
+        first, *others = by_rank.values()
+        assert all(other == first for other in others)
+    assert any(len(by_rank) > 1 for by_rank in orders.values())
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_step_sends_no_more_bytes_than_planned(name: str, outcomes: JobResults) -> None:
+    world = WORLDS[name]
+    config = config_of((LAYOUTS | MORE)[name], world)
+    dp_size = config.parallel.data_parallel_size(world)
+    (found,) = outcomes.of(name)
+    for pp_rank, rows in found.values():
+        planned: Counter[str] = Counter()
+        for each in step_traffic(config, dp_size, "cpu", pp_rank):
+            planned[each.operation] += each.size
+        sent: Counter[str] = Counter()
+        for message, _ in rows:
+            sent[message.operation] += message.size
+        assert sent.keys() == planned.keys()
+        for operation, size in sent.items():
+            assert size == pytest.approx(planned[operation], rel=PADDING), operation
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_collectives_are_those_of_the_table(name: str, outcomes: JobResults) -> None:
+    (found,) = outcomes.of(name)
+    assert table_of(name, found) == golden()[name]
+
+
+def golden() -> dict[str, str]:
+    """The lines of each layout."""
+    blocks = GOLDEN.read_text(encoding="utf-8").strip().split("\n\n")
+    return {block.partition(" on ")[0].removeprefix("# "): block for block in blocks}
+
+
+def table_of(name: str, found: dict[int, tuple[int, Rows]]) -> str:
+    """What the first rank of each stage sends, one line for each message or repeated block."""
+    lines = [f"# {name} on {WORLDS[name]} ranks"]
+    stages: dict[int, Rows] = {}
+    for _, (pp_rank, rows) in sorted(found.items()):
+        stages.setdefault(pp_rank, rows)
+    for pp_rank, rows in stages.items():
+        lines += [f"stage {pp_rank}"] * (len(stages) > 1)
+        lines += [f"  {line}" for line in folded([described(*row) for row in rows])]
+    return "\n".join(lines)
+
+
+def described(message: Message, axis: str) -> str:
+    mode = " async" if message.is_asynchronous else ""
+    return f"{message.operation} {axis} {message.size}{mode}"
+
+
+def folded(lines: list[str]) -> list[str]:
+    """Lines in which repeated blocks are written once, with their number."""
+    out, at = [], 0
+    while at < len(lines):
+        length, times = 1, 1
+        for size in range(1, (len(lines) - at) // 2 + 1):
+            block, number = lines[at : at + size], 1
+            while lines[at + number * size : at + (number + 1) * size] == block:
+                number += 1
+            if number > 1 and size * (number - 1) > length * (times - 1):
+                length, times = size, number
+        block = lines[at : at + length]
+        if times == 1 or length == 1:
+            out.append(f"{times} x {block[0]}" if times > 1 else block[0])
+        else:
+            out += [f"{times} x", *(f"  {line}" for line in folded(block))]
+        at += length * times
+    return out
+
+
+def main() -> None:
+    """Writes the table again."""
+    jobs = {n: functools.partial(simulate, n, representatives(n)) for n in WORLDS}
+    outcomes = run_jobs(1, jobs)
+    tables = [table_of(name, outcomes.of(name)[0]) for name in jobs]
+    GOLDEN.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
