@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.checkpoint import shared_folders
+from megatron_ds.checkpoint.local import nodes
 from tests.e2e.runs import ENDLESS, RANKS, TIMING_KEYS, Launcher, Record, Run, Settings
 from tests.object_server import BUCKET, s3_server
 
@@ -129,4 +131,6 @@ def test_kills_at_random_moments_lose_no_checkpoint_and_change_no_bit(
     print(f"{kind}: seed {seed}, {KILLS} kills {dict(phases)}, {last} iterations, {dict(resumes)}")
     assert seen == {iteration: [step] for iteration, step in expected.items()}
     assert phases["save"] > 0
-    assert not list(tmp_path.glob("*/.*"))
+    # Killed starts may leave the files by which ranks ask who shares a folder, for a day.
+    hidden = {path.name for path in tmp_path.glob("*/.*")}
+    assert not {name for name in hidden if not name.startswith((nodes.TOKEN, shared_folders.TOKEN))}
