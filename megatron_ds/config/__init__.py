@@ -129,6 +129,8 @@ class Config:
         ]
         if self.recompute.tiled_mlp and self.runtime.compile:
             of_groups.append(Problem("tiled-mlp-with-compile"))
+        if self.runtime.compile and self.runtime.no_compile:
+            of_groups.append(Problem("compile-and-no-compile"))
         if self.moe.is_used and self.runtime.compile:
             of_groups.append(Problem("experts-with-compile"))
         is_contiguous = in_effect(self.recompute).contiguous_checkpointing

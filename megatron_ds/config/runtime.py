@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megatron_ds.config.fields import option_field
 
+MEGATRON = {"auto": "auto", "flash": "flash", "fused": "cudnn", "unfused": "math", "local": "math"}
+"""The kernels of attention by Megatron's names."""
+
 
 @dataclass(frozen=True)
 class RuntimeConfig:
@@ -62,8 +65,22 @@ class RuntimeConfig:
     )
     compile: bool = option_field(
         False,
-        "compile each layer with torch.compile (output layer and loss are already fused; on an "
-        "accelerator with Triton, elementwise operations are compiled without this flag)",
+        "compile each layer with torch.compile (output layer and loss are already fused); the "
+        "default on an accelerator with Triton, where the banner says what is compiled",
+    )
+    no_compile: bool = option_field(
+        False, "compile nothing with torch.compile, on an accelerator either"
+    )
+    attention_backend: str = option_field(
+        "auto",
+        "kernel of scaled_dot_product_attention that trains on an accelerator: auto takes the "
+        "first of cudnn, flash, efficient and math that can, without cudnn where lengths vary, or "
+        "kernels for documents and ALiBi; the CPU has one of its own",
+        choices=("auto", "flash", "cudnn", "efficient", "math"),
+        synonyms={
+            **{name: value for name, value in MEGATRON.items() if name != value},
+            **{f"AttnBackend.{name}": value for name, value in MEGATRON.items()},
+        },
     )
     tf32: bool = option_field(
         False,

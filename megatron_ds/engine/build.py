@@ -39,6 +39,8 @@ from megatron_ds.engine.pipeline_module import PipelineStage, build_stage
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.launch.cpp_ops import build as build_cpp_ops
+from megatron_ds.model.attention_backends import order_of
+from megatron_ds.model.compiled_layers import try_layers
 from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
@@ -46,6 +48,7 @@ from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.model.mlp import TiledMLP
 from megatron_ds.model.moe import try_grouped_products
 from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.position_embedding import AttentionOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.half_products import replace_slow_products
 from megatron_ds.parallel.mesh import Mesh, Mpu
@@ -84,16 +87,15 @@ def build_engine(
     _validate_with_deepspeed(ds_config, Mpu(mesh), config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing, warning = _packing_options(config, mesh, device, eod)
+    attention, alibi_warning = _attention_options(config, mesh, device, packing)
     build_cpp_ops(cpp_ops(ds_config))
-    build = partial(_build_model, config, mesh, rng, packing, init_weights, parts)
+    build = partial(_build_model, config, mesh, rng, packing, attention, init_weights, parts)
     with _swap_folder(config, ds_config) as swap_folder:
         module, model = _build_module(config, mesh, ds_config, build)
-        warnings = [
-            *_notes(config, model, packing, device),
-            warning,
-            None if _is_deepcompiled(ds_config) else _compile(model, config, mesh, device),
-        ]
+        warnings = [*_notes(config, model, packing, device), warning, alibi_warning]
         engine, multipliers = _initialize(config, mesh, ds_config, module)
+    if not _is_deepcompiled(ds_config):
+        warnings.append(_compile(model, config, mesh, device))
     _correct(engine, model, mesh, ds_config, device)
     return (ZeroEngine if mesh.pp.size == 1 else PipelineEngine)(
         engine,
@@ -110,7 +112,7 @@ def build_engine(
         swap_folder=swap_folder,
         saves_optimizer=not config.checkpoint.no_save_optim,
         logging=config.logging,
-        is_compiled=config.runtime.compile or _is_deepcompiled(ds_config),
+        is_compiled=model.has_compiled_layers or _is_deepcompiled(ds_config),
     )
 
 
@@ -211,6 +213,7 @@ def _build_model(
     mesh: Mesh,
     rng: RngStreams,
     packing: PackingOptions | None,
+    attention: AttentionOptions,
     init_weights: bool,
     parts: CustomParts,
     stages: Sequence[slice],
@@ -226,6 +229,7 @@ def _build_model(
         seed=config.runtime.seed if init_weights else None,
         checkpointing=ActivationCheckpointing(config.recompute, rng, checkpoint),
         packing=packing,
+        attention=attention,
         moe=config.moe,
         stages=stages,
         parts=parts,
@@ -236,27 +240,57 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
     """Compile the layers, or on an accelerator at least their elementwise parts. Collective.
 
     Returns:
-        Why nothing is compiled on any rank, if something should be.
+        Why nothing, or less than by default, is compiled on any rank.
     """
+    lengths_vary = config.schedule.curriculum_seqlen is not None
     if config.runtime.compile:
-        model.compile_layers(lengths_vary=config.schedule.curriculum_seqlen is not None)
-    elif get_accelerator().is_triton_supported():
-        functions, problem = compile_elementwise(
-            dataclasses.replace(config.model, seq_length=config.model.seq_length // mesh.sp.size),
-            config.schedule.micro_batch_size,
-            mesh.tp,
-            _dtype(config),
-            device,
-        )
-        problems = [problem] * mesh.world_size
-        if mesh.world_size > 1:
-            # Compiled dropout draws other masks, which all tensor-parallel ranks must share.
-            dist.all_gather_object(problems, problem)
-        obstacle = next((one for one in problems if one is not None), None)
-        if obstacle is not None:
-            return obstacle
-        model.use_elementwise(functions)
-    return None
+        model.compile_layers(lengths_vary=lengths_vary)
+    if config.runtime.compile or config.runtime.no_compile:
+        return None
+    if not get_accelerator().is_triton_supported():
+        return None
+    micro_batch, refusal = config.schedule.micro_batch_size, None
+    reason = _reason_for_eager_layers(config, mesh)
+    if not reason:
+        failure = try_layers(model, micro_batch, lengths_vary=lengths_vary)
+        own = None if failure is None else Problem("layers-not-compiled", reason=failure)
+        refusal = _first_of_all_ranks(own, mesh)
+        if refusal is None:
+            return None
+        model.use_eager()
+        reason = "their trial failed"
+    functions, problem = compile_elementwise(
+        dataclasses.replace(config.model, seq_length=config.model.seq_length // mesh.sp.size),
+        micro_batch,
+        mesh.tp,
+        _dtype(config),
+        device,
+    )
+    # Compiled dropout draws other masks, which all tensor-parallel ranks must share.
+    if (problem := _first_of_all_ranks(problem, mesh)) is not None:
+        return problem
+    model.use_elementwise(functions, reason)
+    return refusal
+
+
+def _reason_for_eager_layers(config: Config, mesh: Mesh) -> str:
+    """Why layers are not compiled by default; empty if they are."""
+    reasons = {
+        "experts": config.moe.is_used,
+        "ZeRO stage 3": config.zero_stage == 3,
+        "tensor parallelism": mesh.tp.size > 1,
+        "DeepSpeed-Ulysses": mesh.sp.size > 1,
+        "MLP in tiles": config.recompute.tiled_mlp,
+        "activation checkpointing by DeepSpeed": config.recompute.is_by_deepspeed,
+    }
+    return ", ".join(reason for reason, holds in reasons.items() if holds)
+
+
+def _first_of_all_ranks(problem: Problem | None, mesh: Mesh) -> Problem | None:
+    problems = [problem] * mesh.world_size
+    if mesh.world_size > 1:
+        dist.all_gather_object(problems, problem)
+    return next((each for each in problems if each is not None), None)
 
 
 def _notes(
@@ -345,9 +379,30 @@ def _packing_options(
     if data.reset_attention_mask and not is_host(device.type):
         dtype = getattr(torch, readback.DTYPES[config.precision.name])
         shards = mesh.sp_tp.size  # of the heads, inside attention
-        kernel, warning = select_document_kernel(config.model, micro, shards, dtype, device)
+        backend = config.runtime.attention_backend
+        kernel, warning = select_document_kernel(
+            config.model, micro, shards, dtype, device, backend
+        )
     packing = PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask, kernel)
     return packing, warning
+
+
+def _attention_options(
+    config: Config, mesh: Mesh, device: torch.device, packing: PackingOptions | None
+) -> tuple[AttentionOptions, Problem | None]:
+    """What computes attention, and why ALiBi needs a tensor of all scores, if it does."""
+    choice = config.runtime.attention_backend
+    lengths_vary = config.schedule.curriculum_seqlen is not None
+    flex = warning = None
+    has_documents = packing is not None and packing.reset_attention
+    is_alibi = config.model.position_embedding_type == "alibi" and not has_documents
+    if is_alibi and choice == "auto" and not is_host(device.type):
+        shape = config.schedule.micro_batch_size, mesh.sp_tp.size
+        flex, warning = select_document_kernel(
+            config.model, *shape, _dtype(config), device, has_documents=False
+        )
+    samples = order_of(choice, sizes_vary=lengths_vary)
+    return AttentionOptions(samples, order_of(choice, sizes_vary=True), flex), warning
 
 
 def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:

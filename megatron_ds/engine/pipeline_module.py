@@ -26,6 +26,7 @@ from megatron_ds.engine.deepspeed.patches import replace_pipeline_grid
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.output_layer import TokenLoss
+from megatron_ds.model.position_embedding import AttentionOptions
 from megatron_ds.model.stages import layers_per_stage
 from megatron_ds.parallel.mesh import Mesh
 
@@ -98,6 +99,11 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
     def compiled(self) -> str:
         """What torch.compile compiles."""
         return self.gpt.compiled
+
+    @property
+    def attention(self) -> AttentionOptions:
+        """What computes attention."""
+        return self.gpt.attention
 
     def feed(self, inputs: Callable[[], Iterator[WeightedBatch]]) -> None:
         """Set the micro-batches of the next forward passes.

@@ -19,6 +19,7 @@ from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.position_embedding import AttentionOptions
 from megatron_ds.parallel.sharding import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
 
@@ -142,6 +143,11 @@ class Engine(Protocol):
     @property
     def compiled(self) -> str:
         """What torch.compile compiles. Local."""
+
+    @property
+    def attention(self) -> AttentionOptions:
+        """What computes attention."""
+        ...
 
     @property
     def startup_warnings(self) -> tuple[Problem, ...]:

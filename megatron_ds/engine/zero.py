@@ -59,6 +59,7 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.inference_form import inference_form
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.position_embedding import AttentionOptions
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -117,6 +118,7 @@ class ZeroEngine:
         self.ds_config = ds_config
         self.settings = read_settings()
         self.packing = packing
+        self.attention: AttentionOptions = engine.module.attention
         self.startup_warnings = startup_warnings
         self.module: nn.Module = engine.module
         self.compiled: str = engine.module.compiled
@@ -138,7 +140,8 @@ class ZeroEngine:
         )
         self.norms = StepNorms(engine, self._stage, mesh, device, logging)
         self._is_compiled = is_compiled
-        self.timers = StepTimers(logging, is_compiled=is_compiled)
+        self._compiles_collectives = is_compiled and _layers_communicate(mesh, ds_config)
+        self.timers = StepTimers(logging, is_compiled=self._compiles_collectives)
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
         if self.settings.dp_size == 1:
             skip_reduction(engine)
@@ -182,8 +185,9 @@ class ZeroEngine:
     def marked(self, open_region: Open) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(mark_passes(self._engine, open_region))
-            if not self._is_compiled:
+            if not self._compiles_collectives:
                 stack.enter_context(mark_collectives(self._mesh, open_region))
+            if not self._is_compiled:
                 stack.enter_context(mark_layers(self._engine.module, open_region))
             yield
 
@@ -466,3 +470,9 @@ def _read_step(batches: Iterator[DeviceBatch], plan: StepPlan) -> Iterator[Devic
         if batch is None:
             raise user_error("training-data-exhausted", iteration=plan.iteration)
         yield batch.truncated(plan.seq_length)
+
+
+def _layers_communicate(mesh: Mesh, ds_config: dict[str, Any]) -> bool:
+    """Whether there are collectives in what is compiled."""
+    gathers = ds_config["zero_optimization"]["stage"] == 3 or "compile" in ds_config
+    return gathers or mesh.sp_tp.size > 1

@@ -10,7 +10,7 @@ import torch
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import check_finite
 from megatron_ds.inference.stop_rules import StopRules
-from megatron_ds.model.attention_cores import kernels_for_varying_sizes
+from megatron_ds.model.attention_backends import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
 
 
@@ -74,7 +74,7 @@ def beam_search(
     for _ in range(config.max_new_tokens):
         tokens_BS = torch.tensor(tokens, device=weight.device)
         view = cache.view(0, [len(tokens[0])] * len(tokens))
-        with torch.no_grad(), kernels_for_varying_sizes(weight.device):
+        with torch.no_grad(), backends_in_order(VARYING_SIZES, weight.device):
             last_1BH = model(tokens_BS, cache=view, hidden_only=True)[-1:]
             logprobs_BV = model.logits(last_1BH)[:, 0].log_softmax(dim=-1)
         if config.rules is not None:

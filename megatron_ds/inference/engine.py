@@ -23,7 +23,7 @@ from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose
 from megatron_ds.inference.sequences import TextSequence
-from megatron_ds.model.attention_cores import kernels_for_varying_sizes
+from megatron_ds.model.attention_backends import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
 
 PROMPT_TOKENS = 512
@@ -94,7 +94,7 @@ class GenerationEngine:
         Returns:
             The sequences with a new token and those that are done.
         """
-        with self._without_gradients(), kernels_for_varying_sizes(self._device):
+        with self._without_gradients(), backends_in_order(VARYING_SIZES, self._device):
             changed = self._start_waiting()
             if self.running:
                 changed += self.running

@@ -10,16 +10,15 @@ size.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ds.config.devices import is_host
+from megatron_ds.model.attention_backends import Order, backends_in_order
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
 
@@ -63,6 +62,8 @@ class SDPA:
     is_causal: bool = False
     """Hides later keys; needs as many keys as queries and no bias. torch then chooses a kernel that
     leaves out what the mask hides."""
+    backends: Order = ()
+    """Kernels to consider on a device. Empty: those that the caller has selected."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         bias, has_groups = self.bias, q.shape[1] != k.shape[1]
@@ -77,9 +78,10 @@ class SDPA:
             has_groups = False
         if self.is_causal and dropout == 0.0 and _prefers_scores(q):
             return _attend_by_scores(q, k, v)
-        return F.scaled_dot_product_attention(
-            q, k, v, bias, dropout, self.is_causal, enable_gqa=has_groups
-        )
+        with backends_in_order(self.backends, q.device):
+            return F.scaled_dot_product_attention(
+                q, k, v, bias, dropout, self.is_causal, enable_gqa=has_groups
+            )
 
 
 @dataclass(frozen=True)
@@ -126,20 +128,6 @@ class UlyssesAttention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         q, k, v = gather_sequence(q, k, v, self.group)
         return gather_heads(self.core.attend(q, k, v, dropout), self.group)
-
-
-def kernels_for_varying_sizes(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, torch chooses kernels of attention whose cost does not depend on earlier sizes.
-
-    cuDNN's, which torch prefers on some devices, builds a plan of tens of milliseconds for each new
-    number of queries and keys. It is the fastest where these stay the same.
-    """
-    if is_host(device.type):
-        return nullcontext()
-    kinds = SDPBackend
-    return sdpa_kernel(
-        [kinds.FLASH_ATTENTION, kinds.EFFICIENT_ATTENTION, kinds.MATH, kinds.OVERRIDEABLE]
-    )
 
 
 def _prefers_scores(q: Tensor) -> bool:

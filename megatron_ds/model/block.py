@@ -76,7 +76,7 @@ class Block(nn.Module):
             # With further ranks they would be compiled again for each number of tokens.
             self.mlp.experts.elementwise = functions
 
-    def compile_parts(self, *, is_core_traceable: bool, dynamic: bool | None) -> None:
+    def compile_parts(self, *, is_core_traceable: bool, dynamic: bool | None) -> bool:
         """Compile the layer with torch.compile, on its first call.
 
         It becomes one graph or, where the attention core cannot be in a graph, the graphs before
@@ -85,12 +85,22 @@ class Block(nn.Module):
         Args:
             is_core_traceable: Whether the core can be in a graph.
             dynamic: Passed to torch.compile.
+
+        Returns:
+            Whether it becomes one graph.
         """
-        if is_core_traceable and self.attention.is_traceable:
+        is_graph = is_core_traceable and self.attention.is_traceable
+        if is_graph:
             self.compile(dynamic=dynamic)
         else:
             self._before_core = torch.compile(self._project, dynamic=dynamic)
             self._after_core = torch.compile(self._finish, dynamic=dynamic)
+        return is_graph
+
+    def use_eager(self) -> None:
+        """Undo `compile_parts`."""
+        self._compiled_call_impl = None
+        self._before_core, self._after_core = self._project, self._finish
 
     def _project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         return self.attention.project(self.attention_norm(x_SBH), rotation)

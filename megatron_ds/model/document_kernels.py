@@ -1,4 +1,4 @@
-"""Selection of the kernel that computes attention inside documents on an accelerator.
+"""Selection of the kernels of attention inside documents, and of ALiBi, on an accelerator.
 
 Whether a kernel runs, and runs correctly, depends on the device, torch's version and the shapes, so
 it is selected only if it equals `PerDocumentSDPA` in a trial at start-up. On a CPU none of them
@@ -32,10 +32,20 @@ TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest accepted error, relative to the norm. fp32 may be computed in TF32."""
 EOD = 0
 """End of a document in the trial."""
+COMPARED = 1024
+"""Tokens of a sample without documents that are compared: all of ALiBi's bias may exceed the
+device's memory."""
 
 
 def select_document_kernel(
-    config: ModelConfig, micro_batch: int, shards: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    micro_batch: int,
+    shards: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: str = "auto",
+    *,
+    has_documents: bool = True,
 ) -> tuple[DocumentKernel | None, Problem | None]:
     """Select the first kernel that trains this run's attention correctly on this device.
 
@@ -48,17 +58,25 @@ def select_document_kernel(
         shards: Ranks that share the heads: tensor- and sequence-parallel ones.
         dtype: Type of the activations.
         device: Device of the activations.
+        backend: The value of --attention-backend.
+        has_documents: Whether attention ends with a document. If not, the kernel is one of ALiBi.
 
     Returns:
-        The kernel, or the reason why none was selected; the other one is None.
+        The kernel, or the reason why none was selected; the other one is None. None of both if
+        `backend` has no such kernel.
     """
+    names = candidates(config, shards, dtype, backend)
+    if not names:
+        return None, None
     if config.attention_dropout > 0.0:
-        return None, Problem("document-attention-with-dropout")
+        dropped = Problem("document-attention-with-dropout")
+        return None, dropped if has_documents else Problem("alibi-with-dropout")
+    trial = config, micro_batch, shards, dtype, device
     reasons = []
-    for name in candidates(config, shards, dtype):
+    for name in names:
         try:
             kernel = _build(name, device)
-            error = _max_relative_error(kernel, config, micro_batch, shards, dtype, device)
+            error = _max_relative_error(kernel, *trial, has_documents=has_documents)
         except Exception as refusal:  # compilers and devices raise any type
             first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
             reasons.append(f"{name}: {first_sentence or type(refusal).__name__}")
@@ -66,10 +84,14 @@ def select_document_kernel(
         if error <= TOLERANCES[dtype]:  # not if the error is nan
             return kernel, None
         reasons.append(f"{name}: its relative error is {error:.2g}")
-    return None, Problem("document-attention-slow", reasons="; ".join(reasons))
+    text = "; ".join(reasons)
+    slow = Problem("document-attention-slow", reasons=text)
+    return None, slow if has_documents else Problem("alibi-slow", reasons=text)
 
 
-def candidates(config: ModelConfig, shards: int, dtype: torch.dtype) -> tuple[str, ...]:
+def candidates(
+    config: ModelConfig, shards: int, dtype: torch.dtype, backend: str = "auto"
+) -> tuple[str, ...]:
     """The kernels to try, fastest first.
 
     Variable-length attention is flash attention: in half precision, without a bias. It needs the
@@ -81,7 +103,8 @@ def candidates(config: ModelConfig, shards: int, dtype: torch.dtype) -> tuple[st
         and config.position_embedding_type != "alibi"
         and shards == 1
     )
-    return ("varlen_attn", "flex_attention") if has_varlen else ("flex_attention",)
+    varlen = ("varlen_attn",) if has_varlen and backend in ("auto", "flash") else ()
+    return (*varlen, "flex_attention") if backend == "auto" else varlen
 
 
 def _build(name: str, device: torch.device) -> DocumentKernel:
@@ -130,39 +153,46 @@ def _max_relative_error(
     shards: int,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    has_documents: bool,
 ) -> float:
-    """The larger of the relative errors of output and gradient against `PerDocumentSDPA`."""
+    """The larger of the relative errors of output and gradient against `PerDocumentSDPA`.
+
+    Without documents, those of the first tokens, which do not depend on later ones.
+    """
+    length, documents = config.seq_length, 6 if has_documents else 0
+    compared = length if has_documents else min(length, COMPARED)
     generator = torch.Generator().manual_seed(0)
-    is_end = (
-        torch.rand((micro_batch, config.seq_length), generator=generator) * config.seq_length < 6
-    )
+    is_end = torch.rand((micro_batch, length), generator=generator) * length < documents
     tokens = torch.where(is_end, EOD, EOD + 1).to(device)
-    packed = PackingOptions(EOD, False, True, kernel).find_documents(
+    packed = PackingOptions(EOD, False, has_documents, kernel).find_documents(
         tokens, micro_batch + int(is_end.sum())
     )
     kv_heads = max(1, config.kv_heads // shards)
     local_heads = config.num_attention_heads // shards, kv_heads, kv_heads
-    shape = config.seq_length, micro_batch, sum(local_heads) * config.head_dim
+    shape = length, micro_batch, sum(local_heads) * config.head_dim
     qkv = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
     grad = torch.randn((*shape[:2], local_heads[0], config.head_dim), generator=generator)
     grad = grad.permute(1, 2, 0, 3).to(device, dtype)
-    lengths = document_lengths(packed.doc_ids_BS)
+    grad[:, :, compared:] = 0
+    lengths = document_lengths(packed.doc_ids_BS[:, :compared])
     slopes = bias = None
     if config.position_embedding_type == "alibi":
         slopes = torch.linspace(0.1, 0.5, local_heads[0], device=device)
         # As wide as the longest document: the bias of all scores can exceed the device's memory.
         longest = max(map(max, lengths))
         bias = alibi_bias(slopes.tolist(), longest, longest, device, dtype)
+    loop = PerDocumentSDPA(lengths, bias)
     results = []
-    for core in (kernel.core(packed, slopes), PerDocumentSDPA(lengths, bias)):
-        parts = qkv.split([heads * config.head_dim for heads in local_heads], dim=-1)
+    for core, size in ((kernel.core(packed, slopes), length), (loop, compared)):
+        parts = qkv[:size].split([heads * config.head_dim for heads in local_heads], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
         if config.position_embedding_type == "rope":  # both are rotated in one tensor
             q, k = torch.cat([q, k], dim=2).split([q.shape[2], k.shape[2]], dim=2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
         out = core.attend(q, k, v, 0.0)
-        (gradient,) = torch.autograd.grad(out, qkv, grad)
-        results.append((out.detach().float(), gradient.float()))
+        (gradient,) = torch.autograd.grad(out, qkv, grad[:, :, :size])
+        results.append((out.detach()[:, :, :compared].float(), gradient.float()))
     pairs = zip(*results, strict=True)
     # torch's maximum, unlike Python's, is nan if any is.
     return float(torch.stack([(one - other).norm() / other.norm() for one, other in pairs]).max())

@@ -6,7 +6,7 @@ mathematics, which is the same compiled or not, and the trial of the compiled on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -87,26 +87,39 @@ def compile_elementwise(
     Returns:
         The compiled functions, or the eager ones and the reason why.
     """
-    try:
+    compiled = EAGER
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal compiled
         compiled = Elementwise(
             torch.compile(rotate),
             torch.compile(activate),
             torch.compile(add_dropout),
             LossKernels.compiled(),
         )
-        pairs = zip(
-            _results(compiled, config, micro_batch, group, dtype, device),
-            _results(EAGER, config, micro_batch, group, dtype, device),
-            strict=True,
-        )
-        errors = [(actual - expected).norm() / expected.norm() for actual, expected in pairs]
-        error = float(torch.stack(errors).max())  # unlike Python's maximum, nan if any is
-    except Exception as refusal:  # compilers and devices raise any type
-        first_line = str(refusal).strip().partition("\n")[0]
-        return EAGER, Problem("compilation-failed", reason=first_line or type(refusal).__name__)
+        shape = config, micro_batch, group, dtype, device
+        yield from zip(_results(compiled, *shape), _results(EAGER, *shape), strict=True)
+
+    error = largest_error(pairs)
+    if isinstance(error, str):
+        return EAGER, Problem("compilation-failed", reason=error)
     if not error <= TOLERANCE:  # also if the error is nan
         return EAGER, Problem("compilation-inaccurate", error=error)
     return compiled, None
+
+
+def largest_error(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> float | str:
+    """The largest error of a trial relative to the norm, nan if any is; or why the trial failed.
+
+    Args:
+        pairs: Computes what is compared, and what it should be.
+    """
+    try:
+        errors = [(actual - expected).norm() / expected.norm() for actual, expected in pairs()]
+        return float(torch.stack(errors).max())  # unlike Python's maximum, nan if any is
+    except Exception as refusal:  # compilers and devices raise any type
+        first_line = str(refusal).strip().partition("\n")[0]
+        return first_line or type(refusal).__name__
 
 
 def _results(
@@ -138,7 +151,7 @@ def _results(
         yield from run(lambda x: functions.rotate(x[:, :, :heads], table), x)
     x = draw(config.mlp_hidden_size // group.size * (2 if config.is_gated else 1))
     num_tokens = config.seq_length * micro_batch
-    yield from _loss_results(functions.loss, config, num_tokens, group.size, like=x.detach())
+    yield from loss_results(functions.loss, config, num_tokens, group.size, like=x.detach())
     yield from run(lambda x: functions.activate(x, config.activation, config.gelu_kind), x)
     if config.hidden_dropout > 0:
         x, probability = draw(config.hidden_size), config.hidden_dropout
@@ -152,7 +165,7 @@ def _results(
 
 
 @torch.no_grad()  # as in the loss, which computes its gradient itself
-def _loss_results(
+def loss_results(
     kernels: LossKernels, config: ModelConfig, num_tokens: int, tp_size: int, like: Tensor
 ) -> list[Tensor]:
     """Outputs of the loss's kernels on tensors with the type and the device of `like`."""

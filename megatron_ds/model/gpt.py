@@ -22,9 +22,15 @@ from megatron_ds.model.layers import BUILT_IN, CustomParts, build_layers, layer_
 from megatron_ds.model.moe import logged_shapes
 from megatron_ds.model.output_layer import OutputLayer, TokenLoss
 from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
+from megatron_ds.model.position_embedding import (
+    CALLERS,
+    AttentionContext,
+    AttentionOptions,
+    PositionEncoder,
+)
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
+from megatron_ds.parallel.fused_linear_cross_entropy import EAGER as EAGER_LOSS
 from megatron_ds.parallel.fused_linear_cross_entropy import LossKernels
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import MicroBatchSeed, RngStreams
@@ -33,6 +39,7 @@ from megatron_ds.parallel.ulysses import local_slice
 
 ALL_LAYERS = (slice(None),)
 DENSE = MoEConfig()
+EAGER_TEXT = "nothing (eager)"
 EMBEDDING = -1
 """Number of the embedding among the layers, for its dropout."""
 
@@ -48,6 +55,7 @@ class GPTModel(nn.Module):
             initialized, because a checkpoint will be loaded.
         checkpointing: What is recomputed in the backward pass. None: nothing.
         packing: What happens at document boundaries, in passes without a cache. None: nothing.
+        attention: What computes attention, in passes without a cache.
         stages: Which of `layer_specs` this model has: the parts that `forward` computes together.
         moe: Which layers have experts, and how many.
         parts: What replaces parts of the model.
@@ -69,14 +77,17 @@ class GPTModel(nn.Module):
         seed: int | None,
         checkpointing: ActivationCheckpointing | None = None,
         packing: PackingOptions | None = None,
+        attention: AttentionOptions = CALLERS,
         stages: Sequence[slice] = ALL_LAYERS,
         moe: MoEConfig = DENSE,
         parts: CustomParts = BUILT_IN,
     ) -> None:
         super().__init__()
         self.config = config
-        self.compiled = "nothing (eager)"
+        self.compiled = EAGER_TEXT
+        self.has_compiled_layers = False
         self.packing = packing
+        self.attention = attention
         self.router_log = RouterLog(logged_shapes(moe))
         self._rng = rng
         self._sp = mesh.sp
@@ -99,7 +110,7 @@ class GPTModel(nn.Module):
         self._has_head = any(spec.name == "head" for spec in specs)
         self._has_dropout = max(config.hidden_dropout, config.attention_dropout) > 0
         self._tied = not config.untie_embeddings_and_output_weights
-        self.positions = PositionEncoder(config, mesh)
+        self.positions = PositionEncoder(config, mesh, attention)
         build_layers(self, specs)
         if not hasattr(self, "layers"):
             self.layers = nn.ModuleDict()
@@ -159,7 +170,7 @@ class GPTModel(nn.Module):
         tensor = x_SBH.dtype, x_SBH.device
         context = self.positions.context(length, offset, *tensor, packed, positions_BS, fp32_keys)
         with self.router_log.recording(training=self.training):
-            x_SBH = self._run_blocks(self._blocks(stage), x_SBH, context, cache, dropout)
+            x_SBH = self._run_blocks(self.blocks(stage), x_SBH, context, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])
         if hidden_only or not has_head:
             return x_SBH
@@ -193,30 +204,48 @@ class GPTModel(nn.Module):
                 each length.
         """
         packing = self.packing
-        is_traceable = self._sp.size == 1 and (packing is None or not packing.reset_attention)
+        is_traceable = self._sp.size == 1 and self.attention.alibi is None
+        is_traceable = is_traceable and (packing is None or not packing.reset_attention)
         if packing is not None and packing.kernel is not None:
             is_traceable = self._sp.size == 1 and packing.kernel.is_traceable
             # The number of documents varies, and with it a dimension in the graph.
             lengths_vary = lengths_vary or is_traceable
-        for block in self._blocks():
+        are_graphs = [
             block.compile_parts(
                 is_core_traceable=is_traceable, dynamic=None if lengths_vary else False
             )
+            for block in self.blocks()
+        ]
         self._set_loss_kernels(LossKernels.compiled())
-        self.compiled = f"{len(self._blocks())} layers, loss by torch.compile"
+        parts = "" if all(are_graphs) else " except attention"
+        self.compiled = f"{len(are_graphs)} layers{parts}, loss by torch.compile"
+        self.has_compiled_layers = True
 
-    def use_elementwise(self, functions: Elementwise) -> None:
-        """Let each layer compute its elementwise parts by compiled functions."""
-        for block in self._blocks():
+    def use_elementwise(self, functions: Elementwise, reason: str = "") -> None:
+        """Let each layer compute its elementwise parts by compiled functions.
+
+        Args:
+            functions: The functions.
+            reason: Why the layers are not compiled.
+        """
+        for block in self.blocks():
             block.use_elementwise(functions)
         self._set_loss_kernels(functions.loss)
         self.compiled = "rotary positions, activation, dropout, softmax by torch.compile"
+        self.compiled += f"; layers eager ({reason})" if reason else ""
+
+    def use_eager(self) -> None:
+        """Undo `compile_layers`."""
+        for block in self.blocks():
+            block.use_eager()
+        self._set_loss_kernels(EAGER_LOSS)
+        self.compiled, self.has_compiled_layers = EAGER_TEXT, False
 
     def _set_loss_kernels(self, kernels: LossKernels) -> None:
         if self._has_head:
             self.head.kernels = kernels
 
-    def _blocks(self, stage: int | None = None) -> list[Block]:
+    def blocks(self, stage: int | None = None) -> list[Block]:
         """The transformer layers of a stage, or all."""
         names = [f"layers.{number}" for number in self.layers]
         kept = names if stage is None else [each for each in names if each in self._stages[stage]]

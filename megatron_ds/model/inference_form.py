@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_ds.config import MoEConfig
+from megatron_ds.model.attention_backends import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.position_embedding import PositionEncoder
 from megatron_ds.parallel.mesh import Group, Mesh
@@ -49,6 +50,8 @@ def inference_form(model: GPTModel, mesh: Mesh) -> Iterator[None]:
         for name, new in (("packing", None), ("positions", PositionEncoder(model.config, plain))):
             before.callback(setattr, model, name, getattr(model, name))
             setattr(model, name, new)
+        device = next(model.parameters()).device
+        before.enter_context(backends_in_order(VARYING_SIZES, device))
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             before.enter_context(torch.compiler.set_stance("force_eager"))
         yield

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ds.model.attention_cores import SDPA, AttentionCore, kernels_for_varying_sizes
+from megatron_ds.model.attention_backends import VARYING_SIZES, Order, backends_in_order
+from megatron_ds.model.attention_cores import SDPA, AttentionCore
 
 BLOCK = 128
 """Queries and keys of a block of flex attention."""
@@ -125,6 +126,8 @@ class PerDocumentSDPA:
     bias_nSS: Tensor | None = None
     """Added to the scores of a document's first keys and queries; must hide the future. At least as
     wide as the longest document."""
+    backends: Order = VARYING_SIZES
+    """Kernels to consider on a device."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
         parts = [self._split(x) for x in (q, k, v)]
@@ -132,7 +135,7 @@ class PerDocumentSDPA:
         for index, part in enumerate(parts[0]):
             by_length.setdefault(part.shape[1], []).append(index)
         attended: list[Tensor] = [q] * len(parts[0])
-        with kernels_for_varying_sizes(q.device):
+        with backends_in_order(self.backends, q.device):
             for length, members in by_length.items():
                 queries, keys, values = (
                     torch.stack([part[at] for at in members]) for part in parts
@@ -212,7 +215,12 @@ class FlexKernel:
     is_traceable = False  # it would be compiled again for the functions of every block mask
 
     def core(self, packed: PackedBatchInfo, slopes_n: Tensor | None) -> AttentionCore:
-        return DocumentFlexAttention(self.flex, block_mask(packed.doc_ids_BS), slopes_n)
+        if packed.options.reset_attention:
+            mask = block_mask(packed.doc_ids_BS)
+        else:
+            one_document = torch.zeros_like(packed.doc_ids_BS[:1])
+            mask = block_mask(one_document, is_causal_only=True)
+        return DocumentFlexAttention(self.flex, mask, slopes_n)
 
 
 @dataclass(frozen=True)
@@ -237,8 +245,10 @@ class DocumentFlexAttention:
         return self.flex(q, k, v, score_mod=score_mod, block_mask=self.mask, enable_gqa=has_groups)
 
 
-def block_mask(doc_ids_BS: Tensor) -> Any:
+def block_mask(doc_ids_BS: Tensor, *, is_causal_only: bool = False) -> Any:
     """The BlockMask of causal intra-document attention.
+
+    With `is_causal_only`, the tokens are one document, and the mask serves all rows.
 
     torch's create_block_mask computes the same from all [S, S] scores. Document numbers never
     decrease along a row, so a block's first and last number tell which documents it contains.
@@ -260,11 +270,14 @@ def block_mask(doc_ids_BS: Tensor) -> Any:
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (doc_ids_BS[row, query] == doc_ids_BS[row, key])
 
+    def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
     return BlockMask.from_kv_blocks(
         *_block_lists(needed & ~full),
         *_block_lists(full),
         BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
+        mask_mod=causal if is_causal_only else visible,
         seq_lengths=(length, length),
     )
 

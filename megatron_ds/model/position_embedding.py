@@ -16,18 +16,40 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.attention_backends import VARYING_SIZES, Order
 from megatron_ds.model.attention_cores import (
     SDPA,
     AttentionCore,
     BatchInvariantAttention,
     UlyssesAttention,
 )
-from megatron_ds.model.packed_attention import PackedBatchInfo, PerDocumentSDPA, document_lengths
+from megatron_ds.model.packed_attention import (
+    DocumentKernel,
+    PackedBatchInfo,
+    PackingOptions,
+    PerDocumentSDPA,
+    document_lengths,
+)
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.ulysses import local_slice
 
 Rotation = tuple[Tensor, Tensor]
 """Rope's cosines and sines, fp32: each [S, 1, 1, R], or [S, B, 1, R] where positions restart."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What computes attention in passes without a cache."""
+
+    samples: Order = ()
+    """Kernels to consider for complete samples. Empty: those that the caller has selected."""
+    documents: Order = VARYING_SIZES
+    """Kernels to consider for one document after the other."""
+    alibi: DocumentKernel | None = None
+    """Computes ALiBi's bias in the kernel. None: it is a tensor."""
+
+
+CALLERS = AttentionOptions()
 
 
 @dataclass(frozen=True)
@@ -46,9 +68,13 @@ class PositionEncoder:
         config: Architecture.
         mesh: Its tensor-parallel ranks and, inside attention, its sequence-parallel ranks share
             the heads.
+        attention: What computes attention.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, attention: AttentionOptions = CALLERS
+    ) -> None:
+        self._attention = attention
         self._kind = config.position_embedding_type
         self._max_length = config.seq_length
         self._rotated = int(config.head_dim * config.rotary_percent)
@@ -61,6 +87,7 @@ class PositionEncoder:
         self._rope_table: Rotation | None = None
         self._bias_key: tuple[int, int, torch.dtype, torch.device] | None = None
         self._bias: Tensor | None = None
+        self._alibi_core: tuple[int, torch.device, AttentionCore] | None = None
         self._device_slopes: Tensor | None = None
         self._longest_document = 1
 
@@ -102,10 +129,13 @@ class PositionEncoder:
                 core = BatchInvariantAttention(bias)
         elif packed is not None and packed.options.reset_attention:
             core = self._document_core(packed, dtype, device)
+        elif self._kind == "alibi" and self._attention.alibi is not None and offset == 0:
+            core = self._core_of(self._attention.alibi, queries, device)
         elif self._kind == "alibi":
-            core = SDPA(self._alibi(queries, offset + queries, dtype, device))
+            bias = self._alibi(queries, offset + queries, dtype, device)
+            core = SDPA(bias, backends=self._attention.samples)
         elif offset == 0:
-            core = SDPA(is_causal=True)
+            core = SDPA(is_causal=True, backends=self._attention.samples)
         else:
             # A single query sees every key, and torch has faster kernels without a mask.
             keys = offset + queries
@@ -136,11 +166,21 @@ class PositionEncoder:
             return kernel.core(packed, self._slopes_on(device) if alibi else None)
         lengths = document_lengths(packed.doc_ids_BS)
         if not alibi:
-            return PerDocumentSDPA(lengths)
+            return PerDocumentSDPA(lengths, backends=self._attention.documents)
         # Distances are the same in every document: one table, as wide as the longest so far.
         self._longest_document = max(self._longest_document, *map(max, lengths))
         width = self._longest_document
-        return PerDocumentSDPA(lengths, self._alibi(width, width, dtype, device))
+        bias = self._alibi(width, width, dtype, device)
+        return PerDocumentSDPA(lengths, bias, self._attention.documents)
+
+    def _core_of(self, kernel: DocumentKernel, queries: int, device: torch.device) -> AttentionCore:
+        """The core of complete samples, whose mask is kept while their length stays the same."""
+        if self._alibi_core is None or self._alibi_core[:2] != (queries, device):
+            tokens_BS = torch.ones((1, queries), dtype=torch.int64, device=device)
+            packed = PackingOptions(0, False, False).find_documents(tokens_BS)
+            core = kernel.core(packed, self._slopes_on(device))
+            self._alibi_core = queries, device, core
+        return self._alibi_core[2]
 
     def _slopes_on(self, device: torch.device) -> Tensor:
         """The slopes, kept on the device, because each copy would synchronize with it."""

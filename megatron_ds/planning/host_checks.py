@@ -98,6 +98,7 @@ def problems(
         warn: Called with each warning.
     """
     yield from _passed_key_problems(config, host.kind, warn)
+    yield from _attention_problems(config, host.kind, warn)
     ds_config = generate.build_ds_config(config, dp_size, host.kind, available_on(host.kind))
     ops = generate.cpp_ops(ds_config)
     # swap_disk.py checks that of swapping.
@@ -129,6 +130,33 @@ def _passed_key_problems(
             warn(Problem("passed-key-approximates", key=passed.key, effect=passed.effect))
         else:
             warn(Problem("passed-key-unverified", key=passed.key, effect=passed.effect))
+
+
+def _attention_problems(
+    config: Config, kind: str, warn: Callable[[Problem], None]
+) -> Iterator[Problem]:
+    """A kernel of attention that was chosen, but that torch does not have for these layers."""
+    choice, model = config.runtime.attention_backend, config.model
+    if choice == "auto" or is_host(kind):
+        if choice != "auto":
+            warn(Problem("attention-backend-on-host", settings=config.runtime))
+        return
+    import torch
+
+    from megatron_ds.model.attention_backends import order_of, selected_backend
+
+    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = names[config.precision.name]
+    shards = config.parallel.tensor_model_parallel_size * config.parallel.ds_sequence_parallel_size
+    device, order = torch.device(kind), order_of(choice, sizes_vary=False)
+    batch = config.schedule.micro_batch_size
+    name = selected_backend(model, batch, shards, dtype, device, order)
+    is_exact = config.runtime.deterministic_mode  # which torch does not know yet
+    if name is None or (is_exact and name == "cudnn"):
+        layer = f"{config.precision.name}, heads of {model.head_dim}"
+        layer += " and ALiBi's bias" if model.position_embedding_type == "alibi" else ""
+        layer += " in deterministic mode" if is_exact else ""
+        yield Problem("attention-backend-unsupported", settings=config.runtime, layer=layer)
 
 
 def _host_excesses(estimate: MemoryEstimate, host: Host) -> Iterator[tuple[Problem, bool]]:

@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from torch.nn.attention import SDPBackend
 
 from megatron_ds import schedules
 from megatron_ds.checkpoint.local_files import write_json
@@ -33,7 +32,9 @@ from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.host_variables import describe
 from megatron_ds.launch.software import commit
 from megatron_ds.launch.startup_timer import StartupTimer
+from megatron_ds.model.attention_backends import name_of, selected_backend
 from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.position_embedding import CALLERS, AttentionOptions
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.train_state import TrainState
@@ -148,6 +149,7 @@ def print_banner(
             getattr(torch, engine.settings.param_dtype),
             context.device,
             documents,
+            engine.attention,
         ),
         compiled=engine.compiled,
         ops=tuple(loaded_ops()),
@@ -246,6 +248,7 @@ def describe_kernel(
     dtype: torch.dtype,
     device: torch.device,
     packing: PackingOptions | None = None,
+    attention: AttentionOptions = CALLERS,
 ) -> str:
     """Name the function that computes attention, and the kernel that torch selects for it.
 
@@ -256,45 +259,16 @@ def describe_kernel(
         dtype: Type of the activations.
         device: Device of the activations.
         packing: What happens at document boundaries.
+        attention: What computes attention.
     """
     per_document = packing is not None and packing.reset_attention
     if packing is not None and per_document and packing.kernel is not None:
         return f"{packing.kernel.name} within documents"
-    backend = _sdpa_backend(config, 1 if per_document else micro_batch, shards, dtype, device)
-    scope = " per document" if per_document else ""
-    return f"torch's scaled_dot_product_attention{scope}: {backend}"
-
-
-def _sdpa_backend(
-    config: ModelConfig, batch: int, shards: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    """Name of the kernel that scaled_dot_product_attention selects."""
-    queries = config.seq_length
-
-    def empty(*shape: int) -> torch.Tensor:
-        """A tensor of this shape that has only a row of memory."""
-        row = torch.empty(shape[-1], dtype=dtype, device=device, requires_grad=True)
-        return row.expand(shape)
-
-    def heads(count: int) -> torch.Tensor:
-        return empty(batch, max(1, count // shards), queries, config.head_dim)
-
-    q, k = heads(config.num_attention_heads), heads(config.kv_heads)
-    alibi = config.position_embedding_type == "alibi"
-    bias = empty(1, q.shape[1], queries, queries).detach() if alibi else None
-    has_groups = q.shape[1] != k.shape[1]
-    if alibi and not is_host(device.type):  # the keys and values are repeated for their queries
-        k, has_groups = q, False
-    try:
-        choice = torch._fused_sdp_choice(
-            q,
-            k,
-            k,
-            attn_mask=bias,
-            dropout_p=config.attention_dropout,
-            is_causal=not alibi,
-            enable_gqa=has_groups,
-        )
-    except (AttributeError, RuntimeError, TypeError):  # not one of torch's public functions
-        return "torch's choice"
-    return str(SDPBackend(choice)).rpartition(".")[2].removesuffix("_ATTENTION").lower()
+    if attention.alibi is not None and not per_document:
+        return f"{attention.alibi.name} with ALiBi"
+    batch, scope, order = micro_batch, "", attention.samples
+    if per_document:
+        batch, scope, order = 1, " per document", attention.documents
+    backend = selected_backend(config, batch, shards, dtype, device, order)
+    considered = "" if is_host(device.type) else f" (first of {', '.join(map(name_of, order))})"
+    return f"torch's scaled_dot_product_attention{scope}: {backend}{considered}"

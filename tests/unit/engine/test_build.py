@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from megatron_ds.config import Config, DataConfig, RecomputeConfig, RuntimeConfig
+from megatron_ds.config import (
+    Config,
+    DataConfig,
+    DeepSpeedConfig,
+    MoEConfig,
+    RecomputeConfig,
+    RuntimeConfig,
+    ScheduleConfig,
+)
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine import build
 from megatron_ds.engine.build import selective_recompute_note
+from megatron_ds.model.attention_backends import name_of
 from megatron_ds.model.elementwise import EAGER, Elementwise
-from megatron_ds.model.packed_attention import PackingOptions, VarlenKernel
+from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.packed_attention import FlexKernel, PackingOptions, VarlenKernel
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import codes
-from tests.unit.model.dense import build_model, dense_varlen
+from tests.unit.model.dense import build_model, dense_flex, dense_varlen, gradients
 from tests.unit.model.test_packed_attention import CONFIG
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
@@ -29,11 +41,14 @@ def config(dropout: float = 0.0, **groups: Any) -> Config:
     return Config(model=dataclasses.replace(CONFIG, attention_dropout=dropout), **groups)
 
 
+EAGER_LAYERS = MoEConfig(num_experts=(4,))
+
+
 @pytest.mark.parametrize(
     ("has_triton", "problem", "expected"),
     [(False, None, EAGER), (True, None, "compiled"), (True, REASON, EAGER)],
 )
-def test_elementwise_parts_are_compiled_where_there_is_triton(
+def test_elementwise_parts_are_compiled_where_there_is_triton_and_layers_are_not(
     has_triton: bool, problem: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = Elementwise()
@@ -41,12 +56,14 @@ def test_elementwise_parts_are_compiled_where_there_is_triton(
     accelerator.is_triton_supported.return_value = has_triton
     monkeypatch.setattr(build, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(build, "compile_elementwise", lambda *_: (compiled, problem))
-    run = config()
+    run = config(moe=EAGER_LAYERS)
     model = build_model(run.model)
     assert build._compile(model, run, Mesh.single(), CPU) is problem
     functions = model.layers["0"].elementwise
     assert (functions is compiled) == (expected == "compiled")
     assert ("nothing" in model.compiled) == (functions is EAGER)
+    assert ("layers eager (experts)" in model.compiled) == (functions is compiled)
+    assert not model.has_compiled_layers
 
 
 def test_no_rank_compiles_elementwise_parts_where_another_cannot(
@@ -58,7 +75,7 @@ def test_no_rank_compiles_elementwise_parts_where_another_cannot(
     monkeypatch.setattr(build, "get_accelerator", MagicMock())
     monkeypatch.setattr(build, "compile_elementwise", lambda *_: (Elementwise(), None))
     monkeypatch.setattr(build.dist, "all_gather_object", gather)
-    run = config()
+    run = config(moe=EAGER_LAYERS)
     model = build_model(run.model)
     mesh = dataclasses.replace(Mesh.single(), world_size=2)
     assert build._compile(model, run, mesh, CPU) is REASON
@@ -71,6 +88,141 @@ def test_compiled_layers_need_no_compiled_parts(monkeypatch: pytest.MonkeyPatch)
     model = build_model(run.model)
     assert build._compile(model, run, Mesh.single(), CPU) is None
     assert model.compiled == f"{run.model.num_layers} layers, loss by torch.compile"
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The graphs that torch.compile makes, on a device with Triton."""
+    made: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    monkeypatch.setattr(build, "get_accelerator", MagicMock())
+    monkeypatch.setattr(build, "compile_elementwise", lambda *_: (Elementwise(), None))
+    torch._dynamo.reset()
+    yield made
+    torch._dynamo.reset()
+
+
+def step(model: GPTModel, length: int = CONFIG.seq_length) -> None:
+    tokens_BS = torch.arange(2 * length).view(2, length) % 8
+    model(tokens_BS, tokens_BS).loss_sum.backward()
+
+
+@pytest.mark.parametrize(
+    ("documents", "recompute"), [(False, None), (True, None), (False, "full"), (False, "selective")]
+)
+def test_layers_are_compiled_by_default_on_an_accelerator(
+    documents: bool, recompute: str | None, graphs: list[Any]
+) -> None:
+    """All layers by the graphs of the trial, so that the first step compiles nothing."""
+    found = []
+    for layers in (1, 4):
+        packing = PackingOptions(7, True, True) if documents else None
+        run = config(schedule=ScheduleConfig(micro_batch_size=2))
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, num_layers=layers))
+        model = build_model(run.model, recompute, packing=packing)
+        torch._dynamo.reset()
+        graphs.clear()
+        assert build._compile(model, run, Mesh.single(), CPU) is None
+        assert model.has_compiled_layers
+        parts = " except attention" if documents or recompute == "selective" else ""
+        assert model.compiled == f"{layers} layers{parts}, loss by torch.compile"
+        tried = len(graphs)
+        step(model)
+        assert len(graphs) == tried
+        found.append(tried)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ({"moe": EAGER_LAYERS}, "experts"),
+        ({"deepspeed": DeepSpeedConfig(zero_stage=3)}, "ZeRO stage 3"),
+        ({"recompute": RecomputeConfig(tiled_mlp=True)}, "MLP in tiles"),
+    ],
+)
+def test_what_is_eager_by_default_is_said(
+    groups: dict[str, Any], reason: str, graphs: list[Any]
+) -> None:
+    run = config(**groups)
+    model = build_model(run.model)
+    assert build._compile(model, run, Mesh.single(), CPU) is None
+    assert f"layers eager ({reason})" in model.compiled
+    assert graphs == []
+
+
+def test_nothing_is_compiled_on_request(graphs: list[Any]) -> None:
+    run = config(runtime=RuntimeConfig(no_compile=True))
+    model = build_model(run.model)
+    assert build._compile(model, run, Mesh.single(), CPU) is None
+    step(model)
+    assert (model.compiled, graphs) == ("nothing (eager)", [])
+
+
+@pytest.mark.parametrize("failure", ["broken", "wrong", "other rank"])
+def test_layers_whose_trial_fails_are_eager(
+    failure: str, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(graph: Any, _: Any) -> Any:
+        if failure == "broken":
+            raise RuntimeError("no compiler")
+        scale = 1.1 if failure == "wrong" else 1.0
+        return lambda *inputs: [scale * each for each in graph.forward(*inputs)]
+
+    def gather(problems: list[Any], own: Any) -> None:
+        problems[:] = [own, others.pop()]
+
+    others = [None, REASON if failure == "other rank" else None]
+    compiler = partial(torch.compile.func, backend=backend)  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(build.dist, "all_gather_object", gather)
+    run = config(schedule=ScheduleConfig(micro_batch_size=2))
+    model, plain = build_model(run.model), build_model(run.model)
+    mesh = dataclasses.replace(Mesh.single(), world_size=2)
+    problem = build._compile(model, run, mesh, CPU)
+    expected = "compilation-failed" if failure == "other rank" else "layers-not-compiled"
+    assert codes([problem]) == [expected]
+    assert "layers eager (their trial failed)" in model.compiled
+    assert not model.has_compiled_layers
+    for each in (model, plain):
+        step(each)
+    for name, gradient in gradients(plain).items():
+        assert torch.equal(gradients(model)[name], gradient), name
+
+
+def test_alibi_is_computed_in_a_kernel_on_an_accelerator_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "select_document_kernel", lambda *_, **__: (flex, None))
+    flex = FlexKernel(dense_flex)
+    shape = dataclasses.replace(CONFIG, position_embedding_type="alibi")
+    for device, choice, packing, expected in (
+        (CPU, "auto", None, None),
+        (ELSEWHERE, "auto", None, flex),
+        (ELSEWHERE, "auto", PackingOptions(0, True, False), flex),
+        (ELSEWHERE, "auto", PackingOptions(0, True, True), None),
+        (ELSEWHERE, "efficient", None, None),
+    ):
+        run = Config(model=shape, runtime=RuntimeConfig(attention_backend=choice))
+        options, warning = build._attention_options(run, Mesh.single(), device, packing)
+        assert (options.alibi, warning) == (expected, None)
+
+
+def test_kernels_of_attention_have_an_order() -> None:
+    def order(**groups: Any) -> tuple[list[str], list[str]]:
+        options, _ = build._attention_options(config(**groups), Mesh.single(), ELSEWHERE, None)
+        return [*map(name_of, options.samples)], [*map(name_of, options.documents)]
+
+    varying = ["flash", "efficient", "math", "overrideable"]
+    lengths_vary = ScheduleConfig(curriculum_seqlen=(8, 16, 10))
+    assert order(schedule=lengths_vary) == (varying, varying)
+    assert order() == (["cudnn", *varying], varying)
+    assert order(runtime=RuntimeConfig(attention_backend="cudnn")) == (["cudnn"], ["cudnn"])
 
 
 def test_kernels_of_documents_are_selected_on_an_accelerator_only(

@@ -1,4 +1,5 @@
-"""Attention by scores, which compiled graphs on a CPU compute in bf16, beside torch's kernel."""
+"""Attention by scores, which compiled graphs on a CPU compute in bf16, beside torch's kernel; the
+order in which torch's kernels are considered on a device."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ds.model import attention_cores
+from megatron_ds.model.attention_backends import BACKENDS, FIXED_SIZES, VARYING_SIZES, Order
 from megatron_ds.model.attention_cores import SDPA, SHORT, BatchInvariantAttention
+from megatron_ds.model.packed_attention import PerDocumentSDPA
 from megatron_ds.model.position_embedding import ragged_bias
 
 HEAD_SIZE = 8
@@ -20,6 +23,7 @@ HEAD_SIZE = 8
 
 def traced(core: SDPA, dropout: float) -> tuple[Callable[..., Any], list[str]]:
     """The core in a graph, and the names of what the graph calls."""
+    torch._dynamo.reset()
     called: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -136,3 +140,32 @@ def test_grouped_queries_on_devices_read_the_cache_in_place(
     torch.testing.assert_close(SDPA(bias).attend(q, k, v, 0.0), expected, rtol=0.0, atol=1e-14)
     ((_, keys, values),) = called
     assert (keys.data_ptr(), values.data_ptr()) == (k.data_ptr(), v.data_ptr())
+
+
+@pytest.mark.parametrize("order", [FIXED_SIZES, VARYING_SIZES, (BACKENDS["efficient"],), ()])
+def test_a_core_passes_its_kernels_in_order(order: Order, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the call only, and in a graph, too. The kernels of a CPU are left to torch."""
+    considered = partial(torch.nn.attention._cur_sdpa_kernel_backends, with_priority=True)
+    before = considered()
+    seen: list[Any] = []
+
+    def attention(q: Tensor, *_: Any, **__: Any) -> Tensor:
+        seen.append((q.device.type, considered()))
+        return q
+
+    cores = SDPA(is_causal=True, backends=order), PerDocumentSDPA([[3, 5]] * 2, None, order)
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", attention)
+        for device in ("meta", "cpu"):
+            q = torch.zeros(2, 4, 8, HEAD_SIZE, device=device)
+            for core in cores:
+                core.attend(q, q, q, 0.0)
+    assert all(used == (list(order) or before) for device, used in seen if device == "meta")
+    assert all(used == before for device, used in seen if device == "cpu")
+    assert len(seen) == 6  # the documents of 3 and 5 tokens separately
+    assert considered() == before
+    attend, called = traced(cores[0], 0.0)
+    q = torch.zeros(2, 4, 8, HEAD_SIZE, device="meta")
+    attend(q, q, q)
+    assert sum("_sdpa_kernel" in name for name in called) == (2 if order else 0)
+    assert considered() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.problems import codes
 from tests.unit.model.dense import dense_flex, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG, CPU, EOD, POSITIONS
 
+select_alibi_kernel = partial(select_document_kernel, has_documents=False)
 VARLEN, FLEX = "varlen_attn", "flex_attention"
 TORCH_VARLEN = document_kernels._torch_varlen
 
@@ -62,6 +64,12 @@ def test_candidates_are_those_that_compute_the_attention() -> None:
     assert candidates(rope, 1, torch.float32) == (FLEX,)
     assert candidates(alibi, 1, torch.bfloat16) == (FLEX,)
     assert candidates(rope, 2, torch.bfloat16) == (FLEX,)
+    assert candidates(rope, 1, torch.bfloat16, "flash") == (VARLEN,)
+    assert (
+        candidates(rope, 1, torch.bfloat16, "math")
+        == candidates(alibi, 1, torch.bfloat16, "flash")
+        == ()
+    )
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -85,6 +93,36 @@ def test_a_run_without_a_kernel_is_warned(monkeypatch: pytest.MonkeyPatch) -> No
         None,
         ["document-attention-with-dropout"],
     )
+
+
+def test_alibi_has_a_kernel_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens compared are the first ones of a sample."""
+
+    def without_bias(*qkv: Tensor, score_mod: Any, **options: Any) -> Tensor:
+        return dense_flex(*qkv, score_mod=None, **options)
+
+    def sees_all(*qkv: Tensor, block_mask: Any, **options: Any) -> Tensor:
+        block_mask.mask_mod = lambda row, head, query, key: key >= 0
+        return dense_flex(*qkv, block_mask=block_mask, **options)
+
+    shape = {"position_embedding_type": "alibi", "num_query_groups": 2, "seq_length": BLOCK + 3}
+    config = dataclasses.replace(CONFIG, **shape)
+    for compared in (BLOCK + 3, 40):
+        monkeypatch.setattr(document_kernels, "COMPARED", compared)
+        for flex, expected in (
+            (dense_flex, []),
+            (broken, ["alibi-slow"]),
+            (without_bias, ["alibi-slow"]),
+            (sees_all, ["alibi-slow"]),
+        ):
+            monkeypatch.setattr(document_kernels, "_compiled_flex", lambda device, flex=flex: flex)
+            kernel, reason = select_alibi_kernel(config, 2, 1, torch.float32, CPU)
+            assert codes([] if reason is None else [reason]) == expected
+            assert (kernel is None) == bool(expected)
+    with_dropout = dataclasses.replace(config, attention_dropout=0.1)
+    kernel, reason = select_alibi_kernel(with_dropout, 2, 1, torch.float32, CPU)
+    assert kernel is None
+    assert codes([reason]) == ["alibi-with-dropout"]
 
 
 def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
@@ -126,6 +164,16 @@ def test_a_kernel_is_selected_on_an_accelerator(position: str, dtype: torch.dtyp
     shape = {"hidden_size": 256, "num_query_groups": 2, "seq_length": 5 * BLOCK + 3}
     config = dataclasses.replace(CONFIG, **shape, position_embedding_type=position)
     kernel, reason = select_document_kernel(config, 3, 1, dtype, device)
+    assert kernel is not None, reason
+
+
+@pytest.mark.gpu(reason="flex attention trains only there")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_alibi_has_a_kernel_on_an_accelerator(dtype: torch.dtype) -> None:
+    device = torch.device(get_accelerator().current_device_name())
+    shape = {"hidden_size": 256, "num_query_groups": 2, "seq_length": 5 * BLOCK + 3}
+    config = dataclasses.replace(CONFIG, **shape, position_embedding_type="alibi")
+    kernel, reason = select_alibi_kernel(config, 3, 1, dtype, device)
     assert kernel is not None, reason
 
 

@@ -29,7 +29,7 @@ from megatron_ds.model.packed_attention import (
     find_documents,
     sequence_starts,
 )
-from megatron_ds.model.position_embedding import alibi_bias, alibi_slopes
+from megatron_ds.model.position_embedding import AttentionOptions, alibi_bias, alibi_slopes
 from tests.dense_gpt import dense_logits
 from tests.unit.model.dense import TINY, build_model, dense_flex, dense_varlen, gradients
 
@@ -110,6 +110,28 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
     assert len(gradients(packed)) == len(list(packed.parameters()))
     for (name, got), want in zip(gradients(packed).items(), gradients(alone).values(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_alibi_in_the_kernel_equals_its_bias() -> None:
+    """Also where positions restart, and for several lengths in turn."""
+    options: dict[str, Any] = {"position_embedding_type": "alibi", "num_query_groups": 2}
+    calls: list[Any] = []
+
+    def flex(*qkv: Any, **given: Any) -> Any:
+        calls.append(given["block_mask"])
+        return dense_flex(*qkv, **given)
+
+    config = dataclasses.replace(CONFIG, **options)
+    attention = AttentionOptions(alibi=FlexKernel(flex))
+    packing = PackingOptions(EOD, True, False)
+    model, plain = build_model(config, packing=packing, attention=attention), build_model(config)
+    for tokens in (TOKENS, TOKENS, TOKENS[:, :7]):
+        for each in (model, plain):
+            each(tokens, tokens.roll(-1, 1)).mean().backward()
+    assert [*map(id, calls[:4])] == [id(calls[0])] * 4  # the mask is kept
+    assert len(calls) == 6
+    for name, want in gradients(plain).items():
+        torch.testing.assert_close(gradients(model)[name], want, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("position", POSITIONS)

@@ -11,7 +11,9 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from deepspeed import git_version_info
+from torch.nn.attention import SDPBackend
 
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config import passthrough
@@ -243,3 +245,34 @@ def test_refusing_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_host_has_memory() -> None:
     assert 0 < host_checks.available_memory() <= host_checks.total_memory()
     assert host_checks.lockable_memory() >= 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "selected", "expected"),
+    [
+        ("--bf16 --attention-backend flash", "FLASH_ATTENTION", []),
+        ("--bf16 --attention-backend AttnBackend.fused", "CUDNN_ATTENTION", []),
+        ("--bf16 --attention-backend local", "MATH", []),
+        ("--attention-backend flash", None, ["attention-backend-unsupported"]),
+        ("--attention-backend flash", "MATH", ["attention-backend-unsupported"]),
+        (
+            "--bf16 --attention-backend fused --deterministic-mode",
+            "CUDNN_ATTENTION",
+            ["attention-backend-unsupported"],
+        ),
+        ("--bf16 --deterministic-mode", None, []),
+    ],
+)
+def test_a_kernel_of_attention_that_torch_refuses_is_an_error(
+    flags: str, selected: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(*_: Any, **__: Any) -> int:
+        if selected is None:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return int(getattr(SDPBackend, selected).value)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    assert check(flags, kind="meta")[0] == expected
+    assert check(flags)[0] == []
+    is_named = "--attention-backend" in flags
+    assert check(flags)[1] == (["attention-backend-on-host"] if is_named else [])

@@ -13,8 +13,10 @@ from megatron_ds.cli.flags import training_flags
 from megatron_ds.config import CheckpointConfig, Config, ScheduleConfig
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
 from megatron_ds.launch.distributed import ProcessContext
+from megatron_ds.model.attention_backends import FIXED_SIZES
 from megatron_ds.model.flops import matrix_parameters, parameter_sizes
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
+from megatron_ds.model.position_embedding import AttentionOptions
 from megatron_ds.model.stages import stage_parameters
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import estimate
@@ -254,3 +256,21 @@ def test_kernel_is_described() -> None:
     # Asking torch allocates none of the tensors, of which the bias alone would be terabytes.
     assert "scaled" in describe_kernel(long, 2, 1, torch.float32, cpu)
     assert "flex_attention" in describe(PackingOptions(0, False, True, FlexKernel(dense_flex)))
+
+
+def test_the_order_of_kernels_is_shown() -> None:
+    config = dataclasses.replace(CONFIG.model, seq_length=8)
+
+    def describe(device: str, packing: PackingOptions | None, **options: Any) -> str:
+        attention = AttentionOptions(FIXED_SIZES, **options)
+        where = torch.device(device)
+        return describe_kernel(config, 2, 1, torch.bfloat16, where, packing, attention)
+
+    order = "(first of cudnn, flash, efficient, math, overrideable)"
+    per_document = PackingOptions(0, False, True)
+    assert order in describe("meta", None)
+    assert order.replace("cudnn, ", "") in describe("meta", per_document)
+    assert "first of" not in describe("cpu", None)
+    kernel = FlexKernel(dense_flex)
+    assert "flex_attention with ALiBi" in describe("meta", None, alibi=kernel)
+    assert "per document" in describe("meta", per_document, alibi=kernel)
