@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
+import psutil
 import pytest
 import yaml
 
 from tests.cluster.cluster import SLOTS, Cluster, Done, find_obstacle
 from tests.cluster.ray_cluster import INSTALLED, RayNodes
 from tests.e2e.runs import (
+    ENDLESS,
     PRETRAIN,
     REPOSITORY,
     Launcher,
+    Run,
     Settings,
+    has_trained,
     losses,
     to_flags,
 )
+from tests.fork_server import DEADLINE
 
 Losses = Callable[[str], list[float]]
 RunSettings = Callable[[str, Path], Settings]
@@ -176,24 +182,66 @@ def test_the_command_for_kubeflows_deepspeed_runtime_trains_on_both_nodes(
     check([done], save, one_machine)
 
 
-@pytest.mark.proof
-def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
-    launcher: Launcher, one_machine: Losses, run_settings: RunSettings, tmp_path: Path
-) -> None:
-    options = ["--ray-workers", "4", "--ray-cpus", "0.5", "--ray-no-gpu", "--ray-storage"]
-    words = [sys.executable, RECIPES / "ray_train.py", *options, tmp_path / "results"]
-    save = tmp_path / "run"
+@pytest.fixture
+def ray_nodes(tmp_path: Path) -> Iterator[RayNodes]:
     if not INSTALLED.is_dir():
         pytest.skip("Ray is not installed in build/ray (make test-cluster)")
     nodes = RayNodes(tmp_path)
+    yield nodes
+    nodes.end()
+
+
+def ray_train(launcher: Launcher, nodes: RayNodes, folder: Path, *flags: str) -> Run:
+    options = ["--ray-workers", "4", "--ray-cpus", "0.5", "--ray-no-gpu", "--ray-storage"]
+    words = [sys.executable, RECIPES / "ray_train.py", *options, folder / "results", *flags]
     variables = {**nodes.environment, "RAY_ADDRESS": nodes.address, "DS_ACCELERATOR": "cpu"}
+    return launcher.command(words, variables)
+
+
+@pytest.mark.proof
+def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
+    launcher: Launcher,
+    ray_nodes: RayNodes,
+    one_machine: Losses,
+    run_settings: RunSettings,
+    tmp_path: Path,
+) -> None:
+    save = tmp_path / "run"
     flags = to_flags(run_settings("data", save))
-    try:
-        trained = launcher.command([*words, *flags], variables).succeed()
-        failed = launcher.command([*words, *flags, "--no-such-flag"], variables).wait()
-    finally:
-        nodes.end()
+    trained = ray_train(launcher, ray_nodes, tmp_path, *flags).succeed()
+    failed = ray_train(launcher, ray_nodes, tmp_path, *flags, "--no-such-flag").wait()
     assert "4 processes on cpu" in trained
     assert losses(save) == one_machine("data")
     assert failed.codes == (1,)
     assert "exit status 2" in failed.output
+
+
+@pytest.mark.proof
+def test_ray_train_ends_with_a_killed_worker_and_the_same_command_continues(
+    launcher: Launcher, ray_nodes: RayNodes, run_settings: RunSettings, tmp_path: Path
+) -> None:
+    save = tmp_path / "run"
+    settings = {**run_settings("data", save), "train_iters": ENDLESS, "save_interval": 1}
+    resumable = to_flags({**settings, "load": save})
+
+    def ranks() -> list[psutil.Process]:
+        below = (raylet.children(recursive=True) for raylet in ray_nodes.raylets)
+        processes = (process for children in below for process in children)
+        return [each for each in processes if str(PRETRAIN) in each.cmdline()]
+
+    run = ray_train(launcher, ray_nodes, tmp_path, *resumable)
+    run.wait_until(has_trained(save, 3))
+    (rank,) = (each for each in ranks() if each.environ().get("RANK") == "2")
+    worker = rank.parent()
+    assert worker is not None
+    worker.kill()
+    killed_at = time.monotonic()
+    assert run.wait().codes == (1,)
+    while ranks():
+        assert time.monotonic() < killed_at + DEADLINE
+        time.sleep(0.1)
+    print(f"everything has ended {time.monotonic() - killed_at:.1f} s after the worker")
+    whole, last = tmp_path / "whole", ["--exit-interval", str(len(losses(save)) + 2)]
+    ray_train(launcher, ray_nodes, tmp_path, *resumable, *last).succeed()
+    launcher.start([*to_flags({**settings, "save": whole}), *last], ranks=4).succeed()
+    assert losses(save) == losses(whole)
