@@ -104,6 +104,11 @@ class Options(GenerationOptions):
         "texts that are generated at the same time; the key-value cache has a place for each",
         minimum=1,
     )
+    decode_graphs: bool = option_field(
+        False,
+        "record the kernels of a token once for each rounded number of texts and keys, and replay "
+        "them, if the device can; one process only",
+    )
     max_waiting_requests: int = option_field(
         1000, "requests that may wait; further ones are answered with status 429", minimum=0
     )
@@ -123,6 +128,8 @@ class Options(GenerationOptions):
         if missing:
             yield Problem("server-packages-missing", missing=" and ".join(missing))
         yield from self.checkpoint.problems()
+        if self.decode_graphs and environment.world_size() > 1:
+            yield Problem("decode-graphs-need-one-process", processes=environment.world_size())
         if self.defaults.top_k and self.defaults.top_p:
             yield Problem("top-k-and-top-p")
         for origin in self.allowed_origins:
@@ -155,7 +162,9 @@ def run(options: Options) -> None:
         service = TextGenerationService(model, tokenizer, max_length)
         # The last token of a text is never fed to the model.
         slots = options.inference_max_requests
-        engine = GenerationEngine(model, slots=slots, capacity=max_length - 1)
+        engine = GenerationEngine(
+            model, slots=slots, capacity=max_length - 1, use_graphs=options.decode_graphs
+        )
         scheduler = Scheduler(
             engine, service.start, TpLink(), max_waiting=options.max_waiting_requests
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import check_finite
 from megatron_ds.inference.stop_rules import StopRules
@@ -72,7 +73,7 @@ def beam_search(
     beams, ended = [Hypothesis([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
     for _ in range(config.max_new_tokens):
-        tokens_BS = torch.tensor(tokens, device=weight.device)
+        tokens_BS = to_device(tokens, weight.device)
         view = cache.view(0, [len(tokens[0])] * len(tokens))
         with torch.no_grad(), backends_in_order(VARYING_SIZES, weight.device):
             last_1BH = model(tokens_BS, cache=view, hidden_only=True)[-1:]

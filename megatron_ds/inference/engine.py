@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
+from megatron_ds.inference.decoding import DecodeGraphs, Decoder
 from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose
@@ -43,7 +44,13 @@ class GenerationEngine:
     """
 
     def __init__(
-        self, model: GPTModel, *, slots: int, capacity: int, use_cache: bool = True
+        self,
+        model: GPTModel,
+        *,
+        slots: int,
+        capacity: int,
+        use_cache: bool = True,
+        use_graphs: bool = False,
     ) -> None:
         """
         Args:
@@ -51,6 +58,7 @@ class GenerationEngine:
             slots: Number of sequences that run at the same time.
             capacity: Number of tokens of a sequence.
             use_cache: Keep keys and values; otherwise every token recomputes all tokens.
+            use_graphs: Record and replay the layers of a token, on one rank, if the device can.
         """
         self.running: list[TextSequence] = []
         self.waiting: deque[TextSequence] = deque()
@@ -63,7 +71,10 @@ class GenerationEngine:
         has_inference_mode = is_host(weight.device.type) and not is_trained
         self._without_gradients = torch.inference_mode if has_inference_mode else torch.no_grad
         self._use_cache = use_cache
-        self._cache = PreallocatedCache(model.config.num_layers, slots, capacity, weight)
+        self._cache = cache = PreallocatedCache(
+            model.config.num_layers, slots, capacity, weight, has_spare=use_graphs
+        )
+        self._decoder = Decoder(model, cache, DecodeGraphs(model, cache) if use_graphs else None)
         self._partial: TextSequence | None = None
         """A prompt that is being fed in parts, in the slot after those of the running ones."""
 
@@ -198,12 +209,12 @@ class GenerationEngine:
         """Appends a token to each of all running sequences."""
         logits_BV = self._model.logits(self._last_hidden(sequences))[:, 0]
         scored = [row for row, each in enumerate(sequences) if each.config.logprobs]
-        raw_BV = logits_BV[scored] if scored else None
+        raw_BV = logits_BV[to_device(scored, self._device)] if scored else None
         for row, sequence in enumerate(sequences):
             if sequence.config.rules is not None:
                 forbidden = sequence.config.rules.forbidden(sequence.ids[-1])
                 logits_BV[row, list(forbidden)] = -torch.inf
-        _sample(sequences, logits_BV)
+        self._decoder.keep(sequences, _sample(sequences, logits_BV))
         if raw_BV is not None:
             wanted = [sequences[row] for row in scored]
             self._add_scores(wanted, raw_BV, [each.ids[-1] for each in wanted])
@@ -211,18 +222,16 @@ class GenerationEngine:
     def _last_hidden(self, sequences: list[TextSequence]) -> Tensor:
         """The last layer's output at the last token of each sequence, [1, B, H]."""
         if self._use_cache:
-            tokens_BS = torch.tensor([each.ids[-1:] for each in sequences], device=self._device)
-            view = self._cache.view(0, [1] * len(sequences))
-            return self._model(tokens_BS, cache=view, hidden_only=True)  # type: ignore[no-any-return]
+            return self._decoder.last_hidden(sequences)
         x_SBH = self._model(self._filled_up([each.ids for each in sequences]), hidden_only=True)
-        last_B = torch.tensor([len(each.ids) - 1 for each in sequences], device=self._device)
+        last_B = to_device([len(each.ids) - 1 for each in sequences], self._device)
         rows_B = torch.arange(len(sequences), device=self._device)
         return x_SBH[last_B, rows_B].unsqueeze(0)  # type: ignore[no-any-return]
 
     def _filled_up(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Ids [B, S], shorter rows with zeros at their end."""
-        tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-        return nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(self._device)
+        longest = max(map(len, rows))
+        return to_device([[*row, *[0] * (longest - len(row))] for row in rows], self._device)
 
     def _drop(self, sequences: Sequence[TextSequence]) -> None:
         """Removes running sequences; the last ones take their slots."""
@@ -242,7 +251,7 @@ class GenerationEngine:
     ) -> None:
         """Adds to each sequence the scores of a token, in this order."""
         logprobs_BV = logits_BV.float().log_softmax(dim=-1)
-        tokens_B = torch.tensor(ids, device=logits_BV.device)
+        tokens_B = to_device(ids, logits_BV.device)
         chosen = logprobs_BV.gather(-1, tokens_B[:, None])[:, 0].tolist()
         top_n = max(sequence.config.top_n for sequence in sequences)
         values_Bn, tokens_Bn = logprobs_BV.topk(min(top_n, self._model.config.vocab_size), dim=-1)
@@ -279,8 +288,12 @@ def _shared(first: Sequence[int], second: Sequence[int]) -> int:
     return next((place for place, (one, other) in pairs if one != other), shorter)
 
 
-def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> None:
-    """Appends a token to each sequence; those with equal parameters are sampled together."""
+def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> Tensor:
+    """Appends a token to each sequence; those with equal parameters are sampled together.
+
+    Returns:
+        The ids [B] on the device. One of a sequence with an error is arbitrary.
+    """
     params_by_row = [
         each.config.sampling.after(len(each.ids) - each.prompt_length) for each in sequences
     ]
@@ -289,17 +302,18 @@ def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> None:
         # All but the seed, which is in the row's key.
         key = (params.greedy, params.temperature, params.top_k, params.top_p)
         rows_by_params.setdefault(key, []).append(row)
-    parts = []
+    # fp32 holds the ids of any vocabulary exactly.
+    chosen_2B = logits_BV.new_empty((2, len(sequences)), dtype=torch.float32)
     for rows in rows_by_params.values():
         is_all = len(rows) == len(sequences)
-        part_BV = logits_BV if is_all else logits_BV[to_device(rows, logits_BV.device)]
+        rows_r = slice(None) if is_all else to_device(rows, logits_BV.device)
         keys = [sequences[row].noise_key for row in rows]
-        parts.append(torch.stack(choose(part_BV, params_by_row[rows[0]], keys)))
+        ids_r, values_r = choose(logits_BV[rows_r], params_by_row[rows[0]], keys)
+        chosen_2B[0, rows_r], chosen_2B[1, rows_r] = ids_r.float(), values_r
     # The one wait for the device, besides those of top-p.
-    ids, values = torch.cat(parts, dim=1).tolist()
-    order = [row for rows in rows_by_params.values() for row in rows]
-    for row, token, value in zip(order, ids, values, strict=True):
+    for sequence, token, value in zip(sequences, *chosen_2B.tolist(), strict=True):
         if math.isfinite(value):
-            sequences[row].append(int(token))
+            sequence.append(int(token))
         else:
-            sequences[row].error = user_error("logits-not-finite")
+            sequence.error = user_error("logits-not-finite")
+    return chosen_2B[0].long()

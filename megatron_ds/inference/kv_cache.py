@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_ds.config.devices import is_host
+from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.model.attention_cores import KEY_BLOCK, round_up
 
 FILLED_TOKENS = 64
@@ -27,13 +29,16 @@ FILLED_TOKENS = 64
 class PreallocatedCache:
     """The cache of all layers of a model. The texts in use have the first slots."""
 
-    def __init__(self, layers: int, slots: int, capacity: int, like: Tensor) -> None:
+    def __init__(
+        self, layers: int, slots: int, capacity: int, like: Tensor, *, has_spare: bool = False
+    ) -> None:
         """
         Args:
             layers: Number of layers.
             slots: Number of texts.
             capacity: Number of tokens of a text.
             like: A tensor on the model's device and of the type of its activations.
+            has_spare: Add a slot, after the others, that no text has.
         """
         self.slots = slots
         self.lengths = [0] * slots
@@ -44,6 +49,8 @@ class PreallocatedCache:
         self.is_wider = self._dtype != like.dtype
         """Than the activations."""
         self._layers = layers
+        self.capacity = capacity
+        self._places = slots + has_spare
         self._capacity = round_up(capacity, KEY_BLOCK)
         self._finite = 0
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -57,16 +64,36 @@ class PreallocatedCache:
             queries: Tokens of the pass for each text, of which those beyond the new ones are not
                 kept. None: as many as the most new tokens.
         """
-        lengths = self.lengths[first : first + len(tokens)]
-        view = CacheView(self, first, lengths, queries or max(tokens))
-        for slot, new in enumerate(tokens, start=first):
-            self.lengths[slot] += new
-        return view
+        texts = slice(first, first + len(tokens))
+        lengths, queries = self.lengths[texts], queries or max(tokens)
+        self.lengths[texts] = [old + new for old, new in zip(lengths, tokens, strict=True)]
+        length = max(lengths)
+        has_equal_lengths, end = min(lengths) == length, length + queries
+        if has_equal_lengths and not self.is_wider:
+            return CacheView(self, texts, length, end)
+        if self.is_wider:
+            end = round_up(end, KEY_BLOCK)
+        elif not is_host(self.device.type):
+            end = self.rounded(end)
+        starts_B = to_device(lengths, self.device)
+        positions_BS = starts_B.unsqueeze(1) + torch.arange(queries, device=self.device)
+        slots_B = torch.arange(first, texts.stop, device=self.device)
+        return CacheView(
+            self, texts, length, end, positions_BS, None if has_equal_lengths else slots_B
+        )
+
+    def rounded(self, keys: int) -> int:
+        """A number of keys, rounded up so that there are few different ones.
+
+        The multiples grow from `KEY_BLOCK` to an eighth of the next power of two.
+        """
+        multiple = max(KEY_BLOCK, 1 << (keys - 1).bit_length() >> 3)
+        return min(round_up(keys, multiple), self._capacity)
 
     def buffers(self, layer: int, like: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, each [slots, k, capacity, D], finite up to a length."""
         if not self._buffers:
-            shape = (self.slots, like.shape[1], self._capacity, like.shape[3])
+            shape = (self._places, like.shape[1], self._capacity, like.shape[3])
             empty = partial(like.new_empty, shape, dtype=self._dtype)
             self._buffers = [(empty(), empty()) for _ in range(self._layers)]
         if self._finite < end:
@@ -99,24 +126,22 @@ class PreallocatedCache:
         self.lengths[: len(slots)] = [self.lengths[slot] for slot in slots]
 
 
+@dataclass(frozen=True)
 class CacheView:
     """What one forward pass sees of a cache."""
 
-    def __init__(
-        self, cache: PreallocatedCache, first: int, lengths: Sequence[int], queries: int
-    ) -> None:
-        self._cache = cache
-        self._slots = slice(first, first + len(lengths))
-        self.length = max(lengths)
-        self.positions_BS: Tensor | None = None
-        self.fp32_keys: int | None = None
-        self._has_equal_lengths = min(lengths) == self.length
-        if cache.is_wider:
-            self.fp32_keys = round_up(self.length + queries, KEY_BLOCK)
-        if cache.is_wider or not self._has_equal_lengths:
-            starts_B1 = torch.tensor(lengths, device=cache.device).unsqueeze(1)
-            self.positions_BS = starts_B1 + torch.arange(queries, device=cache.device)
-            self._slots_B = torch.arange(first, self._slots.stop, device=cache.device)
+    cache: PreallocatedCache
+    texts: slice
+    """Their slots."""
+    length: int
+    num_keys: int
+    positions_BS: Tensor | None = None
+    slots_B: Tensor | None = None
+    """Where the new keys and values of each text belong, if the texts have different lengths."""
+
+    @property
+    def is_wider(self) -> bool:
+        return self.cache.is_wider
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends a layer's keys and values.
@@ -130,14 +155,12 @@ class CacheView:
             Views of the keys and values of the texts, each [B, k, L, D]. What a text does not have
             is arbitrary but finite.
         """
-        end = self.length + k.shape[2]
-        num_keys = self.fp32_keys or end
-        keys, values = self._cache.buffers(layer, k, num_keys)
-        if self.positions_BS is None or self._has_equal_lengths:
-            keys[self._slots, :, self.length : end] = k
-            values[self._slots, :, self.length : end] = v
+        keys, values = self.cache.buffers(layer, k, self.num_keys)
+        if self.slots_B is None or self.positions_BS is None:
+            new = slice(self.length, self.length + k.shape[2])
+            keys[self.texts, :, new], values[self.texts, :, new] = k, v
         else:
             positions_B = self.positions_BS[:, 0]
-            keys[self._slots_B, :, positions_B] = k[:, :, 0].to(keys.dtype)
-            values[self._slots_B, :, positions_B] = v[:, :, 0].to(values.dtype)
-        return keys[self._slots, :, :num_keys], values[self._slots, :, :num_keys]
+            keys[self.slots_B, :, positions_B] = k[:, :, 0].to(keys.dtype)
+            values[self.slots_B, :, positions_B] = v[:, :, 0].to(values.dtype)
+        return keys[self.texts, :, : self.num_keys], values[self.texts, :, : self.num_keys]

@@ -38,17 +38,21 @@ class KeyValueCache(Protocol):
     @property
     def positions_BS(self) -> Tensor | None:
         """Positions of the new tokens, where the texts have different lengths; None where all
-        have `length` tokens and `fp32_keys` is None."""
+        have `length` tokens and `is_wider` is False."""
         ...
 
     @property
-    def fp32_keys(self) -> int | None:
-        """L, where the keys are in fp32 and the activations of a CPU are not; otherwise None."""
+    def num_keys(self) -> int:
+        """L: `length` + S or, with `positions_BS`, more."""
+        ...
+
+    @property
+    def is_wider(self) -> bool:
+        """Whether the keys are in fp32 and the activations of a CPU are not."""
         ...
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, k, S, D] keys and values of a layer; return all of them, [B, k, L, D]. L is
-        `length` + S unless `fp32_keys` gives it."""
+        """Append [B, k, S, D] keys and values of a layer; return all of them, [B, k, L, D]."""
         ...
 
 

@@ -156,7 +156,7 @@ class GPTModel(nn.Module):
             assert x_SBH is not None
             return self._output(x_SBH, None, None, slice(None))
         dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
-        offset, fp32_keys = (0, None) if cache is None else (cache.length, cache.fp32_keys)
+        offset = 0 if cache is None else cache.length
         packing = self.packing if cache is None else None
         packed = None if packing is None else packing.find_documents(tokens_BS, max_documents)
         positions_BS = getattr(cache or packed, "positions_BS", None)
@@ -168,7 +168,8 @@ class GPTModel(nn.Module):
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
         tensor = x_SBH.dtype, x_SBH.device
-        context = self.positions.context(length, offset, *tensor, packed, positions_BS, fp32_keys)
+        cached = (None, False) if cache is None else (cache.num_keys, cache.is_wider)
+        context = self.positions.context(length, offset, *tensor, packed, positions_BS, *cached)
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(self.blocks(stage), x_SBH, context, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])

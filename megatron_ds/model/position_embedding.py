@@ -91,6 +91,11 @@ class PositionEncoder:
         self._device_slopes: Tensor | None = None
         self._longest_document = 1
 
+    @property
+    def tables(self) -> tuple[object, ...]:
+        """What contexts refer to, and other contexts may replace."""
+        return self._rope_table, self._device_slopes
+
     def context(
         self,
         queries: int,
@@ -99,7 +104,8 @@ class PositionEncoder:
         device: torch.device,
         packed: PackedBatchInfo | None = None,
         positions_BS: Tensor | None = None,
-        fp32_keys: int | None = None,
+        num_keys: int | None = None,
+        is_wider: bool = False,
     ) -> AttentionContext:
         """Build the context.
 
@@ -111,8 +117,8 @@ class PositionEncoder:
             packed: Documents of the tokens, if their boundaries matter; needs offset 0.
             positions_BS: Positions of the tokens, where they are not offset, offset + 1, ...
                 Without `packed`, a token sees the keys up to its position.
-            fp32_keys: Number of keys of a cache in fp32, where the activations are narrower; needs
-                `positions_BS`.
+            num_keys: Number of keys of a cache with `positions_BS`.
+            is_wider: Whether they are in fp32, and the activations are not.
         """
         rotation = None
         if self._kind == "rope":
@@ -122,11 +128,9 @@ class PositionEncoder:
         core: AttentionCore
         if packed is None and positions_BS is not None:
             slopes = self._slopes_on(device) if self._kind == "alibi" else None
-            if fp32_keys is None:
-                core = SDPA(ragged_bias(positions_BS, offset + queries, dtype, slopes))
-            else:
-                bias = ragged_bias(positions_BS, fp32_keys, torch.float32, slopes)
-                core = BatchInvariantAttention(bias)
+            bias_dtype = torch.float32 if is_wider else dtype
+            bias = ragged_bias(positions_BS, num_keys or offset + queries, bias_dtype, slopes)
+            core = BatchInvariantAttention(bias) if is_wider else SDPA(bias)
         elif packed is not None and packed.options.reset_attention:
             core = self._document_core(packed, dtype, device)
         elif self._kind == "alibi" and self._attention.alibi is not None and offset == 0:
