@@ -302,14 +302,18 @@ def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> Tensor:
         # All but the seed, which is in the row's key.
         key = (params.greedy, params.temperature, params.top_k, params.top_p)
         rows_by_params.setdefault(key, []).append(row)
-    # fp32 holds the ids of any vocabulary exactly.
-    chosen_2B = logits_BV.new_empty((2, len(sequences)), dtype=torch.float32)
+    parts, order = list[Tensor](), list[int]()
     for rows in rows_by_params.values():
         is_all = len(rows) == len(sequences)
-        rows_r = slice(None) if is_all else to_device(rows, logits_BV.device)
+        part_BV = logits_BV if is_all else logits_BV[to_device(rows, logits_BV.device)]
         keys = [sequences[row].noise_key for row in rows]
-        ids_r, values_r = choose(logits_BV[rows_r], params_by_row[rows[0]], keys)
-        chosen_2B[0, rows_r], chosen_2B[1, rows_r] = ids_r.float(), values_r
+        # fp32 holds the ids of any vocabulary exactly.
+        parts.append(torch.stack(choose(part_BV, params_by_row[rows[0]], keys)))
+        order += rows
+    chosen_2B = parts[0]
+    if len(parts) > 1:
+        places = sorted(range(len(order)), key=order.__getitem__)
+        chosen_2B = torch.cat(parts, dim=1)[:, to_device(places, logits_BV.device)]
     # The one wait for the device, besides those of top-p.
     for sequence, token, value in zip(sequences, *chosen_2B.tolist(), strict=True):
         if math.isfinite(value):
