@@ -160,8 +160,7 @@ class GPTModel(nn.Module):
         packing = self.packing if cache is None else None
         packed = None if packing is None else packing.find_documents(tokens_BS, max_documents)
         positions_BS = getattr(cache or packed, "positions_BS", None)
-        length = tokens_BS.shape[1]
-        local = local_slice(length, self._sp)
+        local = local_slice(length := tokens_BS.shape[1], self._sp)
         if x_SBH is None:
             self._rng.begin_layer(dropout, EMBEDDING)
             own_BS = None if positions_BS is None else positions_BS[:, local]
