@@ -214,6 +214,7 @@ def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
     corpus, cloze = GOLDEN / "corpus.jsonl", tmp_path / "cloze.jsonl"
     cloze.write_text('{"text": "the quick brown fox"}\n{"text": "line one and line two"}\n')
     data = {"data_path": GOLDEN / "GPT2BPETokenizer", "split": "1,0,0", "eval_iters": 0}
+    data["data_cache_path"] = tmp_path / "cache"
     run, without = tmp_path / "run", tmp_path / "without"
     launcher.start({**run_settings, **data, "save": without}, ranks=2).succeed()
     files = f"perplexity={corpus}", f"LAMBADA={cloze}"
