@@ -121,7 +121,7 @@ class RecordFile:
     def _record(self, line: str) -> dict[str, Any]:
         """The object of a line; empty for that of the columns, or without a value."""
         if not self._columns and line.lstrip()[:1] in "{[":
-            return dict(json.loads(line))
+            return {**json.loads(line)}
         (cells,) = csv.reader([line])
         if not self._line and {"iteration", *SYNONYMS["iteration"]} & {*cells}:
             self._columns = cells

@@ -375,7 +375,8 @@ def test_names_of_a_store_neither_write_nor_delete_outside_the_staging_folder(
     with run() as manager:
         assert load(manager)[0] == state_at(8)
         save(manager, 12)
-    Flaky.store["flaky://bucket/weights/../escaped"] = MemoryFile(None, "", b"theirs")
+    for name in ("../escaped", "config.json"):
+        Flaky.store[f"flaky://bucket/weights/{name}"] = MemoryFile(None, "", b"theirs")
     staged_location("hf:flaky://bucket/weights", str(tmp_path / "tool"), print)
     assert victim.read_text() == "mine"
     assert not list(tmp_path.rglob("escaped"))
