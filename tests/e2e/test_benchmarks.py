@@ -269,5 +269,7 @@ def test_curves_of_the_size_of_a_run_are_measured_and_plotted(tmp_path: Path) ->
 
 
 def test_model_flops_utilization() -> None:
-    # 124 million parameters at 470,000 tokens per second: 403 of 989 TFLOP/s.
-    assert SIZES["124m"].mfu(470_000, 989.0) == pytest.approx(0.408, abs=0.002)
+    """The exact count is 6 N + 12 L S H of GPT-2, up to the padding of the vocabulary."""
+    size, scores = SIZES["124m"], 12 * 12 * 1024 * 768
+    assert size.flops_per_token() == pytest.approx(6 * 123.5e6 + scores, rel=1e-3)
+    assert size.attention_share() == pytest.approx(scores / size.flops_per_token())
