@@ -24,8 +24,10 @@ CLUSTER_PACKAGES := iproute2 openmpi-bin openssh-client openssh-server pdsh slur
 AS_ROOT = $(shell [ "$$(id -u)" = 0 ] || ! sudo -n true 2>/dev/null || echo sudo -n)
 # One thread per process: two processes with two threads each would compete for two cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python -m pytest
-# Files run in two workers, each with its own fork server; fixtures of a file are built once.
+# Files run in workers, each with its own fork server; fixtures of a file are built once.
 PARALLEL := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
+# Tests of several processes wait for each other, for disks and for time limits.
+PROCESSES := $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 CODE := megatron_ds tools tasks tests benchmarks examples pretrain_gpt.py setup.py
 
 # The tests start hundreds of processes; without bytecode caches each would compile its modules.
@@ -48,7 +50,7 @@ quick: lint $(TESTED) ## lint, unit tests and one case of each proof, in about t
 
 test: lint $(TESTED) ## lint, then unit, fuzz, multi-process and end-to-end tests: every claim once
 	$(PARALLEL) tests/unit tests/fuzz
-	$(PARALLEL) tests/dist tests/e2e
+	$(PROCESSES) tests/dist tests/e2e
 
 proofs: lint $(TESTED) $(INTEROP)/.installed $(RAY)/.installed $(RECIPES)/.installed ## everything that proves something, more than an hour; ONLY="layouts mutants" selects sections
 	@$(RUN)/python tools/build_ops.py aio || echo "The proofs that offload to NVMe will be skipped"
