@@ -65,6 +65,7 @@ def rates(device: object, rows: int) -> Row:
     source = torch.zeros(16 * a.nbytes, dtype=torch.uint8, device=where)
     target = torch.empty_like(source)
     return {
+        "rows": rows,
         "bf16_tflops": 2 * rows**3 / median_seconds(lambda: a @ a, where) / 1e12,
         # Bytes are read and written.
         "copy_tb_s": 2 * source.nbytes / median_seconds(lambda: target.copy_(source), where) / 1e12,

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 PEAK_TFLOPS = 989.0
 """Dense bf16 rate of an H100 or H200 (SXM) by its data sheet, in 10^12 operations per second."""
-PADDING = 64
-"""The default command pads the vocabulary to a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +91,11 @@ class GptSize:
         """
         from megatron_ds.model.flops import model_flops_per_sample
 
-        padded = -(-self.vocab // PADDING) * PADDING
-        return model_flops_per_sample(self.config(), padded) / self.sequence
+        config = self.config()
+        return model_flops_per_sample(config, config.padded_vocab(1)) / self.sequence
 
     def attention_share(self) -> float:
-        """The share of `flops_per_token` of which the causal mask needs only half."""
+        """Attention scores, which the causal mask halves, as a fraction of `flops_per_token`."""
         config = self.config()
         return (
             12

@@ -165,7 +165,7 @@ def _data(folder: Path, tiny: bool) -> dict[str, object]:
 
 
 def _flags(folder: Path, known: Row) -> dict[str, object]:
-    """Common flags; the files are those of the folder."""
+    """Flags of all runs, with the paths of the folder's files."""
     data = {
         name: value if name == "tokenizer_type" else folder / value
         for name, value in known["data"].items()

@@ -95,8 +95,8 @@ class CheckpointManager:
             files.
         stores: The stores that --save and --load name.
         local: The checkpoints of --local-checkpoint-dir.
-        on_saved: Called with the iteration of each checkpoint that is complete, the `seconds` from
-            the start of its save, and those of them for which training `waited`.
+        on_saved: Called for each complete checkpoint with its iteration, the `seconds` that its
+            save took, and the seconds that training `waited` for it.
 
     Attributes:
         newest: The checkpoint that this run has saved or else loaded last.

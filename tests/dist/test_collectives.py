@@ -7,7 +7,6 @@ One process is each of the ranks in turn (`fake_world`), with a small model and 
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,18 +17,13 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.communication import as_a_large_model
 from megatron_ds.config import Config
-from megatron_ds.engine.build import build_engine
-from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.model.moe import Router
 from megatron_ds.parallel.mesh import Mesh, axis_groups
 from megatron_ds.planning.communication import step_traffic
-from megatron_ds.train_state import StepPlan
 from tests.dist.fake_world import AXES, Message, Messages, axis_of, fake_world
 from tests.dist.rank_jobs import JobResults, run_jobs, selected
 from tests.dist.test_planned_communication import (
-    ACCUMULATION,
     EP,
     LAYOUTS,
     LENGTH,
@@ -38,6 +32,7 @@ from tests.dist.test_planned_communication import (
     TP,
     balanced,
     config_of,
+    engine_and_step,
 )
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "collectives.txt"
@@ -83,11 +78,7 @@ def simulate(name: str, ranks: Sequence[int], meshes: Any) -> dict[int, tuple[in
 def messages_of(config: Config, rank: int, world: int) -> tuple[int, Rows]:
     with fake_world(rank, world):
         mesh = Mesh.build(**config.axis_sizes)
-        engine = build_engine(as_a_large_model(config), mesh, torch.device("cpu"))
-        tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
-        batch = DeviceBatch(tokens, tokens, None, 0)
-        samples = mesh.dp.size * ACCUMULATION
-        plan = StepPlan(1, samples, ACCUMULATION, 1e-3, 0.0, seq_length=LENGTH)
+        engine, take_step = engine_and_step(config, mesh)
         parts = mesh.tp.size if config.parallel.sequence_parallel else 1
         length = LENGTH // mesh.sp.size // parts
         dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
@@ -97,9 +88,9 @@ def messages_of(config: Config, rank: int, world: int) -> tuple[int, Rows]:
             Messages(hidden, NEGLIGIBLE) as log,
         ):
             # The first step is different: ZeRO-3 learns the order of the layers in it.
-            engine.train_step(itertools.repeat(batch), plan)
+            take_step()
             log.sent.clear()
-            result = engine.train_step(itertools.repeat(batch), plan)
+            result = take_step()
         assert not result.skipped
         engine._engine.destroy()
         return mesh.pp.rank, [(each, axis_of(each, mesh)) for each in log.sent]

@@ -26,10 +26,11 @@ from megatron_ds.config import (
 )
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.device_batches import DeviceBatch
+from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.moe import Router, Routing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.communication import step_traffic
-from megatron_ds.train_state import StepPlan
+from megatron_ds.train_state import StepPlan, StepResult
 from tests.dist.rank_jobs import JobResults, run_jobs
 
 NEGLIGIBLE = 40
@@ -143,21 +144,27 @@ def balanced(forward: Callable[..., Routing]) -> Callable[..., Routing]:
     return route
 
 
-def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]]:
-    """The pipeline rank, and the bytes that it sends in a step by operation."""
-    del meshes
-    config = config_of(LAYOUTS[name], 4)
-    mesh = Mesh.build(**config.axis_sizes)
+def engine_and_step(config: Config, mesh: Mesh) -> tuple[ZeroEngine, Callable[[], StepResult]]:
+    """An engine whose weights count as a large model's, and a function that takes a step."""
     engine = build_engine(as_a_large_model(config), mesh, torch.device("cpu"))
     tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
     batch = DeviceBatch(tokens, tokens, None, 0)
     samples = mesh.dp.size * ACCUMULATION
     plan = StepPlan(1, samples, ACCUMULATION, 1e-3, 0.0, seq_length=LENGTH)
+    return engine, lambda: engine.train_step(itertools.repeat(batch), plan)
+
+
+def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]]:
+    """The pipeline rank, and the bytes that it sends in a step by operation."""
+    del meshes
+    config = config_of(LAYOUTS[name], 4)
+    mesh = Mesh.build(**config.axis_sizes)
+    engine, take_step = engine_and_step(config, mesh)
     with mock.patch.object(Router, "forward", balanced(Router.forward)):
         # The first step is different: ZeRO-3 learns the order of the layers in it.
-        engine.train_step(itertools.repeat(batch), plan)
+        take_step()
         with message_log(NEGLIGIBLE) as log:
-            engine.train_step(itertools.repeat(batch), plan)
+            take_step()
     sent: Counter[str] = Counter()
     for (operation, _), size in log.messages.items():
         sent[operation] += size
