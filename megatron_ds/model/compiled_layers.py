@@ -27,7 +27,7 @@ def try_layers(model: GPTModel, micro_batch: int, *, lengths_vary: bool) -> str 
         lengths_vary: As for `GPTModel.compile_layers`.
 
     Returns:
-        Why the layers are not compiled; None if they are.
+        Why the trial failed, after which the caller undoes the compilation; None if it did not.
     """
 
     def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -38,7 +38,6 @@ def try_layers(model: GPTModel, micro_batch: int, *, lengths_vary: bool) -> str 
     error = largest_error(pairs)
     if not isinstance(error, str) and error <= TOLERANCE:
         return None
-    model.use_eager()
     return error if isinstance(error, str) else f"their relative error is {error:.2g}"
 
 
