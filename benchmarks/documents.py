@@ -3,7 +3,7 @@
     python benchmarks/documents.py --threads 1 --output documents.json
 
 Measures the forward and backward pass of the attention core only, in this process. The three
-implementations run in turn; ratios are medians over rounds. Results: docs/performance.md.
+implementations run in turn; ratios are medians over rounds. Results: docs/running/performance.md.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
 
 Every finished case is one JSON line at the end of the output file, at once. Once the budget is
 used, nothing starts, and what runs is ended. With `--size tiny` every command also runs on a CPU,
-which tries the program, not the device. docs/gpu.md says what each one is for and what to expect.
+which tries the program, not the device. docs/running/gpu.md says what each one is for and what to
+expect.
 """
 
 from __future__ import annotations

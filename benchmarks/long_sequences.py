@@ -6,7 +6,8 @@ A small model processes one sequence, which consists of documents with attention
 that a run takes minutes; `--document 0` computes attention over the complete sequence. Each setting
 runs in fresh processes. The peak is the largest resident set of any rank beyond that of the built
 model, divided by the tokens of the complete sequence. Freed blocks are returned to the system, as
-those of more than 32 MiB, which larger models have, always are. Results: docs/long_sequences.md.
+those of more than 32 MiB, which larger models have, always are. Results:
+docs/training/long_sequences.md.
 """
 
 from __future__ import annotations

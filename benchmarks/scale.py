@@ -4,7 +4,7 @@
 
 Ranks are threads or forked processes that run the start-up functions of the package, or one process
 with torch's fake process group, which has the rank and the groups of a large run and communicates
-nothing. docs/scale.md says what each part simulates.
+nothing. docs/running/scale.md says what each part simulates.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ class Options:
 
     world_size: int = option_field(1, "number of processes of the run", minimum=1)
     hardware: str = option_field(
-        DEFAULT, "kind of device (docs/planning.md lists their rates)", choices=tuple(HARDWARE)
+        DEFAULT,
+        "kind of device (docs/running/planning.md lists their rates)",
+        choices=tuple(HARDWARE),
     )
     rates: str | None = option_field(
         None,

@@ -44,7 +44,8 @@ class Options:
     )
     hardware: str | None = option_field(
         None,
-        "kind of device, for the MFU of a run in bf16 or fp16 (docs/planning.md lists their peaks)",
+        "kind of device, for the MFU of a run in bf16 or fp16 "
+        "(docs/running/planning.md lists their peaks)",
         choices=tuple(HARDWARE),
     )
 

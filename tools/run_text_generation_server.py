@@ -57,7 +57,7 @@ CURVE_POINTS = 300
 class Options(GenerationOptions):
     """Serves a trained GPT over HTTP, as Megatron's text generation server does (PUT /api).
 
-    docs/serving.md describes requests and responses. SIGTERM or Ctrl-C stops the server.
+    docs/use/serving.md describes requests and responses. SIGTERM or Ctrl-C stops the server.
 
     Flags of pretrain_gpt.py are accepted, too: those of the tokenizer (--tokenizer-type,
     --vocab-file, --merge-file, --tokenizer-model) override the checkpoint's, those of the model

@@ -16,8 +16,8 @@ class RuntimeConfig:
 
     config: tuple[str, ...] | None = option_field(
         None,
-        "YAML files of settings: flags without dashes as keys, see docs/configuration.md. Later "
-        "files override earlier ones, and flags override files",
+        "YAML files of settings: flags without dashes as keys, see docs/training/configuration.md. "
+        "Later files override earlier ones, and flags override files",
         nargs="*",
         metavar="FILE",
         repeatable=True,

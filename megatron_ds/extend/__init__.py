@@ -1,4 +1,4 @@
-"""The public names of the package: a run with parts of its own, see docs/extending.md.
+"""The public names of the package: a run with parts of its own, see docs/training/extending.md.
 
 Imports no torch; `megatron_ds.extend.layers` has the names that need it.
 """
@@ -57,7 +57,8 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         argv: Flags of pretrain_gpt.py. None: those of the command line.
 
     Raises:
-        SystemExit: If the run does not finish; docs/stopping_and_failures.md has the statuses.
+        SystemExit: If the run does not finish; docs/running/stopping_and_failures.md lists the
+            statuses.
     """
     startup = StartupTimer()
     words = sys.argv[1:] if argv is None else argv

@@ -1,4 +1,4 @@
-"""Exit statuses of the processes of a run; see docs/stopping_and_failures.md.
+"""Exit statuses of the processes of a run; see docs/running/stopping_and_failures.md.
 
 All are below 64, so that none collides with a shell's own statuses, with `sysexits.h` or with 128 +
 a signal number, except for the two that mean exactly that signal.

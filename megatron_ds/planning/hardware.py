@@ -20,7 +20,7 @@ GB = 1e9
 DEFAULT = "h100"
 TABLES = read_table(__file__)
 SHARES: dict[str, list[tuple[float, float]]] = TABLES["shares"]
-"""Parameters and share of the peak, from the runs that docs/planning.md lists."""
+"""Parameters and share of the peak, from the runs that docs/running/planning.md lists."""
 MEASURED: dict[str, float] = TABLES["measured"]
 """Parameters up to which the share is that of this program."""
 

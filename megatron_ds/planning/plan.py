@@ -239,8 +239,8 @@ def _compute_seconds(
 def _bubble(config: Config, ranks: int, count: int) -> float:
     """Idle share of a pipeline rank: of 1F1B by Narayanan et al. 2021, section 2.2.
 
-    That of DualPipeV is a line through the values of docs/pipeline.md, from DeepSpeed's lists of
-    instructions.
+    For DualPipeV, a line through the values of docs/training/pipeline.md, from DeepSpeed's lists
+    of instructions.
     """
     if ranks == 1:
         return 0.0

@@ -1,7 +1,7 @@
 """Writes what happened to a run besides its steps: starts, checkpoints, warnings, its end.
 
 One JSON object per line in `events.jsonl` of the --save folder, next to `metrics.jsonl`; see
-docs/logging.md. A resumed run appends, so every start is in the file. Imports no torch.
+docs/running/logging.md. A resumed run appends, so every start is in the file. Imports no torch.
 """
 
 from __future__ import annotations

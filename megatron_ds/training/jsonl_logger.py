@@ -1,7 +1,7 @@
 """Writes one JSON object per step and per evaluation.
 
 A resumed run removes the records after its checkpoint, so every step is in the file once, whatever
-crashed before. docs/logging.md documents the keys. Imports no torch.
+crashed before. docs/running/logging.md documents the keys. Imports no torch.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from tests.cluster.agents import BANNER, Agents, last_rank_of, uninterrupted
 from tests.cluster.cluster import Cluster
 from tests.e2e.runs import ENDLESS, PROGRAMS, REPOSITORY, Launcher, Settings, losses, steps
 
-DOCUMENTED = (REPOSITORY / "docs" / "stopping_and_failures.md").read_text()
+DOCUMENTED = (REPOSITORY / "docs" / "running" / "stopping_and_failures.md").read_text()
 """The source of the command that is tested."""
 LOCAL_SAVE_INTERVAL = 5
 
 
 def documented_command(ranks: int, restarts: int) -> str:
-    """The command of docs/stopping_and_failures.md without the flags of the run."""
+    """The command of docs/running/stopping_and_failures.md without the flags of the run."""
     block = re.search(r"1 (torchrun --nnodes 1:2.*?) pretrain_gpt.py", DOCUMENTED, re.DOTALL)
     assert block is not None
     words = block[1].replace("\\\n", " ")

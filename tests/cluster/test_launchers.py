@@ -25,8 +25,8 @@ RunSettings = Callable[[str, Path], Settings]
 
 
 def documented(program: str) -> str:
-    """The command of docs/launching.md, with the programs and the slots of the test."""
-    page = (REPOSITORY / "docs" / "launching.md").read_text(encoding="utf-8")
+    """The command of docs/running/launching.md, with the programs and the slots of the test."""
+    page = (REPOSITORY / "docs" / "running" / "launching.md").read_text(encoding="utf-8")
     block = re.search(rf"^```\n({program} .*?pretrain_gpt.py)", page, re.DOTALL | re.MULTILINE)
     assert block is not None
     words = block[1].replace("\\\n", " ").removesuffix("pretrain_gpt.py")

@@ -68,7 +68,7 @@ COMMUNICATED = {
     2: {"all-reduce": 4 * 4.0, "all-gather": 2.0},
     3: {"all-gather": 4 * 2 * 2.0, "reduce-scatter": 4 * 4.0},
 }
-"""ZeRO stage -> bytes per parameter, as docs/zero.md says."""
+"""ZeRO stage -> bytes per parameter, as docs/training/zero.md says."""
 
 KEPT = {
     "1": 6 + 12 / 2,
@@ -186,7 +186,7 @@ def test_bf16_follows_fp32(stage: int, tp: int, outcomes: JobResults) -> None:
 def test_bf16_master_weights_follow_fp32(
     stage: int, tp: int, is_offloaded: bool, outcomes: JobResults
 ) -> None:
-    """As closely as a bf16 run with master weights in fp32: see docs/zero.md.
+    """As closely as a bf16 run with master weights in fp32: see docs/training/zero.md.
 
     The engine itself reports the type of its master weights, which `build` compares.
     """
@@ -262,7 +262,7 @@ def test_stages_communicate_the_documented_bytes(stage: int, outcomes: JobResult
 
 @pytest.mark.parametrize("name", KEPT)
 def test_stages_keep_the_documented_bytes(name: str, outcomes: JobResults) -> None:
-    """Between the backward pass and the optimizer step, on two ranks: the table of docs/zero.md."""
+    """Between backward pass and optimizer step on two ranks: the table of docs/training/zero.md."""
     for found in outcomes.of(f"communication-{name}"):
         assert found["states"] == pytest.approx(KEPT[name], rel=0.01)
 

@@ -50,13 +50,13 @@ BROUGHT = {
     "my-corpus.jsonl": "my.jsonl",
     "gpt2-vocab.json": "tokenizer/vocab.json",
     "gpt2-merges.txt": "tokenizer/merges.txt",
-    "wikitext-103/wiki.test.tokens": "docs/use.md",
+    "wikitext-103/wiki.test.tokens": "docs/start/use.md",
     "lambada_test.jsonl": "held_out.jsonl",
     "openai-community/gpt2": "exported",
     "my-llama": "exported",
 }
 """Files that a user brings for the commands that name them, and their source in this test."""
-PAGES = ("reports", "use", "serving", "evaluation", "finetuning")
+PAGES = ("running/reports", "start/use", "use/serving", "use/evaluation", "start/finetuning")
 NOT_RUN = re.compile(r"\.\.\.|^(pip|vllm|transformers) | (--tasks|run --model) |/v1/chat/")
 """Also those that need a network or a chat template: `tests/e2e/test_harness.py` and
 `test_server_clients.py` run others."""
@@ -116,7 +116,7 @@ def documented_commands() -> list[str]:
 
 def tutorial() -> list[tuple[str, list[str]]]:
     """The tutorial's code blocks, each with the lines of output that are shown after it."""
-    text = (REPOSITORY / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "start" / "tutorial.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```\n(.*?)^```\n(.*?)(?=^```|\Z)", text, re.DOTALL | re.MULTILINE)
     return [(code, re.findall(r"^    (.*)", shown, re.MULTILINE)) for code, shown in blocks]
 

@@ -114,7 +114,7 @@ def initial_weights(options: Options, seed: int) -> Weights:
 
 
 def write_weights(folder: Path, options: Options, weights: Weights) -> Path:
-    """Writes the folder of weights that docs/conversion.md describes."""
+    """Writes the folder of weights that docs/checkpoints/conversion.md describes."""
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
     config = complete(options)

@@ -1,6 +1,6 @@
 """Writes the generated pages: flags.md, support_matrix.md and deepspeed_keys.md of docs/reference,
-the import diagram of docs/development/architecture.md, and the example of docs/planning.md with its
-picture."""
+the import diagram of docs/development/architecture.md, and the example of docs/running/planning.md
+with its picture."""
 
 from tests import import_graph
 from tests.pages import deepspeed_keys, flags, plan_example, support_matrix

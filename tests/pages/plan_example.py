@@ -1,4 +1,4 @@
-"""The worked example of docs/planning.md: what its first command prints, and its picture."""
+"""The example of docs/running/planning.md: what its first command prints, and its picture."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import shlex
 from tests.pages.flags import REPOSITORY
 from tools import plan
 
-OUTPUT = REPOSITORY / "docs" / "planning.md"
+OUTPUT = REPOSITORY / "docs" / "running" / "planning.md"
 BEGIN, END = "<!-- begin: generated example -->\n", "<!-- end -->\n"
 PICTURE = "docs/images/plan.png"
 
 
 def page() -> str:
-    """docs/planning.md with what the command above the example prints."""
+    """docs/running/planning.md with what the command above the example prints."""
     head, _, rest = OUTPUT.read_text(encoding="utf-8").partition(BEGIN)
     return f"{head}{BEGIN}```\n{_output(_command(head))}```\n{END}{rest.partition(END)[2]}"
 

@@ -2,7 +2,7 @@
 server, as a browser shows them.
 
 `python -m tests.pages.screenshots RUN`, where RUN is the --save folder of a run such as that of
-docs/tutorial.md. Needs Chromium and playwright, as the tests of the server's page do.
+docs/start/tutorial.md. Needs Chromium and playwright, as the tests of the server's page do.
 """
 
 from __future__ import annotations

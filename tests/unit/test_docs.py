@@ -30,7 +30,7 @@ PAGES = sorted(
 )
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = DOCS / "development" / "architecture.md"
-MIGRATION = DOCS / "migration.md"
+MIGRATION = DOCS / "start" / "migration.md"
 OTHERS_FLAGS = set(
     re.findall(
         r"\S+",
@@ -42,9 +42,10 @@ OTHERS_FLAGS = set(
     )
 )
 """Flags of launchers and of other frameworks that the pages name."""
-TROUBLESHOOTING = DOCS / "troubleshooting.md"
+TROUBLESHOOTING = DOCS / "start" / "troubleshooting.md"
 PAGES_WITH_FLAGS = (
-    *("tutorial", "choose_a_layout", "finetuning", "troubleshooting", "launching", "migration"),
+    *("start/tutorial", "start/choose_a_layout", "start/finetuning", "start/troubleshooting"),
+    *("start/migration", "running/launching"),
 )
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
 """Scripts of other frameworks that the pages mention."""
@@ -59,6 +60,20 @@ def test_links_resolve() -> None:
     ]
 
     assert [(page.name, link) for page, link in links if not resolves(page, link)] == []
+
+
+def test_pages_named_in_code_exist() -> None:
+    """In docstrings, comments, messages and help texts."""
+    folders = ("megatron_ds", "tools", "tests", "benchmarks", "examples")
+    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*.*")]
+    named = {
+        (path.name, page)
+        for path in files
+        if path.suffix in (".py", ".toml", ".yaml", ".sh")
+        for page in re.findall(r"(?<![\w./])docs/[\w/]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 30
+    assert [(name, page) for name, page in named if not (REPOSITORY / page).is_file()] == []
 
 
 def test_pictures_are_small() -> None:
@@ -238,7 +253,7 @@ def test_the_page_of_accelerators_lists_what_is_asked_of_one() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in objects
     }
-    page = (DOCS / "accelerators.md").read_text(encoding="utf-8")
+    page = (DOCS / "running" / "accelerators.md").read_text(encoding="utf-8")
     _, _, table = page.partition("methods of DeepSpeed's accelerator |")
     rows = re.findall(r"^\|.*\|([^|]*)\|$", table.partition("\n\n")[0], re.MULTILINE)
     listed = [name for cell in rows for name in re.findall(r"`(\w+)`", cell)]

@@ -1,5 +1,5 @@
 """Training commands of Megatron-LM, its forks and their users: each starts as it was meant, or is
-refused for a reason that docs/migration.md lists.
+refused for a reason that docs/start/migration.md lists.
 
 `tests/golden/commands.json` has the flags and the DeepSpeed file of each command, with placeholders
 for paths, and the facts of the run by the rules of the project that the command is from.
@@ -35,7 +35,7 @@ SPLITS = '"part: 0.6 0:0.95 one, 0.4 0:0.95 two"\n'
 
 def table_of_reasons() -> dict[str, tuple[set[str], int]]:
     """Words of the problems and number of commands, by reason, of the page's table."""
-    page = (REPOSITORY / "docs" / "migration.md").read_text("utf-8")
+    page = (REPOSITORY / "docs" / "start" / "migration.md").read_text("utf-8")
     rows = re.findall(r"^\| ([a-z ]+) \| (.*`.*) \| (\d+) \|$", page, re.MULTILINE)
     return {name: (set(re.findall(r"`([^`]+)`", words)), int(count)) for name, words, count in rows}
 
@@ -120,7 +120,7 @@ def test_the_page_counts_the_commands() -> None:
     assert {name: count for name, (_, count) in REASONS.items()} == {
         name: count for name, count in counts.items() if name
     }
-    page = (REPOSITORY / "docs" / "migration.md").read_text("utf-8")
+    page = (REPOSITORY / "docs" / "start" / "migration.md").read_text("utf-8")
     assert f"Of {counts.total()} training commands" in page
     assert f"{counts['']} start" in page
 

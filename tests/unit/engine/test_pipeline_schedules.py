@@ -1,4 +1,4 @@
-"""How long pipeline ranks idle, by DeepSpeed's instructions: the figures of docs/pipeline.md."""
+"""Idle time of pipeline ranks by DeepSpeed's instructions, as in docs/training/pipeline.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ds.config import ParallelConfig
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Time of a pass through a stage."""
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "pipeline.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "training" / "pipeline.md"
 Pass = tuple[bool, int, int]
 """Whether it is a backward pass, its stage, and the micro-batch."""
 

@@ -458,7 +458,7 @@ def test_accelerator_saves_softmax_and_frees_activations() -> None:
     assert on_cpu.phases[reduced] - elsewhere.phases[reduced] == on_cpu.activations
 
 
-EXAMPLES = Path(__file__).parents[3] / "docs" / "choose_a_layout.md"
+EXAMPLES = Path(__file__).parents[3] / "docs" / "start" / "choose_a_layout.md"
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_a_plan_needs_no_tokenizer(tokenizer: str, capsys: pytest.CaptureFixture
 def test_config_json_alone_answers_the_first_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Llama 3 8B: 8,030,261,248 parameters, 8,192 tokens; the page is that of docs/planning.md."""
+    """Llama 3 8B: 8,030,261,248 parameters, 8,192 tokens, as in docs/running/planning.md."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     line = f"--load hf:{tmp_path} --world-size 8 --device-memory 80GB --train-tokens"
     assert tool.main(shlex.split(f"{line} 1T")) == 0

@@ -234,7 +234,7 @@ def test_options_are_those_before_a_command_and_around_a_script(
 def test_the_example_of_the_documentation_prints_what_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Callable[..., Any]
 ) -> None:
-    page = Path(__file__).parents[3] / "docs" / "doctor.md"
+    page = Path(__file__).parents[3] / "docs" / "start" / "doctor.md"
     script, printed = re.findall(
         r"^```(?:bash)?\n((?:#!|train\.slurm).*?)^```",
         page.read_text("utf-8"),

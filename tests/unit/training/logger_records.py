@@ -1,4 +1,4 @@
-"""Records for the loggers, and the tables of docs/logging.md that the loggers must match."""
+"""Records for the loggers, and the tables of docs/running/logging.md that they must match."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ds.training.records import EvalRecord, IntervalRecord, StepRecord, TaskRecord
 
-DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "logging.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "running" / "logging.md"
 
 
 def step(iteration: int, **changes: object) -> StepRecord:
@@ -62,7 +62,7 @@ def task_results(iteration: int, task: str = "TASK") -> TaskRecord:
 
 
 def documented(heading: str) -> list[list[str]]:
-    """Rows of the table in that section of docs/logging.md, cells without backquotes."""
+    """Rows of the table in that section of docs/running/logging.md, cells without backquotes."""
     _, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(f"## {heading}\n")
     lines = re.findall(r"^\|(.*)\|$", re.split("\n##+ ", rest)[0], flags=re.MULTILINE)
     return [[cell.strip().strip("`") for cell in line.split("|")] for line in lines[2:]]
