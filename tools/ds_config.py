@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""DeepSpeed's JSON: generate, explain, validate, migrate and compare it, without starting a run."""
+"""DeepSpeed's JSON: generate, explain and validate it, without starting a run."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ from megatron_ds.config import Config
 from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.engine.ds_config import compare, explain
-from megatron_ds.engine.ds_config import migrate as migration
+from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.engine.ds_config import explain
 from megatron_ds.engine.ds_config.file import parse_file, read_file
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
@@ -69,7 +68,7 @@ class Explain:
 
     For every key of the JSON: its value, its origin (a flag, a line of a file, a default, or what
     it is derived from) and what it does. With names of keys or blocks and no flags, what is known
-    of them: type, flags, DeepSpeed's default and its former ones.
+    of them: type, flags and DeepSpeed's default.
 
         python tools/ds_config.py explain --world-size 8 FLAGS OF pretrain_gpt.py
 
@@ -104,60 +103,6 @@ class Validate:
     world_size: int | None = option_field(
         None, "number of processes of the run (default: 1, or what the file implies)", minimum=1
     )
-
-
-@dataclass(frozen=True)
-class Migrate:
-    """Rewrites a file for an earlier version of DeepSpeed, 0.5 or later, with the same meaning.
-
-    The new file goes to the standard output, the list of changes to the standard error: translated
-    keys, removed features with their successor, and absent keys whose default has changed, which
-    are written with their former default if training would differ.
-
-        python tools/ds_config.py migrate old.json --from-version 0.9 > ds.json
-    """
-
-    PROGRAM: ClassVar[str] = f"{PROGRAM} migrate"
-    FIELD_FLAGS: ClassVar[dict[str, str]] = FILE_FLAGS
-    file: str = option_field("", "DeepSpeed file", metavar="FILE", positional=True, required=True)
-    from_version: str | None = option_field(
-        None,
-        "version of DeepSpeed that the file was written for, such as 0.9 (default: the oldest one "
-        "with all of its keys)",
-        metavar="VERSION",
-    )
-    output: str | None = option_field(
-        None, "new file, which must not exist (default: standard output)", metavar="FILE"
-    )
-    new_defaults: bool = option_field(
-        False, "leave defaults that have changed as they are now, instead of writing former ones"
-    )
-
-
-@dataclass(frozen=True)
-class Diff:
-    """Compares two DeepSpeed configurations: files, folders of runs (their ds_config.json), or a
-    file and a command line.
-
-    Shows the keys that differ with both values; of a key that is absent in one, DeepSpeed's
-    default. Old spellings equal the current ones. The exit status is 1 if values in effect differ
-    and 2 if a file cannot be read.
-
-        python tools/ds_config.py diff runs/first runs/second
-
-        python tools/ds_config.py diff ds.json --world-size 8 FLAGS OF pretrain_gpt.py
-
-    All other flags are those of pretrain_gpt.py.
-    """
-
-    PROGRAM: ClassVar[str] = f"{PROGRAM} diff"
-    FIELD_FLAGS: ClassVar[dict[str, str]] = FILE_FLAGS
-    first: str = option_field("", "file or folder", metavar="A", positional=True, required=True)
-    second: str | None = option_field(
-        None, "file or folder (default: the command line)", metavar="B", positional=True
-    )
-    world_size: int = option_field(1, "number of processes of the run", minimum=1)
-    print_json: bool = option_field(False, "print JSON", flag="json")
 
 
 def generate(options: Generate, training: Sequence[str]) -> None:
@@ -205,48 +150,10 @@ def validate(options: Validate, training: Sequence[str]) -> None:
     print(f"{options.file}: valid{'' if training else ' (without the flags of a run)'}")
 
 
-def migrate(options: Migrate, _: Sequence[str]) -> None:
-    result = migration.migrate(
-        options.file, options.from_version, new_defaults=options.new_defaults
-    )
-    print(migration.text(result, options.file), end="", file=sys.stderr)
-    text = json.dumps(result.values, indent=2) + "\n"
-    if options.output is None:
-        print(text, end="")
-    else:
-        with Path(options.output).open("x", encoding="utf-8") as output:
-            output.write(text)
-
-
-def diff(options: Diff, training: Sequence[str]) -> int:
-    if (options.second is None) == (not training):
-        raise user_error("two-configurations-required")
-    first = compare.read(options.first)
-    if options.second is not None:
-        second, name = compare.read(options.second), options.second
-    else:
-        second, name = _generated(training, options.world_size)[1], "command line"
-    found = compare.differences(first, second)
-    effective = [one for one in found if one.is_effective]
-    if options.print_json:
-        print(json.dumps([dataclasses.asdict(one) for one in found], indent=1))
-    else:
-        _print_table(
-            ("key", options.first, name, ""),
-            [
-                (one.key, one.shown(0), one.shown(1), "" if one.is_effective else "same value")
-                for one in found
-            ],
-        )
-    return int(bool(effective))
-
-
 COMMANDS: Commands = {
     "generate": (Generate, generate),
     "explain": (Explain, explain_keys),
     "validate": (Validate, validate),
-    "migrate": (Migrate, migrate),
-    "diff": (Diff, diff),
 }
 
 
@@ -309,7 +216,7 @@ def _implied_world_size(file: DeepSpeedFile) -> int:
 def _facts_text(found: Sequence[dict[str, Any]]) -> str:
     titles = {
         "type": "type", "flags": "set by", "derived_from": "derived from",
-        "deepspeed_default": "DeepSpeed's default", "defaults_by_version": "since version",
+        "deepspeed_default": "DeepSpeed's default",
     }  # fmt: skip
 
     def lines(fact: dict[str, Any]) -> Iterator[str]:
@@ -318,9 +225,7 @@ def _facts_text(found: Sequence[dict[str, Any]]) -> str:
         for name, title in titles.items():
             value = fact[name]
             if value not in (None, [], {}):
-                if name == "defaults_by_version":
-                    value = ", ".join(f"{first}: {json.dumps(one)}" for first, one in value.items())
-                elif name == "deepspeed_default":
+                if name == "deepspeed_default":
                     value = json.dumps(value)
                 yield f"  {title}: {', '.join(value) if isinstance(value, list) else value}"
 
@@ -346,8 +251,7 @@ def _print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
 
 
 def main(argv: Sequence[str]) -> int:
-    with_training = COMMANDS.keys() - {"migrate"}
-    return run_command(PROGRAM, COMMANDS, argv, with_training=with_training, default="generate")
+    return run_command(PROGRAM, COMMANDS, argv, with_training=COMMANDS, default="generate")
 
 
 if __name__ == "__main__":

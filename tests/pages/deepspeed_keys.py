@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.engine.ds_config import explain, history, keys
+from megatron_ds.engine.ds_config import explain, keys
 from tests.pages.flags import markdown_table
 
 OUTPUT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "deepspeed_keys.md"
@@ -17,13 +17,6 @@ Written by `python -m tests.pages` from the tables that `pretrain_gpt.py` and `t
 use; `tools/ds_config.py explain KEY` shows a row. Defaults are those of DeepSpeed {keys.VERSION}. A
 run writes every key that matters, at its default too, so that none of its values depends on the
 installed version.
-"""
-MOVED = """\
-## Defaults that have changed
-
-What a file without the key meant, by version of DeepSpeed, and what megatron_ds uses if neither the
-file nor a flag has the key. "written": `tools/ds_config.py migrate` writes the default of the
-file's version.
 """
 SUPPORTED = """\
 ## Keys
@@ -40,16 +33,6 @@ def page() -> str:
     """The text of docs/reference/deepspeed_keys.md."""
     facts = {key: explain.facts(key) for key in explain.known_keys()}
     supported = [facts[key] for key in explain.DESCRIPTIONS]
-    moved = [
-        (
-            f"`{former.key}`" if not former.flag else former.key,
-            ", ".join(f"{_shown(value)} since {first}" for first, value in former.values.items()),
-            _shown(former.here),
-            former.effect,
-            "written" if former.keep else f"`{former.flag}`" if former.flag else "",
-        )
-        for former in history.FORMER
-    ]
     rows = [
         (
             f"`{fact['key']}`",
@@ -67,14 +50,8 @@ def page() -> str:
     ]
     return "\n".join(
         [
-            *(HEAD, MOVED),
-            markdown_table(
-                ("key", "default of DeepSpeed", "here", "what differs", "migration"), moved
-            ),
-            *(
-                SUPPORTED,
-                markdown_table(("key", "what it does", "type", "default", "set by"), rows),
-            ),
+            *(HEAD, SUPPORTED),
+            markdown_table(("key", "what it does", "type", "default", "set by"), rows),
             *(OTHER, markdown_table(("key", "what became of it"), others)),
         ]
     )

@@ -17,7 +17,6 @@ from megatron_ds.engine.ds_config import keys
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.file import did_you_mean
 from megatron_ds.engine.ds_config.generate import value_origins
-from megatron_ds.engine.ds_config.history import FORMER
 from megatron_ds.engine.ds_config.values import KINDS
 
 TABLES = read_table(__file__, "descriptions.toml")
@@ -108,13 +107,12 @@ def _other_keys() -> dict[str, str]:
 
 
 def facts(key: str) -> dict[str, Any]:
-    """What is known of a key: description, type, flags, default and former defaults."""
+    """What is known of a key: description, type, flags and default."""
     block, _, last = key.rpartition(".")
     kinds = {convert: name for name, convert in KINDS.items()}
     kind = (keys.BLOCKS.get(block, {}) if block else keys.TOP_KEYS).get(last)
     flags = [flag_of(name) for other, name, _ in mappings(Config()) if other == key]
     flags += [flag_of(FIELDS[key])] if key in FIELDS else []
-    former = [one.values for one in FORMER if one.key == key]
     return {
         "key": key,
         "description": DESCRIPTIONS.get(key) or _other_keys().get(key, ""),
@@ -122,5 +120,4 @@ def facts(key: str) -> dict[str, Any]:
         "flags": [with_default_flags(flag) for flag in dict.fromkeys(flags)],
         "derived_from": DERIVED.get(key),
         "deepspeed_default": keys.DEFAULTS.get(key),
-        "defaults_by_version": dict(former[0]) if former else {},
     }

@@ -9,7 +9,6 @@ import pytest
 
 from megatron_ds.config.deepspeed_file import leaves
 from megatron_ds.config.problems import UserError
-from megatron_ds.engine.ds_config.compare import Difference, differences, read
 from megatron_ds.engine.ds_config.explain import (
     DERIVED,
     DESCRIPTIONS,
@@ -96,32 +95,8 @@ def test_facts_of_a_key() -> None:
         "flags": ["--clip-grad"],
         "derived_from": None,
         "deepspeed_default": 1.0,
-        "defaults_by_version": {"0.5.0": 0.0, "0.19.3": 1.0},
     }
     assert facts("optimizer.params.betas")["flags"] == ["--adam-beta1", "--adam-beta2"]
     assert facts("amp")["description"].startswith("not supported: removed in DeepSpeed 0.19.8")
     assert facts("bfloat16")["description"] == "former name of bf16"
     assert all(facts(key)["description"] for key in known_keys())
-
-
-def test_differences_name_both_values_and_the_default_of_an_absent_key() -> None:
-    first = {"gradient_clipping": 1.0, "steps_per_print": 5, "fp16": {"enabled": True}, "x": None}
-    second = {"steps_per_print": 6, "fp16": {"loss_scale": 0}, "bf16": {"enabled": True}}
-    found = differences(first, second)
-    assert [(one.key, one.shown(0), one.shown(1), one.is_effective) for one in found] == [
-        ("gradient_clipping", "1.0", "absent (default 1.0)", False),
-        ("steps_per_print", "5", "6", True),
-        ("fp16.enabled", "true", "absent (default false)", True),
-        ("fp16.loss_scale", "absent (default 0)", "0", False),
-        ("bf16.enabled", "absent (default false)", "true", True),
-    ]
-    assert Difference("comet.mode", (None, "get"), (False, True)).shown(0) == "absent"
-    assert differences(first, {**first}) == []
-
-
-def test_folder_of_a_run_is_read_and_old_spellings_are_current_ones(tmp_path: Path) -> None:
-    (tmp_path / "ds_config.json").write_text('{"zero_optimization": {"cpu_offload": true}}')
-    assert read(str(tmp_path)) == {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    (tmp_path / "ds_config.json").write_text('{"fp16": []}')
-    with pytest.raises(UserError, match="fp16"):
-        read(str(tmp_path))

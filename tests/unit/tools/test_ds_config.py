@@ -1,4 +1,4 @@
-"""tools/ds_config.py generates, explains, validates, migrates and compares DeepSpeed files."""
+"""tools/ds_config.py generates, explains and validates DeepSpeed files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.config.deepspeed_file import leaves
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
-from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
 from tools import ds_config
 
 FLAGS = (
@@ -24,11 +23,6 @@ FLAGS = (
     "--data-path nowhere --adam-beta1 0.8 --adam-beta2 0.95"
 )
 REPOSITORY = Path(__file__).resolve().parents[3]
-PUBLISHED = {
-    **{name: json.dumps(file) for name, (file, _) in OWN.items()},
-    **{name: fill_placeholders((FOLDER / f"{name}.json").read_text("utf-8")) for name in FILES},
-}
-"""Text of files for earlier versions, by name."""
 WITHOUT_TORCH = """
 import sys, time
 from tools import ds_config
@@ -71,7 +65,7 @@ def test_printed_json_equals_the_configuration_of_a_run(
     "flags",
     ["--pipeline-model-parallel-size 2", "--optimizer lion", "--optimizer sgd --bf16", "--fp16"],
 )
-def test_json_of_a_run_is_valid_and_has_nothing_to_migrate(
+def test_json_of_a_run_is_valid(
     flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = [*FLAGS.partition(" --adam")[0].split(), *flags.split()]
@@ -79,11 +73,6 @@ def test_json_of_a_run_is_valid_and_has_nothing_to_migrate(
     path = tmp_path / "ds_config.json"
     path.write_text(capsys.readouterr().out)
     assert ds_config.main(["validate", str(path), "--world-size", "4", *argv]) == 0
-    assert ds_config.main(["migrate", str(path), "--from-version", "0.19"]) == 0
-    migrated = json.loads(capsys.readouterr().out.partition("\n")[2])
-    expected = json.loads(path.read_text())
-    expected.pop("pipeline", None)
-    assert migrated == expected
 
 
 def test_vocabulary_is_that_of_the_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,13 +107,13 @@ def test_origin_of_each_value_is_printed(
     assert "[ds-scheduler-translated]" in printed
 
 
-@pytest.mark.parametrize("command", ["generate", "explain", "validate", "diff"])
+@pytest.mark.parametrize("command", ["generate", "explain", "validate"])
 def test_all_contradictions_are_reported(
     command: str, line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*line, "--zero-stage", "1", "--clip-grad", "2"]
-    if command in ("validate", "diff"):
-        flags = [line[-1], *(flags if command == "diff" else [*line[:-2], *flags[-4:]])]
+    if command == "validate":
+        flags = [line[-1], *line[:-2], *flags[-4:]]
     assert ds_config.main([command, *flags]) == 2
     assert capsys.readouterr().err.count("[ds-key-contradicts-flag]") == 2
 
@@ -154,7 +143,6 @@ def test_keys_are_explained_without_a_run(capsys: pytest.CaptureFixture[str]) ->
         "  type: number",
         "  set by: --clip-grad",
         "  DeepSpeed's default: 1.0",
-        "  since version: 0.5.0: 0.0, 0.19.3: 1.0",
     ]
     assert ds_config.main(["explain", "curriculum_learning.schedule_config", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 6
@@ -205,52 +193,6 @@ def test_validation_assumes_the_processes_that_the_batch_sizes_imply(
     assert ds_config.main(["validate", str(path)]) == status
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_migrated_files_of_other_projects_are_valid(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new = tmp_path / "old.json", tmp_path / "new.json"
-    old.write_text(PUBLISHED[name])
-    assert ds_config.main(["migrate", str(old)]) == 0
-    printed = capsys.readouterr()
-    assert ds_config.main(["migrate", str(old), "--output", str(new)]) == 0
-    assert new.read_text() == printed.out
-    assert printed.err.startswith(f"{old}: from DeepSpeed 0.")
-    assert ds_config.main(["validate", str(new)]) == 0
-    again = tmp_path / "again.json"
-    assert ds_config.main(["migrate", str(new), "--output", str(again)]) == 0
-    assert again.read_text() == new.read_text()
-    assert ds_config.main(["migrate", str(old), "--output", str(new)]) == 1
-    assert "File exists" in capsys.readouterr().err
-
-
-def test_differences_set_the_exit_status(
-    line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ds_config.main(["generate", *line])
-    complete = tmp_path / "run" / "ds_config.json"
-    complete.parent.mkdir()
-    complete.write_text(capsys.readouterr().out)
-    assert ds_config.main(["diff", str(complete.parent), *line]) == 0
-    assert capsys.readouterr().out == ""
-    assert ds_config.main(["diff", str(complete.parent), str(complete)]) == 0
-    assert capsys.readouterr().out == ""
-    partial = tmp_path / "partial.json"
-    partial.write_text(json.dumps(json.loads(complete.read_text()) | {"prescale_gradients": None}))
-    assert ds_config.main(["diff", str(complete), str(partial)]) == 0
-    assert capsys.readouterr().out.splitlines()[1].endswith("same value")
-    assert ds_config.main(["diff", str(complete), line[-1]]) == 1
-    table = capsys.readouterr().out.splitlines()
-    assert table[0].split() == ["key", str(complete), line[-1]]
-    (row,) = (row for row in table if row.startswith("zero_optimization.reduce_scatter"))
-    assert re.split(" {2,}", row)[1:] == ["true", "absent (default true)", "same value"]
-    assert ds_config.main(["diff", str(complete), line[-1], "--json"]) == 1
-    found = {one["key"]: one for one in json.loads(capsys.readouterr().out)}
-    assert found["zero_optimization.reduce_scatter"]["given"] == [True, False]
-    assert "gradient_clipping" not in found
-
-
-@pytest.mark.parametrize("command", ["validate", "migrate", "diff"])
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -263,15 +205,14 @@ def test_differences_set_the_exit_status(
     ],
 )
 def test_unreadable_files_are_reported(
-    command: str, text: str | None, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str | None, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ds.json"
     if text == "folder":
         path.mkdir()
-        shown = "No such file" if command == "diff" else shown
     elif text is not None:
         path.write_bytes(text.encode("latin1"))
-    assert ds_config.main([command, str(path), *([str(path)] if command == "diff" else [])]) == 2
+    assert ds_config.main(["validate", str(path)]) == 2
     printed = capsys.readouterr().err
     assert shown in printed
     assert "[ds-config-unreadable]" in printed
@@ -280,13 +221,9 @@ def test_unreadable_files_are_reported(
 @pytest.mark.parametrize(
     ("argv", "shown"),
     [
-        (["migrat", "x"], "did you mean 'migrate'"),
-        (["x.json"], "valid: generate, explain, validate, migrate, diff"),
+        (["validat", "x"], "did you mean 'validate'"),
+        (["x.json"], "valid: generate, explain, validate"),
         (["validate"], "FILE"),
-        (["diff", str(REPOSITORY / "ds_configs" / "zero1.json")], "second configuration"),
-        (["diff", "a", "b", *FLAGS.split()], "second configuration"),
-        (["migrate", "x", "--from-version", "0.4"], "from 0.5.0 to "),
-        (["migrate", "x", "--lr", "1"], "[unknown-flag]"),
         (["generate", *FLAGS.split(), "--deepspeed_config", "none.json"], "No such file"),
     ],
 )
@@ -301,8 +238,8 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert ds_config.main(["--help"]) == ds_config.main([]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {command} " in shown for command in ds_config.COMMANDS)
-    assert ds_config.main(["migrate", "--help"]) == 0
-    assert "--from-version" in capsys.readouterr().out
+    assert ds_config.main(["explain", "--help"]) == 0
+    assert "--world-size" in capsys.readouterr().out
 
 
 def test_commands_need_neither_torch_nor_much_time(line: list[str]) -> None:
@@ -310,8 +247,6 @@ def test_commands_need_neither_torch_nor_much_time(line: list[str]) -> None:
         " ".join(["generate", *line]),
         " ".join(["explain", *line]),
         f"validate {line[-1]}",
-        f"migrate {line[-1]}",
-        " ".join(["diff", *line[-1:], *line]),
     ]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *lines],
