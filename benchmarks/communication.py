@@ -150,7 +150,7 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
     )
     from megatron_ds.engine.build import build_engine
     from megatron_ds.engine.device_batches import DeviceBatch
-    from megatron_ds.model.flops import parameters_per_rank
+    from megatron_ds.model.spec.architecture import model_spec
     from megatron_ds.train_state import StepPlan
 
     samples = mesh.dp.size * setting.accumulation
@@ -186,7 +186,7 @@ def bytes_of_a_step(setting: Setting, mesh: Any, hidden: int) -> dict[str, Any]:
 
     with log, mock.patch.object(engine._engine, "_take_model_step", step):
         engine.train_step(itertools.repeat(batch), plan)
-    size = parameters_per_rank(config.model, 1)
+    size = model_spec(config.model).elements()
     messages: Counter[str] = Counter()
     sent = 0.0
     for (name, factor), bytes_ in log.messages.items():

@@ -279,9 +279,10 @@ def flatten(lists: Iterator[list[float]]) -> list[float]:
 
 def flops_per_step(shape: Shape) -> int:
     """Return the model FLOPs of forward and backward, as in the training log."""
-    from megatron_ds.model.flops import model_flops_per_sample
+    from megatron_ds.model.spec.architecture import model_spec
 
-    return shape.micro_batch * model_flops_per_sample(_model_config(shape), shape.vocab)
+    config = dataclasses.replace(_model_config(shape), make_vocab_size_divisible_by=1)
+    return shape.micro_batch * model_spec(config).flops(shape.sequence)
 
 
 def show(table: dict[str, Any], result: dict[str, Any]) -> None:

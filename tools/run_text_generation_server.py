@@ -243,7 +243,7 @@ def describe(
     source: SourceCheckpoint, max_length: int, defaults: api_schema.Defaults
 ) -> dict[str, Any]:
     """What the page for browsers shows of the model, and its first settings."""
-    from megatron_ds.model.flops import parameters_per_rank
+    from megatron_ds.model.spec.architecture import model_spec
 
     folder, model, moe = source.path.resolve(), source.settings.model, source.settings.moe
     prefix, _, step = folder.name.partition("global_step")
@@ -252,7 +252,7 @@ def describe(
         "saved": int(folder.stat().st_mtime),
         "name": folder.parent.name if is_step else folder.name,
         "checkpoint": f"step {step}" if is_step else source.format,
-        "parameters": parameters_per_rank(model, 1, moe),
+        "parameters": model_spec(model, moe).elements(),
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,

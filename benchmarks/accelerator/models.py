@@ -89,10 +89,10 @@ class GptSize:
 
         The causal mask does not halve attention.
         """
-        from megatron_ds.model.flops import model_flops_per_sample
+        from megatron_ds.model.spec.architecture import model_spec
 
         config = self.config()
-        return model_flops_per_sample(config, config.padded_vocab(1)) / self.sequence
+        return model_spec(config).flops(config.seq_length) / self.sequence
 
     def attention_share(self) -> float:
         """Attention scores, which the causal mask halves, as a fraction of `flops_per_token`."""

@@ -22,7 +22,8 @@ from megatron_ds.engine.deepspeed.expert_files import expert_file
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.parallel.sharding import ShardSpec, shard_spec, take_shard, unshard
+from megatron_ds.parallel.sharding import shard_spec, take_shard, unshard
+from megatron_ds.parallel.weights import ShardSpec
 
 Weights = dict[str, torch.Tensor]
 

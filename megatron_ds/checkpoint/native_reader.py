@@ -28,7 +28,7 @@ from megatron_ds.engine.states.state_reader import (
     join,
     part_of,
 )
-from megatron_ds.parallel.sharding import ShardSpec
+from megatron_ds.parallel.weights import ShardSpec
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 OPTIMIZER_SETTINGS = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.position_embedding import AttentionOptions
-from megatron_ds.model.stages import layers_per_stage
+from megatron_ds.model.stages import ENDS, layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 
 WeightedBatch = tuple[DeviceBatch, Tensor | None]
@@ -92,7 +91,7 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
         grid = PipelineGrid(mesh)
         with replace_pipeline_grid(grid), contextlib.redirect_stdout(io.StringIO()):
             super().__init__(
-                layers=range(1 + sum(self._layers_per_stage) + 2), topology=grid.topology()
+                layers=range(sum(self._layers_per_stage) + len(ENDS)), topology=grid.topology()
             )
 
     @property
@@ -151,9 +150,8 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
 
     def _partition_layers(self, method: str) -> None:
         """DeepSpeed's hook: set the stages' bounds in the list of layers."""
-        ends = list(accumulate(self._layers_per_stage))
-        self.parts = [0, *(1 + end for end in ends[:-1]), self._num_layers]
-        stages = list(pairwise(self.parts))
+        stages = [(part.start, part.stop) for part in stage_slices(self._layers_per_stage)]
+        self.parts = [0, *(end for _, end in stages)]
         self.phase_bounds = [stages[stage] for stage in self._own_stages]
         self._set_bounds(*self.phase_bounds[0])
 

@@ -20,7 +20,7 @@ from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.position_embedding import AttentionOptions
-from megatron_ds.parallel.sharding import ShardSpec
+from megatron_ds.parallel.weights import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
 
 ON_DEVICE, ON_HOST = "device", "host"

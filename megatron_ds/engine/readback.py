@@ -8,7 +8,6 @@ It reads private attributes of the pinned DeepSpeed and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from megatron_ds.engine.protocol import (
     LossScaleSettings,
     StateBytes,
 )
-from megatron_ds.model.stages import layers_per_stage
+from megatron_ds.model.spec.architecture import is_matrix, run_spec
+from megatron_ds.model.stages import rank_layers
 from megatron_ds.parallel.mesh import Mesh
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -126,12 +126,7 @@ def _expected_settings(
     scaler: Any,
 ) -> EngineSettings:
     """The settings that a configuration asks for."""
-    sizes = layers_per_stage(config.model, config.parallel, config.moe)
-    ends = list(accumulate(sizes))
-    own_stages = config.parallel.stages_of_ranks[mesh.pp.rank]
-    layers = [layer for i in own_stages for layer in range(ends[i] - sizes[i], ends[i])]
-    # A layer has four matrices; the router of experts is one more.
-    matrices = 4 * len(layers) + sum(map(config.moe.has_experts, layers))
+    matrices = run_spec(config).sizes(rank_layers(config)[mesh.pp.rank], is_matrix).total()
     precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed

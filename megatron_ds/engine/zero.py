@@ -64,7 +64,8 @@ from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import router_metrics
-from megatron_ds.parallel.sharding import ShardSpec, expert_group, shard_spec
+from megatron_ds.parallel.sharding import expert_group, shard_spec
+from megatron_ds.parallel.weights import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
 
 

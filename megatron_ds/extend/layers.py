@@ -10,7 +10,8 @@ from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sequence import sum_gradients
-from megatron_ds.parallel.sharding import ShardSpec, sharded_parameter
+from megatron_ds.parallel.sharding import sharded_parameter
+from megatron_ds.parallel.weights import ShardSpec
 
 __all__ = [
     "MLP",

@@ -23,7 +23,7 @@ from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointin
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import QUERY_KEY_VALUE
+from megatron_ds.parallel.weights import QUERY_KEY_VALUE
 
 
 class KeyValueCache(Protocol):

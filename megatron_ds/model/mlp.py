@@ -12,7 +12,7 @@ from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.chunks import num_tiles
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import GATE_UP
+from megatron_ds.parallel.weights import GATE_UP
 
 
 class MLP(nn.Module):

@@ -37,7 +37,8 @@ from megatron_ds.parallel.collectives import (
 )
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.router_log import RouterLog
-from megatron_ds.parallel.sharding import GATE_UP, ShardSpec, mark_experts, sharded_parameter
+from megatron_ds.parallel.sharding import mark_experts, sharded_parameter
+from megatron_ds.parallel.weights import GATE_UP, ShardSpec
 
 
 class Routing(NamedTuple):

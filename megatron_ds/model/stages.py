@@ -1,4 +1,4 @@
-"""Which transformer layers each pipeline stage has, and how large stages and ranks are.
+"""Which layers each pipeline stage and each rank has.
 
 Every stage has at least one layer; the first one has the embedding, too, the last one the final
 norm and the output layer. Pure arithmetic, the same on every rank; imports no torch.
@@ -6,14 +6,12 @@ norm and the output layer. Pure arithmetic, the same on every rank; imports no t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 
-from megatron_ds.config import ModelConfig, MoEConfig, ParallelConfig
-from megatron_ds.model.flops import DENSE, expert_parameters_per_rank, parameter_sizes
+from megatron_ds.config import Config, ModelConfig, MoEConfig, ParallelConfig
+from megatron_ds.model.spec.architecture import DENSE, Layer, model_spec, run_spec
 
 
 @functools.cache
@@ -41,77 +39,32 @@ def layers_per_stage(
     return balanced(_with_ends(counts), stages)
 
 
-def stage_parameters(
-    model: ModelConfig,
-    tp_size: int,
-    layers: Sequence[int],
-    moe: MoEConfig = DENSE,
-    ep_size: int = 1,
-) -> list[Counter[int]]:
-    """`parameter_sizes` of each stage, the copies of a tied embedding included.
+ENDS = ("embedding", "final_norm", "head")
+"""Layers before and after the transformer layers."""
+
+
+def stage_slices(layers: Sequence[int]) -> list[slice]:
+    """The layers of each stage among all layers of the model.
 
     Args:
-        model: Architecture.
-        tp_size: Tensor-parallel size.
         layers: Transformer layers of each stage.
-        moe: Which layers have experts, and how many.
-        ep_size: Expert-parallel size.
     """
-
-    def sizes(num_layers: int) -> Counter[int]:
-        first = dataclasses.replace(model, num_layers=num_layers)
-        return parameter_sizes(first, tp_size, moe, ep_size)
-
-    if len(layers) == 1:
-        return [sizes(layers[0])]
-    ends = sizes(0)
-    table = model.padded_vocab(tp_size) // tp_size * model.hidden_size
-    last: Counter[int] = Counter()
-    last[table] += 1
-    last[model.hidden_size] += 1 if model.normalization == "RMSNorm" else 2
-    bounds = itertools.pairwise([0, *itertools.accumulate(layers)])
-    stages = [sizes(end) - sizes(start) for start, end in bounds]
-    tied = 0 if model.untie_embeddings_and_output_weights else 1
-    stages[0] += ends + Counter({table: tied}) - last
-    stages[-1] += last
-    return stages
+    bounds = [0, *(1 + end for end in itertools.accumulate(layers[:-1])), sum(layers) + len(ENDS)]
+    return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
 
-@functools.cache
-def rank_parameters(
-    model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig = DENSE
-) -> tuple[int, ...]:
-    """Parameters of each pipeline rank, on one tensor-parallel rank.
+def rank_layers(config: Config) -> list[list[Layer]]:
+    """The layers of each pipeline rank.
 
     Args:
-        model: Architecture, with the vocabulary size.
-        parallel: Tensor- and expert-parallel size, number of stages, method and schedule.
-        moe: Which layers have experts, and how many.
+        config: Complete configuration, with the vocabulary size.
     """
-    tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    layers = layers_per_stage(model, parallel, moe)
-    stages = stage_parameters(model, tp_size, layers, moe, ep_size)
-    counts = [sum(size * count for size, count in sizes.items()) for sizes in stages]
-    result = [sum(counts[stage] for stage in held) for held in parallel.stages_of_ranks]
-    if {0, len(stages) - 1} <= {*parallel.stages_of_ranks[0]} and len(stages) > 1:
-        tied = not model.untie_embeddings_and_output_weights  # both stages use one copy
-        result[0] -= tied * model.padded_vocab(tp_size) // tp_size * model.hidden_size
-    return tuple(result)
-
-
-@functools.cache
-def rank_experts(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> tuple[int, ...]:
-    """Parameters of the experts of each pipeline rank. Arguments as for `rank_parameters`."""
-    tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    ends = [0, *itertools.accumulate(layers_per_stage(model, parallel, moe))]
-    up_to = [
-        expert_parameters_per_rank(
-            dataclasses.replace(model, num_layers=end), tp_size, moe, ep_size
-        )
-        for end in ends
+    counts = layers_per_stage(config.model, config.parallel, config.moe)
+    stages = [run_spec(config).layers[part] for part in stage_slices(counts)]
+    return [
+        [layer for stage in own for layer in stages[stage]]
+        for own in config.parallel.stages_of_ranks
     ]
-    counts = [after - before for before, after in itertools.pairwise(up_to)]
-    return tuple(sum(counts[stage] for stage in held) for held in parallel.stages_of_ranks)
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
@@ -159,5 +112,5 @@ def _with_ends(counts: Sequence[float]) -> list[float]:
 
 def _parameter_weights(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> list[float]:
     tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    single = stage_parameters(model, tp_size, [1] * model.num_layers, moe, ep_size)
-    return [sum(size * count for size, count in sizes.items()) for sizes in single]
+    spec = model_spec(model, moe, tp_size, ep_size)
+    return [spec.elements(spec.layers[part]) for part in stage_slices([1] * model.num_layers)]

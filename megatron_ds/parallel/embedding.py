@@ -10,7 +10,8 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.collectives import reduce_from_group_, reduce_scatter_sequence
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
+from megatron_ds.parallel.sharding import Init, sharded_parameter
+from megatron_ds.parallel.weights import ShardSpec
 
 
 def validate_token_ids(ids: Tensor, vocab_size: int) -> None:

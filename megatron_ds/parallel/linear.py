@@ -25,7 +25,8 @@ from megatron_ds.parallel.collectives import (
     wait,
 )
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import Init, ShardSpec, sharded_parameter
+from megatron_ds.parallel.sharding import Init, sharded_parameter
+from megatron_ds.parallel.weights import ShardSpec
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """x W^T + b of a weight in another form, for x and b."""

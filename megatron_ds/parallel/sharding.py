@@ -8,85 +8,16 @@ parameters that all data-parallel ranks have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_ds.config.problems import user_error
-
-QUERY_KEY_VALUE = ("query", "key", "value")
-GATE_UP = ("gate", "up")
-"""Names of the parts of fused matrices, in their order."""
+from megatron_ds.parallel.weights import ShardSpec
 
 Init = Callable[[tuple[int, ...], int, Sequence[range]], Tensor]
 """Initial values of part of a parameter, fp32. Takes the full shape, a dimension, and ranges of
 this dimension; returns the values of these ranges, concatenated along it."""
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """Sharding along one dimension, made of sections that are each split evenly over the ranks.
-
-    Rank i holds the concatenation of the i-th slice of every section: of a fused [Q; K; V] or
-    [gate; up] matrix, every rank has its slice of each part.
-    """
-
-    dim: int
-    sections: tuple[int, ...]
-    """Sizes along `dim`; their sum is the full size."""
-    parts: tuple[str, ...] = ()
-    """What each section is, such as "query", "key", "value"; empty if there is only one."""
-
-    def __post_init__(self) -> None:
-        assert not self.parts or len(self.parts) == len(self.sections)
-
-    def check(self, size: int) -> None:
-        """Raises:
-        UserError: If a section cannot be split evenly over `size` ranks.
-        """
-        for section in self.sections:
-            if section % size:
-                raise user_error(
-                    "section-not-divisible-by-tensor-parallel-size", section=section, size=size
-                )
-
-    def ranges(self, rank: int, size: int) -> list[range]:
-        """Indices along `dim` that `rank` of `size` holds, one range per section."""
-        self.check(size)
-        ranges, start = [], 0
-        for section in self.sections:
-            local = section // size
-            ranges.append(range(start + rank * local, start + (rank + 1) * local))
-            start += section
-        return ranges
-
-    def locate(self, indices: range, size: int) -> Iterator[tuple[int, range]]:
-        """Which of `size` ranks hold indices along `dim`.
-
-        Yields:
-            Rank, and indices in its shard, in the order of `indices`.
-        """
-        self.check(size)
-        position, start, local_start = indices.start, 0, 0
-        for section in self.sections:
-            local = section // size
-            while start <= position < min(start + section, indices.stop):
-                rank, offset = divmod(position - start, local)
-                count = min(local - offset, indices.stop - position)
-                yield rank, range(local_start + offset, local_start + offset + count)
-                position += count
-            start, local_start = start + section, local_start + local
-
-    def full_indices(self, indices: range, rank: int, size: int) -> list[range]:
-        """Indices along `dim` of the full tensor, for indices in the shard of `rank` of `size`."""
-        parts, local_start = [], 0
-        for full in self.ranges(rank, size):
-            start = max(indices.start - local_start, 0)
-            parts.append(full[start : max(indices.stop - local_start, start)])
-            local_start += len(full)
-        return [part for part in parts if part]
 
 
 def take_shard(full: Tensor, spec: ShardSpec, rank: int, size: int) -> Tensor:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
-from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
+from megatron_ds.model.spec.architecture import is_expert, run_spec
+from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.planning.memory_inputs import FP32, memory_inputs, micro_batches
 
 RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
@@ -95,10 +96,9 @@ class _Messages:
 
     def gradients_and_parameters(self) -> Iterator[Traffic]:
         """Of data parallelism, by ZeRO stage. Experts have fewer replicas."""
-        size = rank_parameters(self.model, self.parallel, self.config.moe)[self.pp_rank]
-        experts, ep_size = 0, self.config.expert_parallel_size
-        if ep_size > 1:
-            experts = rank_experts(self.model, self.parallel, self.config.moe)[self.pp_rank]
+        spec, layers = run_spec(self.config), rank_layers(self.config)[self.pp_rank]
+        size, ep_size = spec.elements(layers), self.config.expert_parallel_size
+        experts = spec.elements(layers, is_expert) if ep_size > 1 else 0
         yield from self._of_replicas(size - experts, "dp_sp", self.replicas)
         yield from self._of_replicas(experts, "expert_dp", self.replicas // ep_size)
 

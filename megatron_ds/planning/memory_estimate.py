@@ -16,14 +16,13 @@ N ranks over which states are partitioned, v this rank's rows of the vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
-from megatron_ds.model import flops
-from megatron_ds.model.stages import layers_per_stage, rank_experts, rank_parameters
+from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
+from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.parallel.chunks import chunk_bytes, num_tiles
 from megatron_ds.planning.communication import ALLREDUCE_BUCKET
 from megatron_ds.planning.memory_inputs import FP32, MemoryInputs, memory_inputs, micro_batches
@@ -135,16 +134,11 @@ class _Sizes:
     def __init__(self, config: Config, inputs: MemoryInputs) -> None:
         self.config, self.model, self.inputs = config, config.model, inputs
         self.ep_size = config.expert_parallel_size
-        layout = config.model, inputs.tp_size, config.moe, self.ep_size
-        self.full = flops.parameters_per_rank(*layout)
-        experts = flops.expert_parameters_per_rank(*layout)
+        self.spec = spec = model_spec(config.model, config.moe, inputs.tp_size, self.ep_size)
+        largest = max(rank_layers(config), key=spec.elements)
+        self.full, experts = spec.elements(largest), spec.elements(largest, is_expert)
         stages = layers_per_stage(config.model, config.parallel, config.moe)
         self.is_staged = len(stages) > 1
-        if self.is_staged:
-            of_ranks = rank_parameters(config.model, config.parallel, config.moe)
-            self.full = max(of_ranks)
-            of_experts = rank_experts(config.model, config.parallel, config.moe)
-            experts = of_experts[of_ranks.index(self.full)]
         # A stage keeps the activations of a micro-batch until its gradient returns.
         count = micro_batches(config, inputs.dp_size // inputs.sp_size)
         self.stored_layers = max(
@@ -153,10 +147,9 @@ class _Sizes:
         )
         self.partition = self._partition(self.full, experts)
         own = max(sum(stages[stage] for stage in own) for own in config.parallel.stages_of_ranks)
-        matrices = dataclasses.replace(config.model, num_layers=own, add_bias_linear=False)
-        self.matrices = flops.matrix_parameters(matrices, *layout[1:])
-        elements = sum(size * count for size, count in self.matrices.items())
-        experts = flops.expert_parameters_per_rank(matrices, *layout[1:])
+        self.matrices = spec.sizes(blocks := spec.blocks[:own], is_matrix)
+        elements = spec.elements(blocks, is_matrix)
+        experts = spec.elements(blocks, lambda weight: is_expert(weight) and is_matrix(weight))
         self.matrix_share = self._partition(elements, experts)
         owned = self.full if inputs.zero_stage == 0 else self.partition
         self.moments = round(inputs.moment_bytes * inputs.moments * owned)
@@ -279,8 +272,7 @@ class _Sizes:
             return 0
         names = ("max_reuse_distance", "max_live_parameters", "param_persistence_threshold")
         reuse, live, threshold = (int(self.inputs.zero[f"stage3_{name}"]) for name in names)
-        tp_size = self.inputs.tp_size
-        sizes = flops.parameter_sizes(self.model, tp_size, self.config.moe, self.ep_size)
+        sizes, tp_size = self.spec.sizes(), self.inputs.tp_size
         largest = max(sizes)
         kept = sum(n * count for n, count in sizes.items() if n <= threshold)
         if not self.model.untie_embeddings_and_output_weights:

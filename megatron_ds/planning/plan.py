@@ -16,8 +16,8 @@ from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.ds_config.generate import build_ds_config
-from megatron_ds.model import flops
-from megatron_ds.model.stages import layers_per_stage, rank_parameters
+from megatron_ds.model.spec.architecture import model_spec, run_spec
+from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
@@ -173,9 +173,9 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     memory = planned_memory(config, dp_size, hardware.kind)
     count = micro_batches(config, dp_size)
     layers = layers_per_stage(config.model, config.parallel, config.moe)
-    parameters = flops.parameters_per_rank(config.model, 1, config.moe)
-    padded = config.model.padded_vocab(sizes["tp"])
-    of_sample = flops.model_flops_per_sample(config.model, padded, config.moe)
+    spec = run_spec(config)
+    parameters = model_spec(config.model, config.moe).elements()
+    of_sample = spec.flops(config.model.seq_length)
     # Experts that are not selected have no products.
     share, origin = hardware.share(min(parameters, of_sample / (6 * config.model.seq_length)))
     hardware = dataclasses.replace(hardware, efficiency=share)
@@ -200,7 +200,7 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
         sizes=sizes,
         layers=layers,
         parameters=parameters,
-        rank_parameters=rank_parameters(config.model, config.parallel, config.moe),
+        rank_parameters=tuple(map(spec.elements, rank_layers(config))),
         memory=memory,
         links=links,
         micro_batches=count,
@@ -218,12 +218,10 @@ def _compute_seconds(
     config: Config, sizes: dict[str, int], layers: Sequence[int], count: int, hardware: Hardware
 ) -> float:
     """Products of the pipeline rank that has the most, and its other kernels."""
-    model, moe = config.model, config.moe
-    padded = model.padded_vocab(sizes["tp"])
-    whole = flops.model_flops_per_sample(model, padded, moe)
-    head = flops.model_flops_per_sample(dataclasses.replace(model, num_layers=0), padded, moe)
+    spec, model = run_spec(config), config.model
     passes = 4 / 3 if config.recompute.recompute_granularity == "full" else 1
-    of_layers = passes * (whole - head)
+    of_layers = passes * spec.flops(model.seq_length, spec.blocks)
+    head = spec.flops(model.seq_length, spec.layers[-1:])
     slowest = max(
         sum(layers[stage] * of_layers / model.num_layers for stage in own)
         + (head if len(layers) - 1 in own else 0)

@@ -16,9 +16,9 @@ from megatron_ds.config import Config, MoEConfig
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
 from megatron_ds.engine.protocol import EngineSettings
-from megatron_ds.model.flops import matrix_parameters, parameter_sizes, parameters_per_rank
 from megatron_ds.model.norm import select_norm_kernel
-from megatron_ds.model.stages import layers_per_stage, stage_parameters
+from megatron_ds.model.spec.architecture import is_matrix, model_spec
+from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.train_state import TrainState
@@ -125,22 +125,21 @@ def _stages(facts: BannerData) -> Iterator[str]:
     first, last = 0, len(layers) - 1
     ranks = enumerate(config.parallel.stages_of_ranks)
     owners = {stage: rank for rank, rank_stages in ranks for stage in rank_stages}
-    parts = stage_parameters(config.model, mesh.tp.size, layers, config.moe, mesh.ep.size)
-    for stage, sizes in enumerate(parts):
+    spec = model_spec(config.model, config.moe, mesh.tp.size, mesh.ep.size)
+    for stage, part in enumerate(stage_slices(layers)):
         end = first + layers[stage] - 1
         names = [f"layers {first} to {end}" if end > first else f"layer {first}"]
         names += ["final norm", "output layer"] if stage == last else []
         names = ["embedding", *names] if stage == 0 else names
-        count = sum(size * number for size, number in sizes.items())
         first += layers[stage]
         rank = f" (pipeline rank {owners[stage]})" if len(layers) > mesh.pp.size else ""
-        yield f"{stage}{rank}: {', '.join(names)}; {count:,} parameters"
+        yield f"{stage}{rank}: {', '.join(names)}; {spec.elements(spec.layers[part]):,} parameters"
 
 
 def _model(facts: BannerData) -> Lines:
     model, moe, mesh = facts.config.model, facts.config.moe, facts.mesh
     tp = mesh.tp.size
-    parameters = f"{parameters_per_rank(model, tp, moe, mesh.ep.size):,} parameters"
+    parameters = f"{model_spec(model, moe, tp, mesh.ep.size).elements():,} parameters"
     grouped = model.kv_heads != model.num_attention_heads
     shape = (
         f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, "
@@ -242,8 +241,9 @@ def _engine_settings(facts: BannerData) -> Lines:
         betas = f"betas {settings.betas[0]:g} {settings.betas[1]:g}"
         coefficients = f"{betas}, epsilon {settings.epsilon:g}" if settings.epsilon else betas
     if settings.orthogonalized is not None:
-        layout = facts.config.model, facts.mesh.tp.size, facts.config.moe, facts.mesh.ep.size
-        tensors, matrices = parameter_sizes(*layout), matrix_parameters(*layout)
+        mesh = facts.mesh
+        spec = model_spec(facts.config.model, facts.config.moe, mesh.tp.size, mesh.ep.size)
+        tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
         coefficients = (
             f"momentum {settings.momentum:g}, on {settings.orthogonalized} matrices "
             f"({_elements(matrices)}); AdamW on {(tensors - matrices).total()} other parameters "

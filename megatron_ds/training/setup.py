@@ -5,7 +5,6 @@ Owns the order of construction. Collective: every rank calls the same functions.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,8 +40,8 @@ from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.launch.stop_request import StopReason
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.loading.plan import LoadPlan
-from megatron_ds.model.flops import model_flops_per_sample
 from megatron_ds.model.layers import CustomParts
+from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import planned_memory
 from megatron_ds.tokenizer.stored_files import read_files
@@ -386,7 +385,6 @@ def _build_metrics(
 ) -> Metrics:
     """Metrics of this rank. The first rank, which prints the other lines of the log, prints them,
     so that lines keep their order; the last one writes files, as in Megatron."""
-    padded = config.model.padded_vocab(mesh.tp.size)
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     loggers: list[Logger] = []
     if context.rank == 0:
@@ -410,9 +408,7 @@ def _build_metrics(
         )
     return Metrics(
         ThroughputModel(
-            flops_per_sample=lambda tokens: model_flops_per_sample(
-                dataclasses.replace(config.model, seq_length=tokens), padded, config.moe
-            ),
+            flops_per_sample=run_spec(config).flops,
             seq_length=config.model.seq_length,
             world_size=context.world_size,
             curriculum=config.schedule.curriculum_seqlen is not None,

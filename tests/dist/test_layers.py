@@ -19,7 +19,8 @@ from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import ShardSpec, take_shard
+from megatron_ds.parallel.sharding import take_shard
+from megatron_ds.parallel.weights import ShardSpec
 from tests.dist.engine_harness import full_tensor
 from tests.distributed import RankError, run_ranks
 from tests.problems import raises_problem

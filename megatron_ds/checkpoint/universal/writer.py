@@ -50,7 +50,7 @@ from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.states.resharding import BLOCK
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, StateReader
 from megatron_ds.fileio.atomic import FileRecord, write_atomically
-from megatron_ds.parallel.sharding import ShardSpec
+from megatron_ds.parallel.weights import ShardSpec
 
 INFO = "universal_checkpoint_info"
 VERSION = 0.4

@@ -31,7 +31,8 @@ from megatron_ds.conversion.megatron.write_common import (
 )
 from megatron_ds.conversion.source import WRITE_DEFAULTS, SavedRun, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
-from megatron_ds.parallel.sharding import ShardSpec, take_shard
+from megatron_ds.parallel.sharding import take_shard
+from megatron_ds.parallel.weights import ShardSpec
 
 
 def write_megatron(

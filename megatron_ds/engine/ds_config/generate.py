@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
-from megatron_ds.config import Config, ModelConfig, MoEConfig, PrecisionConfig, flag_of
+from megatron_ds.config import Config, PrecisionConfig, flag_of
 from megatron_ds.config.deepspeed_file import Json, leaves
 from megatron_ds.config.devices import HOST, is_host
 from megatron_ds.config.fields import in_effect
@@ -27,7 +27,7 @@ from megatron_ds.engine.optimizers.adam_kernels import (
     select_adam_kernel,
 )
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM, FUSED_ADAM, CppOp
-from megatron_ds.model.flops import parameter_sizes, parameters_per_rank
+from megatron_ds.model.spec.architecture import run_spec
 
 STEPS_PER_PRINT_OFF = 1 << 30
 """A steps_per_print that is never reached: the training loop logs progress itself."""
@@ -177,7 +177,7 @@ def partition_keys(config: Config, dp_size: int) -> dict[str, Any]:
     }
     if stage != 3:
         return {**in_order, "sub_group_size": 0}
-    largest = parameters_per_rank(*_sharded_model(config))
+    largest = run_spec(config).elements()
     return {**in_order, "sub_group_size": min(int(zero["sub_group_size"]), largest)}
 
 
@@ -334,7 +334,7 @@ def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
             largest = max(largest, _largest_parameter(config))
     if not config.model.vocab_size:
         return largest
-    return min(largest, parameters_per_rank(*_sharded_model(config)))
+    return min(largest, run_spec(config).elements())
 
 
 def _largest_parameter(config: Config) -> int:
@@ -345,13 +345,7 @@ def _largest_parameter(config: Config) -> int:
     """
     if not config.model.vocab_size:
         return 0
-    return max(parameter_sizes(*_sharded_model(config)))
-
-
-def _sharded_model(config: Config) -> tuple[ModelConfig, int, MoEConfig, int]:
-    """The arguments of `parameter_sizes`."""
-    tp_size = config.parallel.tensor_model_parallel_size
-    return config.model, tp_size, config.moe, config.expert_parallel_size
+    return max(run_spec(config).sizes())
 
 
 def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> Json:

@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_ds.engine.deepspeed.partitions import ParameterPlace, read_partitions
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.sharding import ShardSpec, expert_group, shard_spec, take_shard, unshard
+from megatron_ds.parallel.sharding import expert_group, shard_spec, take_shard, unshard
+from megatron_ds.parallel.weights import ShardSpec
 
 IsMatrix = Callable[[str, tuple[int, ...]], bool]
 """Whether a parameter, by canonical name and local shape, is one of the matrices."""

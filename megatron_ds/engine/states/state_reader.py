@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_ds.parallel.sharding import ShardSpec
+from megatron_ds.parallel.weights import ShardSpec
 
 MASTER = "master"
 """Kind of state: the weights that the optimizer steps. Other kinds have the optimizer's names."""

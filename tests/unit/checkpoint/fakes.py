@@ -22,7 +22,7 @@ from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.parallel.sharding import GATE_UP, ShardSpec
+from megatron_ds.parallel.weights import GATE_UP, ShardSpec
 from megatron_ds.train_state import TrainState
 
 Managers = Callable[..., CheckpointManager]

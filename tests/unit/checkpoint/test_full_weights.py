@@ -14,7 +14,8 @@ from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights, load
 from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.metadata import Checkpoint, DataOrder, ParallelLayout, RunRecord
 from megatron_ds.config import Config, ScheduleConfig
-from megatron_ds.parallel.sharding import ShardSpec, mark_sharded
+from megatron_ds.parallel.sharding import mark_sharded
+from megatron_ds.parallel.weights import ShardSpec
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
 

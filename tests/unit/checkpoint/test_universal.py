@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.universal.reader import UniversalStates
 from megatron_ds.checkpoint.universal.writer import UniversalContent, write_states
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.parallel.sharding import ShardSpec
+from megatron_ds.parallel.weights import ShardSpec
 from tests.problems import codes, raises_problem
 from tests.unit.checkpoint.fakes import Managers, flip_a_bit, load, save, state_at
 

@@ -22,7 +22,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.model.spec.architecture import model_spec
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 COMMANDS: list[dict[str, Any]] = json.loads(
@@ -83,7 +83,7 @@ def facts_of(config: Config, world_size: int) -> dict[str, Any]:
     unit = math.lcm(config.model.make_vocab_size_divisible_by, tp_size)
     model = config.with_values({"make_vocab_size_divisible_by": unit}).model
     return {
-        "parameters": parameters_per_rank(model, 1, config.moe),
+        "parameters": model_spec(model, config.moe).elements(),
         "axes.tp": tp_size,
         "axes.pp": parallel.pipeline_model_parallel_size,
         "axes.sp": parallel.ds_sequence_parallel_size,
@@ -139,5 +139,5 @@ def test_experts_of_microsofts_fork_have_their_published_number_of_parameters(
         f"{experts} --moe-expert-parallel-size 64 --moe-loss-coeff 0.01"
     )
     config, _ = build_config(line.split(), world_size=64, warn=lambda _: None)
-    count = parameters_per_rank(config.with_vocab(GPT2_SIZE).model, 1, config.moe)
+    count = model_spec(config.with_vocab(GPT2_SIZE).model, config.moe).elements()
     assert count / 1e9 == pytest.approx(billions, rel=3e-3)

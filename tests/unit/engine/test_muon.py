@@ -17,7 +17,7 @@ from megatron_ds.engine.optimizers.distributed_matrices import (
 )
 from megatron_ds.engine.optimizers.muon import Muon, orthogonalize
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import ShardSpec
+from megatron_ds.parallel.weights import ShardSpec
 from tests.problems import raises_problem
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}

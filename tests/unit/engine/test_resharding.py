@@ -16,7 +16,8 @@ from megatron_ds.engine.states.flats import Part
 from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import MASTER, Columns, TensorReader, part_of
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import ShardSpec, mark_sharded
+from megatron_ds.parallel.sharding import mark_sharded
+from megatron_ds.parallel.weights import ShardSpec
 from tests.problems import raises_problem
 
 SHAPES = {"fc.weight": (7, 6), "fc.bias": (7,), "embedding.word.weight": (10, 4)}

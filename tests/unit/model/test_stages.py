@@ -6,16 +6,14 @@ import itertools
 
 import pytest
 
-from megatron_ds.config import ModelConfig, MoEConfig, ParallelConfig
-from megatron_ds.model.gpt import GPTModel
+from megatron_ds.config import Config, ModelConfig, ParallelConfig
+from megatron_ds.model.spec.architecture import model_spec
 from megatron_ds.model.stages import (
     balanced,
     layers_per_stage,
-    rank_experts,
-    rank_parameters,
-    stage_parameters,
+    rank_layers,
+    stage_slices,
 )
-from tests.unit.model.dense import build_model
 
 MODEL = ModelConfig(
     num_layers=7,
@@ -69,43 +67,17 @@ def test_balanced_division_is_the_best_of_all(weights: tuple[int, ...], parts: i
     assert cost(tuple(itertools.accumulate(found[:-1]))) == best
 
 
-@pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize(
-    ("position", "moe"),
-    [
-        ("learned_absolute", MoEConfig()),
-        ("rope", MoEConfig()),
-        ("rope", MoEConfig(num_experts=(4,), expert_interval=3)),
-    ],
-)
-def test_parameters_of_stages_are_those_of_their_models(
-    untied: bool, position: str, moe: MoEConfig
-) -> None:
-    config = ModelConfig(
-        **{
-            **vars(MODEL),
-            "untie_embeddings_and_output_weights": untied,
-            "position_embedding_type": position,
-            "embed_layernorm": True,
-        }
-    )
-    stages = [(slice(0, 3),), (slice(3, 6),), (slice(6, None),)]
-    counted = [
-        sum(size * count for size, count in sizes.items())
-        for sizes in stage_parameters(config, 1, (2, 3, 2), moe)
-    ]
-
-    def count(model: GPTModel, part: str = "") -> int:
-        return sum(p.numel() for name, p in model.named_parameters() if part in name)
-
-    assert counted == [count(build_model(config, stages=each, moe=moe)) for each in stages]
-
-    folded = [(slice(0, 2), slice(7, None)), (slice(2, 5), slice(5, 7))]
+def test_layers_of_ranks_are_those_of_their_stages() -> None:
+    names = [layer.name for layer in model_spec(MODEL).layers]
+    first, second, third = (names[part] for part in stage_slices((2, 3, 2)))
+    assert first == ["embedding", "layers.0", "layers.1"]
+    assert second == ["layers.2", "layers.3", "layers.4"]
+    assert third == ["layers.5", "layers.6", "final_norm", "head"]
     parallel = ParallelConfig(
         pipeline_model_parallel_size=2, pipeline_schedule="dualpipev", pp_partition_method="1,3,2,1"
     )
-    models = [build_model(config, stages=each, moe=moe) for each in folded]
-    assert rank_parameters(config, parallel, moe) == tuple(map(count, models))
-    assert rank_experts(config, parallel, moe) == tuple(
-        count(model, ".experts.") for model in models
-    )
+    folded = rank_layers(Config(model=MODEL, parallel=parallel))
+    assert [[layer.name for layer in layers] for layers in folded] == [
+        [*names[:2], *names[-3:]],
+        names[2:-3],
+    ]

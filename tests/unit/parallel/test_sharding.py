@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron_ds.parallel.sharding import (
-    ShardSpec,
     mark_sharded,
     shard_spec,
     sharded_parameter,
     take_shard,
     unshard,
 )
+from megatron_ds.parallel.weights import ShardSpec
 from tests.problems import raises_problem
 
 

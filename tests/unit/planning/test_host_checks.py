@@ -19,7 +19,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.launch import device
 from megatron_ds.launch.device import DeviceCapacity
-from megatron_ds.model.flops import parameters_per_rank
+from megatron_ds.model.spec.architecture import model_spec
 from megatron_ds.planning import host_checks, swap_disk
 from megatron_ds.planning.host_checks import Host
 from megatron_ds.planning.memory_estimate import planned_memory
@@ -121,7 +121,7 @@ def test_disk_holds_states_of_all_processes() -> None:
     config = merged(NVME).config.with_vocab(VOCAB)
     host = planned_memory(config, DP_SIZE, "cpu").host
     assert {"master weights", "moments"}.isdisjoint(host)
-    stored = 2 * 5 * 4 * -(-parameters_per_rank(config.model, 1) // DP_SIZE)
+    stored = 2 * 5 * 4 * -(-model_spec(config.model).elements() // DP_SIZE)
     slow = dataclasses.replace(DISK, rate=DiskRate(1e6, 1e6))
     assert check(NVME, disk=slow) == ([], ["nvme-takes"])
     for free, expected in ((stored, []), (stored - 1, ["nvme-path-too-small"])):

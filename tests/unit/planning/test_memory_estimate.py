@@ -25,14 +25,10 @@ from megatron_ds.config import (
     RecomputeConfig,
     ScheduleConfig,
 )
-from megatron_ds.model.flops import (
-    expert_parameters_per_rank,
-    matrix_parameters,
-    parameters_per_rank,
-)
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.model.stages import stage_parameters
+from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
+from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -180,8 +176,8 @@ def test_experts_are_partitioned_over_the_ranks_that_have_them(experts: int) -> 
         moe=MoEConfig(num_experts=(8,)),
         parallel=ParallelConfig(expert_model_parallel_size=experts),
     )
-    one = parameters_per_rank(run.model, 1, run.moe, experts)
-    of_experts = expert_parameters_per_rank(run.model, 1, run.moe, experts)
+    spec = model_spec(run.model, run.moe, 1, experts)
+    one, of_experts = spec.elements(), spec.elements(keep=is_expert)
     memory = estimate(run, dataclasses.replace(SINGLE, zero_stage=1, dp_size=4))
     assert memory.device["parameters"] == FP32 * one
     partition = (one - of_experts) / 4 + of_experts / (4 / experts)
@@ -299,8 +295,7 @@ def test_moments_of_muon_and_in_8_bits_are_smaller() -> None:
     # One byte, and a scale in fp32 for 256 elements.
     assert small == pytest.approx(full * (1 + 4 / 256) / 4, rel=1e-3)
     muon = states(2, has_matrix_updates=True)
-    sizes = matrix_parameters(config().model, 1)
-    matrices = sum(size * count for size, count in sizes.items())
+    matrices = model_spec(config().model).elements(keep=is_matrix)
     assert full - muon.device["moments"] == pytest.approx(4 * matrices / 4, abs=4)
     assert muon.reduction > states(2).reduction
 
@@ -319,10 +314,8 @@ def test_a_pipeline_stage_has_its_layers_and_several_micro_batches() -> None:
     staged = dataclasses.replace(model, parallel=parallel)
     accumulating = dataclasses.replace(staged.schedule, global_batch_size=4 * BATCH)
     found = estimate(staged, SINGLE)
-    largest = max(
-        sum(size * count for size, count in sizes.items())
-        for sizes in stage_parameters(model.model, 1, (2, 2))
-    )
+    spec = model_spec(model.model)
+    largest = max(spec.elements(spec.layers[part]) for part in stage_slices((2, 2)))
     assert found.device["parameters"] == FP32 * largest
     assert found.activations == estimate(config(num_layers=2), SINGLE).activations
     several = dataclasses.replace(staged, schedule=accumulating)
@@ -416,7 +409,7 @@ def gathered(model: ModelConfig, limits: dict[str, int], **recompute: Any) -> in
 
 
 def test_zero3_gathers_a_few_layers_of_a_large_model() -> None:
-    assert parameters_per_rank(LLAMA_70B, 1) == pytest.approx(70.6e9, rel=1e-3)
+    assert model_spec(LLAMA_70B).elements() == pytest.approx(70.6e9, rel=1e-3)
     table, fc_in = 128_256 * 8192, 8192 * 2 * 28672
     norms = (2 * 80 + 1) * 8192  # below the threshold
     largest = max(table, fc_in)
@@ -430,7 +423,7 @@ def test_zero3_gathers_a_few_layers_of_a_large_model() -> None:
     tied = dataclasses.replace(LLAMA_70B, untie_embeddings_and_output_weights=False)
     assert gathered(tied, {}) == expected + table
     unlimited = {"stage3_max_live_parameters": 10**12}
-    assert gathered(LLAMA_70B, unlimited) == parameters_per_rank(LLAMA_70B, 1)
+    assert gathered(LLAMA_70B, unlimited) == model_spec(LLAMA_70B).elements()
 
 
 def test_peak_is_maximum_over_phases() -> None:

@@ -14,10 +14,10 @@ from megatron_ds.config import CheckpointConfig, Config, ScheduleConfig
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
 from megatron_ds.launch.distributed import ProcessContext
 from megatron_ds.model.attention_backends import FIXED_SIZES
-from megatron_ds.model.flops import matrix_parameters, parameter_sizes
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.model.position_embedding import AttentionOptions
-from megatron_ds.model.stages import stage_parameters
+from megatron_ds.model.spec.architecture import is_matrix, model_spec
+from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import estimate
 from megatron_ds.planning.memory_inputs import MemoryInputs
@@ -147,10 +147,8 @@ def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
     text = words(config, mesh=mesh)
     assert "tensor parallel 2 x pipeline parallel 2 x data parallel 2" in text
     assert "0 4 (pipeline parallel)" in text
-    first, last = (
-        sum(size * count for size, count in sizes.items())
-        for sizes in stage_parameters(config.model, 2, (10, 14))
-    )
+    spec = model_spec(config.model, tp_size=2)
+    first, last = (spec.elements(spec.layers[part]) for part in stage_slices((10, 14)))
     assert f"stages 0: embedding, layers 0 to 9; {first:,} parameters" in text
     assert f"1: layers 10 to 23, final norm, output layer; {last:,} parameters" in text
 
@@ -186,7 +184,8 @@ def test_banner_counts_the_parameters_that_muon_updates() -> None:
     muon = dataclasses.replace(SETTINGS, optimizer="Muon", momentum=0.95, orthogonalized=96)
     text = words(settings=muon)
     assert "Muon, momentum 0.95, on 96 matrices (" in text
-    tensors, matrices = parameter_sizes(CONFIG.model, 2), matrix_parameters(CONFIG.model, 2)
+    spec = model_spec(CONFIG.model, tp_size=2)
+    tensors, matrices = spec.sizes(), spec.sizes(keep=is_matrix)
     assert matrices.total() == 96
     others = tensors - matrices
     elements = sum(size * count for size, count in others.items())

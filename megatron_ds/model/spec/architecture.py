@@ -1,0 +1,154 @@
+"""The model as a list of layer declarations, and sums over it.
+
+The only place where options become parts. Layers, weights and their order are those of the modules,
+which `model.layers` builds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_ds.config import Config, ModelConfig, MoEConfig
+from megatron_ds.model.spec.parts import (
+    AttentionSpec,
+    EmbeddingSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    NormSpec,
+    OutputSpec,
+    Part,
+)
+from megatron_ds.parallel.weights import Role, Weight
+
+DENSE = MoEConfig()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Embedding, transformer layer, final norm or output layer."""
+
+    name: str
+    """Canonical name, e.g. "layers.3"."""
+    parts: dict[str, Part]
+    """Parts by their names below the layer; the layer itself has an empty name."""
+    tied: tuple[Weight, ...] = ()
+    """Weights of an earlier layer; a stage that lacks that layer has copies."""
+
+    @cached_property
+    def weights(self) -> dict[str, Weight]:
+        """Weights by canonical name."""
+        weights = [
+            weight
+            for key, part in self.parts.items()
+            for weight in part.named(f"{self.name}.{key}" if key else self.name).values()
+        ]
+        return {weight.name: weight for weight in (*self.tied, *weights)}
+
+    def products(self, keys: int) -> int:
+        """Multiplications of one token in a forward pass that attends to so many keys."""
+        return sum(part.products(keys) for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The layers of the model, and sums over them or over some of them."""
+
+    layers: tuple[Layer, ...]
+    """In the order of a forward pass."""
+    tp_size: int
+    ep_size: int
+
+    @property
+    def blocks(self) -> tuple[Layer, ...]:
+        """The transformer layers."""
+        return self.layers[1:-2]
+
+    def weights(self, layers: Iterable[Layer] | None = None) -> dict[str, Weight]:
+        """Weights by canonical name; a tied one counts once."""
+        chosen = self.layers if layers is None else layers
+        return {name: weight for layer in chosen for name, weight in layer.weights.items()}
+
+    def sizes(
+        self,
+        layers: Iterable[Layer] | None = None,
+        keep: Callable[[Weight], bool] = lambda weight: True,
+    ) -> Counter[int]:
+        """Elements of one model-parallel rank's weights -> number of weights of this size.
+
+        Args:
+            layers: Some of the layers. None: all.
+            keep: Whether a weight is counted.
+        """
+        weights = self.weights(layers).values()
+        return Counter(
+            weight.size(self.tp_size, self.ep_size) for weight in weights if keep(weight)
+        )
+
+    def elements(
+        self,
+        layers: Iterable[Layer] | None = None,
+        keep: Callable[[Weight], bool] = lambda weight: True,
+    ) -> int:
+        """Elements of one model-parallel rank's weights; arguments as for `sizes`."""
+        return sum(size * count for size, count in self.sizes(layers, keep).items())
+
+    def flops(self, tokens: int, layers: Iterable[Layer] | None = None) -> int:
+        """Operations of the forward and backward pass of a sample, without recomputation.
+
+        Operations are those of matrix products only, a multiplication and an addition each; the
+        causal mask does not halve attention. This is Megatron's convention (Narayanan et al. 2021,
+        section 5.1) without its approximations.
+
+        Args:
+            tokens: Tokens of the sample.
+            layers: Some of the layers. None: all.
+        """
+        chosen = self.layers if layers is None else layers
+        # The backward pass has two products for each of the forward pass.
+        return 3 * 2 * tokens * sum(layer.products(tokens) for layer in chosen)
+
+
+def is_expert(weight: Weight) -> bool:
+    """Whether expert-parallel ranks share a weight."""
+    return weight.is_stacked
+
+
+def is_matrix(weight: Weight) -> bool:
+    """Whether Muon updates a weight: a matrix of a transformer layer."""
+    return weight.role is Role.MATRIX
+
+
+def run_spec(config: Config) -> ModelSpec:
+    """The model of a run; see `model_spec`."""
+    tp_size = config.parallel.tensor_model_parallel_size
+    return model_spec(config.model, config.moe, tp_size, config.expert_parallel_size)
+
+
+@functools.lru_cache(maxsize=64)
+def model_spec(
+    model: ModelConfig, moe: MoEConfig = DENSE, tp_size: int = 1, ep_size: int = 1
+) -> ModelSpec:
+    """Declare a model.
+
+    Args:
+        model: Architecture.
+        moe: Which layers have experts, and how many.
+        tp_size: Tensor-parallel size, which also determines the padding of the vocabulary.
+        ep_size: Expert-parallel size.
+    """
+    rows, norm = model.padded_vocab(tp_size), NormSpec(model)
+    embedding = Layer("embedding", {"": EmbeddingSpec(model, rows)})
+    block = {"attention_norm": norm, "attention": AttentionSpec(model), "mlp_norm": norm}
+    dense, sparse = FeedForwardSpec(model), ExpertsSpec(model, moe)
+    blocks = (
+        Layer(f"layers.{layer}", {**block, "mlp": sparse if moe.has_experts(layer) else dense})
+        for layer in range(model.num_layers)
+    )
+    word = embedding.weights["embedding.word.weight"]
+    tied = () if model.untie_embeddings_and_output_weights else (word,)
+    head = Layer("head", {"": OutputSpec(model, rows)}, tied)
+    return ModelSpec((embedding, *blocks, Layer("final_norm", {"": norm}), head), tp_size, ep_size)

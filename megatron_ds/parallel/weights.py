@@ -1,0 +1,136 @@
+"""Declarations of weights: name, shape, sharding, initial values and what training does with them.
+
+A module is built from its declared weights, and parameters are counted from them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_ds.config.problems import user_error
+
+QUERY_KEY_VALUE = ("query", "key", "value")
+GATE_UP = ("gate", "up")
+"""Names of the parts of fused matrices, in their order."""
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Sharding along one dimension, made of sections that are each split evenly over the ranks.
+
+    Rank i holds the concatenation of the i-th slice of every section: of a fused [Q; K; V] or
+    [gate; up] matrix, every rank has its slice of each part.
+    """
+
+    dim: int
+    sections: tuple[int, ...]
+    """Sizes along `dim`; their sum is the full size."""
+    parts: tuple[str, ...] = ()
+    """What each section is, such as "query", "key", "value"; empty if there is only one."""
+
+    def __post_init__(self) -> None:
+        assert not self.parts or len(self.parts) == len(self.sections)
+
+    def check(self, size: int) -> None:
+        """Raises:
+        UserError: If a section cannot be split evenly over `size` ranks.
+        """
+        for section in self.sections:
+            if section % size:
+                raise user_error(
+                    "section-not-divisible-by-tensor-parallel-size", section=section, size=size
+                )
+
+    def ranges(self, rank: int, size: int) -> list[range]:
+        """Indices along `dim` that `rank` of `size` holds, one range per section."""
+        self.check(size)
+        ranges, start = [], 0
+        for section in self.sections:
+            local = section // size
+            ranges.append(range(start + rank * local, start + (rank + 1) * local))
+            start += section
+        return ranges
+
+    def locate(self, indices: range, size: int) -> Iterator[tuple[int, range]]:
+        """Which of `size` ranks hold indices along `dim`.
+
+        Yields:
+            Rank, and indices in its shard, in the order of `indices`.
+        """
+        self.check(size)
+        position, start, local_start = indices.start, 0, 0
+        for section in self.sections:
+            local = section // size
+            while start <= position < min(start + section, indices.stop):
+                rank, offset = divmod(position - start, local)
+                count = min(local - offset, indices.stop - position)
+                yield rank, range(local_start + offset, local_start + offset + count)
+                position += count
+            start, local_start = start + section, local_start + local
+
+    def full_indices(self, indices: range, rank: int, size: int) -> list[range]:
+        """Indices along `dim` of the full tensor, for indices in the shard of `rank` of `size`."""
+        parts, local_start = [], 0
+        for full in self.ranges(rank, size):
+            start = max(indices.start - local_start, 0)
+            parts.append(full[start : max(indices.stop - local_start, start)])
+            local_start += len(full)
+        return [part for part in parts if part]
+
+
+class Role(StrEnum):
+    """What training and checkpoints do with a weight."""
+
+    MATRIX = "matrix of a layer"
+    """Decayed; updated by Muon."""
+    VECTOR = "bias, or weight of a norm"
+    """Not decayed."""
+    POSITIONS = "learned positions"
+    """Decayed as an embedding."""
+    WORDS = "word embedding"
+    """Decayed as an embedding, padded, with the learning rate of --decoupled-lr."""
+    OUTPUT = "output layer"
+    """Decayed, padded, with the learning rate of --decoupled-lr."""
+
+
+class Partial(StrEnum):
+    """When each tensor-parallel rank computes only part of a replicated weight's gradient."""
+
+    NEVER = "never"
+    SEQUENCE = "with sequence parallelism"
+    """The weight acts on this rank's tokens."""
+    ALWAYS = "always"
+    """The weight acts on this rank's heads, or another sharded dimension."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight of the model."""
+
+    name: str
+    """Canonical name, or the part of it below a module."""
+    shape: tuple[int, ...]
+    """Full shape."""
+    shard: ShardSpec | None = None
+    """How tensor-parallel ranks share it. None: it is replicated."""
+    std: float = 0.0
+    """Standard deviation of the initial values."""
+    mean: float = 0.0
+    """Mean of the initial values."""
+    role: Role = Role.MATRIX
+    partial_over: Partial = Partial.NEVER
+    """When its gradient is summed over the tensor-parallel ranks."""
+    is_stacked: bool = False
+    """Whether dimension 0 counts experts, which expert-parallel ranks share."""
+    padding: int = 0
+    """Rows at the end that are zero and no tokens."""
+    lr_scale: float = 1.0
+    """Factor of the learning rate."""
+
+    def size(self, tp_size: int, ep_size: int = 1) -> int:
+        """Elements on one rank."""
+        ranks = (tp_size if self.shard else 1) * (ep_size if self.is_stacked else 1)
+        return math.prod(self.shape) // ranks
