@@ -15,6 +15,8 @@ INTEROP := build/interop
 S3 := build/s3
 # Ray, which is large and only tests/cluster uses.
 RAY := build/ray
+# torch's build for CUDA and the compilers that it brings, 4.5 GB, which only tests/lowering uses.
+CUDA := build/lowering
 # Schemas and a linter for the recipes of examples/clusters.
 RECIPES := build/recipes
 # What the tests need besides the product.
@@ -54,6 +56,7 @@ test: lint $(TESTED) ## lint, then unit, fuzz, multi-process and end-to-end test
 
 proofs: lint $(TESTED) $(INTEROP)/.installed $(RAY)/.installed $(RECIPES)/.installed ## everything that proves something, more than an hour; ONLY="layouts mutants" selects sections
 	@$(RUN)/python tools/build_ops.py aio || echo "The proofs that offload to NVMe will be skipped"
+	@$(if $(filter lowering,$(or $(ONLY),lowering)),$(MAKE) $(CUDA)/.installed || echo "The proofs that compile for a device will be skipped")
 	$(RUN)/python tests/proofs/run.py $(ONLY)
 
 test-libaio: $(TESTED) ## the tests that offload to NVMe, which need libaio and its headers
@@ -126,6 +129,11 @@ $(INTEROP)/.installed: tests/interop/requirements.txt $(VENV)/.installed
 $(RAY)/.installed: tests/ray/requirements.txt $(VENV)/.installed
 	rm -rf $(RAY)
 	$(PIP) --quiet --no-deps --target $(RAY) -r tests/ray/requirements.txt
+	@touch $@
+
+$(CUDA)/.installed: tests/lowering/requirements.txt $(VENV)/.installed
+	rm -rf $(CUDA)
+	$(PIP) --quiet --target $(CUDA) -r tests/lowering/requirements.txt
 	@touch $@
 
 $(RECIPES)/.installed: tests/cluster/requirements.txt $(VENV)/.installed

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ from tests.versions import run as versions  # noqa: E402
 RESULTS = Path(__file__).with_name("results.json")
 OUTPUT = REPOSITORY / "docs" / "development" / "proofs.md"
 INTEROP = REPOSITORY / "build" / "interop"
+LOWERED = REPOSITORY / "tests" / "golden" / "lowering.json"
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pytest")
 HEAD = """\
 # Record of the proofs
@@ -166,6 +167,10 @@ SECTIONS: dict[str, tuple[str, Callable[[], Record]]] = {
     "benchmarks": ("benchmarks and programs for GPUs, at tiny sizes", Tests(BENCHMARKS).run),
     "e2e": ("all other command lines", Tests(("tests/e2e",), without=(*CRASHES, *BENCHMARKS)).run),
     "cluster": ("two nodes", Tests(("tests/cluster",), workers=False).run),
+    "lowering": (
+        "[kernels compiled for an H100](#kernels-compiled-for-an-h100)",
+        Tests(("tests/lowering",), workers=False).run,
+    ),
     "interop": (
         "token files, samples and checkpoints of `megatron-core`",
         Tests(
@@ -252,7 +257,20 @@ def page(record: dict[str, Any]) -> str:
     lines += ["\n## Tests of which `make test` leaves out cases, or all\n\n"]
     lines += ["| test | passed |\n|---|---|\n"]
     lines += [f"| `{test}` | {cell} |\n" for test, cell in sorted(tests.items())]
-    return "".join(lines)
+    return "".join([*lines, *_kernels()])
+
+
+def _kernels() -> Iterator[str]:
+    """The table of the kernels that `tests/lowering` compiles."""
+    yield "\n## Kernels compiled for an H100\n\n"
+    yield "`tests/lowering` compiles them for bf16, 8 samples of 1,024 tokens, without a device. "
+    yield "Registers and\nspilled bytes are the most of any configuration that would be tried.\n\n"
+    yield "| function | kernels | registers | spilled bytes | calls of libraries |\n"
+    yield "|---|---|---|---|---|\n"
+    for name, used in json.loads(LOWERED.read_text(encoding="utf-8")).items():
+        *numbers, calls = used.values()
+        named = ", ".join(f"{number} `{call.strip('_')}`" for call, number in calls.items())
+        yield f"| {' | '.join(map(str, (name, *numbers, named or 'none')))} |\n"
 
 
 def _passed(counts: Counts) -> str:

@@ -1,0 +1,335 @@
+"""Compiles parts of a training step to machine code of an H100, on a machine without a device.
+
+    PYTHONPATH=build/lowering:. python tests/lowering/lower.py
+
+Needs torch's build for CUDA, no driver. Inductor is told of a device that is not there, and given
+tensors without values; its Triton kernels are compiled with all the configurations that it would
+try. Prints a JSON object: by function, forward and backward, the number of kernels, and the largest
+numbers of registers and spilled bytes of any of their configurations.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor, nn
+from torch._dynamo.device_interface import CudaInterface
+from torch._functorch import config as functorch
+from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.virtualized import V
+from torch._prims import TensorMeta
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._pytree import tree_leaves, tree_map_only
+from triton.backends.compiler import GPUTarget
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.model.block import Block
+from megatron_ds.model.elementwise import activate, add_dropout
+from megatron_ds.model.mlp import MLP
+from megatron_ds.model.position_embedding import AttentionContext, rope_table, rotate
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.fused_linear_cross_entropy import chunk_rows, fusible_softmax_, multiply
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.rng import RngStreams
+
+DEVICE = "cuda"
+HOST = torch.device("cpu")
+CAPABILITY = (9, 0)
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=CAPABILITY[0],
+    minor=CAPABILITY[1],
+    total_memory=80 * 2**30,
+    multi_processor_count=132,
+    warp_size=32,
+    regs_per_multiprocessor=2**16,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    shared_memory_per_block=48 * 2**10,
+    shared_memory_per_block_optin=227 * 2**10,
+    shared_memory_per_multiprocessor=228 * 2**10,
+    L2_cache_size=50 * 2**20,
+    gcnArchName="",
+)
+S, B = 1024, 8
+"""Tokens and samples of a micro-batch."""
+GPT2 = ModelConfig(
+    num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=S, vocab_size=50304,
+    attention_dropout=0.0, hidden_dropout=0.0,
+)  # fmt: skip
+LLAMA = ModelConfig(
+    num_layers=16, hidden_size=2048, num_attention_heads=16, num_query_groups=4, seq_length=S,
+    vocab_size=128256, attention_dropout=0.0, hidden_dropout=0.0, normalization="RMSNorm",
+    position_embedding_type="rope", activation="swiglu", add_bias_linear=False,
+    ffn_hidden_size=5632,
+)  # fmt: skip
+
+
+class Driver:
+    """What Triton asks a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget(DEVICE, 10 * CAPABILITY[0] + CAPABILITY[1], 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device(DEVICE, 0)
+
+
+def pretend(stack: ExitStack) -> None:
+    """Lets torch and Triton see a device."""
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": False,
+        "get_rng_state": torch.empty(0),
+        "set_rng_state": None,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "get_device_properties": H100,
+        "get_device_capability": CAPABILITY,
+        "_lazy_init": None,
+        "synchronize": None,
+    }
+    for name, answer in answers.items():
+        stack.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
+    of_interface = {
+        "get_device_properties": H100,
+        "current_device": 0,
+        "is_available": True,
+        "is_triton_capable": True,
+        "get_compute_capability": 90,
+        "raise_if_triton_unavailable": None,
+    }
+    for owner in (CudaInterface, CudaInterface.Worker):
+        for name, answer in of_interface.items():
+            if hasattr(owner, name):
+                fake = staticmethod(lambda *_, answer=answer, **__: answer)
+                stack.enter_context(mock.patch.object(owner, name, fake))
+    # An index of a tensor of the device asks the driver, too.
+    seed = torch.ops.prims.inductor_lookup_seed.default
+    stack.enter_context(mock.patch.object(seed, "prim_meta_impl", _seed_like))
+    context = "torch._subclasses.fake_tensor.init_gpu_context"
+    stack.enter_context(mock.patch(context, return_value=None))
+    # Otherwise the backward pass is compiled when it runs.
+    stack.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
+    # Its kernels keep no assembly.
+    stack.enter_context(mock.patch.object(inductor, "use_static_cuda_launcher", False))
+    stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu"))
+    triton.runtime.driver.set_active(Driver())
+
+
+def _seed_like(seeds: Tensor, index: int) -> Any:
+    return TensorMeta(shape=(), strides=(), dtype=seeds.dtype, device=seeds.device)
+
+
+class Lowering:
+    """Compiles functions, and keeps what their kernels need."""
+
+    def __init__(self, mode: FakeTensorMode, folder: Path) -> None:
+        self._mode, self._folder = mode, folder
+        self.results: dict[str, dict[str, Any]] = {}
+
+    def run(self, name: str, function: Callable[..., Any], *inputs: Tensor) -> None:
+        """Lower a function and, where an input needs a gradient, its backward pass.
+
+        It is traced on the host, since autograd asks the driver of a device for its streams, and
+        moved to the device before Inductor's passes.
+        """
+
+        def partition(graph: GraphModule, joint: Any, **options: Any) -> Any:
+            on_device = joint_graph_passes(self._on_device(graph, joint), input_device=HOST)
+            return min_cut_rematerialization_partition(
+                on_device, joint, compiler="inductor", **options
+            )
+
+        def lower(direction: str, graph: GraphModule, examples: list[Tensor]) -> Any:
+            if direction == "inference":
+                graph = joint_graph_passes(self._on_device(graph, examples), input_device=HOST)
+            label = name if direction == "inference" else f"{name}, {direction}"
+            self.results[label] = self._measure(graph, is_inference=direction == "inference")
+            return make_boxed_func(graph)
+
+        class Function(nn.Module):
+            def forward(self, *flat: Tensor) -> Any:
+                outputs = function(*flat)
+                return outputs if isinstance(outputs, tuple) else (outputs,)
+
+        aot_module_simplified(
+            Function(),
+            inputs,
+            fw_compiler=functools.partial(lower, "forward"),
+            bw_compiler=functools.partial(lower, "backward"),
+            inference_compiler=functools.partial(lower, "inference"),
+            partition_fn=partition,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )
+
+    def _on_device(self, graph: GraphModule, examples: Any) -> GraphModule:
+        """A graph whose tensors are on the device."""
+
+        def on_device(value: Any) -> Any:
+            return torch.device(DEVICE) if isinstance(value, torch.device) else value
+
+        for node in graph.graph.nodes:
+            node.args = map_aggregate(node.args, on_device)
+            node.kwargs = map_aggregate(node.kwargs, on_device)
+        graph.recompile()
+        with self._mode:
+            moved = tree_map_only(Tensor, _like_on_device, examples)
+        FakeTensorProp(graph, self._mode).propagate(*tree_leaves(moved))
+        return graph
+
+    def _measure(self, graph: GraphModule, *, is_inference: bool) -> dict[str, Any]:
+        inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        with V.set_debug_handler(DebugContext()):
+            view_to_reshape(graph)
+            FakeTensorProp(graph, self._mode).propagate(*inputs)
+            post_grad_passes(graph, is_inference)
+            lowering = GraphLowering(graph, is_inference=is_inference)
+            with V.set_graph_handler(lowering):
+                lowering.run(*inputs)
+                code = lowering.codegen()[0]
+        text = str(getattr(code, "value", code))
+        kernels = re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", text, re.DOTALL)
+        used = [pair for kernel in kernels for pair in self._compile(*kernel)]
+        calls = re.findall(r"(?:extern_kernels|torch\.ops\.aten)\.(\w+)[.\w]*\(", text)
+        return {
+            "kernels": len(kernels),
+            "registers": max((registers for registers, _ in used), default=0),
+            "spilled bytes": max((spilled for _, spilled in used), default=0),
+            "calls of libraries": dict(sorted(Counter(calls).items())),
+        }
+
+    def _compile(self, name: str, source: str) -> Iterator[tuple[int, int]]:
+        """Registers and spilled bytes of a kernel, for each of its configurations."""
+        path = self._folder / f"{name}_{len(self.results)}.py"
+        path.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        kernel = getattr(module, name)
+        kernel.precompile(warm_cache_only=True)
+        for result in kernel.compile_results:
+            yield self._assemble(result.kernel.asm["ptx"])
+
+    def _assemble(self, ptx: str) -> tuple[int, int]:
+        (self._folder / "kernel.ptx").write_text(ptx, encoding="utf-8")
+        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        command = [str(ptxas), "--verbose", "--gpu-name=sm_90a", "kernel.ptx", "-o", "kernel.cubin"]
+        done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, check=True)
+        registers = re.search(r"Used (\d+) registers", done.stderr)
+        spills = re.findall(r"(\d+) bytes spill", done.stderr)
+        assert registers is not None
+        return int(registers[1]), sum(map(int, spills))
+
+
+def _like_on_device(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=DEVICE)
+
+
+class CuDNN:
+    """The attention core of complete samples on a device, without asking it."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        attended: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, dropout, True
+        )[0]
+        return attended
+
+
+def build_block(config: ModelConfig) -> Block:
+    mesh = Mesh.single()
+    init = Initializer(None)
+    return Block(
+        config,
+        0,
+        group=mesh.tp,
+        rng=RngStreams(0, HOST),
+        init=init,
+        mlp=MLP(config, 0, group=mesh.tp, init=init),
+        checkpoint_core=None,
+    )
+
+
+def lower_all(lowering: Lowering, blocks: dict[str, Block]) -> None:
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
+        return torch.empty(shape, dtype=dtype, requires_grad=grad)
+
+    for config, name in ((GPT2, "124M"), (LLAMA, "Llama-like 1B")):
+        block = blocks[name]
+        vocab = config.padded_vocab(1)
+        rows = chunk_rows(S * B, vocab, 2, on_host=False)
+        logits = empty(rows, vocab, grad=False)
+        lowering.run(f"{name}: softmax of the loss", fusible_softmax_, logits)
+        gradient = empty(S * B, config.hidden_size, grad=False)
+        factor = empty(dtype=torch.float32, grad=False)
+        lowering.run(f"{name}: gradient of the loss", multiply, gradient, factor)
+        width = config.mlp_hidden_size * (2 if config.is_gated else 1)
+        kind = functools.partial(activate, activation=config.activation, gelu_kind=config.gelu_kind)
+        lowering.run(f"{name}: {config.activation}", kind, empty(S, B, width))
+        stream = S, B, config.hidden_size
+        added = functools.partial(add_dropout, probability=0.1, group=block.group)
+        lowering.run(f"{name}: dropout and addition", added, empty(*stream), empty(*stream))
+        table: tuple[Tensor, ...] = ()
+        if config.position_embedding_type == "rope":
+            table = rope_table(S, config.head_dim, config.rotary_base, HOST)
+            heads = config.num_attention_heads + config.kv_heads
+            x = empty(S, B, heads, config.head_dim)
+            lowering.run(f"{name}: rotation", lambda x, *table: rotate(x, table), x, *table)
+        weights = {key: empty(*each.shape) for key, each in block.named_parameters()}
+
+        def layer(
+            x: Tensor, *rest: Tensor, block: Block = block, names: Any = tuple(weights)
+        ) -> Any:
+            values = dict(zip(names, rest, strict=False))
+            context = AttentionContext(rest[len(names) :] or None, CuDNN())
+            return torch.func.functional_call(block, values, (x, context))
+
+        lowering.run(f"{name}: layer", layer, empty(*stream), *weights.values(), *table)
+
+
+def main() -> None:
+    blocks = {"124M": build_block(GPT2), "Llama-like 1B": build_block(LLAMA)}
+    with ExitStack() as stack:
+        pretend(stack)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        mode = stack.enter_context(FakeTensorMode())
+        stack.enter_context(V.set_fake_mode(mode))
+        lowering = Lowering(mode, folder)
+        lower_all(lowering, blocks)
+    print(json.dumps(lowering.results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The kernels that torch.compile makes for an H100, on a machine without a device.
+
+`make proofs ONLY=lowering` installs torch's build for CUDA. `tests/golden/lowering.json` has the
+kernels; `python -m tests.lowering.test_lowering` writes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CUDA = REPOSITORY / "build" / "lowering"
+GOLDEN = REPOSITORY / "tests" / "golden" / "lowering.json"
+
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.skipif(
+        not (CUDA / ".installed").exists(),
+        reason="needs torch's build for CUDA: make proofs ONLY=lowering",
+    ),
+]
+Kernels = dict[str, dict[str, Any]]
+
+
+def lower() -> Kernels:
+    """The results of `lower.py`."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{CUDA}{os.pathsep}{REPOSITORY}",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "TRITON_CACHE_DIR": f"{folder}/triton",
+        }
+        command = [sys.executable, str(Path(__file__).with_name("lower.py"))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: Kernels = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def lowered() -> Kernels:
+    return lower()
+
+
+def test_no_kernel_spills_registers(lowered: Kernels) -> None:
+    assert {name for name, used in lowered.items() if used["spilled bytes"]} == set()
+    assert all(used["registers"] > 0 for used in lowered.values())
+
+
+def test_an_elementwise_function_is_one_kernel(lowered: Kernels) -> None:
+    functions = {name: used for name, used in lowered.items() if "layer" not in name}
+    assert len(functions) > 12
+    assert {(used["kernels"], len(used["calls of libraries"])) for used in functions.values()} == {
+        (1, 0)
+    }
+
+
+def test_a_layer_calls_attention_and_products_of_libraries(lowered: Kernels) -> None:
+    """Two products in the backward pass for each of the forward pass."""
+    layers = [name.removesuffix(", forward") for name in lowered if name.endswith("layer, forward")]
+    assert len(layers) > 1
+    for name in layers:
+        for direction, products in (("forward", 4), ("backward", 8)):
+            calls = lowered[f"{name}, {direction}"]["calls of libraries"]
+            assert sum(calls.values()) == products + 1
+            assert sum(number for call, number in calls.items() if "attention" in call) == 1
+
+
+def test_kernels_are_those_of_the_golden_file(lowered: Kernels) -> None:
+    assert lowered == json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps(lower(), indent=1) + "\n", encoding="utf-8")
