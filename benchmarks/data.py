@@ -45,6 +45,7 @@ from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, total_samples
+from megatron_ds.data.validation import DataFiles
 
 SEQUENCE = 1024
 MEAN_TOKENS = 1024
@@ -284,7 +285,7 @@ def measure_blend(prefixes: Sequence[str], samples: int, cache: str) -> Work:
 
 def dataset(prefixes: Sequence[str], samples: int, cache: str) -> TokenDataset:
     built = build_datasets(
-        DataConfig(data_path=tuple(prefixes), split="1", data_cache_path=cache),
+        DataFiles(DataConfig(data_path=tuple(prefixes), split="1", data_cache_path=cache)),
         seq_length=SEQUENCE,
         seed=1,
         num_samples=(samples, 0, 0),

@@ -290,13 +290,12 @@ def _start(variables: Mapping[str, str], flags: Sequence[str], folder: Path, res
             config = config.with_vocab(inputs.tokenizer.vocab_size)
             build = functools.partial(
                 build_datasets,
-                config.data,
+                inputs.data,
                 seq_length=config.model.seq_length,
                 seed=config.runtime.seed,
                 num_samples=schedules.planned_samples(config, int(variables["WORLD_SIZE"])),
                 tokenizer_fingerprint=inputs.tokenizer.fingerprint.digest,
                 vocab_size=inputs.tokenizer.vocab_size,
-                files=inputs.data,
             )
             assert inputs.host is not None
             datasets = build_once_per_host(build, inputs.host)

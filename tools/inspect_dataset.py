@@ -189,13 +189,12 @@ class Inspection:
         tokenizer = self._tokenizer
         config = DataConfig(data_path=(data.prefix,), split=args.split, data_cache_path=cache)
         built = build_datasets(
-            config,
+            DataFiles(config, self._cache),
             seq_length=args.seq_length,
             seed=args.seed,
             num_samples=(sample_counts[0], sample_counts[1], sample_counts[2]),
             tokenizer_fingerprint=tokenizer.fingerprint.digest if tokenizer else "",
             vocab_size=tokenizer.vocab_size if tokenizer else (check(data).highest or 0) + 1,
-            files=DataFiles(config, self._cache),
         )
         samples = built.train if args.part == "train" else getattr(built, args.part).get("")
         if samples is None:

@@ -210,11 +210,11 @@ class ScheduleConfig:
                     "lr_warmup_fraction", name, reason=f"both set {SCHEDULE_LENGTHS['lr_warmup']}"
                 )
         if self.rampup_batch_size is not None:
-            yield from self._rampup_problems(*self.rampup_batch_size)
+            yield from _rampup_problems(self, *self.rampup_batch_size)
         if self.step_batch_size_schedule is not None:
             yield from self._batch_size_step_problems()
         if self.curriculum_seqlen is not None:
-            yield from self._curriculum_problems(*self.curriculum_seqlen)
+            yield from _curriculum_problems(self, *self.curriculum_seqlen)
         for entry in self.skip_train_iteration_range or ():
             if parse_iteration_range(entry) is None:
                 yield Problem("malformed-iteration-range", entry=entry)
@@ -297,24 +297,12 @@ class ScheduleConfig:
         if self.lr_decay_style == "WSD" and not self.given_lengths("lr_wsd_decay"):
             yield Problem("wsd-decay-required", f"lr_wsd_decay_{right}")
 
-    def _counted_in_iterations(self, name: str, *instead: str) -> Iterator[Problem]:
-        """The problem of a batch size schedule if the run length is in iterations."""
-        if self.train_iters is not None:
-            yield Problem(
-                "batch-size-schedule-with-iterations",
-                name,
-                "train_iters",
-                settings=self,
-                schedule=with_value(self, name),
-                instead=" and ".join(map(option, instead)),
-            )
-
     def _batch_size_step_problems(self) -> Iterator[Problem]:
         name, entries = "step_batch_size_schedule", self.batch_size_entries
         given = f"{option(name)} {' '.join(entries)}".rstrip()
         if self.rampup_batch_size is not None:
             yield exclusive_problem("rampup_batch_size", name, reason="both set the batch size")
-        yield from self._counted_in_iterations(name, "train_samples", "train_tokens")
+        yield from _counted_in_iterations(self, name, "train_samples", "train_tokens")
         wrong = [entry for entry in entries or [""] if parse_batch_size_step(entry) is None]
         yield from (Problem("malformed-batch-size-step", name, entry=entry) for entry in wrong)
         if wrong:
@@ -336,38 +324,6 @@ class ScheduleConfig:
             names, final = ("global_batch_size", name), steps[-1][1]
             yield Problem(
                 "final-batch-size-differs", *names, settings=self, final=final, given=given
-            )
-
-    def _curriculum_problems(self, start: int, end: int, steps: int) -> Iterator[Problem]:
-        unit = self.curriculum_seqlen_step
-        if start <= 0 or steps <= 0:
-            yield Problem("curriculum-not-positive", settings=self)
-        elif start > end:
-            yield Problem("curriculum-descends", settings=self, start=start, end=end)
-        elif unit > 0 and start % unit:
-            nearest = nearest_multiples(start, unit)
-            yield Problem(
-                "curriculum-start-not-a-multiple", settings=self, start=start, nearest=nearest
-            )
-
-    def _rampup_problems(self, start: int, increment: int, samples: int) -> Iterator[Problem]:
-        final = self.global_batch_size
-        yield from self._counted_in_iterations("rampup_batch_size", "train_samples")
-        if final is None:
-            yield Problem("rampup-requires-global-batch-size", settings=self)
-        if start <= 0 or increment <= 0 or samples < 0:
-            yield Problem("rampup-not-positive", settings=self)
-        elif final is not None and start > final > 0:
-            yield Problem("rampup-start-exceeds-final", settings=self, start=start)
-        elif final is not None and (final - start) % increment:
-            below = start + (final - start) // increment * increment
-            yield Problem(
-                "rampup-misses-final",
-                settings=self,
-                increment=increment,
-                start=start,
-                below=below,
-                above=below + increment,
             )
 
     def _sizes_not_divisible_by(
@@ -399,6 +355,57 @@ class ScheduleConfig:
                 )
                 yield name, size, f"{with_value(self, name)}: batch size {size} ({shown})"
                 return
+
+
+def _counted_in_iterations(options: ScheduleConfig, name: str, *instead: str) -> Iterator[Problem]:
+    """The problem of a batch size schedule if the run length is in iterations."""
+    if options.train_iters is not None:
+        yield Problem(
+            "batch-size-schedule-with-iterations",
+            name,
+            "train_iters",
+            settings=options,
+            schedule=with_value(options, name),
+            instead=" and ".join(map(option, instead)),
+        )
+
+
+def _curriculum_problems(
+    options: ScheduleConfig, start: int, end: int, steps: int
+) -> Iterator[Problem]:
+    unit = options.curriculum_seqlen_step
+    if start <= 0 or steps <= 0:
+        yield Problem("curriculum-not-positive", settings=options)
+    elif start > end:
+        yield Problem("curriculum-descends", settings=options, start=start, end=end)
+    elif unit > 0 and start % unit:
+        nearest = nearest_multiples(start, unit)
+        yield Problem(
+            "curriculum-start-not-a-multiple", settings=options, start=start, nearest=nearest
+        )
+
+
+def _rampup_problems(
+    options: ScheduleConfig, start: int, increment: int, samples: int
+) -> Iterator[Problem]:
+    final = options.global_batch_size
+    yield from _counted_in_iterations(options, "rampup_batch_size", "train_samples")
+    if final is None:
+        yield Problem("rampup-requires-global-batch-size", settings=options)
+    if start <= 0 or increment <= 0 or samples < 0:
+        yield Problem("rampup-not-positive", settings=options)
+    elif final is not None and start > final > 0:
+        yield Problem("rampup-start-exceeds-final", settings=options, start=start)
+    elif final is not None and (final - start) % increment:
+        below = start + (final - start) // increment * increment
+        yield Problem(
+            "rampup-misses-final",
+            settings=options,
+            increment=increment,
+            start=start,
+            below=below,
+            above=below + increment,
+        )
 
 
 def parse_iteration_range(entry: str) -> tuple[int, int] | None:

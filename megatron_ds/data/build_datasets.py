@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_ds.config import DataConfig
 from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
 from megatron_ds.data.blend_history import (
     BlendHistory,
@@ -94,7 +93,7 @@ class Datasets:
 
 
 def build_datasets(
-    config: DataConfig,
+    files: DataFiles,
     *,
     seq_length: int,
     seed: int,
@@ -104,7 +103,6 @@ def build_datasets(
     fallback_cache: str | None = None,
     history: BlendHistory | None = None,
     consumed: int = 0,
-    files: DataFiles | None = None,
     indexes: dict[str, Arrays] | None = None,
 ) -> Datasets:
     """Builds the datasets of train, valid and test, with their indexes cached on disk.
@@ -112,7 +110,7 @@ def build_datasets(
     All processes may call this at the same time. Valid or test without data is empty.
 
     Args:
-        config: The data flags.
+        files: The files of the data flags.
         seq_length: Tokens per sample, without the last label.
         seed: Seed of the shuffles.
         num_samples: Samples that the run needs of train, valid and test (of each group).
@@ -121,13 +119,11 @@ def build_datasets(
         fallback_cache: Folder for the indexes if the folder of the data is not writable.
         history: Blend history of the run that is resumed.
         consumed: Its consumed samples. If the blend has changed, the new one begins there.
-        files: Files of `config` that are already open and checked.
         indexes: Entries of the index cache that are already open; those that are opened are added.
 
     Raises:
         UserError: If a flag is invalid, a file is damaged, or a split has no tokens.
     """
-    files = files or DataFiles(config)
     raise_if_any(files.problems)
     builder = _DatasetBuilder(
         *(files, seq_length, seed, tokenizer_fingerprint, vocab_size, fallback_cache),

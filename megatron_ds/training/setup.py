@@ -350,7 +350,7 @@ def _build_data(
     save = inputs.plan.folders.local_save
     build = functools.partial(
         build_datasets,
-        config.data,
+        inputs.data,
         seq_length=config.model.seq_length,
         seed=config.runtime.seed,
         num_samples=num_samples,
@@ -359,7 +359,6 @@ def _build_data(
         fallback_cache=None if save is None else str(save / "index-cache"),
         history=history,
         consumed=start.state.consumed_samples,
-        files=inputs.data,
     )
     data = build_once_per_host(build, inputs.host or HostReader())
     lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]

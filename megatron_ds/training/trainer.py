@@ -151,7 +151,7 @@ class Trainer:
     def _step(self, batches: DeviceBatches) -> None:
         before = self.state
         plan = schedules.plan(self.config, before, self.mesh.dp.size)
-        graphs = self._graph_count()
+        graphs = _graph_count()
         if self.profiling is not None:
             self.profiling.before_step(plan.iteration)
         start = self.clock()
@@ -161,13 +161,13 @@ class Trainer:
         if self.profiling is not None:
             self.profiling.after_step(plan.iteration)
         # The first step fills caches; later steps of other shapes may compile a graph.
-        warm_up = plan.iteration == self.first_iteration or self._graph_count() > graphs
+        warm_up = plan.iteration == self.first_iteration or _graph_count() > graphs
         self.state = before.advance(plan, result)
         self.metrics.record(self.state, plan, result, seconds, warm_up)
         for callback in self.callbacks:
             callback.after_step(self.state, result)
         self.report.after_step(plan.iteration)
-        self._report_spike(plan, result)
+        _report_spike(self.config, plan, result)
         if self.skips.limit_reached(result):
             self.metrics.flush()
             if not self.skips.has_record:
@@ -190,23 +190,6 @@ class Trainer:
         self.first_iteration += int(self.first_iteration == plan.iteration)
         self.state = self.state.advance(plan, StepResult(loss=0.0, grad_norm=None, skipped=True))
 
-    def _report_spike(self, plan: StepPlan, result: StepResult) -> None:
-        if not result.is_spike:
-            return
-        assert plan.limits is not None
-        assert result.compared is not None
-        output.warn_on_rank(
-            Problem(
-                "loss-spike-skipped",
-                iteration=plan.iteration,
-                sigma=self.config.optimizer.skip_loss_spikes,
-                loss=result.compared[0],
-                max_loss=plan.limits.loss,
-                norm=result.compared[1],
-                max_norm=plan.limits.grad_norm,
-            )
-        )
-
     def _repeat(self, plan: StepPlan, before: TrainState) -> None:
         """Repeats a skipped step to record its gradients for the error message."""
         assert self.data.train is not None
@@ -224,12 +207,6 @@ class Trainer:
         if interval is None or (stop is not None and stop.urgent):
             return False
         return self.state.iteration % interval == 0
-
-    def _graph_count(self) -> int:
-        """Graphs that torch.compile has compiled."""
-        # Importing it takes a second, and where it was not imported nothing is compiled.
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
     def _batches(
         self, dataset: TokenDataset, consumed: int = 0, num_workers: int = 0
@@ -355,3 +332,28 @@ class Trainer:
     def _blend_history(self) -> BlendHistory:
         assert self.data.progress is not None
         return self.data.progress.history_after(self.state.consumed_samples)
+
+
+def _graph_count() -> int:
+    """Graphs that torch.compile has compiled."""
+    # Importing it takes a second, and where it was not imported nothing is compiled.
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def _report_spike(config: Config, plan: StepPlan, result: StepResult) -> None:
+    if not result.is_spike:
+        return
+    assert plan.limits is not None
+    assert result.compared is not None
+    output.warn_on_rank(
+        Problem(
+            "loss-spike-skipped",
+            iteration=plan.iteration,
+            sigma=config.optimizer.skip_loss_spikes,
+            loss=result.compared[0],
+            max_loss=plan.limits.loss,
+            norm=result.compared[1],
+            max_norm=plan.limits.grad_norm,
+        )
+    )

@@ -41,6 +41,7 @@ from megatron_ds.config import DataConfig
 from megatron_ds.config.problems import UserError
 from megatron_ds.data import blend_schedule, index_cache
 from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.validation import DataFiles
 from megatron_ds.fileio.file_lock import WaitPolicy
 from tests import faults
 
@@ -53,8 +54,10 @@ def build(request: dict[str, Any]) -> str:
     """Returns a hash of every training and validation sample."""
     blend_schedule.BLOCK = 16  # otherwise so short a blend would not be cached
     datasets = build_datasets(
-        DataConfig(
-            data_path=tuple(request["paths"]), split="8,2", data_cache_path=request.get("cache")
+        DataFiles(
+            DataConfig(
+                data_path=tuple(request["paths"]), split="8,2", data_cache_path=request.get("cache")
+            )
         ),
         seq_length=16,
         seed=3,

@@ -11,6 +11,7 @@ from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.micro_batches import MicroBatchIterator
+from megatron_ds.data.validation import DataFiles
 
 SAMPLES = 24
 RESUMES = (8, 16)
@@ -33,7 +34,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, ...]
 
 def dataset(path: tuple[str, ...]) -> TokenDataset:
     built = build_datasets(
-        DataConfig(data_path=path, split="1"),
+        DataFiles(DataConfig(data_path=path, split="1")),
         num_samples=(SAMPLES, 0, 0),
         seq_length=5,
         seed=11,

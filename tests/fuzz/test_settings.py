@@ -14,6 +14,7 @@ from megatron_ds.config import DataConfig
 from megatron_ds.data.blend_spec import DatasetGroup, parse_blend
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.sample_index import parse_split, split_bounds
+from megatron_ds.data.validation import DataFiles
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, REJECTED, read_or_error
 from tests.problems import raises_problem
 from tests.token_files import write_pair
@@ -80,6 +81,6 @@ def test_more_samples_than_memory_holds(tmp_path: Path, samples: int) -> None:
     config = DataConfig(data_path=(str(tmp_path / "p"),), split="1")
     options = {"seq_length": 8, "seed": 1, "tokenizer_fingerprint": "t", "vocab_size": 100}
     with raises_problem("index-too-large", contains=f" {samples} train ") as raised:
-        build_datasets(config, num_samples=(samples, 0, 0), **options)
+        build_datasets(DataFiles(config), num_samples=(samples, 0, 0), **options)
     assert f"{tmp_path}/p" in raised.problem
     assert not list(tmp_path.glob("index-cache/*.npy"))

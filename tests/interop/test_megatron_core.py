@@ -26,6 +26,7 @@ from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.megatron_blend import normalized
 from megatron_ds.data.merge import merge
 from megatron_ds.data.sample_index import build_indexes
+from megatron_ds.data.validation import DataFiles
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
@@ -307,7 +308,7 @@ def test_a_run_reads_the_samples_that_theirs_would_of_the_same_documents(
     config = DataConfig(
         data_path=(prefix,), split=split, split_rounding=rounding, data_cache_path=str(tmp_path)
     )
-    ours = build_datasets(config, num_samples=wanted, **OPTIONS)
+    ours = build_datasets(DataFiles(config), num_samples=wanted, **OPTIONS)
     file = IndexedDataset(prefix)
     bounds = SPLITS[size, split]
     their_bounds = OF_MEGATRON_CORE.get((size, split), bounds)
@@ -359,10 +360,10 @@ def test_a_blend_gives_the_samples_that_theirs_would(
         blend_order="megatron",
         data_cache_path=str(tmp_path / "ours"),
     )
-    ours = build_datasets(config, num_samples=wanted, **OPTIONS)
+    ours = build_datasets(DataFiles(config), num_samples=wanted, **OPTIONS)
     assert ours.progress is not None
     done = {"history": ours.progress.history_after(250), "consumed": 250}
-    resumed = build_datasets(config, num_samples=wanted, **done, **OPTIONS).train
+    resumed = build_datasets(DataFiles(config), num_samples=wanted, **done, **OPTIONS).train
     parts = (ours.train, ours.valid[""], ours.test[""])
     for their, our, count in zip(theirs, parts, wanted, strict=True):
         assert our is not None

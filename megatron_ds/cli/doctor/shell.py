@@ -228,7 +228,7 @@ class Shell:
         if name in ("exit", "return"):
             raise _End
         if name in ("test", "[", "[["):
-            return self._test(arguments[: -1 if name[0] == "[" else None]), ""
+            return _is_true(arguments[: -1 if name[0] == "[" else None], self.reading.files), ""
         if name == "eval":
             return self.read(" ".join(arguments), line)
         if name in WORDS["not_read"]:
@@ -273,35 +273,6 @@ class Shell:
         written = f"{self._path}:{self._line}: {unmarked(text).strip()}"
         self.reading.unread.append(f"{written}: {taken}" if taken else written)
         return _moved(text, 0, UNKNOWN)
-
-    def _test(self, items: list[str]) -> bool | None:
-        """The value of a condition; None if it is not known."""
-        for word, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
-            if word in items[1:]:
-                place = items.index(word, 1)
-                sides = self._test(items[:place]), self._test(items[place + 1 :])
-                return decisive if decisive in sides else None if None in sides else not decisive
-        if items[:1] == ["!"]:
-            return INVERSE.get(self._test(items[1:]))
-        # A variable that is not set is empty.
-        items = [
-            OPENED.sub(lambda m: NAME.sub("", unmarked(m[0])) and m[0], each) for each in items
-        ]
-        if any(map(OPENED.search, items)):
-            return None
-        match items:
-            case [value] | ["-n", value]:
-                return bool(value)
-            case ["-z", value]:
-                return not value
-            case ["-e" | "-f" | "-d" | "-s" | "-r", path]:
-                return path in self.reading.files or Path(path).exists()
-            case [left, "=" | "==" | "!=" as sign, right]:
-                return fnmatch.fnmatchcase(left, right) is (sign != "!=")
-            case [left, sign, right] if sign in WORDS["numeric"]:
-                with suppress(ValueError):
-                    return bool(getattr(operator, sign[1:])(int(left or 0), int(right or 0)))
-        return None
 
     def _fields(self, word: str) -> list[str]:
         return [*map(_unquoted, re.findall(f"[^ \t\n{FIELD}]+", self._expand(word)))]
@@ -387,6 +358,34 @@ class Shell:
 def unmarked(text: str) -> str:
     """A text in which what has no value stays as it is written."""
     return _moved(text, UNKNOWN, 0)
+
+
+def _is_true(items: list[str], written: Collection[str]) -> bool | None:
+    """The value of a condition, None if it is not known; the script has `written` some files."""
+    for word, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
+        if word in items[1:]:
+            place = items.index(word, 1)
+            sides = (_is_true(items[:place], written), _is_true(items[place + 1 :], written))
+            return decisive if decisive in sides else None if None in sides else not decisive
+    if items[:1] == ["!"]:
+        return INVERSE.get(_is_true(items[1:], written))
+    # A variable that is not set is empty.
+    items = [OPENED.sub(lambda m: NAME.sub("", unmarked(m[0])) and m[0], each) for each in items]
+    if any(map(OPENED.search, items)):
+        return None
+    match items:
+        case [value] | ["-n", value]:
+            return bool(value)
+        case ["-z", value]:
+            return not value
+        case ["-e" | "-f" | "-d" | "-s" | "-r", path]:
+            return path in written or Path(path).exists()
+        case [left, "=" | "==" | "!=" as sign, right]:
+            return fnmatch.fnmatchcase(left, right) is (sign != "!=")
+        case [left, sign, right] if sign in WORDS["numeric"]:
+            with suppress(ValueError):
+                return bool(getattr(operator, sign[1:])(int(left or 0), int(right or 0)))
+    return None
 
 
 def _numbered(arguments: list[str]) -> dict[str, list[str]]:

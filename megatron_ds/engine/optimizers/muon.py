@@ -59,34 +59,27 @@ class Muon(AdamW):
 
     Args:
         params: Parameter groups.
-        lr: Learning rate.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        weight_decay: Decoupled weight decay of both.
-        fused: Whether AdamW is torch's fused kernel.
         momentum: Decay rate of the momentum.
         nesterov: Whether the update looks ahead by the gradient.
         steps: Newton-Schulz iterations.
         scale_mode: Key of SCALES.
         scale_factor: Further factor of the update.
+        adamw: Arguments of AdamW; its learning rate and weight decay are those of the matrices,
+            too.
     """
 
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        fused: bool,
         momentum: float,
         nesterov: bool,
         steps: int,
         scale_mode: str,
         scale_factor: float,
+        **adamw: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, fused=fused)
+        super().__init__(params, **adamw)
         for group in self.param_groups:
             group.setdefault(MATRICES, False)
             group["momentum"] = momentum

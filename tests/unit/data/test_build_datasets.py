@@ -33,7 +33,7 @@ def write(prefix: Path, documents: int = 40, first: int = 0, size: int = 7) -> s
 
 def datasets(config: DataConfig, samples: tuple[int, int, int], **changes: Any) -> Datasets:
     values = {"seq_length": 5, "seed": 11, "tokenizer_fingerprint": "t", "vocab_size": 1000}
-    return build_datasets(config, num_samples=samples, **{**values, **changes})
+    return build_datasets(DataFiles(config), num_samples=samples, **{**values, **changes})
 
 
 def tokens_of(dataset: TokenDataset | None) -> set[int]:

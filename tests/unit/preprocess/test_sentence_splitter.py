@@ -21,6 +21,7 @@ from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.merge import merge
 from megatron_ds.data.tokenizer_metadata import read_sentence_splitter, read_tokenizer
+from megatron_ds.data.validation import DataFiles
 from megatron_ds.fileio import resumable
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
@@ -325,7 +326,7 @@ def test_gpt_shuffles_sentences_as_megatron_does(tmp_path: Path) -> None:
     preprocess(options(tmp_path, rows, splitter=Lines(), append_eod=True), TOKENIZER)
     prefix, cache = str(tmp_path / "in_text_sentence"), str(tmp_path / "cache")
     built = build_datasets(
-        DataConfig(data_path=(prefix,), split="1", data_cache_path=cache),
+        DataFiles(DataConfig(data_path=(prefix,), split="1", data_cache_path=cache)),
         seq_length=4,
         seed=1,
         num_samples=(39, 0, 0),

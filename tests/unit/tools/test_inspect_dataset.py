@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
+from megatron_ds.data.validation import DataFiles
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.problems import printed_codes
 from tests.token_files import write_pair
@@ -39,7 +40,9 @@ def test_samples_are_those_of_a_run(tmp_path: Path, run: Run) -> None:
     prefix = write_pair(tmp_path / "p", [[n, n + 1, n + 2, 100] for n in range(50)])
     tokenizer = NullTokenizer(100)
     built = build_datasets(
-        DataConfig(data_path=(prefix,), split="8,2", data_cache_path=str(tmp_path / "cache")),
+        DataFiles(
+            DataConfig(data_path=(prefix,), split="8,2", data_cache_path=str(tmp_path / "cache"))
+        ),
         seq_length=6,
         seed=7,
         num_samples=(60, 10, 0),

@@ -287,13 +287,12 @@ def test_tokenizer_and_data_files_are_opened_once(monkeypatch: pytest.MonkeyPatc
 
     assert problems == []
     build_datasets(
-        config.data,
+        inputs.data,
         seq_length=32,
         seed=1,
         num_samples=(4, 0, 0),
         tokenizer_fingerprint="x",
         vocab_size=inputs.tokenizer.vocab_size,
-        files=inputs.data,
     )
     assert opened == ["tokenizer", "ended"]
 

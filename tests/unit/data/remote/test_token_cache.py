@@ -61,13 +61,12 @@ def dataset(place: object, cache: TokenCache | None = None) -> TokenDataset:
     files = DataFiles(DataConfig(data_path=paths, split="1"), cache)
     assert list(data_problems(files, (SAMPLES, 0, 0), VOCABULARY)) == []
     train = build_datasets(
-        files.config,
+        files,
         seq_length=SEQUENCE,
         seed=1,
         num_samples=(SAMPLES, 0, 0),
         tokenizer_fingerprint="",
         vocab_size=VOCABULARY,
-        files=files,
     ).train
     assert train is not None
     return train
