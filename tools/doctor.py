@@ -129,9 +129,9 @@ def _complete(
 ) -> tuple[Config, list[Problem]]:
     """Fills in the DeepSpeed file, and the options of a Hugging Face model."""
     if "hf:" in f"{config.checkpoint.load} {config.checkpoint.pretrained_checkpoint}":
-        from megatron_ds.loading.plan import complete
+        from megatron_ds.training.run import complete_settings
 
-        config, _, problems = complete(config, world_size, warn)
+        config, _, problems = complete_settings(config, world_size, warn)
         return config, problems
     return merge_file(config, world_size, warn)
 

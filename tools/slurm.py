@@ -39,9 +39,9 @@ from megatron_ds.config.checkpoint import is_url
 from megatron_ds.config.fields import UNSET_INT, option_field
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.loading import plan as loading
 from megatron_ds.reports.history import run_problems
 from megatron_ds.reports.live import Follower, frame
+from megatron_ds.training.run import complete_settings
 
 PROGRAM = "slurm.py"
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -288,7 +288,7 @@ def _complete(
     config: Config, world_size: int, warn: Callable[[str], None]
 ) -> tuple[Config, list[Problem]]:
     """Fills in what the run takes from the checkpoint and the DeepSpeed file."""
-    config, _, problems = loading.complete(config, world_size, warn)
+    config, _, problems = complete_settings(config, world_size, warn)
     return config, problems
 
 

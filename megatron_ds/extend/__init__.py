@@ -3,33 +3,12 @@
 Imports no torch; `megatron_ds.extend.layers` has the names that need it.
 """
 
-from __future__ import annotations
-
-import dataclasses
-import os
-import sys
-import tempfile
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from megatron_ds.cli import arguments
-from megatron_ds.cli.arguments import Warn
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem
 from megatron_ds.data.dataset_request import DatasetRequest
-from megatron_ds.fileio.host_reader import HostReader
-from megatron_ds.launch import environment, rank_log
-from megatron_ds.launch.lifecycle import process_lifecycle
-from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.loading import plan as loading
-from megatron_ds.planning.settings import without_tokenizer
 from megatron_ds.train_state import StepResult, TrainState
 from megatron_ds.training.extensions import Callback, Extensions
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
-
-if TYPE_CHECKING:
-    from megatron_ds.launch.roll_call import RollCall
-    from megatron_ds.training.preflight import RunInputs
+from megatron_ds.training.run import pretrain
 
 __all__ = [
     "Callback",
@@ -45,114 +24,3 @@ __all__ = [
     "TrainState",
     "pretrain",
 ]
-
-
-def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
-    """Runs one process of a training: reads the settings, checks them, builds the run and trains.
-
-    Every process of the run calls it, once, as its last work.
-
-    Args:
-        extensions: What the run has in addition to, or instead of, the package's own parts.
-        argv: Flags of pretrain_gpt.py. None: those of the command line.
-
-    Raises:
-        SystemExit: If the run does not finish; docs/running/stopping_and_failures.md lists the
-            statuses.
-    """
-    startup = StartupTimer()
-    words = sys.argv[1:] if argv is None else argv
-    with process_lifecycle() as life:
-        environment.adopt_ranks()
-        environment.prepare_environment()  # before the checks import libraries
-        host = _host_reader(words)
-        config, inputs = host.read(
-            lambda: _read_settings(words, extensions, life.roll_call),
-            # The checkpoint of another program may be weights in memory.
-            may_send=lambda read: read[1] is not None and read[1].plan.imported is None,
-        )
-        if config.runtime.dry_run is not None:
-            _print_plan(config, config.runtime.dry_run)
-            return
-        assert inputs is not None
-        rank_log.open_log(config.logging.log_dir)
-        _describe(life.roll_call, config, inputs.plan, inputs)
-        startup.mark("settings")
-        from megatron_ds.training import setup  # torch takes seconds to import
-
-        startup.mark("libraries")
-        inputs = dataclasses.replace(inputs, host=host)
-        code = setup.pretrain(config, inputs, extensions, life, startup)
-    if code:
-        sys.exit(code)
-
-
-def _host_reader(words: Sequence[str]) -> HostReader:
-    """The processes of this host, if they were started with the same flags and folders."""
-    flags = map(environment.expand_variables, words)  # a folder may contain $RANK
-    return HostReader(
-        environment.run_on_host(),
-        environment.local_rank(),
-        environment.local_world_size() or 1,
-        repr([os.getcwd(), tempfile.gettempdir(), environment.world_size(), *flags]),
-    )
-
-
-def _read_settings(
-    words: Sequence[str], extensions: Extensions, roll_call: RollCall
-) -> tuple[Config, RunInputs | None]:
-    """Reads and checks the settings and what they name, on one process of a host if possible.
-
-    Args:
-        words: The flags.
-        extensions: Parts of the program.
-        roll_call: Of this process, which describes the settings there if it finds problems.
-    """
-    plans: list[loading.LoadPlan] = []
-    opened: list[RunInputs | None] = []
-
-    def complete(config: Config, size: int, warn: Warn) -> tuple[Config, list[Problem]]:
-        """Fills in the settings of the checkpoint to load and of the DeepSpeed file."""
-        config = dataclasses.replace(config, custom_parts=extensions.custom_parts())
-        config, plan, problems = loading.complete(config, size, warn)
-        if config.runtime.dry_run is not None:
-            config = without_tokenizer(config)
-        plans.append(plan)
-        return config, problems
-
-    def check(config: Config, size: int, is_sound: bool, warn: Warn) -> list[Problem]:
-        """Checks files and machine; imported here, after --help has been answered."""
-        from megatron_ds.training import preflight
-
-        problems, inputs = preflight.check(config, plans[0], size, is_sound, warn)
-        opened.append(inputs)
-        problems = [*extensions.problems(), *problems]
-        if problems:
-            _describe(roll_call, config, plans[0], None)
-        return problems
-
-    config = arguments.parse(
-        words,
-        world_size=environment.world_size(),
-        rank=environment.local_rank(),  # a file may be missing on one machine only
-        complete=complete,
-        check=check,
-        raises=environment.spans_hosts(),
-    )
-    return config, next(iter(opened), None)
-
-
-def _describe(
-    roll_call: RollCall, config: Config, plan: loading.LoadPlan, inputs: RunInputs | None
-) -> None:
-    from megatron_ds.training import rank_settings  # after --help has been answered
-
-    rank_settings.describe(roll_call, config, plan, inputs)
-
-
-def _print_plan(config: Config, world_size: int) -> None:
-    """Prints what a run will need and take, on the first rank."""
-    if environment.rank() == 0:
-        from megatron_ds.planning import plan_report  # imports torch
-
-        plan_report.print_plan(config, world_size)

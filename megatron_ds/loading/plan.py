@@ -27,7 +27,6 @@ from megatron_ds.conversion.huggingface.read_config import read_settings
 from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.model_settings import malformed_values
 from megatron_ds.conversion.weights_locations import HF, HF_CONFIG, is_hf
-from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.loading.initial_load import find_importable, merge_model, open_importable
 from megatron_ds.loading.locations import download_config, locate_save, locate_weights
 from megatron_ds.loading.options_from_checkpoint import (
@@ -68,36 +67,8 @@ class _Contents:
     """Whether a run would load something from here, or fail to."""
 
 
-def complete(config: Config, world_size: int, warn: Warn) -> tuple[Config, LoadPlan, list[Problem]]:
-    """Decides what a run loads; fills in options from there and from the DeepSpeed file.
-
-    Args:
-        config: Configuration of the command line.
-        world_size: Number of processes.
-        warn: Called for each given option that is replaced.
-
-    Returns:
-        The configuration, what it loads, and why either is impossible.
-    """
-    config, plan, problems = make_plan(config, warn, world_size)
-    config, of_file = merge_file(config, world_size, warn)
-    problems += of_file
-    imported = None if plan.imported is None else plan.imported.training
-    run = imported if plan.saved is None else plan.saved.run.state
-    if run is not None and run.consumed_samples and not config.checkpoint.is_new_run:
-        config = dataclasses.replace(config, start_samples=run.consumed_samples)
-    flag = "use_checkpoint_opt_param_scheduler"
-    if config.checkpoint.use_checkpoint_opt_param_scheduler and plan.imported is not None:
-        folder = plan.folders.load
-        problems.append(Problem("checkpoint-without-schedule", flag, path=folder))
-    elif config.checkpoint.use_checkpoint_opt_param_scheduler and plan.saved is not None:
-        config, of_schedule = with_saved_schedule(config, plan.saved, world_size, warn)
-        problems += of_schedule
-    return config, plan, problems
-
-
 def make_plan(
-    config: Config, warn: Warn = lambda problem: None, world_size: int = 1
+    config: Config, world_size: int = 1, warn: Warn = lambda problem: None
 ) -> tuple[Config, LoadPlan, list[Problem]]:
     """Decides what a run loads, and takes the options of model and tokenizer from there.
 
@@ -105,8 +76,8 @@ def make_plan(
 
     Args:
         config: Configuration of the command line.
-        warn: Called for each given option that --use-checkpoint-args replaces.
         world_size: Number of processes.
+        warn: Called for each given option that --use-checkpoint-args replaces.
 
     Returns:
         The configuration, what it loads, and every option that contradicts the checkpoint of
@@ -146,6 +117,34 @@ def make_plan(
     if contents.is_interrupted:
         unusable = ()
     return config, LoadPlan(plan.folders, None, saved, unusable), problems
+
+
+def continue_schedule(
+    config: Config, plan: LoadPlan, world_size: int, warn: Warn
+) -> tuple[Config, list[Problem]]:
+    """Fills in the consumed samples and, on request, the schedule that the run continues.
+
+    Args:
+        config: Configuration with the batch sizes of the DeepSpeed file.
+        plan: What the run loads.
+        world_size: Number of processes.
+        warn: Called for each given option that is replaced.
+
+    Returns:
+        The configuration, and why it cannot have the schedule of the checkpoint.
+    """
+    imported = None if plan.imported is None else plan.imported.training
+    run = imported if plan.saved is None else plan.saved.run.state
+    if run is not None and run.consumed_samples and not config.checkpoint.is_new_run:
+        config = dataclasses.replace(config, start_samples=run.consumed_samples)
+    flag = "use_checkpoint_opt_param_scheduler"
+    if not config.checkpoint.use_checkpoint_opt_param_scheduler:
+        return config, []
+    if plan.imported is not None:
+        return config, [Problem("checkpoint-without-schedule", flag, path=plan.folders.load)]
+    if plan.saved is not None:
+        return with_saved_schedule(config, plan.saved, world_size, warn)
+    return config, []
 
 
 def model_options(config: Config, warn: Warn) -> tuple[Config, list[Problem]]:

@@ -35,7 +35,7 @@ ALLOWED = {
     "data": "config fileio tokenizer",
     "model": "config parallel",
     "evaluation": "cli config data inference launch model parallel preprocess tokenizer",
-    "extend": "cli config data fileio launch loading model parallel planning train_state training",
+    "extend": "config data model parallel train_state training",
     "engine": "config data fileio launch model parallel train_state",
     "preprocess": "config data fileio tokenizer",
     "checkpoint": "config data engine fileio launch model parallel tokenizer train_state",
@@ -45,7 +45,7 @@ ALLOWED = {
     "loading": "checkpoint config conversion engine fileio schedules tokenizer train_state",
     "planning": "config engine launch model parallel schedule_validation tokenizer",
     "reports": "checkpoint config training",
-    "training": "checkpoint config data engine evaluation fileio launch loading model parallel "
+    "training": "checkpoint cli config data engine evaluation fileio launch loading model parallel "
     "planning schedule_validation schedules tokenizer train_state",
 }
 """What each folder imports of the package, exactly."""
@@ -65,7 +65,8 @@ NEVER_IN = {
         checkpoint/metadata.py checkpoint/compatibility.py loading/options_from_checkpoint.py
         checkpoint/selection.py checkpoint/store/ config/ fileio/ train_state.py schedules.py
         schedule_validation.py extend/__init__.py
-        training/extensions.py training/records.py data/blend_schedule.py data/blend_spec.py
+        training/extensions.py training/records.py training/run.py
+        data/blend_schedule.py data/blend_spec.py
         data/build_datasets.py data/child_process.py data/index_cache.py data/indexed_dataset.py
         data/loader_process.py data/merge.py data/sample_index.py data/token_file_stats.py
         data/tokenizer_metadata.py data/remote/ data/validation.py preprocess/

@@ -144,7 +144,7 @@ def test_the_options_of_the_checkpoint_replace_given_ones_on_request(tmp_path: P
     run = run_of(folder, num_layers=3, activation="swiglu", seq_length=10)
     warnings: list[Problem] = []
     requested = run.with_values({"use_checkpoint_args": True})
-    config, _, problems = make_plan(requested, warnings.append)
+    config, _, problems = make_plan(requested, warn=warnings.append)
     assert problems == []
     assert (config.model.num_layers, config.model.activation) == (2, MODEL.activation)
     assert config.model.seq_length == 10

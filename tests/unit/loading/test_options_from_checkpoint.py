@@ -23,8 +23,9 @@ from megatron_ds.config import (
 )
 from megatron_ds.config.problems import Problem
 from megatron_ds.conversion.weights_folder import write_weights_folder
-from megatron_ds.loading.plan import complete, make_plan
+from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
+from megatron_ds.training.run import complete_settings
 from tests.problems import codes, fields
 from tests.unit.checkpoint.fakes import Managers, run_of, save
 from tests.unit.conversion.models import SMALL, random_source
@@ -85,7 +86,7 @@ def test_the_model_of_the_checkpoint_replaces_given_options_on_request(
     given = {"num_layers": 7, "hidden_size": 8, "seq_length": 9, "hidden_dropout": 0.4}
     warnings: list[Problem] = []
     config, _, problems = make_plan(
-        run_of(folder, use_checkpoint_args=True, **given), warnings.append
+        run_of(folder, use_checkpoint_args=True, **given), warn=warnings.append
     )
     assert problems == []
     model = config.model
@@ -93,7 +94,7 @@ def test_the_model_of_the_checkpoint_replaces_given_options_on_request(
     assert (model.seq_length, model.hidden_dropout) == (9, 0.4)
     assert fields(warnings) == [("num_layers", "use_checkpoint_args")]
     assert "num_layers" not in config.given
-    kept, _, _ = make_plan(run_of(folder, **given), warnings.append)
+    kept, _, _ = make_plan(run_of(folder, **given), warn=warnings.append)
     assert kept.model == ModelConfig(**given)
 
 
@@ -162,7 +163,7 @@ def test_the_schedule_is_that_of_the_checkpoint(
         given=frozenset(given),
     )
     warnings: list[Problem] = []
-    found, _, problems = complete(own, 1, warnings.append)
+    found, _, problems = complete_settings(own, 1, warnings.append)
     assert problems == []
     assert [*found.schedule.problems(found.parallel, 1), *found.optimizer.problems()] == []
     # A logarithmic warmup counts steps, so that it depends on the batch size until it ends.
@@ -186,10 +187,10 @@ def test_a_schedule_that_is_no_number_of_iterations_is_rejected(
     options = CheckpointConfig(load=str(folder), use_checkpoint_opt_param_scheduler=True)
     schedule = schedule_of(train_iters=80, global_batch_size=6)
     own = dataclasses.replace(config, schedule=schedule, checkpoint=options)
-    _, _, problems = complete(own, 1, lambda problem: None)
+    _, _, problems = complete_settings(own, 1, lambda problem: None)
     assert codes(problems) == ["checkpoint-schedule-not-in-iterations"] * 2
     warnings: list[Problem] = []
-    _, _, problems = complete(own.with_values({"finetune": True}), 1, warnings.append)
+    _, _, problems = complete_settings(own.with_values({"finetune": True}), 1, warnings.append)
     assert (codes(warnings), problems) == (["no-effect"], [])
 
 
@@ -199,7 +200,7 @@ def test_the_schedule_of_another_program_is_not_read(pretrained: Path, tmp_path:
         (tmp_path, "weights-format-unknown"),
     ):
         run = run_of(load, use_checkpoint_opt_param_scheduler=True)
-        _, _, problems = complete(run, 1, lambda problem: None)
+        _, _, problems = complete_settings(run, 1, lambda problem: None)
         assert codes(problems) == [expected]
 
 
@@ -227,7 +228,7 @@ def test_batch_sizes_of_a_ramp_up_that_a_checkpoint_has_passed_need_not_fit(
     save(manager(schedule=schedule), 3)
     options = CheckpointConfig(load=str(folder), finetune=finetune)
     own = dataclasses.replace(config, schedule=schedule, checkpoint=options)
-    found, plan, problems = complete(own, 4, lambda _: None)
+    found, plan, problems = complete_settings(own, 4, lambda _: None)
     assert problems == []
     assert plan.saved is not None
     consumed = plan.saved.run.state.consumed_samples

@@ -12,9 +12,9 @@ from megatron_ds.config import Config, ModelConfig
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.loading import initial_load, plan
 from megatron_ds.loading.initial_load import InitialLoad
-from megatron_ds.loading.plan import complete
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.training import preflight
+from megatron_ds.training.run import complete_settings
 from tests.unit.checkpoint.fakes import Managers, run_of, save
 from tests.unit.conversion.models import SMALL, random_source
 
@@ -43,7 +43,7 @@ def test_a_resume_selects_once_before_the_ranks_select_together(
     save(manager(), 3, 6)
     own = config.with_values({"use_checkpoint_opt_param_scheduler": True})
 
-    merged, planned, problems = complete(own, 1, lambda problem: None)
+    merged, planned, problems = complete_settings(own, 1, lambda problem: None)
     problems += preflight._checkpoint_problems(merged, planned, 1, None)
 
     assert (problems, calls) == ([], ["list_folder", "select_checkpoint"])
@@ -56,8 +56,9 @@ def test_a_resume_selects_once_before_the_ranks_select_together(
 def test_weights_are_opened_once(tmp_path: Path, calls: list[str]) -> None:
     write_weights_folder(random_source(ModelConfig(**SMALL)), tmp_path / "weights")
     tokenizer = NullTokenizer(49)
+    run = run_of(tmp_path / "weights")
 
-    config, planned, problems = complete(run_of(tmp_path / "weights"), 1, lambda problem: None)
+    config, planned, problems = complete_settings(run, 1, lambda problem: None)
     problems += preflight._checkpoint_problems(config, planned, 1, tokenizer)
     assert planned.imported is not None
     InitialLoad.of(planned.imported, config.with_vocab(tokenizer.vocab_size))

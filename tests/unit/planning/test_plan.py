@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 
-from megatron_ds import extend
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
 from megatron_ds.extend import Extensions
@@ -22,6 +21,7 @@ from megatron_ds.planning.hardware import HARDWARE
 from megatron_ds.planning.plan import AXES, Plan, make_plan
 from megatron_ds.planning.suggest import MARGIN, suggest
 from megatron_ds.tokenizer import build_tokenizer
+from megatron_ds.training import run
 from tests.pages import plan_example
 from tests.problems import printed_codes
 from tools import plan as tool
@@ -250,7 +250,7 @@ def test_a_plan_needs_no_tokenizer(tokenizer: str, capsys: pytest.CaptureFixture
     fewer, more = (json_of(f"{line} {size}", capsys)["parameters"] for size in (1000, 1001))
     assert more - fewer == 2 * 64
     dry_run = shlex.split(f"{line} 1000 {RUN} --dry-run 2")
-    config, _ = extend._read_settings(dry_run, Extensions(), mock.Mock())
+    config, _ = run._read_settings(dry_run, Extensions(), mock.Mock())
     assert build_tokenizer(config.tokenizer, config.model.vocab_size).vocab_size == 1000
 
 

@@ -28,16 +28,17 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.data import validation
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.launch import device
-from megatron_ds.loading import plan as loading
+from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.planning import swap_disk
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
 from megatron_ds.training import preflight, rank_settings
+from megatron_ds.training.run import complete_settings
 from tests.problems import codes, fields
 from tests.token_files import write_pair
 from tests.unit.checkpoint.fakes import records_of
 
-NOTHING = loading.LoadPlan(RunFolders())
+NOTHING = LoadPlan(RunFolders())
 REPOSITORY = Path(__file__).resolve().parents[3]
 BASE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
@@ -101,10 +102,10 @@ def check(line: str, world_size: int = 1) -> tuple[Config, list[Problem], list[P
         word for name, value in flags.items() if value != "-" for word in (name, *value.split())
     ]
     warnings: list[Any] = []
-    plans: list[loading.LoadPlan] = []
+    plans: list[LoadPlan] = []
 
     def complete(*arguments: Any) -> tuple[Config, list[Problem]]:
-        config, plan, problems = loading.complete(*arguments)
+        config, plan, problems = complete_settings(*arguments)
         plans.append(plan)
         return config, problems
 
