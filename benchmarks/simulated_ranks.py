@@ -284,9 +284,9 @@ def _start(variables: Mapping[str, str], flags: Sequence[str], folder: Path, res
         os.environ["TORCH_EXTENSIONS_DIR"] = str(results / "extensions")
         calls = _count_calls(folder)
         # Where the ranks would meet: there is no process group, and no engine.
-        setup: Any = types.ModuleType("setup")
+        process: Any = types.ModuleType("process")
 
-        def pretrain(config: Config, inputs: preflight.RunInputs, *rest: object) -> int:
+        def train(config: Config, inputs: preflight.RunInputs, *rest: object) -> int:
             config = config.with_vocab(inputs.tokenizer.vocab_size)
             build = functools.partial(
                 build_datasets,
@@ -311,9 +311,9 @@ def _start(variables: Mapping[str, str], flags: Sequence[str], folder: Path, res
                     threading.Event().wait(0.01)
             os._exit(0)
 
-        setup.pretrain = pretrain
-        sys.modules["megatron_ds.training.setup"] = setup
-        sys.modules["megatron_ds.training"].setup = setup  # type: ignore[attr-defined]
+        process.train = train
+        sys.modules["megatron_ds.training.process"] = process
+        sys.modules["megatron_ds.training"].process = process  # type: ignore[attr-defined]
         extend.pretrain(extend.Extensions(), [*flags])
         status = 0
     except BaseException:

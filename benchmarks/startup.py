@@ -43,7 +43,7 @@ environment.prepare_environment()
 import time
 import deepspeed, torch
 begin = time.perf_counter()
-import megatron_ds.training.setup
+import megatron_ds.training.process
 print(time.perf_counter() - begin)
 """
 """Prints the seconds that the package adds to the imports of torch and DeepSpeed."""

@@ -290,9 +290,9 @@ def _at_evaluation(fault: Fault, action: Action) -> None:
 
 def _at_engine_build(fault: Fault, action: Action) -> None:
     """Peer ranks then wait for this one."""
-    from megatron_ds.training import setup
+    from megatron_ds.training import build
 
-    before_call(setup, setup.build_engine.__name__, action, nth_call(fault))
+    before_call(build, build.build_engine.__name__, action, nth_call(fault))
 
 
 def _after_engine_save(fault: Fault, action: Action) -> None:

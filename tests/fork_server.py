@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEADLINE = 300.0
 """Seconds after which a process is considered to hang."""
 PRELOADED = (
-    "megatron_ds.training.setup",
+    "megatron_ds.training.process",
     "deepspeed.ops.adam",
     "deepspeed.moe.layer",
     "torch.utils.tensorboard",

@@ -61,11 +61,11 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         rank_log.open_log(config.logging.log_dir)
         _describe(life.roll_call, config, inputs.plan, inputs)
         startup.mark("settings")
-        from megatron_ds.training import setup  # torch takes seconds to import
+        from megatron_ds.training import process  # torch takes seconds to import
 
         startup.mark("libraries")
         inputs = dataclasses.replace(inputs, host=host)
-        code = setup.pretrain(config, inputs, extensions, life, startup)
+        code = process.train(config, inputs, extensions, life, startup)
     if code:
         sys.exit(code)
 

@@ -51,142 +51,143 @@ def print_detail(config: Config, text: str) -> None:
         output.print_on_rank(text)
 
 
-def print_arguments(config: Config, context: distributed.ProcessContext, mesh: Mesh) -> None:
-    """Prints the layout and, with --print-arguments, the settings, as Megatron-LM's forks do."""
-    output.print_on_rank(
-        f"DeepSpeed info: version={metadata.version('deepspeed')}; "
-        f"{counted(context.world_size, 'process')} on {context.device.type} "
-        f"({context.backend}), torch {torch.__version__}, {mesh.describe()}"
-    )
-    if config.logging.print_arguments:
-        output.print_on_rank("------------------------ arguments ------------------------")
-        for group in config.to_dict().values():
-            for name, value in group.items():
-                output.print_on_rank(f"  {name} {'.' * (DOTS - len(name))} {value}")
-        output.print_on_rank("-------------------- end of arguments ---------------------")
-    padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab_size
-    print_detail(
-        config,
-        f" > padded vocab (size: {vocab}) with {padded - vocab} dummy tokens (new size: {padded})",
-    )
-    schedule = config.schedule
-    if schedule.rampup_batch_size is not None:
-        start, increment, samples = schedule.rampup_batch_size
-        print_detail(
-            config,
-            f"will use batch size rampup starting from global batch size {start} to global batch "
-            f"size {schedule.global_batch_size} with batch size increments {increment} over "
-            f"{samples} samples.",
-        )
-    for label, text in schedules.describe_schedules(config):
-        print_detail(config, f"will use {label} {text}.")
-
-
-def print_parameter_count(config: Config, mesh: Mesh, engine: Engine) -> None:
-    """Prints the parameters of the first rank, as Megatron does."""
-    print_detail(
-        config,
-        f" > number of parameters on (tensor, pipeline) model parallel rank "
-        f"({mesh.tp.rank}, {mesh.pp.rank}): {engine.parameter_count()}",
-    )
-
-
-def warn_of_hosts(config: Config, context: distributed.ProcessContext) -> None:
-    """Warns of tensor-parallel groups that span hosts, of variables that some hosts lack, and of
-    restarts that may hang.
-
-    On the first rank, which knows all hosts.
-    """
-    if context.rank != 0:
-        return
-    groups = axis_groups(context.world_size, config.parallel.tensor_model_parallel_size)["tp"]
-    hosts = [location.host for location in context.locations.values()]
-    if across := groups_across_hosts(groups, hosts):
-        ranks = ", ".join(map(str, across[0]))
-        output.warn_on_rank(
-            Problem("tensor-parallel-group-spans-hosts", settings=config.parallel, ranks=ranks)
-        )
-    if missing := context.missing_variables:
-        output.warn_on_rank(Problem("variables-missing-on-hosts", names=describe(missing)))
-    if environment.restarts_with_old_store():
-        output.warn_on_rank(Problem("restarts-with-old-store"))
-
-
-def print_banner(
-    config: Config,
-    context: distributed.ProcessContext,
-    mesh: Mesh,
-    engine: Engine,
-    state: TrainState,
-    estimate: MemoryEstimate,
-) -> dict[str, str]:
-    """Prints layout, model, schedule, settings and kernels on the first rank. Not collective.
-
-    Returns:
-        What the run is, by a word for it.
-    """
-    if context.rank != 0:
-        return {}
-    documents = engine.packing
-    for warning in engine.startup_warnings:
-        output.warn_on_rank(warning)
-    facts = BannerData(
-        config=config,
-        mesh=mesh,
-        settings=engine.settings,
-        estimate=estimate,
-        state=state,
-        versions=(
-            f"DeepSpeed {metadata.version('deepspeed')}, torch {torch.__version__}, "
-            f"Python {platform.python_version()}"
-        ),
-        device=f"{context.device.type} ({context.backend})",
-        threads=torch.get_num_threads(),
-        attention=describe_kernel(
-            config.model,
-            config.schedule.micro_batch_size,
-            mesh.sp_tp.size,
-            getattr(torch, engine.settings.param_dtype),
-            context.device,
-            documents,
-            engine.attention,
-        ),
-        compiled=engine.compiled,
-        ops=tuple(loaded_ops()),
-    )
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else WIDTH
-    output.print_on_rank(banner(facts, width=width, terminal=terminal))
-    shown = {
-        name: "; ".join(": ".join(filter(None, line)) for line in lines)
-        for name, lines in sections(facts).items()
-    }
-    data = (value for name, value in vars(config.data).items() if name.endswith("_path") and value)
-    return {
-        **{name: shown[name] for name in ("model", "batch", "schedule", "layout", "in effect")},
-        "data": next((" ".join(value) for value in data if isinstance(value, tuple)), ""),
-        "software": f"{facts.versions}, commit {commit() or 'unknown'}",
-        "machine": f"{platform.node()}, {platform.machine()}, {os.cpu_count()} CPUs",
-        "command": shlex.join(sys.argv),
-    }
-
-
-def write_run_files(folder: Path, engine: Engine, data: Datasets) -> None:
-    """Writes the DeepSpeed configuration and the usage of each data file to --save."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "ds_config.json", engine.ds_config)
-    write_json(folder / USAGE_FILE, [asdict(file) for file in data.usage])
-
-
-def write_settings(folder: Path, config: Config) -> None:
-    """Writes the settings to --save, for --config."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / yaml_file.FILE_NAME, yaml_file.dump(config).encode())
-
-
 def log_timestamp(config: Config, label: str) -> None:
     """Prints a point of the run with the time, as Megatron does."""
     print_detail(config, f"[{label}] datetime: {datetime.now():%Y-%m-%d %H:%M:%S}")
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """Reports of what the run is, while it is built. Not collective."""
+
+    config: Config
+    context: distributed.ProcessContext
+    mesh: Mesh
+    folder: Path | None = None
+    """Local folder of --save if this process writes files there."""
+
+    def print_arguments(self) -> None:
+        """Prints the layout and, with --print-arguments, the settings, as Megatron does."""
+        config, context, mesh = self.config, self.context, self.mesh
+        output.print_on_rank(
+            f"DeepSpeed info: version={metadata.version('deepspeed')}; "
+            f"{counted(context.world_size, 'process')} on {context.device.type} "
+            f"({context.backend}), torch {torch.__version__}, {mesh.describe()}"
+        )
+        if config.logging.print_arguments:
+            output.print_on_rank("------------------------ arguments ------------------------")
+            for group in config.to_dict().values():
+                for name, value in group.items():
+                    output.print_on_rank(f"  {name} {'.' * (DOTS - len(name))} {value}")
+            output.print_on_rank("-------------------- end of arguments ---------------------")
+        padded, vocab = config.model.padded_vocab(mesh.tp.size), config.model.vocab_size
+        dummy = f"with {padded - vocab} dummy tokens (new size: {padded})"
+        print_detail(config, f" > padded vocab (size: {vocab}) {dummy}")
+        schedule = config.schedule
+        if schedule.rampup_batch_size is not None:
+            start, increment, samples = schedule.rampup_batch_size
+            print_detail(
+                config,
+                f"will use batch size rampup starting from global batch size {start} to global "
+                f"batch size {schedule.global_batch_size} with batch size increments {increment} "
+                f"over {samples} samples.",
+            )
+        for label, text in schedules.describe_schedules(config):
+            print_detail(config, f"will use {label} {text}.")
+
+    def print_parameter_count(self, engine: Engine) -> None:
+        """Prints the parameters of the first rank, as Megatron does."""
+        print_detail(
+            self.config,
+            f" > number of parameters on (tensor, pipeline) model parallel rank "
+            f"({self.mesh.tp.rank}, {self.mesh.pp.rank}): {engine.parameter_count()}",
+        )
+
+    def warn_of_hosts(self) -> None:
+        """Warns of tensor-parallel groups across hosts, missing variables and unsafe restarts.
+
+        On the first rank, which knows all hosts.
+        """
+        context, parallel = self.context, self.config.parallel
+        if context.rank != 0:
+            return
+        groups = axis_groups(context.world_size, parallel.tensor_model_parallel_size)["tp"]
+        hosts = [location.host for location in context.locations.values()]
+        if across := groups_across_hosts(groups, hosts):
+            ranks = ", ".join(map(str, across[0]))
+            output.warn_on_rank(
+                Problem("tensor-parallel-group-spans-hosts", settings=parallel, ranks=ranks)
+            )
+        if missing := context.missing_variables:
+            output.warn_on_rank(Problem("variables-missing-on-hosts", names=describe(missing)))
+        if environment.restarts_with_old_store():
+            output.warn_on_rank(Problem("restarts-with-old-store"))
+
+    def print_banner(
+        self, engine: Engine, state: TrainState, estimate: MemoryEstimate
+    ) -> dict[str, str]:
+        """Prints layout, model, schedule, settings and kernels on the first rank. Not collective.
+
+        Returns:
+            What the run is, by a word for it.
+        """
+        config, context, mesh = self.config, self.context, self.mesh
+        if context.rank != 0:
+            return {}
+        documents = engine.packing
+        for warning in engine.startup_warnings:
+            output.warn_on_rank(warning)
+        facts = BannerData(
+            config=config,
+            mesh=mesh,
+            settings=engine.settings,
+            estimate=estimate,
+            state=state,
+            versions=(
+                f"DeepSpeed {metadata.version('deepspeed')}, torch {torch.__version__}, "
+                f"Python {platform.python_version()}"
+            ),
+            device=f"{context.device.type} ({context.backend})",
+            threads=torch.get_num_threads(),
+            attention=describe_kernel(
+                config.model,
+                config.schedule.micro_batch_size,
+                mesh.sp_tp.size,
+                getattr(torch, engine.settings.param_dtype),
+                context.device,
+                documents,
+                engine.attention,
+            ),
+            compiled=engine.compiled,
+            ops=tuple(loaded_ops()),
+        )
+        terminal = sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if terminal else WIDTH
+        output.print_on_rank(banner(facts, width=width, terminal=terminal))
+        shown = {
+            name: "; ".join(": ".join(filter(None, line)) for line in lines)
+            for name, lines in sections(facts).items()
+        }
+        data = [value for name, value in vars(config.data).items() if name.endswith("_path")]
+        return {
+            **{name: shown[name] for name in ("model", "batch", "schedule", "layout", "in effect")},
+            "data": next((" ".join(each) for each in data if each and isinstance(each, tuple)), ""),
+            "software": f"{facts.versions}, commit {commit() or 'unknown'}",
+            "machine": f"{platform.node()}, {platform.machine()}, {os.cpu_count()} CPUs",
+            "command": shlex.join(sys.argv),
+        }
+
+    def write_run_files(self, engine: Engine, data: Datasets) -> None:
+        """Writes the DeepSpeed configuration and the usage of each data file to --save."""
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "ds_config.json", engine.ds_config)
+        write_json(self.folder / USAGE_FILE, [asdict(file) for file in data.usage])
+
+    def write_settings(self, config: Config) -> None:
+        """Writes the settings to --save, for --config."""
+        if self.folder is not None:
+            write_atomically(self.folder / yaml_file.FILE_NAME, yaml_file.dump(config).encode())
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The training loop: step, exit conditions, evaluation, checkpoint.
 
-Owns the order of these, and the run's state. `setup` puts the parts together; what they do is up to
+Owns the order of these, and the run's state. `build` puts the parts together; what they do is up to
 them.
 """
 

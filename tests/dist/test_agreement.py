@@ -12,8 +12,8 @@ from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.distributed import create_host_group
 from megatron_ds.launch.stop_request import StopReason, StopRequest
 from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.training.build import mean_over_group
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
-from megatron_ds.training.setup import mean_over_group
 from tests.distributed import run_ranks
 
 

@@ -24,7 +24,7 @@ from megatron_ds.planning.memory_inputs import MemoryInputs
 from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import BannerData, banner
-from megatron_ds.training.startup_report import describe_kernel, print_arguments
+from megatron_ds.training.startup_report import StartReport, describe_kernel
 from tests.unit.model.dense import dense_flex
 
 CONFIG = Config().with_values(
@@ -126,7 +126,8 @@ def test_printed_arguments_are_flags(
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     context = ProcessContext(0, 1, torch.device("cpu"), "gloo", {})
-    print_arguments(CONFIG.with_values({"print_arguments": True}), context, Mesh.single())
+    config = CONFIG.with_values({"print_arguments": True})
+    StartReport(config, context, Mesh.single()).print_arguments()
     shown = re.findall(r"^  (\w+) \.+ ", capsys.readouterr().out, flags=re.MULTILINE)
     fields = {flag.field for group in training_flags().shown for flag in group.flags}
     assert set(shown) <= fields

@@ -1,0 +1,123 @@
+"""One process of a run: joins the others, claims the folders, builds the parts and trains.
+
+Owns what must be undone at the end. Collective: every rank calls `train`.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.folder_checks import claimed_folders
+from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
+from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
+from megatron_ds.checkpoint.store.claim import claimed_stores
+from megatron_ds.config import Config
+from megatron_ds.engine.deepspeed.patches import require_precision
+from megatron_ds.launch import distributed, output
+from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.hang_watch import HangWatch
+from megatron_ds.launch.host_watch import HostWatch
+from megatron_ds.launch.lifecycle import POLL_S, ProcessLifecycle
+from megatron_ds.launch.startup_timer import StartupTimer
+from megatron_ds.launch.stop_request import StopReason
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.tokenizer.stored_files import read_files
+from megatron_ds.training.build import RunParts, build_trainer
+from megatron_ds.training.events import EventLog
+from megatron_ds.training.extensions import Extensions
+from megatron_ds.training.loggers import owned_tensorboard_folder
+from megatron_ds.training.preflight import RunInputs
+from megatron_ds.training.startup_report import StartReport
+from megatron_ds.training.trainer import Trainer
+
+
+def train(
+    config: Config,
+    inputs: RunInputs,
+    extensions: Extensions,
+    life: ProcessLifecycle,
+    startup: StartupTimer,
+) -> ExitCode:
+    """Runs one process of a training run.
+
+    Errors propagate as exceptions; only a clean finish destroys the process group.
+
+    Args:
+        config: Configuration without problems.
+        inputs: Tokenizer and data files that the checks of this process have opened.
+        extensions: Parts of the run that its program brings.
+        life: Handles signals and the loss of other processes.
+        startup: Measures the phases of the start.
+    """
+    settings, config = config, config.with_vocab(inputs.tokenizer.vocab_size)
+    require_precision(config.precision)
+    timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
+    meeting = functools.partial(life.rendezvous, timeout)
+    with life.limited_start(timeout):
+        context = distributed.init_distributed(config.runtime, meeting, life.roll_call)
+        _watch_ranks(life, config, context, inputs.plan.folders.local_save)
+    startup.mark("process group")
+    ranks, folders, events = CollectiveIO(), inputs.plan.folders, EventLog(output.print_on_rank)
+    with (
+        output.recording(events.warning),
+        claimed_folders(folders, ranks, output.print_on_rank) as lock,
+        claimed_stores(folders, ranks, output.print_on_rank) as stores,
+        owned_tensorboard_folder(config.logging, ranks),
+    ):
+        if (owned := stores.lock or lock) is not None:
+            owned.on_lost = functools.partial(life.stop_request.request, StopReason.FOLDER_LOST)
+        writes = context.rank == 0 and folders.save is not None
+        files = read_files(config.tokenizer) if writes else {}
+        tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
+        local = LocalCheckpoints.open(config.checkpoint, ranks, output.warn_on_rank)
+        mesh = Mesh.build(**config.axis_sizes, timeout=timeout)
+        is_written = context.rank == 0 and config.logging.eval_only is None
+        report = StartReport(config, context, mesh, folders.local_save if is_written else None)
+        report.print_arguments()
+        report.warn_of_hosts()
+        checkpoints = CheckpointManager(
+            *(config, mesh, output.print_on_rank, ranks, owned, folders, tokenizer, stores, local),
+            on_saved=functools.partial(events.record, "checkpoint"),
+        )
+        trainer = build_trainer(
+            RunParts(
+                *(config, inputs, extensions, context, mesh, life, startup, events, report),
+                checkpoints,
+            )
+        )
+        report.write_settings(settings)
+        life.on_training_started(saves=folders.save is not None)
+        code = _run(trainer, events)
+        dist.barrier()  # the folder is free once no rank writes to it
+        life.on_finished()
+    distributed.destroy_process_group()
+    return code
+
+
+def _watch_ranks(
+    life: ProcessLifecycle, config: Config, context: distributed.ProcessContext, save: Path | None
+) -> None:
+    """Starts watching the other ranks, their hosts, and whether the run makes progress."""
+    limits = config.runtime
+    folder = Path(config.logging.log_dir or save or "")
+    patient_s = 60 * limits.distributed_timeout_minutes
+    life.hang_watch = HangWatch(limits.hang_timeout, patient_s, folder)
+    life.host_watch = HostWatch(context.locations, context.rank, limits.host_timeout, POLL_S)
+    life.on_group_joined(*distributed.watched_peers(context))
+
+
+def _run(trainer: Trainer, events: EventLog) -> ExitCode:
+    """Trains, and records how the run ends."""
+    try:
+        code = trainer.run()
+    except BaseException as error:
+        trainer.checkpoints.abandon()  # before the folder is free
+        events.record("end", iteration=trainer.state.iteration, error=output.error_message(error))
+        raise
+    events.record("end", iteration=trainer.state.iteration, status=int(code))
+    return code
