@@ -71,12 +71,12 @@ def train(
     ):
         if (owned := stores.lock or lock) is not None:
             owned.on_lost = functools.partial(life.stop_request.request, StopReason.FOLDER_LOST)
-        writes = context.rank == 0 and folders.save is not None
-        files = read_files(config.tokenizer) if writes else {}
+        is_first, saves = context.rank == 0, folders.save is not None
+        files = read_files(config.tokenizer) if is_first and saves else {}
         tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
         local = LocalCheckpoints.open(config.checkpoint, ranks, output.warn_on_rank)
         mesh = Mesh.build(**config.axis_sizes, timeout=timeout)
-        is_written = context.rank == 0 and config.logging.eval_only is None
+        is_written = is_first and config.logging.eval_only is None
         report = StartReport(config, context, mesh, folders.local_save if is_written else None)
         report.print_arguments()
         report.warn_of_hosts()
@@ -84,14 +84,12 @@ def train(
             *(config, mesh, output.print_on_rank, ranks, owned, folders, tokenizer, stores, local),
             on_saved=functools.partial(events.record, "checkpoint"),
         )
-        trainer = build_trainer(
-            RunParts(
-                *(config, inputs, extensions, context, mesh, life, startup, events, report),
-                checkpoints,
-            )
+        parts = RunParts(
+            *(config, inputs, extensions, context, mesh, life, startup, events, report, checkpoints)
         )
+        trainer = build_trainer(parts)
         report.write_settings(settings)
-        life.on_training_started(saves=folders.save is not None)
+        life.on_training_started(saves=saves)
         code = _run(trainer, events)
         dist.barrier()  # the folder is free once no rank writes to it
         life.on_finished()

@@ -214,10 +214,10 @@ def definitions(*kinds: type[ast.AST]) -> dict[str, Any]:
 
     def search(node: ast.AST, path: Path, parents: str = "") -> Iterator[tuple[str, ast.AST]]:
         for child in ast.iter_child_nodes(node):
-            name = parents + getattr(child, "name", "")
+            is_scope = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            name = f"{parents}{getattr(child, 'name', '')}"
             if isinstance(child, kinds):
                 yield f"{path.relative_to(REPOSITORY)}:{getattr(child, 'lineno', 0)} {name}", child
-            is_scope = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             yield from search(child, path, f"{name}." if is_scope else parents)
 
     files = [*sources(), *ENTRY_POINTS]
