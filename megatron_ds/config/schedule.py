@@ -236,30 +236,12 @@ class ScheduleConfig:
                     valid=", ".join(map(str, self._valid_dp_sizes(size))) or "none",
                 )
 
-            yield from self._folded_pipeline_problems(parallel, unit)
+            yield from _folded_pipeline_problems(self, parallel, unit)
 
     def _valid_dp_sizes(self, size: int) -> list[int]:
         """Data-parallel sizes with which a batch has whole micro-batches."""
         count, rest = divmod(size, self.micro_batch_size)
         return [] if rest else [number for number in range(1, count + 1) if count % number == 0]
-
-    def _folded_pipeline_problems(self, parallel: ParallelConfig, unit: int) -> Iterator[Problem]:
-        """Check that no step has fewer micro-batches than two stages on each rank need."""
-        if parallel.num_stages == parallel.pipeline_model_parallel_size:
-            return
-        steps = [size for _, size in self.batch_size_steps]
-        smallest = min(
-            steps or [self.global_batch_size or unit, *(self.rampup_batch_size or ())[:1]]
-        )
-        if smallest // unit < parallel.num_stages:
-            yield Problem(
-                "dualpipev-micro-batches",
-                settings=parallel,
-                batch_size=smallest,
-                micro_batches=smallest // unit,
-                minimum=parallel.num_stages,
-                size=unit * parallel.num_stages,
-            )
 
     def _unit_problems(self) -> Iterator[Problem]:
         """Check that each length has one unit, which is tokens or that of the run length."""
@@ -355,6 +337,27 @@ class ScheduleConfig:
                 )
                 yield name, size, f"{with_value(self, name)}: batch size {size} ({shown})"
                 return
+
+
+def _folded_pipeline_problems(
+    options: ScheduleConfig, parallel: ParallelConfig, unit: int
+) -> Iterator[Problem]:
+    """Check that no step has fewer micro-batches than two stages on each rank need."""
+    if parallel.num_stages == parallel.pipeline_model_parallel_size:
+        return
+    steps = [size for _, size in options.batch_size_steps]
+    smallest = min(
+        steps or [options.global_batch_size or unit, *(options.rampup_batch_size or ())[:1]]
+    )
+    if smallest // unit < parallel.num_stages:
+        yield Problem(
+            "dualpipev-micro-batches",
+            settings=parallel,
+            batch_size=smallest,
+            micro_batches=smallest // unit,
+            minimum=parallel.num_stages,
+            size=unit * parallel.num_stages,
+        )
 
 
 def _counted_in_iterations(options: ScheduleConfig, name: str, *instead: str) -> Iterator[Problem]:
