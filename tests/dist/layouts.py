@@ -52,6 +52,11 @@ VALUES = {name: tuple(axis.values) for name, axis in support_matrix.AXES.items()
     name: tuple(values) for name, values in EXTRA.items()
 }
 ON_DISK = ("nvme optimizer", "nvme")
+BASIC = {
+    *("tp", "sequence", "pp", "schedule", "sp", "experts", "precision", "masters"),
+    *("documents", "curriculum"),
+}
+"""Axes of whose values `make test` has all pairs, besides every value with every ZeRO stage."""
 SIZES = ("tp", "sp", "pp")
 """Axes whose sizes multiply to the ranks of a replica."""
 NOT_COMPARABLE = (
@@ -229,6 +234,25 @@ def covering() -> tuple[RunLayout, ...]:
         runs.append({axis: run[axis] for axis in VALUES})
         missing -= pairs_of(run)
     return tuple(sorted(runs, key=lambda run: tuple(run.values())))
+
+
+def is_basic(pair: Pair) -> bool:
+    """Whether `make test` has a pair."""
+    axes = {axis for axis, _ in pair}
+    return "zero" in axes or axes <= BASIC
+
+
+def basic() -> list[RunLayout]:
+    """Runs of `covering` that have all basic pairs, each the one with the most missing ones."""
+    left = list(covering())
+    missing = set(filter(is_basic, set().union(*map(pairs_of, left))))
+    chosen = []
+    while missing:
+        run = max(left, key=lambda run: len(pairs_of(run) & missing))
+        left.remove(run)
+        missing -= pairs_of(run)
+        chosen.append(run)
+    return chosen
 
 
 def random_runs(seed: int, count: int, *, accepted: bool) -> list[RunLayout]:

@@ -53,6 +53,7 @@ from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, s
 from tests.dist.recorded import Replay
 from tests.dist.reference import Run, Tensors
 from tests.independent.model import DEFAULTS, Experts
+from tests.proofs.cases import with_proofs
 
 LOSSES = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
 FOUR = {"num_experts": (4,), **LOSSES}
@@ -180,6 +181,11 @@ UNUSED = (
     "slices of sequences, dropping by position",
 )
 RESUMED = ("zero 1, tp, bf16", "zero 2, two copies", "zero 0, two copies", IN_STAGES)
+TWO_COPIES = ("zero 2, two copies",)
+TRAINED_IN_PROOFS = ("zero 1, dropping by position", "zero 1, tp", *TWO_COPIES)
+HALF_IN_PROOFS = ("zero 1, two copies, bf16", "zero 2, two copies, bf16")
+SKIPPED_IN_PROOFS = ("zero 1, two copies, bf16", "slices of sequences, dropping by position")
+UNUSED_IN_PROOFS = ("zero 2, tp",)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +211,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return run_by_world(jobs)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_proofs(CASES, TRAINED_IN_PROOFS))
 def test_experts_train_like_one_process(name: str, results: JobResults) -> None:
     case = CASES[name]
     is_long = len(case.lengths) > STEPS
@@ -220,7 +226,7 @@ def test_experts_train_like_one_process(name: str, results: JobResults) -> None:
         assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", with_proofs(HALF, HALF_IN_PROOFS))
 def test_experts_in_half_precision_have_the_norm_of_one_process(
     name: str, results: JobResults
 ) -> None:
@@ -257,7 +263,7 @@ def skip(case: Case, meshes: Meshes) -> tuple[bool, bool, bool]:
     return skipped, kept, applied
 
 
-@pytest.mark.parametrize("name", NONFINITE)
+@pytest.mark.parametrize("name", with_proofs(NONFINITE, SKIPPED_IN_PROOFS))
 def test_a_nonfinite_gradient_of_an_expert_skips_the_step_on_all_ranks(
     name: str, results: JobResults
 ) -> None:
@@ -284,7 +290,7 @@ def use_one_expert(case: Case, meshes: Meshes) -> tuple[Run, list[list[bool]]]:
     return run, found
 
 
-@pytest.mark.parametrize("name", UNUSED)
+@pytest.mark.parametrize("name", with_proofs(UNUSED, UNUSED_IN_PROOFS))
 def test_experts_without_tokens_have_zero_gradients(name: str, results: JobResults) -> None:
     """Also where all experts of a rank are without tokens."""
     config = config_of(EVERYTHING[name])
@@ -348,7 +354,7 @@ def last_step(training: Training) -> tuple[float, float, Tensors]:
     return float(result.loss), float(result.grad_norm), weights
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", with_proofs(RESUMED, TWO_COPIES))
 def test_a_resumed_run_continues_bit_for_bit(name: str, results: JobResults) -> None:
     for seen in results.of(f"resume {name}"):
         assert seen["recorded sizes"] == seen["sizes"]
@@ -357,7 +363,7 @@ def test_a_resumed_run_continues_bit_for_bit(name: str, results: JobResults) -> 
         assert differing_names(seen["resumed"][2], seen["continued"][2]) == []
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", with_proofs(RESUMED, TWO_COPIES))
 def test_a_checkpoint_has_each_expert_once_and_the_model_of_the_run(
     name: str, results: JobResults
 ) -> None:

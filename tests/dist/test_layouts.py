@@ -1,8 +1,9 @@
 """Layouts of docs/reference/support_matrix.md train like one process, and the others are rejected.
 
 Every pair of values that the matrix accepts is in one of the runs, whose configurations are those
-of its flags. The proofs take more steps, and draw further whole layouts at random: those that the
-matrix accepts equal one process, too.
+of its flags. `make test` has those that every ZeRO stage with every value needs, and every pair of
+values of the axes `layouts.BASIC`. The proofs have all, take more steps, and draw further whole
+layouts at random: those that the matrix accepts equal one process, too.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ COUNT, SEED = 30, 7
 EXACT_GAP, HALF_GAP = 1e-5, 0.07
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
+BASIC = set(map(name_of, layouts.basic()))
+"""The runs of `make test`."""
 ON_DISK = [name for name, run in COVERING.items() if run["offload"] in layouts.ON_DISK]
 
 
@@ -121,7 +124,10 @@ def cases(steps: int) -> list[Any]:
         pytest.param(
             Stepped(name, run, steps),
             id=name,
-            marks=[pytest.mark.libaio] if name in ON_DISK else [],
+            marks=[
+                *([pytest.mark.libaio] if name in ON_DISK else []),
+                *([] if name in BASIC else [pytest.mark.proof]),
+            ],
         )
         for name, run in COVERING.items()
     ]

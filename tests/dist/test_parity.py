@@ -21,6 +21,7 @@ from tests.dist.compare import differences, differing_bits, norm_of
 from tests.dist.parity_cases import Case, config_of, reference_of
 from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 from tests.dist.reference import Run
+from tests.proofs.cases import with_proofs
 
 REPEATED = "repeated"
 """The second run of the first case, after all others."""
@@ -43,6 +44,7 @@ CASES = (
 )
 SMOKE = CASES[:4]
 """One case of each ZeRO stage."""
+PROOFS = (CASES[4], CASES[6], CASES[10])
 ZERO3 = [case for case in CASES if case.stage == 3]
 EIGHT_BIT = [Case(2, stage, 1 + stage % 2, 4, "learned", "8-bit") for stage in range(4)]
 HPZ = Case(4, 3, 2, 1, "swiglu", "sgd")
@@ -73,7 +75,10 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.smoke] if case in SMOKE else []) for case in CASES],
+    [
+        *(pytest.param(case, marks=pytest.mark.smoke) for case in SMOKE),
+        *with_proofs(CASES[len(SMOKE) :], PROOFS),
+    ],
     ids=lambda case: case.name,
 )
 def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
@@ -91,7 +96,7 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
 
 
-@pytest.mark.parametrize("case", EIGHT_BIT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", with_proofs(EIGHT_BIT, EIGHT_BIT[1:2]), ids=lambda case: case.name)
 def test_8_bit_adam_follows_adamw(case: Case, outcomes: JobResults) -> None:
     reference = reference_of(case.model, "adamw")
     for run in outcomes.of(case.name):
@@ -122,7 +127,7 @@ def test_second_copies_of_parameters_change_nothing(outcomes: JobResults) -> Non
     assert outcomes.differences("hpz", reference_of(HPZ.model, HPZ.optimizer)) == []
 
 
-@pytest.mark.parametrize("case", ZERO3, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", with_proofs(ZERO3, [CASES[4]]), ids=lambda case: case.name)
 def test_zero3_never_materializes_the_full_model(case: Case, outcomes: JobResults) -> None:
     for run in outcomes.of(case.name):
         seen = run.notes["construction"]

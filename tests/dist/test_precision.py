@@ -25,8 +25,9 @@ from tests.dist import parity_cases
 from tests.dist.compare import differing_bits, differing_names, norm_of, worst_difference
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, parity_job, resume, swapping
 from tests.dist.parity_cases import Case, config_of, ds_file, reference_of
-from tests.dist.rank_jobs import JobResults, case_training, run_jobs, training
+from tests.dist.rank_jobs import JobResults, case_training, has_proofs, run_jobs, training
 from tests.dist.reference import Samples, train_reference
+from tests.proofs.cases import with_proofs
 
 LAYOUTS = [(1, 2), (2, 1), (3, 2)]
 """ZeRO stage and tensor-parallel size; `test_layouts.py` has all pairs."""
@@ -89,6 +90,8 @@ RESUMED = Offload(
 
 ACCUMULATING = [(1, True), (2, True), (3, True), (2, False)]
 """ZeRO stage, whether in fp32."""
+LEFT_OUT = ("nvme-optimizer", "nvme-parameters", "offloaded-2-1-none", "communication-1-offloaded")
+"""Jobs that only proofs need, besides those of `TIMING[:1]`."""
 MICRO_BATCHES = 96
 # All micro-batches are equal, so each adds the same gradient to a sum up to 95 times as large. bf16
 # has 8 significant bits: rounding errors, equal too, add up to percents of the gradient. fp32 loses
@@ -122,9 +125,12 @@ def switched(switch: str, stage: int, tp: int, *, bf16: bool, value: bool) -> Co
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
-    jobs, folder = {}, tmp_path_factory.mktemp("files")
-    for (switch, stage, tp, bf16), value in itertools.product(TIMING, (True, False)):
+def outcomes(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> JobResults:
+    jobs, folder, proofs = {}, tmp_path_factory.mktemp("files"), has_proofs(request)
+    switches = TIMING if proofs else TIMING[1:]
+    for (switch, stage, tp, bf16), value in itertools.product(switches, (True, False)):
         config = switched(switch, stage, tp, bf16=bf16, value=value)
         plans = parity_cases.plans_of(Case(2, stage, tp, 4, "learned", "adamw"))
         jobs[f"{switch}-{stage}-{tp}-{bf16}-{value}"] = training(config, plans)
@@ -153,7 +159,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> JobResults:
     for name in KEPT:
         jobs[f"communication-{name}"] = functools.partial(communicate, name)
     jobs["bare loop"] = compare_with_bare_loop
-    return run_jobs(2, jobs)
+    left_out = () if proofs else LEFT_OUT
+    return run_jobs(2, {name: job for name, job in jobs.items() if name not in left_out})
 
 
 def communicate(name: str, meshes: dict[int, Mesh]) -> dict[str, Any]:
@@ -214,7 +221,7 @@ def test_bf16_gradients_are_accumulated_in_fp32(outcomes: JobResults) -> None:
             assert off < 0.01 if in_fp32 else off > 0.03
 
 
-@pytest.mark.parametrize(("stage", "tp", "remote"), OFFLOADED)
+@pytest.mark.parametrize(("stage", "tp", "remote"), with_proofs(OFFLOADED, OFFLOADED[1:2]))
 def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: JobResults) -> None:
     """The process it is compared with knows no offloading; the parity cases run without it equal
     the same process."""
@@ -224,7 +231,16 @@ def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.libaio) if n in NEEDS_LIBAIO else n for n in OFFLOADS],
+    [
+        pytest.param(
+            name,
+            marks=[
+                *([pytest.mark.libaio] if name in NEEDS_LIBAIO else []),
+                *([pytest.mark.proof] if name in LEFT_OUT else []),
+            ],
+        )
+        for name in OFFLOADS
+    ],
 )
 def test_states_on_a_disk_change_nothing(name: str, outcomes: JobResults) -> None:
     reference = reference_of("learned", "adamw")
@@ -245,7 +261,7 @@ def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults
         assert differing_names(weights, seen["saved"][1]) != []
 
 
-@pytest.mark.parametrize(("switch", "stage", "tp", "bf16"), TIMING)
+@pytest.mark.parametrize(("switch", "stage", "tp", "bf16"), with_proofs(TIMING, TIMING[:1]))
 def test_when_a_gradient_is_sent_changes_no_bit(
     switch: str, stage: int, tp: int, bf16: bool, outcomes: JobResults
 ) -> None:
@@ -260,7 +276,7 @@ def test_stages_communicate_the_documented_bytes(stage: int, outcomes: JobResult
         assert found["messages"] == pytest.approx(COMMUNICATED[stage], rel=0.02)
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", with_proofs(KEPT, ["1-offloaded"]))
 def test_stages_keep_the_documented_bytes(name: str, outcomes: JobResults) -> None:
     """Between backward pass and optimizer step on two ranks: the table of docs/training/zero.md."""
     for found in outcomes.of(f"communication-{name}"):

@@ -10,7 +10,8 @@ saved without states of the optimizer.
 `make test` runs the pairs of a checkpoint and a layout that loads it that differ in what they do:
 
 * of the dense layouts, every ZeRO stage with every ZeRO stage, and all sizes with one process,
-* in each other family of layouts (`FAMILIES`), every layout with the next one, cyclically.
+* in each other family of layouts (`FAMILIES`), every layout of `BASIC_LAYOUTS` with the next one,
+  cyclically.
 
 The proofs complete them: of the dense layouts, all sizes are resharded to all, all stages to all
 and all sizes to all stages, and every layout saves and loads; in the other families, every layout
@@ -222,6 +223,20 @@ FAMILIES: dict[str, dict[str, Layout]] = {
         "more padding": Layout(1, tp=2, changes={"model": {"make_vocab_size_divisible_by": 70}}),
     },
 }
+BASIC_LAYOUTS: dict[str, tuple[str, ...]] = {
+    "experts": (
+        *("zero0", "ep2 zero1", "tp2 zero3", "ep2 tp2 zero2", "ep2 zero0", "ep2 pp2 zero1"),
+    ),
+    "sgd": ("zero0", "zero3 tp2", "zero1 folded"),
+    "lion": ("zero0", "zero3 tp2"),
+    "muon": ("zero3 tp2", "zero1 pp2", "zero2"),
+    "precision": (
+        *("fp32 zero0", "bf16 zero1", "fp16 zero2 tp2", "fp16 zero3", "bf16 zero3"),
+        "bf16 masters",
+    ),
+    "memory": tuple(FAMILIES["memory"])[1:],
+}
+"""Those of `make test`."""
 if WITHOUT_LIBAIO is not None:
     del FAMILIES["memory"]["zero3 nvme"]
 LAYOUTS = {name: layout for name, (_, layout) in DENSE_LAYOUTS.items()} | {
@@ -270,21 +285,31 @@ def covering() -> tuple[list[Pair], list[Pair]]:
     return chosen
 
 
-def cyclic(offset: int) -> Iterator[Pair]:
+def cyclic(families: Mapping[str, Collection[str]], offset: int) -> Iterator[Pair]:
     """Each layout of a family with a later one."""
-    for family, layouts in FAMILIES.items():
-        names = [f"{family} {name}" for name in layouts]
+    for family, layouts in families.items():
+        names = [f"{family} {name}" for name in layouts if name in FAMILIES[family]]
         for index, source in enumerate(names):
             yield source, names[(index + offset) % len(names)]
 
 
-BASIC, FURTHER = ((*dense, *cyclic(step)) for step, dense in enumerate(covering(), 1))
-"""Pairs of `make test` and of the proofs."""
+DENSE_BASIC, DENSE_FURTHER = covering()
+BASIC = (*DENSE_BASIC, *cyclic(BASIC_LAYOUTS, 1))
+"""Pairs of `make test`."""
+NEXT = (*cyclic(FAMILIES, 1), *cyclic(FAMILIES, 2))
+FURTHER = (*DENSE_FURTHER, *(pair for pair in NEXT if pair not in BASIC))
+"""Further pairs of the proofs."""
 LAST = {target: source for source, target in (*FURTHER, *BASIC)}
 """Of each layout the checkpoint that it also loads in other forms."""
 UNIVERSAL = (
-    *("dense 2_1_1 zero3", "dense ulysses zero2", "experts ep2 zero1", "experts ep2 pp2 zero1"),
-    *("sgd zero1 folded", "lion zero3 tp2", "muon zero2", "precision fp16 zero3"),
+    *(
+        "dense 2_1_1 zero3",
+        "experts ep2 pp2 zero1",
+        "sgd zero1 folded",
+        "lion zero3 tp2",
+        "muon zero2",
+        "precision fp16 zero3",
+    ),
     *("precision bf16 masters", "memory zero2 cpu tp2", "memory more padding"),
 )
 WITHOUT_OPTIMIZER = (
@@ -297,7 +322,7 @@ WITHOUT_OPTIMIZER = (
     ),
 )
 IN_BACKGROUND = (
-    *("dense 1_1_1 zero0", "dense 2_1_2 zero2", "dense 1_2_1 zero0", "experts ep2 zero2"),
+    *("dense 1_1_1 zero0", "dense 2_1_2 zero2", "dense 1_2_1 zero0", "experts ep2 zero1"),
     *("muon zero3 tp2", "precision bf16 zero1", "precision fp16 zero3", "memory zero1 cpu"),
 )
 """Layouts that do so in `make test`; the others are proofs."""

@@ -20,6 +20,7 @@ from tests.e2e.runs import (
     losses,
     to_flags,
 )
+from tests.proofs.cases import with_proofs
 
 SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 3}
 
@@ -34,7 +35,7 @@ def two_ranks(
     return losses(run)
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.parametrize("name", with_proofs(LAUNCHERS, ["python -m torch.distributed.run"]))
 def test_two_processes(
     name: str, two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:

@@ -1,8 +1,9 @@
 """The tests with cases that `make test` leaves out, found in their source.
 
 Collecting them with pytest would import torch and DeepSpeed. Instead, a test is marked if its
-decorators name `pytest.mark.proof`, directly or by constants and functions of its file, or if the
-file's `pytestmark` does. `make proofs` compares that with the markers of the cases that ran.
+decorators name `pytest.mark.proof` or `with_proofs` of `cases.py`, directly or by constants and
+functions of its file, or if the file's `pytestmark` does. `make proofs` compares that with the
+markers of the cases that ran.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 MARKERS = ("proof", "interop")
+WITH_PROOFS = "with_proofs"
+"""Name of the function that adds the marker `proof`."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def marked_tests() -> dict[str, Marked]:
     found = {}
     for path in sorted(TESTS.rglob("test_*.py")):
         source = path.read_text(encoding="utf-8")
-        if any(f"mark.{marker}" in source for marker in MARKERS):
+        if WITH_PROOFS in source or any(f"mark.{marker}" in source for marker in MARKERS):
             file = path.relative_to(TESTS.parent).as_posix()
             found |= {f"{file}::{name}": marked for name, marked in marked_in(source)}
     return found
@@ -67,6 +70,8 @@ def _mentions(code: ast.AST, marker: str, definitions: dict[str, ast.AST]) -> bo
     """Whether code names a marker, or what it uses of the definitions, which are removed."""
     for node in ast.walk(code):
         if isinstance(node, ast.Attribute) and node.attr == marker:
+            return True
+        if isinstance(node, ast.Name) and (marker, node.id) == ("proof", WITH_PROOFS):
             return True
         used = definitions.pop(node.id, None) if isinstance(node, ast.Name) else None
         if used is not None and _mentions(used, marker, definitions):

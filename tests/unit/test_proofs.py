@@ -14,6 +14,8 @@ def cases(): return ALL
 def test_few(n): pass
 @pytest.mark.parametrize("n", cases())
 def test_some(n): pass
+@pytest.mark.parametrize("n", with_proofs(FEW, FEW))
+def test_more(n): pass
 @pytest.mark.proof
 def test_none(): pass
 """
@@ -22,6 +24,7 @@ def test_none(): pass
 def test_marks_are_found_in_the_source() -> None:
     assert dict(marked_in(SOURCE)) == {
         "test_some": Marked("proof", False),
+        "test_more": Marked("proof", False),
         "test_none": Marked("proof", True),
     }
     of_file = dict(marked_in(f"pytestmark = pytest.mark.interop\n{SOURCE}"))

@@ -82,7 +82,8 @@ def run_suite(folder: Path, tests: Sequence[str]) -> dict[str, Result]:
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    return results_of(run_pytest(folder / "report.xml", tests, environment), tests)
+    arguments = ["-m", "not interop and not gpu", *tests]  # with the cases of the proofs
+    return results_of(run_pytest(folder / "report.xml", arguments, environment), tests)
 
 
 def results_of(cases: Iterable[Case], tests: Sequence[str] = TESTS) -> dict[str, Result]:
