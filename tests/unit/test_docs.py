@@ -17,6 +17,10 @@ import pytest
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
+from megatron_ds.config import ModelConfig, MoEConfig, flag_of
+from megatron_ds.conversion.huggingface.config_rows import ConfigValues
+from megatron_ds.conversion.huggingface.families import FAMILIES
+from megatron_ds.conversion.huggingface.read_config import settings_of
 from tests.pages.flags import tool_tables
 from tests.problems import codes
 from tests.proofs.marked import marked_tests
@@ -43,9 +47,26 @@ OTHERS_FLAGS = set(
 )
 """Flags of launchers and of other frameworks that the pages name."""
 TROUBLESHOOTING = DOCS / "start" / "troubleshooting.md"
+MODEL = DOCS / "training" / "model.md"
+OPTIONS_OF_MODEL = {**ModelConfig.__dataclass_fields__, **MoEConfig.__dataclass_fields__}
+PARTS_OF_MODEL = ("position_embedding_type", "normalization", "activation")
+"""Options of which every choice has a row in the page of the model."""
+PARTS_OF_FAMILIES = (
+    *("gelu_kind", "add_bias_linear", "qkv_bias", "embed_layernorm", "norm_epsilon"),
+    *("rotary_percent", "untie_embeddings_and_output_weights", "attention_dropout"),
+    *("hidden_dropout", "init_method_std"),
+)
+SMALL_CONFIG = {
+    **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 4),
+    "vocab_size": 8,
+    "use_parallel_residual": False,
+    "parallel_attn": False,
+}
+"""Keys of a config.json that have no default, or whose default is not supported."""
 PAGES_WITH_FLAGS = (
     *("start/tutorial", "start/choose_a_layout", "start/finetuning", "start/troubleshooting"),
-    *("start/migration", "running/launching"),
+    *("start/migration", "running/launching", "training/model"),
 )
 OTHERS_TOOLS = {"tools/merge_preprocessed_data.py"}
 """Scripts of other frameworks that the pages mention."""
@@ -195,6 +216,40 @@ def test_flags_named_in_the_pages_are_those_of_a_program_or_a_launcher() -> None
         )
         if dashed(flag) not in known
     ] == []
+
+
+def test_the_page_of_the_model_has_every_option_and_choice() -> None:
+    text = MODEL.read_text(encoding="utf-8")
+    options = [flag for flag in training_flags().own if flag.field in OPTIONS_OF_MODEL]
+    flags = [flag for flag in options if flag.label == flag_of(flag.field)]
+    assert len(flags) > 30
+    named = set(re.findall(r"--[\w-]+", text))
+    assert {flag.label for flag in flags} - named == set()
+    rows = [
+        f"`{flag.label} {value}`"
+        for flag in flags
+        if flag.field in PARTS_OF_MODEL
+        for value in flag.choices or ()
+    ]
+    assert [row for row in rows if row not in text] == []
+    sizes = dict(re.findall(r"^\| `(--[\w-]+)` \| .* \| ([^|]*) \|$", text, re.MULTILINE))
+    required = {flag.label for flag in flags if flag.required}
+    assert {flag for flag, default in sizes.items() if default == "required"} == required
+
+
+def test_the_families_of_the_model_page_have_the_flags_that_conversion_reads() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| `(--.*)` \|$", MODEL.read_text("utf-8"), re.MULTILINE)
+    assert [family for family, _ in rows] == list(FAMILIES)
+    for name, flags in rows:
+        read = settings_of(
+            FAMILIES[name], ConfigValues(Path(), {**SMALL_CONFIG, "model_type": name})
+        ).model
+        config, _ = build_config(shlex.split(flags), world_size=1, warn=pytest.fail)
+        parts = [
+            {part: getattr(model, part) for part in (*PARTS_OF_MODEL, *PARTS_OF_FAMILIES)}
+            for model in (config.model, read)
+        ]
+        assert parts[0] == parts[1], name
 
 
 PAGE_COMMAND = re.compile(r"(?<![\w/.])(pretrain_gpt\.py|(?:tools|tasks)/[\w/]+\.py) (.*)")
