@@ -19,6 +19,8 @@ OUTPUT = REPOSITORY / "docs" / "reference" / "flags.md"
 HEAD = """\
 # Flags
 
+This page lists every flag of training and of the tools, with its values, default and meaning.
+
 Written by `python -m tests.pages` from the code; `--help-all` of a program shows its part.
 
 The flags of `pretrain_gpt.py`, group by group; those of Megatron-LM (core 0.8) and of the two

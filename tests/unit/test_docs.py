@@ -83,6 +83,20 @@ def test_links_resolve() -> None:
     assert [(page.name, link) for page, link in links if not resolves(page, link)] == []
 
 
+def test_pages_begin_with_a_sentence_and_have_short_lines() -> None:
+    """The sentence is what the page is for. Lines of tables and examples may be long."""
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert re.match(r"# .+\n\n(?:\w|`[\w/.-]+` \w)[^|]*?[.:,] ?\n?", text), page.name
+        prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+        long = [line for line in prose if len(line) > 125 and not line.startswith(("|", "    "))]
+        assert [line for line in long if not line.startswith(("![", "* "))] == [], page.name
+
+
+def test_the_page_for_agents_is_short() -> None:
+    assert len((REPOSITORY / "AGENTS.md").read_text(encoding="utf-8").splitlines()) <= 60
+
+
 def test_pages_named_in_code_exist() -> None:
     """In docstrings, comments, messages and help texts."""
     folders = ("megatron_ds", "tools", "tests", "benchmarks", "examples")
