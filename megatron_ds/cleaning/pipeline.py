@@ -42,7 +42,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 class ChunkEnd(NamedTuple):
-    """Where a chunk of documents ends.
+    """End of a chunk of documents.
 
     Attributes:
         position: Position of the reader.

@@ -32,7 +32,7 @@ Position = tuple[int, int]
 class UrlListOptions:
     """Drops unwanted and repeated addresses from lists.
 
-    The rules are those of the stage url of clean.py.
+    The rules are the same as in the stage url of clean.py.
     """
 
     PROGRAM: ClassVar[str] = "blacklist_urls.py"

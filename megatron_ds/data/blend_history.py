@@ -49,7 +49,7 @@ class SourceId:
 
 @dataclass(frozen=True)
 class LengthPeriod:
-    """How far a source was read at an earlier sequence length.
+    """Progress of a source at an earlier sequence length.
 
     Attributes:
         seq_length: Tokens per sample.
@@ -64,7 +64,7 @@ class LengthPeriod:
 
 @dataclass(frozen=True)
 class SourceProgress:
-    """How far a source was read.
+    """Progress of a source.
 
     Attributes:
         identity: The source.

@@ -194,7 +194,7 @@ class _DatasetBuilder:
         before: BlendHistory | None = None,
         consumed: int = 0,
     ) -> tuple[TokenDataset, BlendProgress]:
-        """Builds a blend of `samples` samples, `consumed` of which were read by a previous run."""
+        """Builds a blend of `samples` samples after `consumed` that a previous run read."""
         rule = self.files.config.blend_order if len(group.sources) > 1 else FAIR
         files = [self._file(group, source, samples) for source in group.sources]
         weights = self._weights(files)
@@ -343,7 +343,7 @@ class _DatasetBuilder:
     def _indexed(
         self, split: str, file: OpenedFile, requests: Sequence[int], seq_length: int, first: int
     ) -> Iterator[LazySampleIndexes]:
-        """The indexes of each request, the first of which has the number `first`."""
+        """The indexes of each request, numbered from `first`."""
         cache = self._cache(file.source.prefix)
         for number, samples in enumerate(requests, first):
             # Each index has another seed: it must not repeat the order of the previous one.

@@ -1,4 +1,4 @@
-"""What a program that brings its own dataset is asked for. Imports nothing of the package."""
+"""The request to a program that brings its own dataset. Imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """What a run needs of an own dataset."""
+    """Request of a run to a dataset of your own."""
 
     split: str
     """ "train", "validation" or "test"."""

@@ -1,7 +1,7 @@
 """Samples of one token file: seq_length + 1 consecutive tokens, across document boundaries.
 
-They are those of its indexes or, if the sequence length of a run changes in the middle of an epoch,
-of another length from the text that was not read.
+They follow its indexes or, if the sequence length of a run changes in the middle of an epoch, have
+another length and come from the text that was not read.
 
 Knows the token file and its indexes, but no splits, caches, ranks or torch.
 """
@@ -32,7 +32,7 @@ _FastViews = tuple[
 """Memory views of a file and its indexes, whose elements are read faster than numpy's: shuffle
 index, documents, sample starts (position in the documents and token offset of sample i at 2 i and
 2 i + 1), lengths and pointers of the sequences; the tokens and their size in bytes; of a file by
-URL the marks of its blocks and the shift that makes a token's number that of its block."""
+URL the marks of its blocks and the shift from a token's number to its block's."""
 
 
 class TokenDataset(Protocol):
@@ -61,7 +61,7 @@ class TokenDataset(Protocol):
 
 
 class SampleReading:
-    """Reads samples, of which some may have to be downloaded first.
+    """Reads samples; some may have to be downloaded first.
 
     Args:
         dataset: The samples.

@@ -50,7 +50,7 @@ UINT16_VOCAB = 65500
 PROBED_DOCUMENTS = 1000
 """Documents whose last token is compared to recognize a pair that does not count its EODs."""
 PROBED_REMOTE_DOCUMENTS = 32
-"""The same for a pair by URL, of which each may be a download."""
+"""The same for remote pairs, where reading a document may need a download."""
 CHECKED_SEQUENCES = 1 << 20
 """Sequences checked at once, which bounds the memory for an index of any size."""
 
@@ -119,7 +119,7 @@ class IndexedDataset:
 
     @property
     def version(self) -> str:
-        """What identifies the content of a URL besides its size; empty for a path."""
+        """Entity tag of a URL; empty for a path."""
         return self.content.file.version.tag if isinstance(self.content, RemoteContent) else ""
 
     def reduce_mapped(self) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class IndexedDataset:
         return tokens
 
     def warm_up(self) -> None:
-        """Read the token file once, to load it into the page cache; that of a URL into its cache,
+        """Read the token file once, to load it into the page cache; for a URL into its block cache,
         as far as it has room."""
         if isinstance(self.content, RemoteContent):
             self.content.warm_up()

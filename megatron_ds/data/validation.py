@@ -25,7 +25,7 @@ MAX_BLOCKS_PER_FILE = 64
 MAX_BLOCKS = 4096
 """Blocks of all files together; every file has at least one."""
 REMOTE_BLOCKS = 4
-"""Blocks of a file by URL, each of which may be a download."""
+"""Blocks of a file by URL; reading one may be a download."""
 BLOCK_TOKENS = 4096
 """Tokens of a block. Token ids are checked in blocks that are spread evenly over a file."""
 CHECKED_DOCUMENTS = 64
@@ -74,7 +74,7 @@ class DataFiles:
         return self._opened[prefix]
 
     def identities(self, *, reads: bool = False) -> Iterator[tuple[str, str]]:
-        """What identifies the sources of the data and their files, which may be in any folder.
+        """Identities of the sources of the data and their files, which may be in any folder.
 
         Args:
             reads: Identify files by blocks of their contents too, and not only by their sizes.
@@ -101,7 +101,7 @@ class DataFiles:
         return xxhash.xxh3_64(b"".join(part.tobytes() for part in parts)).hexdigest()
 
     def with_text(self, group: DatasetGroup) -> DatasetGroup:
-        """The group without files of which --split gives no text to validation or test.
+        """The group without the files that --split leaves without validation or test documents.
 
         Raises:
             UserError: If a file is damaged.

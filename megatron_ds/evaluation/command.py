@@ -57,7 +57,7 @@ def run(options: Options) -> None:
 
 
 def _run_task(options: Options, scorer: Scorer, tokenizer: Tokenizer) -> Figures:
-    """The results of all files together and, of several ones, those of each in `files`."""
+    """The results of all files together and, if there are several, of each in `files`."""
     length = scorer.model.config.seq_length
     stride = min(options.overlapping_eval, length)
     task = Task(options.task, tokenizer, length, stride, options.strict_lambada)

@@ -30,16 +30,16 @@ from megatron_ds.tokenizer import Tokenizer
 
 JSON_KEYS = ("text",)
 FLAGS = {"tasks": "eval_tasks", "include_path": "eval_tasks_include_path"}
-"""The run's options by those of tools/evaluate.py."""
+"""The run's options by the corresponding option of tools/evaluate.py."""
 
 
 class Result(NamedTuple):
-    """What a task gave."""
+    """Result of a task."""
 
     name: str
     metrics: dict[str, float]
     is_perplexity: bool = False
-    """Whether it is the loss of a file, like that of a validation."""
+    """Whether it is the loss of a file, like a validation loss."""
 
 
 class Stopped(Exception):
@@ -47,7 +47,7 @@ class Stopped(Exception):
 
 
 def problems(options: LoggingConfig) -> Iterator[Problem]:
-    """Problems with names and files, of which the first document is read."""
+    """Problems with names and files; the first document of each file is read."""
     for task in options.file_tasks:
         yield from texts.problems([task.path], JSON_KEYS, format_of(task.name), task.field)
     if options.harness_tasks:
@@ -125,7 +125,7 @@ class TaskEvaluation:
     def _figures(
         self, task: FileTask, score: Callable[[Iterator[ScoredText]], Iterator[Score]]
     ) -> dict[str, float]:
-        """The results of a task on a file that are not counts."""
+        """Metrics of a file task, without token counts."""
         stride = min(self.options.overlapping_eval, self.length)
         work = Task(task.name, self.tokenizer, self.length, stride)
         documents = texts.read_texts(

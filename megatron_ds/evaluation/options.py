@@ -21,7 +21,7 @@ _of_tasks = functools.partial(option_field, only_with=TASK_NAMES)
 
 @dataclass(frozen=True)
 class ModelOptions(GenerationOptions):
-    """The model, of which groups of processes have copies."""
+    """Model options; the model may be replicated over groups of processes."""
 
     micro_batch_size: int = option_field(
         8, "texts or windows per batch; does not affect the results", minimum=1
@@ -40,13 +40,14 @@ class ModelOptions(GenerationOptions):
 class Options(ModelOptions):
     """Evaluates a trained GPT on texts: perplexity, and accuracy of predicting last words.
 
-    Perplexity is of whole documents, each after the end of another one, in overlapping windows. It
-    is printed per token, per word and, to compare models with other tokenizers, as bits per byte.
-    WIKITEXT103 and LAMBADA are the tasks of Megatron-LM's tasks/main.py; --tasks runs those of
+    Perplexity is of complete documents, each after the end of another one, in overlapping windows.
+    It is printed per token, per word and, to compare models with other tokenizers, as bits per
+    byte.
+    WIKITEXT103 and LAMBADA are the tasks of Megatron-LM's tasks/main.py; --tasks runs tasks of
     lm-evaluation-harness.
 
-    Flags of pretrain_gpt.py are accepted, too: those of the tokenizer override the checkpoint's,
-    those of the model must agree with the checkpoint, the others have no effect.
+    Flags of pretrain_gpt.py are accepted, too: tokenizer flags override the checkpoint's, model
+    flags must agree with the checkpoint, the others have no effect.
     """
 
     PROGRAM: ClassVar[str] = "evaluate.py"

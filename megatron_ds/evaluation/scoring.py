@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 LOGITS_TOKENS = 1024
 """Tokens whose logits are in memory together."""
 BLOCK_BATCHES = 64
-"""Batches for each rank of which the texts are sorted by length together."""
+"""Batches for each rank whose texts are sorted by length together."""
 
 
 class ScoredText(NamedTuple):
-    """Ids of a text, of which the last ones are scored."""
+    """Ids of a text; the last ones are scored."""
 
     ids: Sequence[int]
     scored: int
@@ -36,7 +36,7 @@ class ScoredText(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What the model says of the scored ids of a text."""
+    """Log-probability of the scored ids of a text."""
 
     logprob: float
     """Natural logarithm of their probability."""
@@ -45,7 +45,7 @@ class Score(NamedTuple):
 
 
 NOTHING = Score(0.0, is_greedy=True)
-"""Of a text without scored ids."""
+"""Score of a text without scored ids."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Scorer:
         """The results of items in their order, on every rank. Collective.
 
         Args:
-            items: The same on every rank. Those of similar length share a batch, and each
+            items: The same on every rank. Items of similar length share a batch, and each
                 data-parallel rank takes every DP-th of them.
             work: Computes a batch.
             length: Length of an item.

@@ -1,6 +1,6 @@
-"""What is evaluated: perplexity of texts, and the cloze test LAMBADA. Knows no model.
+"""Tasks of an evaluation: perplexity of texts, and the cloze test LAMBADA. Knows no model.
 
-Tasks and flags are those of Megatron-LM's `tasks/main.py` (WIKITEXT103, LAMBADA), the latter as in
+Tasks and flags are as in Megatron-LM's `tasks/main.py` (WIKITEXT103, LAMBADA), the latter as in
 Paperno et al. 2016 (arXiv:1606.06031), and bits per byte as in Gao et al. 2020 (arXiv:2101.00027).
 """
 
@@ -33,7 +33,7 @@ OTHERS = (
     (" N ", " 1 "),
     (" 's", "'s"),
 )
-"""What WikiText has instead of the original text, in the order of the published evaluations of
+"""Spellings of WikiText with the original ones, in the order of the published evaluations of
 GPT-2 and Megatron-LM. Their perplexities are per word of WikiText."""
 
 
@@ -56,7 +56,7 @@ class Totals:
     nats: float = 0.0
     """Negative logarithm of the probability of all scored tokens."""
     correct: int = 0
-    """Texts of which every scored token is the most probable one."""
+    """Texts whose scored tokens are all the most probable ones."""
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -81,7 +81,7 @@ class Task:
     is_strict: bool = False
 
     def requests(self, texts: Iterator[Text], totals: Totals) -> Iterator[ScoredText]:
-        """What the model is asked; counts the texts.
+        """The requests to the model; counts the texts.
 
         Raises:
             UserError: If a text has no word to predict.

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class WaitPolicy:
-    """How a process waits for a lock.
+    """Behavior of a process that waits for a lock.
 
     Attributes:
         report: Takes messages about the wait. Only one of the processes that wait for files of a
@@ -98,7 +98,7 @@ def _unlock(file: IO[bytes]) -> None:
 def byte_locked(descriptor: int, offset: int) -> Iterator[None]:
     """Hold the lock of one byte, against those who have opened the file themselves. Linux only.
 
-    Unlike `fcntl.lockf`, the kernel looks for no deadlocks, of which it would see one where threads
+    Unlike `fcntl.lockf`, the kernel looks for no deadlocks: it would see one where threads
     of two processes wait for different bytes.
     """
     layout = struct.Struct("@hhqqi4x")  # flock of fcntl(2)

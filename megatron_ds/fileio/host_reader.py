@@ -38,7 +38,7 @@ DIGEST_SIZE = 32
 
 
 class HostReader:
-    """What the processes of a host read together.
+    """Reads each value once for all processes of a host.
 
     All of them must call `read` for the same things in the same order.
 
@@ -129,7 +129,7 @@ class HostReader:
                     self._values[number] = None
 
     def _receive(self) -> tuple[Any] | None:
-        """What the first process has read, in a tuple; None if it hands nothing over."""
+        """Tuple with the value that the first process has read; None if it hands nothing over."""
         try:
             if self._connection is None:
                 self._connection = self._connect()
@@ -163,7 +163,7 @@ class HostReader:
 
 
 class _Sent:
-    """A value as it is sent, with its files, most of which are opened once for all processes."""
+    """A value as it is sent, with its files; most are opened once for all processes."""
 
     def __init__(self, content: bytes, files: Sequence[MappedFile]) -> None:
         self.content, self.files, self.served = content, files, 0
@@ -171,7 +171,7 @@ class _Sent:
         weakref.finalize(self, _close, self._opened)
 
     def open(self, first: int) -> tuple[list[int], list[int]]:
-        """Descriptors of files from a number on, and those of them to be closed."""
+        """Descriptors of files from a number on, and the ones to close."""
         kept = self._opened[first : first + FILES_AT_ONCE]
         opened = _open(self.files[first + len(kept) : first + FILES_AT_ONCE])
         return kept + opened, opened

@@ -50,7 +50,7 @@ DENIED = (
 RETRY_OF_OBSTORE: Any = {"retry_timeout": timedelta(seconds=30)}
 """Time that a request of obstore may take."""
 VERSION_KEYS = ("e_tag", "ETag", "etag", "mtime", "last_modified", "LastModified", "created")
-"""What clients call that which differs between two contents of a file, the best first."""
+"""Keys, by client, of a value that changes with the content of a file, the best first."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FileVersion:
 
     Attributes:
         size: Bytes.
-        tag: Another one for another content, as far as the store knows.
+        tag: Entity tag; differs whenever the content differs, as far as the store knows.
     """
 
     size: int
@@ -357,5 +357,5 @@ def _open_filesystem(url: str, scheme: str) -> Any:
     if hasattr(filesystem, "dircache"):
         filesystem.dircache.use_listings_cache = False  # not a setting of every client
     if type(filesystem).__module__.startswith("s3fs"):
-        filesystem.retries = 1  # next to those of botocore and ours
+        filesystem.retries = 1  # next to botocore's retries and ours
     return filesystem

@@ -86,7 +86,7 @@ def compiler_flags() -> list[str]:
 
 
 def find_problem(op: CppOp) -> Problem | None:
-    """What this machine lacks to build an op."""
+    """The first thing that this machine lacks to build an op; None if nothing."""
     compiler = compiler_command()
     if shutil.which(shlex.split(compiler)[0]) is None:
         return Problem("op-without-compiler", op=op, compiler=compiler)

@@ -26,7 +26,7 @@ DEVICE_PACKAGES = (
 MEMORY_EVENTS = 1_000_000
 """Most allocations of a history."""
 FP16_FEATURES = frozenset({"avx512_fp16", "amx_fp16", "avx_ne_convert"})
-"""CPU features, as named by Linux, with any of which torch may compute in fp16 on a CPU."""
+"""CPU features, as named by Linux; with any of them torch may compute in fp16 on a CPU."""
 
 
 def known_without_fp16() -> bool:

@@ -52,8 +52,8 @@ class ProcessContext:
     device: torch.device
     backend: str
     locations: Mapping[int, HostLocation]
-    """Of the first rank and the ranks of this host; on the first rank, of all. By rank, in their
-    order."""
+    """Locations of the first rank and the ranks of this host; on the first rank, of all. By rank,
+    in their order."""
     missing_variables: Mapping[str, list[str]] = field(default_factory=dict)
     """On the first rank, variables of the launcher or of this rank, with the hosts that lack
     them."""
@@ -159,7 +159,7 @@ def _select_device(accelerator: Any, backend: str) -> int:
 def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
     """Initializes the process group by torch alone, which is enough for text generation.
 
-    gloo communicates tensors of some devices, and those of the others their default backend.
+    Tensors on devices that gloo does not support are communicated by their default backend.
     """
     import torch
     import torch.distributed as dist
@@ -178,7 +178,7 @@ def _init_without_deepspeed(config: RuntimeConfig) -> ProcessContext:
 def exchange_locations(
     location: HostLocation, variables: HostVariables
 ) -> tuple[dict[int, HostLocation], dict[str, list[str]]]:
-    """Where the ranks run, and which variables hosts lack; see `ProcessContext`. Collective.
+    """Locations of the ranks, and variables that hosts lack; see `ProcessContext`. Collective.
 
     Args:
         location: Of this process.
@@ -191,7 +191,7 @@ def exchange_locations(
 
 
 def _locations_by_host(ranks: Sequence[Any]) -> dict[str, Any]:
-    """What every host must know, and under "" what the first rank does."""
+    """Values for every host by its name, and under "" for the first rank."""
     numbered = [(number, location) for number, (location, _) in enumerate(ranks)]
     by_host: dict[str, list[tuple[int, Any]]] = {}
     for number, location in numbered:

@@ -56,8 +56,8 @@ def local_world_size() -> int | None:
 
 
 def run_on_host() -> str:
-    """Identifies this run, in its current attempt, among those of the processes of a host that see
-    the same files: containers may share the host's network and have files of their own."""
+    """Identifies this run, in its current attempt, among the runs of a host whose processes see the
+    same files: containers may share the host's network and have files of their own."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
     mounts = ""
     with suppress(OSError):
@@ -173,7 +173,7 @@ def prepare_environment() -> Path:
 
 
 def available_cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(core_numbers())
 
 

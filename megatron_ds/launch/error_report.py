@@ -113,7 +113,7 @@ def suspension_report(seconds: float) -> ErrorReport:
 
 
 def _hint(error: BaseException) -> Problem | None:
-    """What to try against an error."""
+    """Advice on an error."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return Problem("out-of-device-memory")

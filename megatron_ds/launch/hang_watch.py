@@ -30,7 +30,7 @@ SHOWN_COLLECTIVES = 10
 
 @dataclass(frozen=True)
 class HangReport:
-    """Where a rank was when the run hung.
+    """Position of a rank when the run hung.
 
     Attributes:
         rank: Global rank.
@@ -170,7 +170,7 @@ def _describe(entry: Mapping[str, Any], ranks: Mapping[str, list[int]]) -> str:
 def exchange_reports(
     board: ExitBoard, report: HangReport, *, collects: bool, without: int
 ) -> tuple[list[HangReport], list[int]]:
-    """Posts a report; returns those of all ranks if this one collects them, and silent ranks.
+    """Posts a report; returns all ranks' reports if this one collects them, and silent ranks.
 
     Args:
         board: Of the run.

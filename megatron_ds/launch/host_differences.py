@@ -27,7 +27,7 @@ MODULES = "modules"
 
 @dataclass(frozen=True)
 class RankEntry:
-    """What a rank says at the roll call.
+    """Answer of a rank at the roll call.
 
     Attributes:
         rank: Global rank.
@@ -100,7 +100,7 @@ def judge(
 
 
 def find_differences(entries: Sequence[RankEntry]) -> Iterator[Problem]:
-    """What is not equal on all ranks, by section and name; of a name the first section alone."""
+    """Problems of facts that differ between ranks, by section; a name in its first one alone."""
     reported = set[str]()
     for section in dict.fromkeys(name for entry in entries for name in entry.facts):
         members = [entry for entry in entries if section in entry.facts]
@@ -122,7 +122,7 @@ def find_differences(entries: Sequence[RankEntry]) -> Iterator[Problem]:
 def clock_problems(
     asked: float, clocks: Mapping[str, float], answered: float, first: str
 ) -> Iterator[Problem]:
-    """Which hosts have another time than the first rank's host.
+    """Hosts with another time than the first rank's host.
 
     A host reads its clock between two readings of the first rank's: what is outside of them by more
     than `CLOCKS_APART_S` is the clock's fault, however slow the network is.
@@ -182,7 +182,7 @@ def _values(section: str, name: str, members: Sequence[RankEntry]) -> str:
 
 
 def _places(members: Sequence[RankEntry], all_entries: Sequence[RankEntry]) -> str:
-    """Where some ranks are: their hosts, or ranks where a host has others, or is the only one."""
+    """Location of some ranks: their hosts, or ranks where a host has others or is the only one."""
     ranks = {entry.rank for entry in members}
     incomplete = {entry.host for entry in all_entries if entry.rank not in ranks}
     is_single = len({entry.host for entry in all_entries}) == 1

@@ -1,7 +1,7 @@
 """Environment variables that a launcher does not pass on to all hosts.
 
-`deepspeed` starts the ranks over ssh, and `mpirun` those of other hosts: they get the variables of
-a new shell and the few that the launcher exports.
+`deepspeed` starts the ranks over ssh, and `mpirun` the ranks of other hosts: they get the variables
+of a new shell and the few that the launcher exports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HostVariables:
 
     @classmethod
     def here(cls) -> HostVariables:
-        """Those of this process, which looks for the command if it is the first one of its host."""
+        """Variables of this process, which looks for the command if it is the first of its host."""
         own = liveness.initial_environment(os.getpid())
         names = _launcher_names() if environment.local_rank() == 0 else frozenset()
         return cls(socket.gethostname(), _relevant(own), _relevant(names))
@@ -50,7 +50,7 @@ class HostVariables:
 
 
 def find_missing(ranks: Sequence[HostVariables]) -> dict[str, list[str]]:
-    """Variables of the command that ranks lack, and those of rank 0 that other hosts lack.
+    """Variables of the command that ranks lack, and variables of rank 0 that other hosts lack.
 
     Args:
         ranks: By rank.
@@ -80,8 +80,8 @@ def _relevant(names: frozenset[str]) -> frozenset[str]:
 def _launcher_names() -> frozenset[str]:
     """Variables of the client of ssh, on this host, that started this rank's DeepSpeed agent.
 
-    It has those of the `deepspeed` command. Empty if there is none: the command runs on another
-    host, or started the agent without ssh.
+    It has the variables of the `deepspeed` command. Empty if there is none: the command runs on
+    another host, or started the agent without ssh.
     """
     pids = launched_hosts.ssh_clients()
     return liveness.initial_environment(min(pids)) if pids else frozenset()

@@ -18,7 +18,7 @@ from megatron_ds.launch import environment, liveness
 SSH_CLIENTS = ("pdsh", "pdsh.bin", "ssh")
 WORLD = "--world_info="
 AGENT_ARGUMENTS = (WORLD, "--master_addr=", "--master_port=")
-"""Of a DeepSpeed agent, which tell the runs of a host apart."""
+"""Arguments of a DeepSpeed agent that distinguish the runs of a host."""
 WATCH_INTERVAL_S = 1.0
 SHOWN_RANKS = 8
 

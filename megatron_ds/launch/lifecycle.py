@@ -100,7 +100,7 @@ class ProcessLifecycle:
     def __init__(self) -> None:
         self.stop_request = StopRequest()
         self.roll_call = RollCall()
-        """Of the ranks, before they know each other."""
+        """Roll call of the ranks before they know each other."""
         self.hang_watch = HangWatch()
         """Replaced before the ranks know each other, if the run has --hang-timeout."""
         self.host_watch = HostWatch()

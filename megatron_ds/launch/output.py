@@ -25,7 +25,7 @@ from megatron_ds.launch.exit_codes import ExitCode
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 SILENT_WAIT_S = 5.0
-"""How long a process waits for another one before it says so."""
+"""Delay before a wait for another process is reported."""
 _recorder: ContextVar[Callable[[str], object]] = ContextVar("recorder", default=str)
 
 

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 class Store(Protocol):
-    """What is used of torch's stores."""
+    """The methods of torch's stores that are used."""
 
     def set(self, key: str, value: str, /) -> object:
         """Stores a value."""

@@ -37,7 +37,7 @@ LONE_RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK")
 """Say that an MPI started this process, but not how many there are."""
 
 DEFAULT_PORT = 29500
-"""Of the rendezvous, as of torch and DeepSpeed, where nothing identifies the job."""
+"""Port of the rendezvous, as in torch and DeepSpeed, where nothing identifies the job."""
 PORTS = range(10_000, 30_000)
 """Ports for a rendezvous, below those that systems hand out to connections."""
 
@@ -226,7 +226,7 @@ def _slurm_local_size(env: Environment) -> int | None:
 
 
 def _rendezvous(env: Environment, task: Task) -> dict[str, str]:
-    """Address and port at which the processes of a task meet: those of rank 0."""
+    """Rank 0's address and port, at which the processes of a task meet."""
     host = env.get("MASTER_ADDR")
     if host is None:
         host = "127.0.0.1" if task.local_size == task.size else task.first_host

@@ -48,10 +48,10 @@ REPORT_S = 30.0
 ANSWER_S = 90.0
 """Longest wait for the answers of the hosts: a file system may show a file late."""
 GOODBYE_S = 20.0
-"""How long the first rank keeps the store for ranks that have yet to read the verdict."""
+"""Time for which the first rank keeps the store for ranks that have yet to read the verdict."""
 LEADER = "leader"
 """Key of the token of the first rank, below which it reads and writes. A store that outlives its
-ranks, as that of torchrun's agent, has those of earlier attempts: a rank begins again when the
+ranks, such as torchrun's agent's, has the tokens of earlier attempts: a rank begins again when the
 token changes, and only takes what the first rank has written for its own token."""
 SILENT_S, REMINDER_S = 5.0, 60.0
 """When the first rank first says which ranks it waits for, and how often again."""
@@ -71,7 +71,7 @@ class Probe(Protocol):
         """The answer of this host."""
 
     def find_problems(self, question: Any, answers: Mapping[str, Any]) -> list[Problem]:
-        """What the answers show, by name of the host. Ends the question."""
+        """Problems in the answers, which are by name of the host. Ends the question."""
 
 
 class RollCall:
@@ -196,7 +196,7 @@ class RollCall:
                 return Verdict(**json.loads(text))
 
     def _all_facts(self) -> dict[str, Mapping[str, str]]:
-        """What this rank was started with; of the files of a host one rank knows."""
+        """The facts of this rank's start; one rank of a host has the facts about its files."""
         facts = {**self._facts, SOFTWARE: software.versions()}
         if environment.local_rank() == 0 and environment.spans_hosts():
             facts |= {SOURCE: software.source_digests(), MODULES: software.module_digests()}
@@ -231,7 +231,7 @@ class _Leader:
         self._call, self._probe = call, probe
         self._size = environment.world_size()
         self._tokens: dict[int, str] = {}
-        """Of the ranks that have read, or will read, the verdict."""
+        """Tokens of the ranks that have read, or will read, the verdict."""
 
     def decide(self, timeout_s: float) -> Verdict:
         """Waits for all ranks, and gives them the verdict."""
@@ -319,7 +319,7 @@ class _Leader:
         return [rank for rank in ranks if self._call.check([f"entry {rank}"]) == present]
 
     def _read_entries(self) -> list[RankEntry]:
-        """What the ranks that are there have said."""
+        """Answers of the ranks that are there."""
         given = [json.loads(self._call.get(f"entry {n}")) for n in self._ranks(present=True)]
         self._tokens |= {words["rank"]: words.pop("token") for words in given}
         digests = {digest for words in given for digest in words["facts"].values()}

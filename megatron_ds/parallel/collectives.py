@@ -27,7 +27,7 @@ def reduce_from_group_(x: Tensor, group: Group) -> Tensor:
         group: The group.
     """
     if group.size > 1:
-        # Detached, because the sum's gradient with respect to this rank's summand is that of x.
+        # Detached, because the sum's gradient with respect to this rank's summand is x's.
         dist.all_reduce(x.detach(), group=group.handle)
     return x
 
@@ -100,7 +100,7 @@ def start_all_gather(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | None]
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> tuple[Tensor, dist.Work | None]:
-    """Start the sum over the group, of which this rank gets its slice of the first dimension.
+    """Start the sum over the group; this rank gets its slice of the first dimension.
 
     Args:
         x: A tensor whose first dimension is divisible by the size of the group.
@@ -158,7 +158,7 @@ def in_graph(compute: Collective, gradient: Collective) -> Collective:
 
     Args:
         compute: The forward pass.
-        gradient: The gradient of its input, from that of its output.
+        gradient: The gradient of its input, from the gradient of its output.
     """
 
     class InGraph(torch.autograd.Function):
@@ -178,11 +178,11 @@ def in_graph(compute: Collective, gradient: Collective) -> Collective:
 
 
 copy_to_group = in_graph(_identity, sum_over_group)
-"""What all ranks have; the gradient is summed over the group."""
+"""Identity, for a tensor that all ranks have; the gradient is summed over the group."""
 gather_from_group = in_graph(_concatenate_last, _local_last_slice)
 """Concatenation along the last dimension; the gradient is this rank's slice."""
 gather_slices = in_graph(_concatenate, _local_slice)
-"""Concatenation along the first dimension, of which all ranks compute the same; the gradient is
+"""Concatenation along the first dimension, with which all ranks compute the same; the gradient is
 this rank's slice."""
 take_slice = in_graph(_local_slice, _concatenate)
 """Slice of the first dimension, of what all ranks have; the gradient is concatenated."""

@@ -173,7 +173,7 @@ class _Loss:
         for chunk in self._chunks(x_TH):
             logits = self._logits(x_TH[chunk], weight_vH)
             total += self._loss_(logits, chunk, for_gradient=False)
-            del logits  # before those of the next chunk are allocated
+            del logits  # before the next chunk's are allocated
         return total
 
     def value_and_gradients(self, x_TH: Tensor, weight_vH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -203,7 +203,7 @@ class _Loss:
                 torch.mm(logits.t(), x, out=grad_weight)
             else:
                 _add_product_(grad_weight, logits.t(), x)
-            del logits  # before those of the next chunk are allocated
+            del logits  # before the next chunk's are allocated
         return total, grad_x, grad_weight
 
     def _logits(self, x: Tensor, weight_vH: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 torch multiplies such matrices element by element there, in up to thirty times the time of fp32.
 Owns the replacement of these kernels: they multiply the same values in fp32 and round the result
-once, as kernels with instructions for the type do. It covers all products of the process: those of
-the backward pass, of torch.compile's graphs, and of DeepSpeed.
+once, as kernels with instructions for the type do. It covers all products of the process, also in
+the backward pass, in torch.compile's graphs, and in DeepSpeed.
 """
 
 from __future__ import annotations

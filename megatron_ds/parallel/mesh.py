@@ -28,8 +28,8 @@ def axis_groups(
     Ranks are ordered (pipeline, data, expert, sequence, tensor), tensor fastest, so that the groups
     that communicate most have neighbouring ranks. Expert parallelism adds no processes:
     it subdivides the data-parallel ranks (as in Megatron and DeepSpeed-MoE). The gradients of
-    dense parameters are therefore averaged over data x expert x sequence (`dp_sp`), those of
-    experts over data x sequence (`expert_dp`).
+    dense parameters are therefore averaged over data x expert x sequence (`dp_sp`), experts'
+    gradients over data x sequence (`expert_dp`).
 
     Args:
         world_size: Number of processes.
@@ -94,7 +94,7 @@ class Group:
 class Mpu:
     """The model-parallel unit: the mesh under the method names that DeepSpeed calls.
 
-    DeepSpeed's data-parallel ranks are those of `Mesh.dp_sp`: with slices of sequences as with
+    DeepSpeed's data-parallel ranks are the ranks of `Mesh.dp_sp`: with slices of sequences as with
     samples, ZeRO partitions states over them and averages their gradients. DeepSpeed's own
     sequence-parallel methods are left out, because its stages disagree on the gradients' factor.
 
@@ -123,7 +123,7 @@ class Mpu:
 class Mesh:
     """This process's position among all processes, and its group along each axis.
 
-    The groups are those of `axis_groups`.
+    The groups come from `axis_groups`.
     """
 
     world_size: int
@@ -232,7 +232,7 @@ def _create_group(groups: tuple[Ranks, ...], rank: int, timeout: timedelta | Non
 
     The groups are disjoint and contain all processes, so that each one creates exactly one group,
     without the others: the time does not grow with the number of groups. This also holds where a
-    communicator is split off that of all processes (NCCL), to which each one contributes once.
+    communicator is split off the one of all processes (NCCL), to which each one contributes once.
     """
     ranks = next(ranks for ranks in groups if rank in ranks)
     if len(groups) == 1:

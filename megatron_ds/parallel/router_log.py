@@ -1,8 +1,8 @@
-"""What the routers of a model report, and the scale of their auxiliary losses' gradients.
+"""Values that the routers of a model report, and the scale of auxiliary losses' gradients.
 
 The auxiliary losses are no part of the model's output: each mixture-of-experts layer adds their
-gradient to that of its own output in the backward pass. So activation checkpointing and ZeRO see
-one output per layer, and the logged loss is that of the language model alone.
+gradient to its output's gradient in the backward pass. So activation checkpointing and ZeRO see
+one output per layer, and the logged loss is the language model's alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class RouterLog:
         shapes: Shape of each value by name.
 
     Attributes:
-        gradient_scale: Factor of the auxiliary losses' gradients: that of the loss of a micro-batch
-            in the backward pass, which is one over the number of micro-batches, times the loss
+        gradient_scale: Factor of the auxiliary losses' gradients: the factor of a micro-batch's
+            loss in the backward pass, which is one over the number of micro-batches, times the loss
             scale of fp16.
     """
 
@@ -65,7 +65,7 @@ class RouterLog:
         return means
 
     def take_of_stages(self, stages: Group, device: torch.device) -> dict[str, Tensor]:
-        """The means over the layers of all pipeline stages, some of which may have no experts.
+        """The means over the layers of all pipeline stages; some may have no experts.
 
         Collective.
 
@@ -89,7 +89,7 @@ class RouterLog:
         }
 
     def add_gradient(self, x: Tensor, loss: Tensor) -> Tensor:
-        """Forward: x. Backward: the gradient of x, and that of the loss, scaled."""
+        """Forward: x. Backward: the gradient of x, and the scaled gradient of the loss."""
         if not loss.requires_grad:
             return x
         result: Tensor = _AddGradient.apply(x, loss, self)

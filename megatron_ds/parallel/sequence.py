@@ -21,7 +21,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def sum_gradients(module: Module, group: Group) -> Module:
-    """Make the gradients of a replicated module those of the full sequence.
+    """Sum the gradients of a replicated module over the full sequence.
 
     Each rank's are of its tokens only. They are summed as autograd computes them, before they are
     accumulated: an engine that reduces or partitions gradients sees them complete, at any stage of
@@ -41,8 +41,8 @@ def sum_gradients(module: Module, group: Group) -> Module:
 def dropout(x: Tensor, probability: float, group: Group) -> Tensor:
     """Dropout on activations [S, B, H], or on this rank's [S / TP, B, H].
 
-    A token's mask is that of the run without sequence parallelism: every rank draws the full mask
-    from the replicated stream, which costs what it costs there, and keeps its slice.
+    A token's mask is the same as in a run without sequence parallelism: every rank draws the full
+    mask from the replicated stream, which costs what it costs there, and keeps its slice.
     """
     if not group.sequence_parallel:
         return F.dropout(x, probability)

@@ -1,6 +1,6 @@
-"""How a parameter is sharded over tensor-parallel and expert-parallel ranks.
+"""Declaration of how a parameter is sharded over tensor-parallel and expert-parallel ranks.
 
-Owns the declaration, attached to a parameter where it is created. Gradient norms, checkpoints and
+It is attached to a parameter when that is created. Gradient norms, checkpoints and
 conversions read it and guess nothing from names. Also sets the marks by which DeepSpeed
 distinguishes sharded from replicated parameters when it sums gradient norms, and experts from
 parameters that all data-parallel ranks have.
@@ -44,7 +44,7 @@ def mark_sharded(param: torch.nn.Parameter, spec: ShardSpec) -> None:
 
 
 def shard_spec(param: torch.nn.Parameter) -> ShardSpec | None:
-    """How a parameter is sharded; None if it is replicated."""
+    """Declaration of a sharded parameter; None if it is replicated."""
     spec: ShardSpec | None = getattr(param, "shard_spec", None)
     return spec
 

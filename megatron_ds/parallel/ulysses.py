@@ -29,7 +29,7 @@ def _times_size(x: Tensor, group: Group) -> Tensor:
 
 
 sum_of_slices = in_graph(sum_over_group, _times_size)
-"""Sum over the group, of which every rank then computes the same loss.
+"""Sum over the group; every rank then computes the same loss.
 
 The engine averages gradients over these ranks too, but the gradient of the sum is the sum of the
 ranks' gradients. So the backward pass multiplies by the size of the group."""

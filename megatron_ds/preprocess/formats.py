@@ -62,7 +62,7 @@ class RawDocument(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """What readers extract.
+    """The fields that readers extract.
 
     Attributes:
         inputs: Format options and the size limit.

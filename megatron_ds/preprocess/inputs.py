@@ -370,7 +370,7 @@ def _remote_files(address: str, format: str) -> Iterator[InputFile]:
 @contextmanager
 def _open_remote(system: Any, path: str) -> Iterator[BinaryIO]:
     with system.open(path, "rb") as file:
-        # Files of some systems, such as those of http and s3, cannot read lines up to a limit.
+        # Files of some systems, such as http and s3, cannot read lines up to a limit.
         buffered: Any = file if isinstance(file, io.BufferedIOBase) else io.BufferedReader(file)
         yield buffered
 

@@ -45,7 +45,7 @@ class PreprocessOptions:
         512, "number of documents sent to a worker process at a time", minimum=1
     )
     splitter: Splitter | None = None
-    """Splits texts into sentences, each of which becomes a sequence."""
+    """Splits texts into sentences, which become sequences."""
     shard: Shard | None = None
     """The part of the input that is read; None for all of it."""
     resume: bool = option_field(

@@ -63,7 +63,7 @@ class Progress:
         text_bytes: Bytes of the documents' texts.
         input_bytes: Bytes of the input files, as stored.
         dropped: Rejected documents by reason.
-        unusable: Files of which all documents were rejected.
+        unusable: Files whose documents were all rejected.
         seconds: Time by stage; parsing and encoding are summed over the workers.
         before: The part of an interrupted run.
     """

@@ -1,4 +1,4 @@
-"""Shards: consecutive ranges of the input's bytes, each of which one process reads.
+"""Shards: consecutive ranges of the input's bytes, each read by one process.
 
 A shard depends only on the list of files with their sizes, and on the number of shards, so every
 machine finds the same one without asking another. Files of JSON lines are divided at the first line
@@ -66,7 +66,7 @@ class Slice(NamedTuple):
 
 
 def slices(files: Iterable[InputFile], format: str, shard: Shard | None) -> Iterator[Slice]:
-    """What a shard reads, in order; all files without one.
+    """The files and ranges of a shard, in order; all files without one.
 
     Args:
         format: Format of all files, or "auto".

@@ -17,12 +17,12 @@ SIGNATURES: dict[str, dict[str, str]] = read_table(__file__)
 
 
 def contradictions(name: str, stream: BinaryIO, expected: str) -> Iterator[Problem]:
-    """The problem of a file whose first bytes are those of another format.
+    """The problem of a file whose first bytes belong to another format.
 
     Args:
         name: Its name, for the message.
         stream: The file at its beginning, where it stays.
-        expected: Format or suffix of the compression that its name says.
+        expected: Format or suffix of the compression, from its name.
     """
     head = _head(stream)
     for found, signature in SIGNATURES.items():

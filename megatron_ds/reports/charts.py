@@ -1,4 +1,4 @@
-"""What the charts of runs show: series of numbers from their histories. Draws nothing."""
+"""Contents of charts: series of numbers from the histories of runs. Draws nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AXIS_LABELS = dict(zip(AXES, AXES, strict=True)) | {
     "time": "time of the training steps",
 }
 RECORDED = frozenset(item.name for item in dataclasses.fields(StepRecord))
-"""Keys of the columns that every run has; others are metrics such as those of experts."""
+"""Keys of the columns that every run has; others are metrics, such as the losses of experts."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def step_charts(runs: Runs, peak_tflops: float | None) -> Iterator[Chart]:
 
 
 def charts_of(runs: Runs, peak_tflops: float | None = None) -> Iterator[Chart]:
-    """All charts that have anything to show, those of the loss first.
+    """All charts that have anything to show, the loss first.
 
     Args:
         runs: Their histories.

@@ -16,11 +16,11 @@ from matplotlib.transforms import offset_copy
 from megatron_ds.reports.charts import Chart, Line
 
 COLORS = ("#0b62b8", "#c2410c", "#0a7a55", "#9b3d9b", "#7a5c00", "#00707a")
-"""Of the runs, in a light theme; `DARK` has those of a dark one."""
+"""Colors of the runs in a light theme; `DARK` has the colors in a dark one."""
 DARK = ("#6cb6ff", "#ff9a62", "#4cd4a0", "#e29ae2", "#e0b93c", "#5fd3dd")
 TEXT, GRID = "#1b1f24", "#d0d7de"
 DASHES = ("solid", "dashed", "dotted")
-"""Of the first runs, and of further ones, which have the same colors."""
+"""Line styles of the first runs, and of further ones, which have the same colors."""
 MARKS = {"restart": "resumed", "checkpoint": "checkpoint", "warning": "warning"}
 PAGE_SIZE, FILE_SIZE = (5.0, 3.2), (9.0, 5.5)
 """Inches. On a phone, the letters of a chart of the first size are readable."""

@@ -30,7 +30,7 @@ METRICS = "metrics.jsonl"
 Points = list[tuple[int, float]]
 Values = npt.NDArray[np.float64]
 AXES = ("iteration", "samples", "tokens", "flops", "time")
-"""What a run can be plotted against; time is that of its training steps in seconds."""
+"""Horizontal axes of the charts; time is the sum over training steps in seconds."""
 RANK_AXES = (
     *("tensor_model_parallel_size", "data_parallel_size", "ds_sequence_parallel_size"),
     "pipeline_model_parallel_size",
@@ -119,7 +119,7 @@ class RecordFile:
         return self._offset - before
 
     def _record(self, line: str) -> dict[str, Any]:
-        """The object of a line; empty for that of the columns, or without a value."""
+        """The object of a line; empty for the line of columns, or without a value."""
         if not self._columns and line.lstrip()[:1] in "{[":
             return {**json.loads(line)}
         (cells,) = csv.reader([line])
@@ -141,14 +141,14 @@ def _value(cell: str) -> float | str:
 
 @dataclass
 class History:
-    """What a run has recorded so far.
+    """The records of a run so far.
 
     Attributes:
         columns: Numbers of the training steps by key, all of one length; unknown ones are nan.
         evaluations: In their order.
         events: The objects of `events.jsonl`, in their order.
         checkpoints: Iterations of the checkpoints that were complete, or are in the folder.
-        settings: Arguments of the run by option, those of its last start.
+        settings: Arguments of the run's last start by option.
         layout_ranks: Ranks that have written the newest checkpoint; 0: unknown.
         written: When the metrics were written, in seconds since 1970.
     """
@@ -200,7 +200,7 @@ class History:
         self.evaluations.clear()
 
     def continued_by(self, other: History) -> History:
-        """The history with that of a run that continues this one."""
+        """The history, continued by the history of a run that continues this one."""
         columns = {}
         for key in self.columns | other.columns:
             columns[key] = array("d", np.concatenate([self[key], other[key]]))
@@ -282,7 +282,7 @@ def flat_settings(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _with_own_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with our keys where those of other programs have their values."""
+    """The record with our keys for the keys of other programs."""
     found = ((key, each) for key, names in SYNONYMS.items() for each in names if each in record)
     return {**{key: record[each] for key, each in found}, **record}
 
@@ -350,7 +350,7 @@ class RunReader:
 
 
 def read_run(path: Path, until: int | None = None) -> History:
-    """The history of a run, after that of the run that it continues, as far as it is found.
+    """The history of a run, after the history of the run that it continues, if found.
 
     Args:
         path: Its metrics.jsonl, or the folder with it.

@@ -57,7 +57,7 @@ class Follower:
         incomplete for a moment."""
         is_first, self.problem = self._written_at is None, ""
         try:
-            # Files of another machine have its times: the age is that of the file's time only
+            # Files of another machine have its times: the age is the age of the file's time only
             # until a new byte is seen.
             if self._reader.read():
                 written = self._reader.metrics.stat().st_mtime if is_first else self.clock()

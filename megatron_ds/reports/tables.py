@@ -71,7 +71,7 @@ def throughput(run: History) -> Throughput | None:
 
 
 def _layout(start: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What distributes the work of a start."""
+    """Ranks of a start, with its parallel and DeepSpeed options."""
     return start.get("ranks"), *(start["config"].get(group) for group in ("parallel", "deepspeed"))
 
 
@@ -156,7 +156,7 @@ def _ranks(run: History) -> str:
 
 
 def about_table(runs: Mapping[str, History]) -> Table:
-    """What each run is, as its banner says; without rows if none has recorded it."""
+    """Description of each run, from its banner; without rows if none has recorded it."""
     lines = [run.of("about")[-1]["lines"] if run.of("about") else {} for run in runs.values()]
     labels = dict.fromkeys(label for each in lines for label in each)
     rows = [[label, *(each.get(label, UNKNOWN) for each in lines)] for label in labels]
@@ -214,7 +214,7 @@ def events_table(runs: Mapping[str, History]) -> Table:
 
 @dataclass(frozen=True)
 class Status:
-    """What a run is doing."""
+    """Present activity of a run."""
 
     text: str
     has_ended: bool = False

@@ -47,7 +47,7 @@ class Tokenizer(ABC):
     fingerprint: TokenizerFingerprint
     """Everything that determines the ids."""
     folder: Path | None = None
-    """Of a Hugging Face tokenizer, which may have a chat template."""
+    """Folder of a Hugging Face tokenizer, which may have a chat template."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text. Adds no special token, except Llama2Tokenizer's <s>.
@@ -59,7 +59,7 @@ class Tokenizer(ABC):
 
     @property
     def prefix(self) -> int:
-        """The id before a text without other context: that of the begin or of the last end."""
+        """The id before a text without other context: of the begin, or of the last end."""
         return self.eod if self.bos is None else self.bos
 
     def begin(self, ids: list[int]) -> list[int]:

@@ -20,7 +20,7 @@ DISPLAYED_HASH_CHARS = 12
 
 @dataclass(frozen=True)
 class TokenizerFingerprint:
-    """What determines the ids of a tokenizer."""
+    """The files and options that determine the ids of a tokenizer."""
 
     kind: str
     files: Mapping[str, str]

@@ -40,7 +40,7 @@ HARMLESS_SETTINGS = (
 )
 """Keys that do not change the ids of these classes."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")
-"""Files of which a folder with a tokenizer has at least one."""
+"""Files at least one of which is in every folder with a tokenizer."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Such as `gpt2` or `bigscience/bloom`."""
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")

@@ -82,7 +82,7 @@ class BlockFile:
         return start, min(start + self.block_bytes, self.size)
 
     def map_content(self) -> npt.NDArray[np.uint8]:
-        """All bytes, of which those of absent blocks are zeros."""
+        """All bytes; absent blocks are zeros."""
         with open(self.folder / CONTENT, "rb") as file:
             return map_file(file)
 

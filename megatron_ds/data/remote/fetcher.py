@@ -83,7 +83,7 @@ class Fetcher:
 
     def request(self, file: RemoteFile, block: int) -> None:
         """Asks for a block, which another process may download as well."""
-        if self._owner != os.getpid():  # not started, or that of the process that forked this one
+        if self._owner != os.getpid():  # not started, or the forking process's
             self._start()
         number = self._files.get(file.url)
         if number is None:

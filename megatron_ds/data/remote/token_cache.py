@@ -264,11 +264,11 @@ class TokenCache:
             return UserError(Problem("store-unusable", url=url, error=error))
 
     def _download_index(self, prefix: str, folder: Path) -> None:
-        """Downloads what a copy has besides its blocks.
+        """Downloads the files of a copy other than its blocks.
 
         Raises:
             OSError: If the store or the disk fails.
-            UserError: If the index is not that of the start any more.
+            UserError: If the index has changed since the start.
         """
         (folder / COMPLETE).unlink(missing_ok=True)
         index = self.version(f"{prefix}.idx")
@@ -287,7 +287,7 @@ class TokenCache:
 
 
 class RemoteContent:
-    """The bytes of a `.bin` by URL, of which an array has the same attributes.
+    """The bytes of a `.bin` by URL, with the attributes of an array.
 
     Args:
         cache: Where the blocks are read and requested.
@@ -311,7 +311,7 @@ class RemoteContent:
 
 
 class RemoteTokens:
-    """The tokens of a file by URL, of which numpy's arrays have the same attributes and items.
+    """The tokens of a file by URL, with the attributes and items of a numpy array.
 
     Args:
         cache: Where the blocks are read and requested.
@@ -319,8 +319,8 @@ class RemoteTokens:
         dtype: Of a token.
 
     Attributes:
-        content: [size] all tokens; those of blocks that are not here are 0. `marks` tell which: of
-            token i that with the index `i >> shift`.
+        content: [size] all tokens; 0 in blocks that are not here. The mark of token i's block is
+            `marks[i >> shift]`.
     """
 
     def __init__(self, cache: TokenCache, file: RemoteFile, dtype: np.dtype[np.generic]) -> None:
