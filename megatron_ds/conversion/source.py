@@ -23,10 +23,8 @@ from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.safetensors_files import SHARD_BYTES
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
-from megatron_ds.model.gpt import GPTModel
-from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import shard_spec
+from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.parallel.weights import Weight
 
 SIZES = (
     *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
@@ -136,9 +134,10 @@ class SourceCheckpoint:
         model = self.settings.model
         if self.optimizer:
             model = dataclasses.replace(model, vocab_size=self.rows)
-        expected = expected_shapes(model, self.settings.moe)
+        weights = declared_weights(model, self.settings.moe)
+        expected = {name: weight.shape for name, weight in weights.items()}
         if self.parts:
-            own = fused_parts(self.settings.model, self.settings.moe)
+            own = fused_parts(weights)
             raise_if_any(part_conflicts(self.parts, own, self.path))
         optimizer = {kind: _fitted(each, expected) for kind, each in self.optimizer.items()}
         tensors = _fitted(self.tensors, expected, may_be_padded)
@@ -251,29 +250,25 @@ def check_sizes(settings: ModelSettings, tensors: TensorReaders, path: Path) -> 
         for name, limit in limits.items()
         if settings.fixed.get(name, 0) > limit
     ]
+    shown += [
+        f"{name} is {value!r}"
+        for name in limits
+        if type(value := getattr(model, name)) not in (int, type(None))
+    ]
     if shown:
         raise user_error("foreign-file-unreadable", path=path, error="; ".join(shown))
-    abstract_model(model, settings.moe)  # raises if a value is of another type
 
 
-def expected_shapes(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[int, ...]]:
-    """Full shape of every parameter by canonical name, in the model's order, without padding."""
-    parameters = abstract_model(model, moe).named_parameters()
-    return {name: tuple(parameter.shape) for name, parameter in parameters}
-
-
-def fused_parts(model: ModelConfig, moe: MoEConfig) -> dict[str, tuple[str, ...]]:
-    """The parts of every fused parameter, such as query, key and value, in their order."""
-    specs = {
-        name: shard_spec(parameter)
-        for name, parameter in abstract_model(model, moe).named_parameters()
-    }
-    return {name: spec.parts for name, spec in specs.items() if spec is not None and spec.parts}
-
-
-def abstract_model(model: ModelConfig, moe: MoEConfig) -> GPTModel:
-    """The model of one process without values; `shard_spec` of a parameter gives its sections."""
+def declared_weights(model: ModelConfig, moe: MoEConfig) -> dict[str, Weight]:
+    """Every weight by canonical name, in the model's order, without padding."""
     model = dataclasses.replace(model, make_vocab_size_divisible_by=1, softmax_vocab_size=None)
-    mesh, rng = Mesh.single(), RngStreams(0)
-    with torch.device("meta"):
-        return GPTModel(model, mesh=mesh, rng=rng, seed=None, moe=moe)
+    return model_spec(model, moe).weights()
+
+
+def fused_parts(weights: Mapping[str, Weight]) -> dict[str, tuple[str, ...]]:
+    """The parts of every fused weight, such as query, key and value, in their order."""
+    return {
+        name: weight.shard.parts
+        for name, weight in weights.items()
+        if weight.shard is not None and weight.shard.parts
+    }

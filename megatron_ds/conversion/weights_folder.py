@@ -30,6 +30,7 @@ from megatron_ds.conversion.source import (
     SourceCheckpoint,
     WriteOptions,
     check_sizes,
+    declared_weights,
     fused_parts,
 )
 from megatron_ds.conversion.weights_locations import SETTINGS
@@ -96,7 +97,7 @@ def write_weights_folder(
         tokenizer = settings.tokenizer_config
         for name, content in ({} if tokenizer is None else read_files(tokenizer)).items():
             records[f"{TOKENIZER}/{name}"] = _write(temporary / TOKENIZER / name, content)
-        parts = fused_parts(settings.model, settings.moe)
+        parts = fused_parts(declared_weights(settings.model, settings.moe))
         values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(settings), "parts": parts}
         text = json.dumps(values, indent=1) + "\n"
         records[SETTINGS] = _write(temporary / SETTINGS, text.encode())

@@ -6,12 +6,12 @@ from megatron_ds.model.layers import LayerBuilder
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext
+from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sequence import sum_gradients
-from megatron_ds.parallel.sharding import sharded_parameter
-from megatron_ds.parallel.weights import ShardSpec
+from megatron_ds.parallel.sharding import declared_parameter
+from megatron_ds.parallel.weights import Partial, Role, ShardSpec, Weight, linear_weights
 
 __all__ = [
     "MLP",
@@ -22,9 +22,13 @@ __all__ = [
     "Initializer",
     "KeyValueCache",
     "LayerBuilder",
+    "NormSpec",
+    "Partial",
+    "Role",
     "RowParallelLinear",
     "ShardSpec",
+    "Weight",
     "build_norm",
-    "sharded_parameter",
-    "sum_gradients",
+    "declared_parameter",
+    "linear_weights",
 ]

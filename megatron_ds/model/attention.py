@@ -18,12 +18,12 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import AttentionCore
 from megatron_ds.model.elementwise import EAGER
 from megatron_ds.model.position_embedding import Rotation
+from megatron_ds.model.spec.parts import AttentionSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.weights import QUERY_KEY_VALUE
 
 
 class KeyValueCache(Protocol):
@@ -85,25 +85,11 @@ class Attention(nn.Module):
         self.rng = rng
         self.checkpointing = checkpointing
         self.elementwise = EAGER
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.kv_heads * config.head_dim
-        self.local_sizes = [size // group.size for size in (q_size, kv_size, kv_size)]
-        name, std = f"layers.{layer}.attention", config.init_method_std
-        self.qkv = ColumnParallelLinear(
-            config.hidden_size,
-            (q_size, kv_size, kv_size),
-            bias=config.qkv_bias,
-            group=group,
-            init=init.normal(f"{name}.qkv.weight", std),
-            parts=QUERY_KEY_VALUE,
-        )
-        self.proj = RowParallelLinear(
-            q_size,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            group=group,
-            init=init.normal(f"{name}.proj.weight", std / (2.0 * config.num_layers) ** 0.5),
-        )
+        spec = AttentionSpec(config)
+        self.local_sizes = [size // group.size for size in spec.sections]
+        name = f"layers.{layer}.attention"
+        self.qkv = ColumnParallelLinear(*spec.layer(name, "qkv"), group=group, init=init)
+        self.proj = RowParallelLinear(*spec.layer(name, "proj"), group=group, init=init)
 
     @property
     def is_traceable(self) -> bool:

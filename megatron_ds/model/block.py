@@ -12,11 +12,11 @@ from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext, Rotation
+from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sequence import sum_gradients
 
 
 class Block(nn.Module):
@@ -49,11 +49,12 @@ class Block(nn.Module):
         self.layer = layer
         self.dropout = config.hidden_dropout
         self.group = group
-        self.attention_norm = sum_gradients(build_norm(config), group)
+        norm, name = NormSpec(config), f"layers.{layer}"
+        self.attention_norm = build_norm(norm, f"{name}.attention_norm", group)
         self.attention = Attention(
             config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
-        self.mlp_norm = sum_gradients(build_norm(config), group)
+        self.mlp_norm = build_norm(norm, f"{name}.mlp_norm", group)
         self.mlp = mlp
         self.elementwise = EAGER
         self._before_core, self._after_core = self._project, self._finish

@@ -5,41 +5,35 @@ Shapes: B micro-batch, S sequence, H hidden.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.model.norm import build_norm
+from megatron_ds.model.spec.parts import EmbeddingSpec, NormSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sequence import dropout, sum_gradients
+from megatron_ds.parallel.sequence import dropout
+from megatron_ds.parallel.sharding import declared_parameter
+from megatron_ds.parallel.weights import Weight
 
 
 def build_word_embedding(
     config: ModelConfig, group: Group, init: Initializer
 ) -> VocabParallelEmbedding:
     """The word embedding, whose weight a tied output layer shares."""
-    return VocabParallelEmbedding(
-        config.vocab_size,
-        config.padded_vocab(group.size),
-        config.hidden_size,
-        group=group,
-        init=init.normal("embedding.word.weight", config.init_method_std),
-    )
+    weights = EmbeddingSpec(config, config.padded_vocab(group.size)).named("embedding")
+    return VocabParallelEmbedding(weights["word.weight"], group=group, init=init)
 
 
 class LearnedPositionEmbedding(nn.Module):
     """A table of learned positions."""
 
-    def __init__(self, positions: int, hidden: int, init: Initializer, std: float) -> None:
+    def __init__(self, weight: Weight, group: Group, init: Initializer) -> None:
         super().__init__()
-        draw = init.normal("embedding.position.weight", std)
-        self.weight = nn.Parameter(torch.empty(positions, hidden))
-        with torch.no_grad():
-            self.weight.copy_(draw((positions, hidden), 0, [range(positions)]))
+        self.weight = declared_parameter(weight, group, init)
 
     def forward(self, queries: int, offset: int, positions_BS: Tensor | None = None) -> Tensor:
         """Look up positions.
@@ -81,13 +75,12 @@ class Embedding(nn.Module):
         self.dropout = config.hidden_dropout
         self.word = build_word_embedding(config, group, init)
         self.group = group
-        self.norm = sum_gradients(build_norm(config), group) if config.embed_layernorm else None
+        weights = EmbeddingSpec(config, config.padded_vocab(group.size)).named("embedding")
+        norm = NormSpec(config)
+        self.norm = build_norm(norm, "embedding.norm", group) if config.embed_layernorm else None
         self.position: LearnedPositionEmbedding | None = None
-        if config.position_embedding_type == "learned_absolute":
-            position = LearnedPositionEmbedding(
-                config.num_positions, config.hidden_size, init, config.init_method_std
-            )
-            self.position = sum_gradients(position, group)
+        if (positions := weights.get("position.weight")) is not None:
+            self.position = LearnedPositionEmbedding(positions, group, init)
 
     def forward(self, tokens_BS: Tensor, offset: int, positions_BS: Tensor | None = None) -> Tensor:
         """Embed tokens; arguments as for `LearnedPositionEmbedding`."""

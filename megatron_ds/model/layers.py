@@ -19,13 +19,13 @@ from megatron_ds.model.mlp import MLP, TiledMLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
+from megatron_ds.model.spec.parts import NormSpec, OutputSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.fused_linear_cross_entropy import LossFunction
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import RouterLog
-from megatron_ds.parallel.sequence import sum_gradients
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,11 @@ def layer_specs(
             raise user_error("layer-of-other-type", found=type(built).__name__)
         return built
 
+    def head() -> nn.Module:
+        weight = OutputSpec(config, config.padded_vocab(group.size)).named("head").get("weight")
+        sizes = config.vocab_size, config.softmax_rows
+        return OutputLayer(*sizes, weight, group=group, init=init, loss=parts.loss)
+
     untied, group = config.untie_embeddings_and_output_weights, mesh.tp
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))
     return [
@@ -143,28 +148,9 @@ def layer_specs(
             LayerSpec(f"layers.{layer}", lambda layer=layer: block(layer))  # type: ignore[misc]
             for layer in range(config.num_layers)
         ),
-        LayerSpec("final_norm", lambda: sum_gradients(build_norm(config), group)),
-        LayerSpec(
-            "head",
-            lambda: _build_head(config, group, init if untied else None, parts.loss),
-            tied_to=None if untied else word,
-        ),
+        LayerSpec("final_norm", lambda: build_norm(NormSpec(config), "final_norm", group)),
+        LayerSpec("head", head, tied_to=None if untied else word),
     ]
-
-
-def _build_head(
-    config: ModelConfig, group: Group, init: Initializer | None, loss: LossFunction | None
-) -> OutputLayer:
-    """The output layer; without an initializer, it is passed the embedding's weight."""
-    return OutputLayer(
-        config.vocab_size,
-        config.padded_vocab(group.size),
-        config.hidden_size,
-        softmax_rows=config.softmax_rows,
-        group=group,
-        init=None if init is None else init.normal("head.weight", config.init_method_std),
-        loss=loss,
-    )
 
 
 def build_layers(model: nn.Module, specs: list[LayerSpec]) -> None:

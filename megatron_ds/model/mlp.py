@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.elementwise import EAGER
+from megatron_ds.model.spec.parts import FeedForwardSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.chunks import num_tiles
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.weights import GATE_UP
 
 
 class MLP(nn.Module):
@@ -32,23 +32,9 @@ class MLP(nn.Module):
         self.activation = config.activation
         self.gelu_kind = config.gelu_kind
         self.elementwise = EAGER
-        name, std = f"layers.{layer}.mlp", config.init_method_std
-        self.fc_in = ColumnParallelLinear(
-            config.hidden_size,
-            # Gate and up are sections of one matrix, so that each rank has its slice of both.
-            (config.mlp_hidden_size,) * (2 if config.is_gated else 1),
-            bias=config.add_bias_linear,
-            group=group,
-            init=init.normal(f"{name}.fc_in.weight", std),
-            parts=GATE_UP if config.is_gated else (),
-        )
-        self.fc_out = RowParallelLinear(
-            config.mlp_hidden_size,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            group=group,
-            init=init.normal(f"{name}.fc_out.weight", std / (2.0 * config.num_layers) ** 0.5),
-        )
+        spec, name = FeedForwardSpec(config), f"layers.{layer}.mlp"
+        self.fc_in = ColumnParallelLinear(*spec.layer(name, "fc_in"), group=group, init=init)
+        self.fc_out = RowParallelLinear(*spec.layer(name, "fc_out"), group=group, init=init)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         inner = self.elementwise.activate(self.fc_in(x_SBH), self.activation, self.gelu_kind)

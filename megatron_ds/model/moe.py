@@ -26,6 +26,7 @@ from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem
 from megatron_ds.model.elementwise import EAGER, TOLERANCE
+from megatron_ds.model.spec.parts import ExpertsSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import (
     all_gather,
@@ -37,8 +38,8 @@ from megatron_ds.parallel.collectives import (
 )
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.router_log import RouterLog
-from megatron_ds.parallel.sharding import mark_experts, sharded_parameter
-from megatron_ds.parallel.weights import GATE_UP, ShardSpec
+from megatron_ds.parallel.sharding import declared_parameter
+from megatron_ds.parallel.weights import Weight
 
 
 class Routing(NamedTuple):
@@ -89,9 +90,9 @@ class MoE(nn.Module):
         super().__init__()
         self.moe, self.log = moe, log
         self.group, self.sp_group, self.ep_group = mesh.tp, mesh.sp, mesh.ep
-        name = f"layers.{layer}.mlp"
-        self.router = Router(config, moe, mesh.sp, init, f"{name}.router")
-        self.experts = Experts(config, moe.experts, mesh, init=init, name=f"{name}.experts")
+        spec, name = ExpertsSpec(config, moe), f"layers.{layer}.mlp"
+        self.router = Router(spec.named(name)["router.weight"], moe, mesh, init)
+        self.experts = Experts(spec, name, mesh, init)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         if not self.group.sequence_parallel:
@@ -167,23 +168,16 @@ class Router(nn.Module):
     """Selects K experts for each token, by fp32 logits.
 
     Args:
-        config: Architecture.
+        weight: Matrix [experts, hidden].
         moe: How experts are selected and weighed.
-        sp_group: Group whose ranks have slices of the same sequences.
+        mesh: Process groups.
         init: Draws the initial weight.
-        name: Canonical name.
     """
 
-    def __init__(
-        self, config: ModelConfig, moe: MoEConfig, sp_group: Group, init: Initializer, name: str
-    ) -> None:
+    def __init__(self, weight: Weight, moe: MoEConfig, mesh: Mesh, init: Initializer) -> None:
         super().__init__()
-        self.moe, self.sp_group = moe, sp_group
-        shape = (moe.experts, config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape))
-        draw = init.normal(f"{name}.weight", config.init_method_std)
-        with torch.no_grad():
-            self.weight.copy_(draw(shape, 0, [range(moe.experts)]))
+        self.moe, self.sp_group = moe, mesh.sp
+        self.weight = declared_parameter(weight, mesh.tp, init)
 
     def forward(self, x_TH: Tensor) -> Routing:
         size, num_selected = self.moe.experts, self.moe.moe_router_topk
@@ -279,49 +273,24 @@ class Experts(nn.Module):
     """The experts of this rank: feed-forward layers whose weights are stacked along dimension 0.
 
     Args:
-        config: Architecture.
-        num_experts: Experts of all ranks.
+        spec: Their weights.
+        prefix: Canonical name of the mixture.
         mesh: Process groups; each expert-parallel rank has consecutive experts.
         init: Draws the initial weights, each expert's by its number.
-        name: Canonical name.
     """
 
-    def __init__(
-        self, config: ModelConfig, num_experts: int, mesh: Mesh, *, init: Initializer, name: str
-    ) -> None:
+    def __init__(self, spec: ExpertsSpec, prefix: str, mesh: Mesh, init: Initializer) -> None:
         super().__init__()
-        self.group = group = mesh.tp
-        self.activation, self.gelu_kind = config.activation, config.gelu_kind
+        self.group = mesh.tp
+        self.activation, self.gelu_kind = spec.model.activation, spec.model.gelu_kind
         self.elementwise = EAGER
-        hidden, width, std = config.hidden_size, config.mlp_hidden_size, config.init_method_std
-        local = num_experts // mesh.ep.size
-        local_experts = range(mesh.ep.rank * local, (mesh.ep.rank + 1) * local)
 
-        def stack(layer: str, shape: tuple[int, int], spec: ShardSpec, std: float) -> nn.Parameter:
-            # Without the experts' dimension, in which the weights are drawn.
-            dim = spec.dim - 1
-            part = spec.ranges(group.rank, group.size)
-            weights = [
-                init.normal(f"{name}.{expert}.{layer}.weight", std)(shape, dim, part)
-                for expert in local_experts
-            ]
-            return sharded_parameter(torch.stack(weights), spec)
+        def layer(name: str, reduce_over: Group | None = None) -> _StackedLinear:
+            weights = spec.layer(prefix, f"experts.{name}")
+            parts = [declared_parameter(weight, mesh.tp, init, mesh.ep) for weight in weights]
+            return _StackedLinear(*parts, reduce_over=reduce_over)
 
-        # Gate and up are sections of one matrix, so that each rank has its slice of both.
-        parts = GATE_UP if config.is_gated else ()
-        rows = ShardSpec(1, (width,) * max(1, len(parts)), parts)
-        columns, size_in = ShardSpec(2, (width,)), sum(rows.sections)
-        bias_in = bias_out = None
-        if config.add_bias_linear:
-            bias_in = sharded_parameter(torch.zeros(local, size_in // group.size), rows)
-            bias_out = nn.Parameter(torch.zeros(local, hidden))
-        out_std = std / (2.0 * config.num_layers) ** 0.5
-        self.fc_in = _StackedLinear(stack("fc_in", (size_in, hidden), rows, std), bias_in)
-        self.fc_out = _StackedLinear(
-            stack("fc_out", (hidden, width), columns, out_std), bias_out, reduce_over=group
-        )
-        for parameter in self.parameters():
-            mark_experts(parameter, mesh.ep.size)
+        self.fc_in, self.fc_out = layer("fc_in"), layer("fc_out", reduce_over=mesh.tp)
 
     def forward(self, x_RH: Tensor, counts: Tensor) -> Tensor:
         """The experts' outputs for rows that are in the order of the experts.
@@ -349,7 +318,11 @@ class _StackedLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, reduce_over: Group | None = None
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        *,
+        reduce_over: Group | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.bias, self.reduce_over = weight, bias, reduce_over

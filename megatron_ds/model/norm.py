@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import torch
 from torch import nn
 
-from megatron_ds.config import ModelConfig
 from megatron_ds.model.apex import apex_class
+from megatron_ds.model.spec.parts import NormSpec
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.sharding import declare
 
 
 class NormKernel(StrEnum):
@@ -30,13 +33,23 @@ def select_norm_kernel(normalization: str) -> NormKernel:
     return NormKernel.TORCH if apex_rms_norm() is None else NormKernel.APEX
 
 
-def build_norm(config: ModelConfig) -> nn.Module:
-    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the hidden dimension."""
-    if config.normalization == "LayerNorm":
-        return nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon)
-    kernel = select_norm_kernel(config.normalization)
-    kind = apex_rms_norm() if kernel is NormKernel.APEX else None
-    return (kind or nn.RMSNorm)(config.hidden_size, eps=config.norm_epsilon)
+def build_norm(spec: NormSpec, name: str, group: Group) -> nn.Module:
+    """LayerNorm (Ba et al. 2016) or RMSNorm (Zhang and Sennrich 2019) over the last dimension.
+
+    Args:
+        spec: Its weights.
+        name: Canonical name.
+        group: Tensor-parallel group.
+    """
+    weights = spec.named(name)
+    kind: Callable[..., nn.Module] = nn.LayerNorm
+    if spec.model.normalization == "RMSNorm":
+        has_apex = select_norm_kernel("RMSNorm") is NormKernel.APEX
+        kind = (apex_rms_norm() if has_apex else None) or nn.RMSNorm
+    norm = kind(*weights["weight"].shape, eps=spec.model.norm_epsilon)
+    for key, weight in weights.items():
+        declare(norm.get_parameter(key), weight, group)
+    return norm
 
 
 def apex_rms_norm() -> type[nn.Module] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ds.parallel.collectives import gather_from_group, gather_sequence
-from megatron_ds.parallel.embedding import validate_token_ids, vocab_parallel_weight
+from megatron_ds.parallel.embedding import validate_token_ids
 from megatron_ds.parallel.fused_linear_cross_entropy import (
     EAGER,
     LossFunction,
@@ -19,8 +19,9 @@ from megatron_ds.parallel.fused_linear_cross_entropy import (
 )
 from megatron_ds.parallel.linear import Product, multiply
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import Init
+from megatron_ds.parallel.sharding import Draws, declared_parameter
 from megatron_ds.parallel.ulysses import sum_of_slices
+from megatron_ds.parallel.weights import Weight
 
 
 class TokenLoss(NamedTuple):
@@ -47,11 +48,10 @@ class OutputLayer(nn.Module):
 
     Args:
         vocab_size: Rows that are tokens.
-        padded_size: Rows of the full weight.
-        hidden: Size of a row.
         softmax_rows: Rows over which the loss normalizes.
+        weight: A weight of its own. None: the weight is the embedding's, passed to each call.
         group: Tensor-parallel group.
-        init: Draws a weight of its own. None: the weight is the embedding's, passed to each call.
+        init: Draws the weight.
         loss: Computes the loss instead of the cross entropy.
     """
 
@@ -61,23 +61,18 @@ class OutputLayer(nn.Module):
     def __init__(
         self,
         vocab_size: int,
-        padded_size: int,
-        hidden: int,
-        *,
         softmax_rows: int,
+        weight: Weight | None,
+        *,
         group: Group,
-        init: Init | None,
+        init: Draws,
         loss: LossFunction | None = None,
     ) -> None:
         super().__init__()
         self.vocab_size, self.softmax_rows = vocab_size, softmax_rows
         self.group = group
         self.kernels, self.loss_function = EAGER, loss
-        self.weight: nn.Parameter | None = None
-        if init is not None:
-            self.weight = vocab_parallel_weight(
-                vocab_size, padded_size, hidden, group=group, init=init
-            )
+        self.weight = None if weight is None else declared_parameter(weight, group, init)
 
     def forward(
         self,

@@ -10,8 +10,8 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.collectives import reduce_from_group_, reduce_scatter_sequence
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import Init, sharded_parameter
-from megatron_ds.parallel.weights import ShardSpec
+from megatron_ds.parallel.sharding import Draws, declared_parameter
+from megatron_ds.parallel.weights import Weight
 
 
 def validate_token_ids(ids: Tensor, vocab_size: int) -> None:
@@ -48,39 +48,24 @@ def _assert_on_device(ids: Tensor, vocab_size: int) -> bool:
     return True
 
 
-def vocab_parallel_weight(
-    vocab_size: int, padded_size: int, hidden: int, *, group: Group, init: Init
-) -> nn.Parameter:
-    """This rank's rows of a [padded_size, hidden] table whose padding rows are zero."""
-    spec = ShardSpec(0, (padded_size,))
-    (rows,) = spec.ranges(group.rank, group.size)
-    drawn = range(min(rows.start, vocab_size), min(rows.stop, vocab_size))
-    values = init((vocab_size, hidden), 0, [drawn])
-    return sharded_parameter(F.pad(values, (0, 0, 0, len(rows) - len(drawn))), spec)
-
-
 class VocabParallelEmbedding(nn.Module):
     """Token ids of any shape to [..., hidden], replicated on every rank.
 
     With sequence parallelism, every rank has its slice of the first dimension.
 
     Args:
-        vocab_size: Rows that are tokens.
-        padded_size: Rows of the full table. The padding rows are zero and never looked up.
-        hidden: Size of a row.
+        weight: The full table [rows, hidden]; its padding is never looked up.
         group: Tensor-parallel group.
         init: Draws the table.
     """
 
-    def __init__(
-        self, vocab_size: int, padded_size: int, hidden: int, *, group: Group, init: Init
-    ) -> None:
+    def __init__(self, weight: Weight, *, group: Group, init: Draws) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
+        self.vocab_size = weight.shape[0] - weight.padding
         self.group = group
-        self.weight = vocab_parallel_weight(vocab_size, padded_size, hidden, group=group, init=init)
-        self.first_row = group.rank * (padded_size // group.size)
-        self.rows = padded_size // group.size
+        self.weight = declared_parameter(weight, group, init)
+        self.rows = weight.shape[0] // group.size
+        self.first_row = group.rank * self.rows
 
     def forward(self, ids: Tensor) -> Tensor:
         validate_token_ids(ids, self.vocab_size)

@@ -25,8 +25,8 @@ from megatron_ds.parallel.collectives import (
     wait,
 )
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import Init, sharded_parameter
-from megatron_ds.parallel.weights import ShardSpec
+from megatron_ds.parallel.sharding import Draws, declared_parameter
+from megatron_ds.parallel.weights import Weight
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """x W^T + b of a weight in another form, for x and b."""
@@ -38,38 +38,25 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | 
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W sharded: [..., in] -> [..., sum(sections) / group size].
+    """y = x W^T + b with the rows of W sharded: [..., in] -> [..., out / group size].
 
     Args:
-        in_features: Size of the input.
-        sections: Sizes of the fused parts of the output, e.g. (q, k, v); each is sharded evenly.
-        parts: Names of these parts; empty if there is only one.
-        bias: Whether there is a bias; it starts at zero.
+        weight: Matrix [out, in]. Its sections, e.g. (q, k, v), are each sharded evenly.
+        bias: Vector [out]. None: there is no bias.
         group: Tensor-parallel group.
-        init: Draws the weight.
+        init: Draws the initial values.
     """
 
     product: Product | None = None
     """Takes the place of the weight, without gradients and sequence parallelism."""
 
     def __init__(
-        self,
-        in_features: int,
-        sections: tuple[int, ...],
-        *,
-        bias: bool,
-        group: Group,
-        init: Init,
-        parts: tuple[str, ...] = (),
+        self, weight: Weight, bias: Weight | None = None, *, group: Group, init: Draws
     ) -> None:
         super().__init__()
         self.group = group
-        spec, out_features = ShardSpec(0, sections, parts), sum(sections)
-        rows = spec.ranges(group.rank, group.size)
-        self.weight = sharded_parameter(init((out_features, in_features), 0, rows), spec)
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = sharded_parameter(torch.zeros(out_features // group.size), spec)
+        self.weight = declared_parameter(weight, group, init)
+        self.bias = None if bias is None else declared_parameter(bias, group, init)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1 or self.product is not None:
@@ -87,14 +74,12 @@ class RowParallelLinear(nn.Module):
     product: Product | None = None
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, group: Group, init: Init
+        self, weight: Weight, bias: Weight | None = None, *, group: Group, init: Draws
     ) -> None:
         super().__init__()
         self.group = group
-        spec = ShardSpec(1, (in_features,))
-        columns = spec.ranges(group.rank, group.size)
-        self.weight = sharded_parameter(init((out_features, in_features), 1, columns), spec)
-        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+        self.weight = declared_parameter(weight, group, init)
+        self.bias = None if bias is None else declared_parameter(bias, group, init)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:

@@ -2,40 +2,16 @@
 
 Norms, dropout and residuals run on [S / TP, B, H]. The layers that are sharded over the group
 gather their input along the sequence and reduce-scatter their output; both together send as many
-bytes as one all-reduce. Owns what the replicated parts need to compute what they do without it: the
-sum of their gradients, and the slice of each dropout mask.
+bytes as one all-reduce. Owns the slice of each dropout mask; gradients of replicated parameters are
+summed as their declarations say.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TypeVar
-
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_ds.parallel.collectives import sum_over_group
 from megatron_ds.parallel.mesh import Group
-
-Module = TypeVar("Module", bound=nn.Module)
-
-
-def sum_gradients(module: Module, group: Group) -> Module:
-    """Sum the gradients of a replicated module over the full sequence.
-
-    Each rank's are of its tokens only. They are summed as autograd computes them, before they are
-    accumulated: an engine that reduces or partitions gradients sees them complete, at any stage of
-    ZeRO.
-
-    Args:
-        module: A module whose gradients are all of this rank's tokens only.
-        group: Tensor-parallel group.
-    """
-    if group.sequence_parallel:
-        for parameter in module.parameters():
-            # In a new tensor: a hook must not change its argument.
-            parameter.register_hook(partial(sum_over_group, group=group))
-    return module
 
 
 def dropout(x: Tensor, probability: float, group: Group) -> Tensor:

@@ -1,7 +1,7 @@
-"""Declaration of how a parameter is sharded over tensor-parallel and expert-parallel ranks.
+"""Builds parameters from their declarations: this rank's part, with values and marks.
 
-It is attached to a parameter when that is created. Gradient norms, checkpoints and
-conversions read it and guess nothing from names. Also sets the marks by which DeepSpeed
+The declaration is attached to the parameter. Gradient norms, optimizers and checkpoints read it and
+guess nothing from names. Also sets the marks by which DeepSpeed
 distinguishes sharded from replicated parameters when it sums gradient norms, and experts from
 parameters that all data-parallel ranks have.
 """
@@ -9,15 +9,28 @@ parameters that all data-parallel ranks have.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ds.parallel.weights import ShardSpec
+from megatron_ds.parallel.collectives import sum_over_group
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.weights import Partial, Role, ShardSpec, Weight
 
 Init = Callable[[tuple[int, ...], int, Sequence[range]], Tensor]
 """Initial values of part of a parameter, fp32. Takes the full shape, a dimension, and ranges of
 this dimension; returns the values of these ranges, concatenated along it."""
+
+
+class Draws(Protocol):
+    """Draws initial weights, which are the same in every layout."""
+
+    def normal(self, name: str, std: float) -> Init:
+        """Return a function that draws normal(0, std) values for the parameter of this name."""
+        ...
 
 
 def take_shard(full: Tensor, spec: ShardSpec, rank: int, size: int) -> Tensor:
@@ -71,12 +84,83 @@ def expert_group(param: torch.nn.Parameter) -> str | None:
     return name
 
 
-def sharded_parameter(shard: Tensor, spec: ShardSpec) -> torch.nn.Parameter:
-    """A marked parameter with the values of this rank's shard."""
+def declare(param: torch.nn.Parameter, weight: Weight, tp: Group, ep_size: int = 1) -> None:
+    """Mark a parameter as this rank's part of a weight, and complete its gradients.
+
+    Gradients that ranks have in part are summed as autograd computes them, before they are
+    accumulated: an engine that reduces or partitions gradients has them complete, at any ZeRO
+    stage. A replicated parameter still counts once in norms.
+
+    Args:
+        param: The parameter.
+        weight: Its declaration, with the canonical name.
+        tp: Tensor-parallel group.
+        ep_size: Expert-parallel size.
+    """
+    param.declaration = weight  # type: ignore[attr-defined]
+    if weight.shard is not None:
+        mark_sharded(param, weight.shard)
+    if weight.is_stacked:
+        mark_experts(param, ep_size)
+    is_partial = {Partial.ALWAYS: tp.size > 1, Partial.SEQUENCE: tp.sequence_parallel}
+    if is_partial.get(weight.partial_over, False):
+        # In a new tensor: a hook must not change its argument.
+        param.register_hook(partial(sum_over_group, group=tp))
+
+
+def declaration(name: str, param: torch.nn.Parameter) -> Weight:
+    """The declaration of a parameter; a program's own layer has matrices and vectors.
+
+    Args:
+        name: Canonical name.
+        param: The parameter.
+    """
+    # ZeRO-3 leaves an empty tensor in place of a partitioned parameter.
+    shape = tuple(getattr(param, "ds_shape", param.shape))
+    is_matrix = len(shape) > 1 and not name.endswith(".bias")
+    inferred = Weight(name, shape, role=Role.MATRIX if is_matrix else Role.VECTOR)
+    weight: Weight = getattr(param, "declaration", inferred)
+    return weight
+
+
+def declared_parameter(
+    weight: Weight, tp: Group, init: Draws, ep: Group | None = None
+) -> torch.nn.Parameter:
+    """This rank's part of a weight, with its initial values.
+
+    Args:
+        weight: The declaration, with the canonical name.
+        tp: Tensor-parallel group.
+        init: Draws the initial values.
+        ep: Expert-parallel group, for experts.
+    """
+    ep_rank, ep_size = (0, 1) if ep is None else (ep.rank, ep.size)
+    first, names, padding = int(weight.is_stacked), [weight.name], 0
+    spec = weight.shard or ShardSpec(first, (weight.shape[first],))
+    ranges = spec.ranges(*(tp.rank, tp.size) if weight.shard else (0, 1))
+    if weight.is_stacked:  # each expert is drawn by its number
+        local = weight.shape[0] // ep_size
+        experts = range(ep_rank * local, (ep_rank + 1) * local)
+        names = [weight.name.replace("experts.", f"experts.{expert}.") for expert in experts]
+    shape = (weight.shape[first] - weight.padding, *weight.shape[first + 1 :])
+    if weight.padding:
+        drawn = [range(min(rows.start, shape[0]), min(rows.stop, shape[0])) for rows in ranges]
+        padding, ranges = sum(map(len, ranges)) - sum(map(len, drawn)), drawn
+
+    def values(name: str) -> Tensor:
+        if weight.std:
+            drawn = init.normal(name, weight.std)(shape, spec.dim - first, ranges)
+            return F.pad(drawn, (0, 0, 0, padding)) if padding else drawn
+        size = list(shape)
+        size[spec.dim - first] = sum(map(len, ranges))
+        return torch.full(size, weight.mean)
+
+    parts = [values(name) for name in names]
+    initial = torch.stack(parts) if weight.is_stacked else parts[0]
     # The context determines type and device of torch.empty: deepspeed.zero.Init builds parameters
     # in the run's precision on the accelerator.
-    param = torch.nn.Parameter(torch.empty(shard.shape))
+    param = torch.nn.Parameter(torch.empty(initial.shape))
     with torch.no_grad():
-        param.copy_(shard)
-    mark_sharded(param, spec)
+        param.copy_(initial)
+    declare(param, weight, tp, ep_size)
     return param

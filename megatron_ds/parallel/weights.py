@@ -91,9 +91,13 @@ class Role(StrEnum):
     POSITIONS = "learned positions"
     """Decayed as an embedding."""
     WORDS = "word embedding"
-    """Decayed as an embedding, padded, with the learning rate of --decoupled-lr."""
+    """Decayed as an embedding, with the learning rate of --decoupled-lr."""
     OUTPUT = "output layer"
-    """Decayed, padded, with the learning rate of --decoupled-lr."""
+    """Decayed, with the learning rate of --decoupled-lr."""
+
+
+VOCABULARY = (Role.WORDS, Role.OUTPUT)
+"""Roles of tables whose rows are padded with zeros to a number that depends on the layout."""
 
 
 class Partial(StrEnum):
@@ -134,3 +138,21 @@ class Weight:
         """Elements on one rank."""
         ranks = (tp_size if self.shard else 1) * (ep_size if self.is_stacked else 1)
         return math.prod(self.shape) // ranks
+
+
+def linear_weights(
+    name: str, shape: tuple[int, int], shard: ShardSpec, *, bias: bool, std: float
+) -> Iterator[Weight]:
+    """The weights of a `ColumnParallelLinear` or `RowParallelLinear`.
+
+    Args:
+        name: Canonical name of the layer, or the part of it below a module.
+        shape: Full shape of the matrix, [out, in].
+        shard: Sharding of the rows or of the columns.
+        bias: Whether there is a bias; it starts at zero.
+        std: Standard deviation of the initial matrix.
+    """
+    yield Weight(f"{name}.weight", shape, shard, std)
+    if bias:
+        shared = shard if shard.dim == 0 else None
+        yield Weight(f"{name}.bias", shape[:1], shared, role=Role.VECTOR)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_ds.engine.norms import is_counted
 from megatron_ds.parallel import chunks
 from megatron_ds.parallel.collectives import all_gather, gather_from_group, reduce_from_group_
 from megatron_ds.parallel.embedding import VocabParallelEmbedding
@@ -19,8 +23,14 @@ from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import take_shard
-from megatron_ds.parallel.weights import ShardSpec
+from megatron_ds.parallel.sharding import declared_parameter, take_shard
+from megatron_ds.parallel.weights import (
+    Partial,
+    Role,
+    ShardSpec,
+    Weight,
+    linear_weights,
+)
 from tests.dist.engine_harness import full_tensor
 from tests.distributed import RankError, run_ranks
 from tests.problems import raises_problem
@@ -35,6 +45,10 @@ def draw(shape: tuple[int, ...]) -> torch.Tensor:
 def draw_shard(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> torch.Tensor:
     index = torch.tensor([at for one in ranges for at in one], dtype=torch.int64)
     return draw(shape).index_select(dim, index)
+
+
+DRAWS = SimpleNamespace(normal=lambda name, std: draw_shard)
+TABLE = Weight("", (PADDED, HIDDEN), ShardSpec(0, (PADDED,)), 1.0, padding=PADDED - VOCAB)
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -81,9 +95,10 @@ def check_linear(group: Group) -> None:
     for sections, bias in (((8, 4, 4), True), ((12,), False)):
         inner = sum(sections)
         spec = ShardSpec(2, sections)
+        rows, columns = ShardSpec(0, sections), ShardSpec(1, (inner,))
+        weights = list(linear_weights("", (inner, HIDDEN), rows, bias=bias, std=1.0))
         column, one_column = (
-            ColumnParallelLinear(HIDDEN, sections, bias=bias, group=g, init=draw_shard)
-            for g in (group, single)
+            ColumnParallelLinear(*weights, group=g, init=DRAWS) for g in (group, single)
         )
         x, one_x = leaf(*x_shape), leaf(*x_shape)
         y, one_y = column(x), one_column(one_x)
@@ -93,10 +108,8 @@ def check_linear(group: Group) -> None:
         close(x.grad, one_x.grad)
         compare_gradients(column, one_column, group)
 
-        row, one_row = (
-            RowParallelLinear(inner, HIDDEN, bias=bias, group=g, init=draw_shard)
-            for g in (group, single)
-        )
+        weights = list(linear_weights("", (HIDDEN, inner), columns, bias=bias, std=1.0))
+        row, one_row = (RowParallelLinear(*weights, group=g, init=DRAWS) for g in (group, single))
         for layer in (row, one_row):
             if layer.bias is not None:
                 layer.bias.data.fill_(0.5)
@@ -117,8 +130,7 @@ def compare_gradients(layer: nn.Module, one: nn.Module, group: Group) -> None:
 
 def check_embedding(group: Group) -> None:
     table, one = (
-        VocabParallelEmbedding(VOCAB, PADDED, HIDDEN, group=g, init=draw_shard)
-        for g in (group, Mesh.single().tp)
+        VocabParallelEmbedding(TABLE, group=g, init=DRAWS) for g in (group, Mesh.single().tp)
     )
     ids = torch.tensor([[0, 20, 7], [8, 7, 15]])
     close(table(ids), one(ids))
@@ -128,6 +140,22 @@ def check_embedding(group: Group) -> None:
     for wrong in (VOCAB, -1):
         with raises_problem("token-id-outside-vocabulary", contains=f"token id {wrong} "):
             table(torch.tensor([[3, wrong]]))
+
+
+def check_partial_gradients(group: Group) -> None:
+    """A vector that acts on this rank's heads has the gradient of all heads, and counts once."""
+    x, single = draw((4 * group.size, 3)), Mesh.single().tp
+    part = x.chunk(group.size)[group.rank]
+    for when, in_sequence in itertools.product(Partial, (False, True)):
+        ranks = dataclasses.replace(group, sequence_parallel=in_sequence)
+        weight = Weight("", (3,), mean=1.0, role=Role.VECTOR, partial_over=when)
+        scale, one = (declared_parameter(weight, g, DRAWS) for g in (ranks, single))
+        (part * scale).square().sum().backward()
+        is_summed = when is Partial.ALWAYS or (when is Partial.SEQUENCE and in_sequence)
+        ((x if is_summed else part) * one).square().sum().backward()
+        close(scale.grad, one.grad)
+        counts = is_counted(scale, dataclasses.replace(Mesh.single(), tp=ranks))
+        assert all_gather(torch.tensor([counts]), group).sum() == 1
 
 
 def check_cross_entropy(group: Group) -> None:
@@ -211,6 +239,7 @@ CHECKS: list[Callable[[Group], None]] = [
     check_collectives,
     check_linear,
     check_embedding,
+    check_partial_gradients,
     check_cross_entropy,
     check_cross_entropy_in_chunks,
     check_custom_loss,

@@ -54,7 +54,6 @@ from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_ver
 from megatron_ds.config import CheckpointConfig, Config, support_matrix
 from megatron_ds.conversion.native import source_of
 from megatron_ds.engine.deepspeed.loss_scaler import STATE
-from megatron_ds.engine.optimizers.param_groups import is_hidden_matrix
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.inference.load_checkpoint import load_model
@@ -370,8 +369,9 @@ class Continued(Training):
 
     def kinds_of(self, name: str, parameter: torch.nn.Parameter) -> tuple[str, ...]:
         optimizer = self.config.optimizer.optimizer
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        if optimizer == "sgd" or (optimizer == "muon" and is_hidden_matrix(name, shape)):
+        is_matrix = len(getattr(parameter, "ds_shape", parameter.shape)) > 1
+        is_matrix = is_matrix and name.startswith("layers.") and not name.endswith(".bias")
+        if optimizer == "sgd" or (optimizer == "muon" and is_matrix):
             return ("momentum_buffer",)
         return ("exp_avg",) if optimizer == "lion" else ("exp_avg", "exp_avg_sq")
 

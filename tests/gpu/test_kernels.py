@@ -18,6 +18,8 @@ from megatron_ds.model.attention_cores import SDPA
 from megatron_ds.model.norm import apex_rms_norm, build_norm
 from megatron_ds.model.packed_attention import PerDocumentSDPA, document_lengths
 from megatron_ds.model.position_embedding import alibi_bias, ragged_bias
+from megatron_ds.model.spec.parts import NormSpec
+from megatron_ds.parallel.mesh import Mesh
 
 pytestmark = [
     pytest.mark.gpu(reason="kernels of the device are compared with the CPU"),
@@ -118,7 +120,8 @@ def test_grouped_queries_of_texts_of_different_lengths_equal_plain_attention(
 @pytest.mark.parametrize("implementation", ["LayerNorm", "RMSNorm", "apex"])
 def test_norm_equals_its_definition(implementation: str, dtype: torch.dtype) -> None:
     kind = "LayerNorm" if implementation == "LayerNorm" else "RMSNorm"
-    norm = build_norm(ModelConfig(hidden_size=64, norm_epsilon=EPSILON, normalization=kind))
+    config = ModelConfig(hidden_size=64, norm_epsilon=EPSILON, normalization=kind)
+    norm = build_norm(NormSpec(config), "final_norm", Mesh.single().tp)
     if implementation == "apex":
         if (fused := apex_rms_norm()) is None:
             pytest.skip("NVIDIA's apex is not installed")

@@ -44,13 +44,12 @@ from megatron_ds.conversion.source import (
     ReadOptions,
     SourceCheckpoint,
     WriteOptions,
-    abstract_model,
     check_sizes,
+    declared_weights,
 )
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
-from megatron_ds.parallel.sharding import shard_spec
 
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 TRANSPOSED_ROWS = 64
@@ -195,7 +194,7 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
     """Their tensors, without the prefix, for each parameter of ours, in order."""
     model = settings.model
     parts = {}
-    for name, parameter in abstract_model(model, settings.moe).named_parameters():
+    for name, weight in declared_weights(model, settings.moe).items():
         module, _, kind = name.rpartition(".")
         layer, inner = None, module
         if module.startswith("layers."):
@@ -203,14 +202,14 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
         theirs = family.names[module] if layer is None else family.inner[inner]
         path = "" if layer is None else f"{family.layer.format(layer)}."
         names = [f"{path}{each}.{kind}" for each in theirs.split()]
-        spec = shard_spec(parameter)
-        sections = (len(parameter),) if spec is None or spec.dim else spec.sections
+        spec = weight.shard
+        sections = weight.shape[:1] if spec is None or spec.dim else spec.sections
         if len(names) == 1:
             sections = (sum(sections),)
         starts = [sum(sections[:index]) for index in range(len(sections))]
         grouped = family.grouped_qkv and inner == "attention.qkv"
         queries = model.num_attention_heads // model.kv_heads
-        is_matrix = layer is not None and parameter.dim() == 2
+        is_matrix = layer is not None and len(weight.shape) == 2
         parts[name] = [
             _Part(
                 each,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config.data_files import read_table
+from megatron_ds.model.spec.architecture import unit_weights
 
 PREFIX = re.compile(r"^(language_model\.)?(embedding\.|encoder\.|transformer\.|decoder\.)?")
 BUFFERS = re.compile(r"_extra_state(/|$)|(^|\.)rotary_(pos_)?emb\.")
@@ -107,10 +108,8 @@ def joined_shape(name: str, shard: tuple[int, ...], ranks: int) -> tuple[int, ..
 
 def _cut_dimension(name: str) -> int | None:
     """The dimension that tensor parallelism cuts; None for a replicated tensor."""
-    if name.endswith(("attention.proj.weight", "mlp.fc_out.weight")):
-        return 1
-    tables = ("embedding.word.weight", "head.weight")
-    return 0 if name in tables or ".attention.qkv." in name or ".mlp.fc_in." in name else None
+    weight = unit_weights().get(LAYER.sub("layers.0.", name))
+    return None if weight is None or weight.shard is None else weight.shard.dim
 
 
 def _split_qkv(shard: Tensor, orders: RowOrders, ranks: int) -> tuple[Tensor, ...]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron_ds.checkpoint.output_folder import OnTensor
-from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.names import megatron_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import (
@@ -29,7 +28,13 @@ from megatron_ds.conversion.megatron.write_common import (
     padded,
     padded_vocab,
 )
-from megatron_ds.conversion.source import WRITE_DEFAULTS, SavedRun, SourceCheckpoint, WriteOptions
+from megatron_ds.conversion.source import (
+    WRITE_DEFAULTS,
+    SavedRun,
+    SourceCheckpoint,
+    WriteOptions,
+    declared_weights,
+)
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
 from megatron_ds.parallel.sharding import take_shard
 from megatron_ds.parallel.weights import ShardSpec
@@ -164,18 +169,10 @@ class _Stage:
             full = padded(full, padded_vocab(self.source, tp_size))
         if ".attention.qkv." in name:
             full = grouped(full, model)
-        spec = _spec(name, full, model)
+        spec = declared_weights(model, self.source.settings.moe)[name].shard
         if spec is not None:
+            if name in VOCABULARY_TABLES or ".attention.qkv." in name:
+                spec = ShardSpec(0, (len(full),))
             full = take_shard(full, spec, self.rank, tp_size)
         self.on_tensor(name, tensor.nbytes // tp_size)
         return full.clone()  # torch.save writes the whole storage of a view
-
-
-def _spec(name: str, full: Tensor, model: ModelConfig) -> ShardSpec | None:
-    """How Megatron shards a tensor; None if every rank has all of it."""
-    if name.endswith(("attention.proj.weight", "mlp.fc_out.weight")):
-        return ShardSpec(1, (full.shape[1],))
-    if ".mlp.fc_in." in name and model.is_gated:
-        return ShardSpec(0, (model.mlp_hidden_size,) * 2)
-    is_sharded = name in VOCABULARY_TABLES or ".attention.qkv." in name or ".mlp.fc_in." in name
-    return ShardSpec(0, (full.shape[0],)) if is_sharded else None

@@ -14,7 +14,7 @@ from megatron_ds.engine.optimizers.adam_kernels import apex_adam
 from megatron_ds.engine.optimizers.distributed_matrices import find_matrices
 from megatron_ds.engine.optimizers.lion import Lion
 from megatron_ds.engine.optimizers.muon import Muon
-from megatron_ds.engine.optimizers.param_groups import is_hidden_matrix, with_own_settings
+from megatron_ds.engine.optimizers.param_groups import with_own_settings
 from megatron_ds.parallel.mesh import Mesh
 
 
@@ -78,4 +78,4 @@ def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -
         return
     dtype = torch.float32 if engine.get_data_types()[0] == torch.float32 else torch.bfloat16
     empty = torch.empty(0, dtype=dtype, device=device)
-    optimizer.attach(find_matrices(engine, stage, mesh, is_hidden_matrix, empty))
+    optimizer.attach(find_matrices(engine, stage, mesh, empty))

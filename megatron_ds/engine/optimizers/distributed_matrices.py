@@ -21,11 +21,8 @@ from torch import Tensor
 from megatron_ds.engine.deepspeed.partitions import ParameterPlace, read_partitions
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.sharding import expert_group, shard_spec, take_shard, unshard
-from megatron_ds.parallel.weights import ShardSpec
-
-IsMatrix = Callable[[str, tuple[int, ...]], bool]
-"""Whether a parameter, by canonical name and local shape, is one of the matrices."""
+from megatron_ds.parallel.sharding import declaration, expert_group, shard_spec, take_shard, unshard
+from megatron_ds.parallel.weights import Role, ShardSpec
 
 
 class Owner(NamedTuple):
@@ -200,7 +197,7 @@ def _transfer(
 
 
 def find_matrices(
-    engine: Any, stage: int, mesh: Mesh, is_matrix: IsMatrix, empty: Tensor
+    engine: Any, stage: int, mesh: Mesh, empty: Tensor
 ) -> Iterator[DistributedMatrices]:
     """The matrices of an engine, by the tensors that its optimizer steps at once.
 
@@ -208,7 +205,6 @@ def find_matrices(
         engine: Engine of `deepspeed.initialize`.
         stage: ZeRO stage.
         mesh: Mesh of this process.
-        is_matrix: Selects the matrices.
         empty: As for `DistributedMatrices`.
     """
     parameters = dict(engine.module.named_parameters())
@@ -216,7 +212,11 @@ def find_matrices(
     for partition, masters in zip(
         read_partitions(engine, stage), _masters(engine, stage), strict=True
     ):
-        places = [place for place in partition.parameters if is_matrix(place.name, place.shape)]
+        places = [
+            place
+            for place in partition.parameters
+            if declaration(place.name, parameters[place.name]).role is Role.MATRIX
+        ]
         # All parameters of a flat tensor are partitioned over the same ranks.
         is_expert = any(expert_group(parameters[place.name]) is not None for place in places)
         dp = mesh.expert_dp if is_expert else mesh.dp_sp

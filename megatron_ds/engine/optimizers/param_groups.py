@@ -12,7 +12,8 @@ from torch.optim import AdamW, Optimizer
 
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.engine.states.threaded_copy import copy_tensors
-from megatron_ds.parallel.sharding import expert_group
+from megatron_ds.parallel.sharding import declaration, expert_group
+from megatron_ds.parallel.weights import VOCABULARY, Role, Weight
 
 
 class Multipliers(NamedTuple):
@@ -26,25 +27,14 @@ class Multipliers(NamedTuple):
     """Whether --decoupled-lr is its learning rate."""
 
 
-MultiplierRule = Callable[[str, tuple[int, ...]], Multipliers]
-"""Maps a parameter's canonical name and shape (of this tensor-parallel rank) to its factors."""
+MultiplierRule = Callable[[Weight], Multipliers]
+"""Maps a parameter's declaration to its factors."""
 
 
-def decay_matrices_only(name: str, shape: tuple[int, ...]) -> Multipliers:
+def decay_matrices_only(weight: Weight) -> Multipliers:
     """The default rule, as in Megatron: no weight decay for biases and weights of norms."""
-    # The biases of experts are stacked.
-    is_matrix = len(shape) > 1 and not name.endswith(".bias")
-    return Multipliers(weight_decay=1.0 if is_matrix else 0.0)
-
-
-DECOUPLED = ("embedding.word.weight", "head.weight")
-"""Parameters with the learning rate of --decoupled-lr, as in Megatron."""
-
-
-def is_hidden_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is a matrix of a transformer layer: no embedding, no output layer."""
-    # Those of experts are stacked, and so are their biases.
-    return name.startswith("layers.") and len(shape) > 1 and not name.endswith(".bias")
+    decay = 0.0 if weight.role is Role.VECTOR else 1.0
+    return Multipliers(lr=weight.lr_scale, weight_decay=decay)
 
 
 def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
@@ -53,13 +43,13 @@ def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
     # Without weight decay, that of the embeddings is 0, too.
     embeddings = 1.0 if embedding_decay is None or not decay else embedding_decay / decay
 
-    def rule(name: str, shape: tuple[int, ...]) -> Multipliers:
-        factors = decay_matrices_only(name, shape)
-        if name.startswith("embedding."):
-            factors = factors._replace(weight_decay=factors.weight_decay * embeddings)
+    def rule(weight: Weight) -> Multipliers:
+        factors, role = decay_matrices_only(weight), weight.role
+        if role in (Role.WORDS, Role.POSITIONS):
+            factors = factors._replace(weight_decay=embeddings)
         return factors._replace(
-            is_matrix=options.optimizer == "muon" and is_hidden_matrix(name, shape),
-            is_decoupled=options.decoupled_lr is not None and name in DECOUPLED,
+            is_matrix=options.optimizer == "muon" and role is Role.MATRIX,
+            is_decoupled=options.decoupled_lr is not None and role in VOCABULARY,
         )
 
     return rule
@@ -76,9 +66,8 @@ def parameter_groups(
     """
     groups: dict[tuple[Multipliers, str | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        # ZeRO-3 leaves an empty tensor in place of a partitioned parameter.
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        groups.setdefault((rule(name, shape), expert_group(parameter)), []).append(parameter)
+        factors = rule(declaration(name, parameter))
+        groups.setdefault((factors, expert_group(parameter)), []).append(parameter)
     optimizer_groups = []
     for (factors, experts), params in groups.items():
         group = {"params": params, "weight_decay": weight_decay * factors.weight_decay}

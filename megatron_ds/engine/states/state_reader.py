@@ -13,11 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_ds.parallel.weights import ShardSpec
+from megatron_ds.model.spec.architecture import unit_weights
+from megatron_ds.parallel.weights import VOCABULARY, ShardSpec
 
 MASTER = "master"
 """Kind of state: the weights that the optimizer steps. Other kinds have the optimizer's names."""
-VOCABULARY_TABLES = ("embedding.word.weight", "head.weight")
+VOCABULARY_TABLES = tuple(
+    name for name, weight in unit_weights().items() if weight.role in VOCABULARY
+)
 """Tables whose rows are padded with zeros to a number that depends on the layout."""
 
 Columns = tuple[int, Sequence[range]]

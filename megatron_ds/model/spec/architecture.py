@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig
 from megatron_ds.model.spec.parts import (
@@ -25,6 +26,8 @@ from megatron_ds.model.spec.parts import (
 from megatron_ds.parallel.weights import Role, Weight
 
 DENSE = MoEConfig()
+Keep = Callable[[Weight], bool]
+"""Whether a weight is counted."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,19 @@ class Layer:
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """Weights by canonical name."""
-        weights = [
-            weight
-            for key, part in self.parts.items()
-            for weight in part.named(f"{self.name}.{key}" if key else self.name).values()
-        ]
-        return {weight.name: weight for weight in (*self.tied, *weights)}
+        weights = {weight.name: weight for weight in self.tied}
+        for key, part in self.parts.items():
+            prefix = f"{self.name}.{key}" if key else self.name
+            weights |= {weight.name: weight for weight in part.named(prefix).values()}
+        return weights
 
     def products(self, keys: int) -> int:
         """Multiplications of one token in a forward pass that attends to so many keys."""
         return sum(part.products(keys) for part in self.parts.values())
+
+
+Layers = Iterable[Layer] | None
+"""Some of the layers. None: all."""
 
 
 @dataclass(frozen=True)
@@ -67,36 +73,26 @@ class ModelSpec:
         """The transformer layers."""
         return self.layers[1:-2]
 
-    def weights(self, layers: Iterable[Layer] | None = None) -> dict[str, Weight]:
+    def weights(self, layers: Layers = None) -> dict[str, Weight]:
         """Weights by canonical name; a tied one counts once."""
         chosen = self.layers if layers is None else layers
         return {name: weight for layer in chosen for name, weight in layer.weights.items()}
 
-    def sizes(
-        self,
-        layers: Iterable[Layer] | None = None,
-        keep: Callable[[Weight], bool] = lambda weight: True,
-    ) -> Counter[int]:
+    def sizes(self, layers: Layers = None, keep: Keep = bool) -> Counter[int]:
         """Elements of one model-parallel rank's weights -> number of weights of this size.
 
         Args:
             layers: Some of the layers. None: all.
             keep: Whether a weight is counted.
         """
-        weights = self.weights(layers).values()
-        return Counter(
-            weight.size(self.tp_size, self.ep_size) for weight in weights if keep(weight)
-        )
+        kept = filter(keep, self.weights(layers).values())
+        return Counter(weight.size(self.tp_size, self.ep_size) for weight in kept)
 
-    def elements(
-        self,
-        layers: Iterable[Layer] | None = None,
-        keep: Callable[[Weight], bool] = lambda weight: True,
-    ) -> int:
+    def elements(self, layers: Layers = None, keep: Keep = bool) -> int:
         """Elements of one model-parallel rank's weights; arguments as for `sizes`."""
         return sum(size * count for size, count in self.sizes(layers, keep).items())
 
-    def flops(self, tokens: int, layers: Iterable[Layer] | None = None) -> int:
+    def flops(self, tokens: int, layers: Layers = None) -> int:
         """Operations of the forward and backward pass of a sample, without recomputation.
 
         Operations are those of matrix products only, a multiplication and an addition each; the
@@ -152,3 +148,14 @@ def model_spec(
     tied = () if model.untie_embeddings_and_output_weights else (word,)
     head = Layer("head", {"": OutputSpec(model, rows)}, tied)
     return ModelSpec((embedding, *blocks, Layer("final_norm", {"": norm}), head), tp_size, ep_size)
+
+
+@functools.cache
+def unit_weights() -> dict[str, Weight]:
+    """Weights of a dense layer and both ends at size 1, for what does not depend on sizes.
+
+    The layer is "layers.0".
+    """
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+    options: dict[str, Any] = dict.fromkeys(sizes, 1)
+    return model_spec(ModelConfig(**options, untie_embeddings_and_output_weights=True)).weights()

@@ -18,6 +18,7 @@ from megatron_ds.parallel.weights import (
     Role,
     ShardSpec,
     Weight,
+    linear_weights,
 )
 
 
@@ -45,6 +46,11 @@ class Part:
             for weight in self.weights()
         }
 
+    def layer(self, prefix: str, name: str) -> list[Weight]:
+        """Weight and bias of one of its linear layers, with canonical names."""
+        weights = self.named(prefix).items()
+        return [weight for key, weight in weights if key.rpartition(".")[0] == name]
+
     @property
     def residual_std(self) -> float:
         """Standard deviation of matrices that write to the residual stream."""
@@ -54,22 +60,17 @@ class Part:
 
 @dataclass(frozen=True)
 class NormSpec(Part):
-    """A norm over the hidden dimension."""
+    """A norm."""
+
+    size: int | None = None
+    """Size of the normalized dimension. None: the hidden size."""
+    partial_over: Partial = Partial.SEQUENCE
 
     def weights(self) -> Iterator[Weight]:
-        kinds = {"weight": 1.0} if self.model.normalization == "RMSNorm" else WEIGHT_AND_BIAS
-        for name, mean in kinds.items():
-            yield Weight(
-                name,
-                (self.model.hidden_size,),
-                mean=mean,
-                role=Role.VECTOR,
-                partial_over=Partial.SEQUENCE,
-            )
-
-
-WEIGHT_AND_BIAS = {"weight": 1.0, "bias": 0.0}
-"""Initial values of the vectors of LayerNorm."""
+        shape, role = (self.size or self.model.hidden_size,), Role.VECTOR
+        yield Weight("weight", shape, mean=1.0, role=role, partial_over=self.partial_over)
+        if self.model.normalization == "LayerNorm":
+            yield Weight("bias", shape, role=role, partial_over=self.partial_over)
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,12 @@ class AttentionSpec(Part):
         return self.model.num_attention_heads * self.model.head_dim, kv, kv
 
     def weights(self) -> Iterator[Weight]:
-        model, sections = self.model, self.sections
-        yield from column(
-            *("qkv", model.hidden_size, sections, QUERY_KEY_VALUE),
-            bias=model.qkv_bias,
-            std=model.init_method_std,
-        )
-        yield from row(
-            *("proj", sections[0], model.hidden_size),
-            bias=model.add_bias_linear,
-            std=self.residual_std,
-        )
+        model, sections, hidden = self.model, self.sections, self.model.hidden_size
+        rows, columns = ShardSpec(0, sections, QUERY_KEY_VALUE), ShardSpec(1, sections[:1])
+        shape, std = (sum(sections), hidden), model.init_method_std
+        yield from linear_weights("qkv", shape, rows, bias=model.qkv_bias, std=std)
+        shape, std = (hidden, sections[0]), self.residual_std
+        yield from linear_weights("proj", shape, columns, bias=model.add_bias_linear, std=std)
 
     def products(self, keys: int) -> int:
         return super().products(keys) + 2 * keys * self.sections[0]  # q k^T and softmax x v
@@ -107,10 +103,12 @@ class FeedForwardSpec(Part):
         model, bias = self.model, self.model.add_bias_linear
         # Gate and up are sections of one matrix, so that each rank has its slice of both.
         parts = GATE_UP if model.is_gated else ()
-        width, sections = model.mlp_hidden_size, (model.mlp_hidden_size,) * max(1, len(parts))
-        hidden, std = model.hidden_size, model.init_method_std
-        yield from column("fc_in", hidden, sections, parts, bias=bias, std=std)
-        yield from row("fc_out", width, hidden, bias=bias, std=self.residual_std)
+        hidden, width = model.hidden_size, model.mlp_hidden_size
+        rows = ShardSpec(0, (width,) * max(1, len(parts)), parts)
+        shape, std = (sum(rows.sections), hidden), model.init_method_std
+        yield from linear_weights("fc_in", shape, rows, bias=bias, std=std)
+        shape, std, columns = (hidden, width), self.residual_std, ShardSpec(1, (width,))
+        yield from linear_weights("fc_out", shape, columns, bias=bias, std=std)
 
 
 @dataclass(frozen=True)
@@ -173,38 +171,6 @@ class OutputSpec(EmbeddingSpec):
 
     def products(self, keys: int) -> int:
         return self.rows * self.model.hidden_size
-
-
-def column(
-    name: str,
-    inputs: int,
-    sections: tuple[int, ...],
-    parts: tuple[str, ...] = (),
-    *,
-    bias: bool,
-    std: float,
-) -> Iterator[Weight]:
-    """The weights of a `ColumnParallelLinear`.
-
-    Args:
-        name: Name of the layer.
-        inputs: Size of the input.
-        sections: Sizes of the fused parts of the output; each is sharded evenly.
-        parts: Names of these parts; empty if there is only one.
-        bias: Whether there is a bias; it starts at zero.
-        std: Standard deviation of the initial matrix.
-    """
-    shard = ShardSpec(0, sections, parts)
-    yield Weight(f"{name}.weight", (sum(sections), inputs), shard, std)
-    if bias:
-        yield Weight(f"{name}.bias", (sum(sections),), shard, role=Role.VECTOR)
-
-
-def row(name: str, inputs: int, outputs: int, *, bias: bool, std: float) -> Iterator[Weight]:
-    """The weights of a `RowParallelLinear`; arguments as for `column`."""
-    yield Weight(f"{name}.weight", (outputs, inputs), ShardSpec(1, (inputs,)), std)
-    if bias:
-        yield Weight(f"{name}.bias", (outputs,), role=Role.VECTOR)
 
 
 def _vocabulary(name: str, rows: int, model: ModelConfig, role: Role) -> Weight:

@@ -27,11 +27,11 @@ from megatron_ds.checkpoint.metadata import (
     manifest_text,
 )
 from megatron_ds.config import Config, DataConfig, ModelConfig, MoEConfig, ScheduleConfig
-from megatron_ds.conversion.source import abstract_model
+from megatron_ds.conversion.source import declared_weights
 from megatron_ds.data.blend_history import BlendHistory, BlendPhase, SourceId, SourceProgress
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
-from megatron_ds.parallel.sharding import shard_spec, take_shard
+from megatron_ds.parallel.sharding import take_shard
 from megatron_ds.train_state import TrainState
 
 MODEL = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=10)
@@ -44,9 +44,9 @@ Tensors = dict[str, dict[str, Tensor]]
 
 def random_states(seed: int = 1) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    parameters = list(abstract_model(MODEL, MoEConfig()).named_parameters())
+    weights = declared_weights(MODEL, MoEConfig())
     return {
-        kind: {name: torch.randn(tuple(p.shape), generator=generator) for name, p in parameters}
+        kind: {name: torch.randn(w.shape, generator=generator) for name, w in weights.items()}
         for kind in ("master", *KINDS)
     }
 
@@ -57,10 +57,7 @@ def write_checkpoint(
     """Writes SAVE/global_stepN and the pointers; returns the folder of the checkpoint."""
     path = folder / f"global_step{iteration}"
     path.mkdir(parents=True)
-    specs = {
-        name: shard_spec(parameter)
-        for name, parameter in abstract_model(MODEL, MoEConfig()).named_parameters()
-    }
+    specs = {name: weight.shard for name, weight in declared_weights(MODEL, MoEConfig()).items()}
     rows = 4 * math.ceil(MODEL.vocab_size / 4)  # as tensor parallelism pads
     padded = {
         kind: {

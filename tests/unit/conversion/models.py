@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.conversion.model_settings import ModelSettings
-from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, expected_shapes
+from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, declared_weights
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
@@ -51,9 +51,9 @@ def random_source(
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: TensorReader.of(
-            0.3 * torch.randn(shape, generator=generator) + ("norm.weight" in name)
+            0.3 * torch.randn(weight.shape, generator=generator) + ("norm.weight" in name)
         )
-        for name, shape in expected_shapes(config, MoEConfig()).items()
+        for name, weight in declared_weights(config, MoEConfig()).items()
     }
     settings = ModelSettings.of(config, MoEConfig(), tokenizer, eod=None)
     return SourceCheckpoint(Path("random"), "random", settings, tensors).checked()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron_ds.config import OptimizerConfig
+from megatron_ds.config import ModelConfig, MoEConfig, OptimizerConfig
 from megatron_ds.engine.optimizers.param_groups import (
     Multipliers,
     keep_settings_on_load,
@@ -14,6 +14,10 @@ from megatron_ds.engine.optimizers.param_groups import (
     reused_states,
     set_lr_and_weight_decay,
 )
+from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.sharding import declare
+from megatron_ds.parallel.weights import Role, Weight
 
 
 def test_default_rule_decays_matrices_only() -> None:
@@ -27,17 +31,14 @@ def test_default_rule_decays_matrices_only() -> None:
 
 def test_muon_updates_the_matrices_of_layers_and_stacked_ones() -> None:
     rule = multiplier_rule(OptimizerConfig(optimizer="muon"))
-    matrices = {
-        "layers.0.mlp.router.weight": (4, 2),
-        "layers.0.mlp.experts.fc_in.weight": (4, 3, 2),
-    }
-    others = {
-        "layers.0.mlp.experts.fc_in.bias": (4, 3),
-        "layers.0.mlp_norm.weight": (2,),
-        "embedding.word.weight": (8, 2),
-    }
-    assert all(rule(name, shape).is_matrix for name, shape in matrices.items())
-    assert not any(rule(name, shape).is_matrix for name, shape in others.items())
+    sizes = {"num_layers": 1, "hidden_size": 4, "num_attention_heads": 2, "seq_length": 4}
+    config = ModelConfig(**sizes, vocab_size=8)
+    weights = model_spec(config, MoEConfig(num_experts=(4,))).weights()
+    matrices = [name for name, weight in weights.items() if rule(weight).is_matrix]
+    assert [name.removeprefix("layers.0.") for name in matrices] == [
+        *("attention.qkv.weight", "attention.proj.weight", "mlp.router.weight"),
+        *("mlp.experts.fc_in.weight", "mlp.experts.fc_out.weight"),
+    ]
     groups, multipliers = parameter_groups(model := Named(), 0.1, rule)
     chosen = [group["params"] for group in groups if group.get("is_matrix")]
     assert chosen == [[model.layers["0"].weight]]
@@ -45,8 +46,9 @@ def test_muon_updates_the_matrices_of_layers_and_stacked_ones() -> None:
 
 
 def test_rule_scales_learning_rate_and_weight_decay_of_each_parameter() -> None:
-    def rule(name: str, shape: tuple[int, ...]) -> Multipliers:
-        return Multipliers(lr=0.1 if name == "1.weight" else 1.0, weight_decay=1 / shape[0])
+    def rule(weight: Weight) -> Multipliers:
+        lr = 0.1 if weight.name == "1.weight" else 1.0
+        return Multipliers(lr=lr, weight_decay=1 / weight.shape[0])
 
     model = nn.Sequential(nn.Linear(2, 4, bias=False), nn.Linear(4, 2, bias=False))
     groups, multipliers = parameter_groups(model, 0.8, rule)
@@ -66,6 +68,11 @@ class Named(nn.Module):
         self.embedding = nn.ModuleDict({"word": nn.Embedding(4, 2), "position": nn.Embedding(4, 2)})
         self.layers = nn.ModuleDict({"0": nn.Linear(2, 2)})
         self.head = nn.Linear(2, 4, bias=False)
+        roles = {"word": Role.WORDS, "position": Role.POSITIONS, "head": Role.OUTPUT}
+        for name, parameter in self.named_parameters():
+            if (role := roles.get(name.split(".")[-2])) is not None:
+                weight = Weight(name, tuple(parameter.shape), role=role)
+                declare(parameter, weight, Mesh.single().tp)
 
 
 def settings_of(model: nn.Module, options: OptimizerConfig) -> dict[str, tuple[float, float]]:

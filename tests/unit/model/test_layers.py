@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.config import MoEConfig
-from megatron_ds.conversion.source import abstract_model
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.parallel.sharding import shard_spec
 from tests.unit.model.dense import build_model, gradients
 from tests.unit.model.test_packed_attention import CONFIG, EOD, POSITIONS, TOKENS
 
@@ -58,19 +55,6 @@ def test_stages_have_canonical_names_and_share_the_tied_weight() -> None:
     assert first.keys() | second.keys() == plain.keys()
     for params in (first, second):
         assert [name for name in params if not torch.equal(params[name], plain[name])] == []
-
-
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("experts", [None, 4])
-def test_fused_matrices_declare_their_parts(activation: str, experts: int | None) -> None:
-    moe = MoEConfig() if experts is None else MoEConfig(num_experts=(experts,))
-    model = dataclasses.replace(CONFIG, activation=activation)
-    for name, parameter in abstract_model(model, moe).named_parameters():
-        spec = shard_spec(parameter)
-        is_gated = "fc_in" in name and activation == "swiglu"
-        expected = ("query", "key", "value") if "qkv" in name else ("gate", "up") * is_gated
-        assert (() if spec is None else spec.parts) == expected, name
-        assert spec is None or len(spec.sections) == max(1, len(expected)), name
 
 
 @pytest.mark.parametrize("untied", [False, True])

@@ -13,8 +13,14 @@ from torch import nn
 from megatron_ds.config import ModelConfig
 from megatron_ds.model import norm
 from megatron_ds.model.norm import NormKernel, build_norm, select_norm_kernel
+from megatron_ds.model.spec.parts import NormSpec
+from megatron_ds.parallel.mesh import Mesh
 
 CONFIG = ModelConfig(hidden_size=16, norm_epsilon=1e-2)
+
+
+def build(config: ModelConfig) -> nn.Module:
+    return build_norm(NormSpec(config), "final_norm", Mesh.single().tp)
 
 
 class StandIn(nn.RMSNorm):
@@ -32,7 +38,7 @@ def test_kernel_of_torch_is_preferred(monkeypatch: pytest.MonkeyPatch, normaliza
     install_apex(monkeypatch, StandIn)
     monkeypatch.setattr(norm, "_torch_has_rms_norm", lambda: True)
     assert select_norm_kernel(normalization) is NormKernel.TORCH_FUSED
-    built = build_norm(dataclasses.replace(CONFIG, normalization=normalization))
+    built = build(dataclasses.replace(CONFIG, normalization=normalization))
     assert type(built) is getattr(nn, normalization)
 
 
@@ -40,10 +46,10 @@ def test_apex_replaces_operators_of_torch(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(norm, "_torch_has_rms_norm", lambda: False)
     config = dataclasses.replace(CONFIG, normalization="RMSNorm")
     assert select_norm_kernel("RMSNorm") is NormKernel.TORCH
-    plain = build_norm(config)
+    plain = build(config)
     install_apex(monkeypatch, StandIn)
     assert select_norm_kernel("RMSNorm") is NormKernel.APEX
-    fused = build_norm(config)
+    fused = build(config)
     assert (type(plain), type(fused)) == (nn.RMSNorm, StandIn)
     assert plain.state_dict().keys() == fused.state_dict().keys()
     x = torch.randn(3, 16)

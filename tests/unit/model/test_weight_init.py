@@ -7,10 +7,10 @@ import torch
 
 from megatron_ds.model import weight_init
 from megatron_ds.model.weight_init import Initializer
-from megatron_ds.parallel.embedding import vocab_parallel_weight
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import shard_spec, unshard
+from megatron_ds.parallel.sharding import declared_parameter, shard_spec, unshard
+from megatron_ds.parallel.weights import ShardSpec, Weight, linear_weights
 
 
 def draw(name: str = "a", rows: int = 4, columns: int = 3, *, seed: int = 3) -> torch.Tensor:
@@ -41,12 +41,13 @@ def test_shards_are_those_of_one_process(size: int, monkeypatch: pytest.MonkeyPa
 
     def build(group: Group, threads: int) -> list[torch.nn.Parameter]:
         init = Initializer(3, threads)
-        column = ColumnParallelLinear(
-            24, (40, 20, 20), bias=False, group=group, init=init.normal("column", 0.5)
-        )
-        row = RowParallelLinear(20, 56, bias=False, group=group, init=init.normal("row", 0.5))
-        word = vocab_parallel_weight(50, 64, 24, group=group, init=init.normal("word", 0.5))
-        return [column.weight, row.weight, word]
+        rows, columns = ShardSpec(0, (40, 20, 20)), ShardSpec(1, (20,))
+        weights = linear_weights("column", (80, 24), rows, bias=False, std=0.5)
+        column = ColumnParallelLinear(*weights, group=group, init=init)
+        weights = linear_weights("row", (56, 20), columns, bias=False, std=0.5)
+        row = RowParallelLinear(*weights, group=group, init=init)
+        table = Weight("word", (64, 24), ShardSpec(0, (64,)), 0.5, padding=14)
+        return [column.weight, row.weight, declared_parameter(table, group, init)]
 
     expected = build(Group((0,), 0, None), threads=1)
     ranks = tuple(range(size))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_ds.parallel.fused_linear_cross_entropy import linear_cross_entropy
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.weights import ShardSpec, linear_weights
 from tests.observed import Observed
 
 HIDDEN = 8
@@ -67,9 +68,14 @@ def draw(shape: tuple[int, ...], dim: int, ranges: Sequence[range]) -> torch.Ten
     return torch.randn([rows if at == dim else size for at, size in enumerate(shape)])
 
 
+DRAWS = SimpleNamespace(normal=lambda name, std: draw)
+
+
 def column(group: Group, bias: bool) -> ColumnParallelLinear:
     torch.manual_seed(1)
-    return ColumnParallelLinear(HIDDEN, (6 * group.size,), bias=bias, group=group, init=draw)
+    rows = 6 * group.size
+    weights = linear_weights("", (rows, HIDDEN), ShardSpec(0, (rows,)), bias=bias, std=1.0)
+    return ColumnParallelLinear(*weights, group=group, init=DRAWS)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -113,7 +119,9 @@ def test_sequence_parallel_gathers_and_scatters_beside_the_products(
 
 
 def test_row_parallel_reduces_its_output_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = RowParallelLinear(2 * HIDDEN, HIDDEN, bias=False, group=TWO_RANKS, init=draw)
+    columns = ShardSpec(1, (2 * HIDDEN,))
+    weights = linear_weights("", (HIDDEN, 2 * HIDDEN), columns, bias=False, std=1.0)
+    layer = RowParallelLinear(*weights, group=TWO_RANKS, init=DRAWS)
     x = torch.randn(4, 2, HIDDEN, requires_grad=True)
     with Events(monkeypatch) as events:
         y = layer(x)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import (
+    declared_parameter,
     mark_sharded,
     shard_spec,
-    sharded_parameter,
     take_shard,
     unshard,
 )
-from megatron_ds.parallel.weights import ShardSpec
+from megatron_ds.parallel.weights import ShardSpec, Weight
 from tests.problems import raises_problem
 
 
@@ -69,9 +71,11 @@ def test_spec_is_read_back_and_deepspeed_sees_the_mark() -> None:
     assert not is_model_parallel_parameter(replicated)
 
 
-def test_sharded_parameter_has_its_own_memory() -> None:
+def test_declared_parameter_has_its_own_memory() -> None:
     full = torch.ones(4, 2)
-    param = sharded_parameter(full[2:], ShardSpec(0, (4,)))
+    draws = SimpleNamespace(normal=lambda name, std: lambda shape, dim, ranges: full[2:])
+    weight = Weight("", (4, 2), ShardSpec(0, (4,)), std=1.0)
+    param = declared_parameter(weight, Group((0, 1), 1, None), draws)
     full.zero_()
     assert param.shape == (2, 2)
     assert param.detach().eq(1.0).all()
