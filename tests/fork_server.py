@@ -242,6 +242,7 @@ def run_script(script: str, argv: list[str], environment: dict[str, str], log: s
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [script, *argv]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(script)))  # as Python does
     try:
         runpy.run_path(script, run_name="__main__")
         status = 0

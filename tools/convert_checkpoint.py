@@ -3,17 +3,8 @@
 The command line of `tools/converter.py`.
 """
 
-from __future__ import annotations
-
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
-
+    import start_tool
 
 from megatron_ds import cli
 from tools.converter import ConversionOptions as Options
@@ -22,4 +13,4 @@ from tools.converter import convert_checkpoint
 main = cli.program(Options, convert_checkpoint)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

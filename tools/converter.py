@@ -7,19 +7,23 @@ import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
+from megatron_ds.config import Config
 from megatron_ds.config.checkpoint import FORMAT_SYNONYMS, FORMATS, missing_folder, split_location
-from megatron_ds.config.fields import option_field, when
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.fields import no_effect_problem, option_field, option_group, when
+from megatron_ds.config.problems import Problem, renaming_fields
 
 MEGATRON_FORMATS = ("megatron", "torch_dist")
 MEGATRON = when(target_format=MEGATRON_FORMATS)
 format_field = functools.partial(option_field, synonyms=FORMAT_SYNONYMS)
+SAVERS = {"core": "megatron", "mcore": "megatron", "legacy": "megatron", "llama2_hf": "hf"}
+"""Formats in the words of Megatron-LM's script."""
 MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "gpt_neox", "bloom", "falcon")
 
 
@@ -110,20 +114,194 @@ class ConversionOptions:
             yield Problem("universal-dtype")
 
 
-@dataclass(frozen=True)
-class FolderOptions:
-    """The folders of the scripts in tools/convert_checkpoint."""
+HIDDEN: dict[str, str | None] = dict.fromkeys(
+    each.name for each in dataclasses.fields(ConversionOptions)
+)
+"""No flags of this program."""
+FOLDERS = HIDDEN | {"load": "input-folder", "save": "output-folder"}
+"""The flags of the scripts of tools/convert_checkpoint/."""
 
-    input_folder: str = option_field(
-        "", "a --save folder, or the folder of one checkpoint", metavar="FOLDER", required=True
-    )
-    output_folder: str = option_field(
-        "", "new folder of the result", metavar="FOLDER", required=True
-    )
+
+class Peer:
+    """Base of the options of a script of another project."""
+
+    conversion: ConversionOptions
+
+    @property
+    def options(self) -> ConversionOptions:
+        """The same for this program."""
+        return self.conversion
 
     def problems(self) -> Iterator[Problem]:
-        if self.input_folder and not Path(self.input_folder).is_dir():
-            yield Problem("load-folder-missing", "input_folder", load=self.input_folder)
+        yield from self.options.problems()
+
+    @classmethod
+    def main(cls, argv: Sequence[str]) -> int:
+        """The main function of the script."""
+        return cli.run(cls, lambda options: convert_checkpoint(options.options), argv)
+
+
+@dataclass(frozen=True)
+class ToMegatron(Peer):
+    """Converts the weights of a checkpoint to a release of Megatron-LM."""
+
+    PROGRAM: ClassVar[str] = "deepspeed_to_megatron.py"
+
+    conversion: ConversionOptions = option_group(
+        ConversionOptions(target_format="megatron"),
+        flags=FOLDERS
+        | {
+            "target_tensor_parallel_size": "target-tp",
+            "target_pipeline_parallel_size": "target-pp",
+        },
+    )
+
+
+@dataclass(frozen=True)
+class ToTransformers(Peer):
+    """Converts a checkpoint of a DeepSpeed training to a Hugging Face model, with its tokenizer."""
+
+    PROGRAM: ClassVar[str] = "deepspeed_to_transformers.py"
+
+    conversion: ConversionOptions = option_group(
+        ConversionOptions(target_format="hf"), flags=FOLDERS
+    )
+
+
+@dataclass(frozen=True)
+class ToUniversal(Peer):
+    """Converts a checkpoint to full tensors of all weights and optimizer states.
+
+    The output can be loaded on every layout, by this program and by DeepSpeed. It appears complete
+    or not at all; then the file latest_universal in the same folder names it.
+    """
+
+    PROGRAM: ClassVar[str] = "ds_to_universal.py"
+
+    conversion: ConversionOptions = option_group(
+        ConversionOptions(target_format="universal"), flags=FOLDERS
+    )
+
+
+@dataclass(frozen=True)
+class MegatronConverter(Peer):
+    """Converts the weights of a checkpoint, whose format is detected, to Megatron-LM's or to
+    Hugging Face's.
+    """
+
+    PROGRAM: ClassVar[str] = "convert.py"
+    FIELD_FLAGS: ClassVar[dict[str, str]] = {"target_format": "--saver"}
+
+    saver: str = option_field(
+        "megatron", "format of the output", choices=("megatron", "hf"), synonyms=SAVERS
+    )
+    conversion: ConversionOptions = option_group(
+        ConversionOptions(target_format="megatron"),
+        flags=HIDDEN
+        | {
+            "load": "load-dir",
+            "save": "save-dir",
+            "target_tensor_parallel_size": "target-tensor-parallel-size",
+            "target_pipeline_parallel_size": "target-pipeline-parallel-size",
+        },
+    )
+
+    @property
+    def options(self) -> ConversionOptions:
+        return dataclasses.replace(self.conversion, target_format=self.saver)
+
+
+@dataclass(frozen=True)
+class ToFp32(Peer):
+    """Writes the fp32 weights of a checkpoint as safetensors: a folder of full tensors under their
+    canonical names.
+    """
+
+    PROGRAM: ClassVar[str] = "zero_to_fp32.py"
+    FIELD_FLAGS: ClassVar[dict[str, str]] = {"load": "CHECKPOINT_DIR", "save": "OUTPUT_DIR"}
+
+    checkpoint_dir: str = option_field(
+        "",
+        "a --save folder, or the folder of one checkpoint",
+        metavar="CHECKPOINT_DIR",
+        positional=True,
+        required=True,
+    )
+    output_dir: str = option_field(
+        "", "new folder", metavar="OUTPUT_DIR", positional=True, required=True
+    )
+    tag: str | None = option_field(
+        None, "checkpoint of the folder, such as global_step10 (default: the last one)"
+    )
+    conversion: ConversionOptions = option_group(
+        ConversionOptions(target_format="native", dtype="fp32"), flags=HIDDEN
+    )
+
+    @property
+    def options(self) -> ConversionOptions:
+        load = str(Path(self.checkpoint_dir, self.tag or "")) if self.checkpoint_dir else ""
+        return dataclasses.replace(self.conversion, load=load, save=self.output_dir)
+
+
+@dataclass(frozen=True)
+class HfOptions:
+    """What is converted."""
+
+    hf_ckpt_dir: str | None = option_field(
+        None,
+        "folder of the Hugging Face model; with --to-hf-ckpt it is not needed",
+        metavar="FOLDER",
+    )
+    load: str | None = option_field(
+        None,
+        "checkpoint to convert to a Hugging Face model",
+        metavar="FOLDER",
+        only_with=when(to_hf_ckpt=True),
+    )
+    save: str = option_field("", "new folder of the result", metavar="FOLDER", required=True)
+    to_hf_ckpt: bool = option_field(False, "convert --load to a Hugging Face model")
+    load_mode: str = option_field(
+        "auto",
+        "ignored; the format of the Hugging Face model is detected automatically",
+        choices=("torchbin", "safetensor", "auto"),
+    )
+    hf_ckpt_num_shards: int | None = option_field(
+        None, "ignored; the files are counted automatically", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class HfToMegads(Peer):
+    """Converts a Hugging Face model to a folder of weights that --load of a training and of the
+    server accepts on every layout, or, with --to-hf-ckpt, a checkpoint to a Hugging Face model.
+
+    Flags of pretrain_gpt.py are accepted and have no effect: both formats describe the model.
+    """
+
+    PROGRAM: ClassVar[str] = "hf2megads_weight_converter.py"
+    PEERS: ClassVar[str] = "pretrain_gpt"
+
+    training: Config = option_group(Config(), hidden=True)
+    given: frozenset[str] = frozenset()
+    converter: HfOptions = option_group(HfOptions())
+
+    @property
+    def options(self) -> ConversionOptions:
+        own = self.converter
+        load, target = (own.load, "hf") if own.to_hf_ckpt else (own.hf_ckpt_dir, "native")
+        return ConversionOptions(load=load or "", save=own.save, target_format=target)
+
+    def problems(self) -> Iterator[Problem]:
+        name = "load" if self.converter.to_hf_ckpt else "hf_ckpt_dir"
+        if not self.options.load:
+            yield Problem("required", name)
+        with renaming_fields(load=name):
+            yield from self.options.problems()
+
+    def warnings(self) -> Iterator[Problem]:
+        own = vars(self.converter).keys()
+        if others := sorted(self.given - own):
+            yield no_effect_problem(*others, reason="on a conversion")
 
 
 def convert_checkpoint(options: ConversionOptions) -> None:

@@ -7,18 +7,14 @@ with --tensor-model-parallel-size.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
+    import start_tool
 
-    program_start.begin()
+from functools import partial
 
 from megatron_ds.evaluation.command import run
 from megatron_ds.evaluation.options import Options
 from megatron_ds.inference.cli import run_program
 
 if __name__ == "__main__":
-    run_program(Options, run, sys.argv[1:])
+    start_tool.run(partial(run_program, Options, run))

@@ -8,21 +8,18 @@ reads and prints.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import collections
 import contextlib
 import io
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -322,4 +319,4 @@ def _shown(result: Continuation, number: int, tokenizer: Tokenizer, *, as_json: 
 
 
 if __name__ == "__main__":
-    run_program(Options, run, sys.argv[1:])
+    start_tool.run(partial(run_program, Options, run))

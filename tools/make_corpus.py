@@ -6,18 +6,13 @@ of the language reference that `help()` shows. The same Python gives the same fi
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import itertools
 import json
 import random
+import sys
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -91,4 +86,4 @@ def work(options: Options) -> None:
 main = cli.program(Options, work)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

@@ -5,15 +5,10 @@ The command line of `megatron_ds.data.merge`.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
+    import start_tool
 
-    program_start.begin()
-
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,4 +66,4 @@ def work(options: Options) -> None:
 main = cli.program(Options, work)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

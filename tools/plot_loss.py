@@ -5,14 +5,8 @@ Reads the metrics.jsonl that a run writes next to its checkpoints.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import importlib.util
 from collections.abc import Iterator
@@ -83,4 +77,4 @@ def work(options: Options) -> None:
 main = cli.program(Options, work)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

@@ -6,14 +6,8 @@ Reads the files that a run writes next to its checkpoints; the command line of
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import importlib.util
 from collections.abc import Iterator
@@ -84,4 +78,4 @@ def work(options: Options) -> None:
 main = cli.program(Options, work)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

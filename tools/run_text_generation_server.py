@@ -8,14 +8,8 @@ wait for its work.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import dataclasses
 import importlib.util
@@ -23,6 +17,7 @@ import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,4 +287,4 @@ def thinned(points: Points) -> Points:
 
 
 if __name__ == "__main__":
-    run_program(Options, run, sys.argv[1:])
+    start_tool.run(partial(run_program, Options, run))

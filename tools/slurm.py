@@ -7,21 +7,17 @@ programs do everything else.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -491,4 +487,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

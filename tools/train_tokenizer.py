@@ -5,16 +5,11 @@ The command line of `megatron_ds.tokenizer.train`.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import functools
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -143,4 +138,4 @@ def work(options: Options) -> None:
 main = cli.program(Options, work)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

@@ -15,9 +15,10 @@ from tests.token_files import write_pair
 
 TOOL = REPOSITORY / "tools" / "generate_samples_gpt.py"
 WITHOUT_DEEPSPEED = """
-import runpy, sys
+import os, runpy, sys
 sys.modules["deepspeed"] = None
 sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 VOCAB = 30

@@ -56,9 +56,10 @@ def test_importing_builds_and_fetches_nothing_and_generation_needs_no_deepspeed(
 
 
 RUN = """
-import runpy, sys
+import os, runpy, sys
 try:
     del sys.argv[0]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     runpy.run_path(f"{sys.argv[0]}.py", run_name="__main__")
 except SystemExit as end:
     slow = ("torch", "deepspeed", "transformers", "fastapi")

@@ -24,6 +24,7 @@ def main() -> None:
         sys.modules["deepspeed"] = None  # type: ignore[assignment]
     try:
         if job.get("program"):
+            sys.path.insert(0, str(Path(job["program"]).resolve().parent))  # as Python does
             runpy.run_path(job["program"], run_name="__main__")
         else:
             train(job.get("mistake"))

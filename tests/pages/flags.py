@@ -60,7 +60,7 @@ def tool_tables() -> dict[str, FlagTable]:
     """The flags of all tools that have any, by the path of the tool and its command."""
     tables = {}
     for path in sorted((REPOSITORY / "tools").rglob("*.py")):
-        if path.is_symlink():  # another name of a tool
+        if path.is_symlink() or path.stem == "start_tool":  # another name, or no tool
             continue
         name = path.relative_to(REPOSITORY)
         module = load(path)

@@ -5,15 +5,8 @@ The command line of `megatron_ds.cleaning.url_lists`.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
-
+    import start_tool
 
 from megatron_ds import cli
 from megatron_ds.cleaning.url_lists import KEPT, filter_urls
@@ -32,4 +25,4 @@ def work(options: Options) -> None:
 main = cli.program(Options, work)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

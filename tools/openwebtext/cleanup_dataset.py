@@ -5,14 +5,8 @@ The stages fix, language and length of clean.py, whose other flags may follow.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import dataclasses
 from collections.abc import Mapping
@@ -62,4 +56,4 @@ class Options(CleaningCommand):
 main = cli.program(Options, work)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

@@ -6,14 +6,8 @@ not downloaded.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
+    import start_tool
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -86,4 +80,4 @@ class Options(CleaningCommand):
 main = cli.program(Options, work)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

@@ -5,15 +5,8 @@ The command line of `megatron_ds.cleaning.command`.
 
 from __future__ import annotations
 
-import os
-import sys
-
 if __name__ == "__main__":
-    sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
-    from megatron_ds.launch import program_start
-
-    program_start.begin()
-
+    import start_tool
 
 from megatron_ds import cli
 from megatron_ds.cleaning.command import MergeOptions as Options
@@ -22,4 +15,4 @@ from megatron_ds.cleaning.command import merge_files
 main = cli.program(Options, merge_files)
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    start_tool.run(main)

@@ -15,7 +15,8 @@ NAMES = {
     "tools/generate_samples_gpt2.py": "tools/generate_samples_gpt.py",
     "tools/merge_preprocessed_data.py": "tools/merge_datasets.py",
     "tools/checkpoint/util.py": "tools/checkpoint/convert.py",
-    "tasks/eval_harness/evaluate.py": "tasks/main.py",
+    "tasks/eval_harness/evaluate.py": "tools/evaluate.py",
+    "tasks/main.py": "tools/evaluate.py",
 }
 
 
