@@ -25,7 +25,6 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import readback
 from megatron_ds.engine.deepspeed import nvme_states
 from megatron_ds.engine.deepspeed import patches as deepspeed_patches
-from megatron_ds.engine.deferred_compiler import defer_compiler
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.engine.optimizers.build import attach_matrices, client_optimizer
@@ -128,8 +127,6 @@ def _is_deepcompiled(ds_config: Mapping[str, Any]) -> bool:
 
 def _prepare_process(config: Config, ds_config: Mapping[str, Any]) -> None:
     """Change what DeepSpeed and torch import, before anything is built."""
-    if not (config.runtime.compile or _is_deepcompiled(ds_config)):
-        defer_compiler()
     deepspeed_patches.import_muon_without_compile()
     deepspeed_patches.silence_memory_reports()
     deepspeed_patches.limit_parameter_prefetch()
