@@ -26,7 +26,6 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_ds.config.problems import UserError, counted, user_error
 from megatron_ds.inference.access import HostCheck, KeyCheck, error_response
@@ -54,8 +53,6 @@ MAX_HELD_BYTES = 8 * MAX_BODY
 """Bytes of all bodies that are being received or read."""
 MAX_DRAIN_BYTES = 8 * MAX_BODY
 """Bytes of a body that are read: a client reads no response before it has sent its body."""
-HEAD_TIMEOUT_S = 20.0
-"""Within which a connection must send the head of a request."""
 BODY_TIMEOUT_S = 60.0
 """Within which the body must follow, and then be read."""
 KEEP_ALIVE_S = 30
@@ -144,7 +141,7 @@ class TextServer(Generic[Job]):
             TpGroupBroken: If the ranks are out of step.
         """
         config = uvicorn.Config(
-            self.app, http=_HeadTimeout, ws="none", log_level="warning", lifespan="off"
+            self.app, http="h11", ws="none", log_level="warning", lifespan="off"
         )
         config.timeout_keep_alive = KEEP_ALIVE_S
         config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
@@ -354,39 +351,6 @@ class TextServer(Generic[Job]):
 
     async def _show_metrics(self) -> Response:
         return Response(self._metrics.text(), media_type=self._metrics.content_type)
-
-
-class _HeadTimeout(H11Protocol):
-    """Closes connections that do not complete the head of a request, for which uvicorn waits
-    indefinitely."""
-
-    _head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._start_timer()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._start_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        super().connection_lost(exc)
-
-    def _start_timer(self) -> None:
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._end, self.cycle)
-
-    def _end(self, last: object) -> None:
-        """Closes the connection unless a request has followed the last one."""
-        self._head_timer = None
-        if self.cycle is last:
-            self.transport.close()
-        else:
-            self._start_timer()  # for a head that has begun meanwhile
 
 
 class _Server(uvicorn.Server):
