@@ -10,7 +10,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron_ds", "megatron_ds.*"]),
-    package_data={"": ["*.bash", "*.css", "*.html", "*.json", "*.toml", "*.zsh"]},
+    package_data={"": ["*.css", "*.html", "*.json", "*.toml"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",
@@ -20,7 +20,6 @@ setup(
         "regex>=2024.4.16",
         "rich>=13",
         "safetensors>=0.5",
-        "shtab>=1.7",
         "tensorboard>=2.16",
         "tokenizers>=0.21",
         "xxhash>=3.0",

@@ -17,7 +17,6 @@ from megatron_ds.cli.command import (
     build,
     fail,
     listing,
-    print_completion,
     print_warning,
     render,
 )
@@ -119,7 +118,7 @@ def parse(
 
     Raises:
         SettingsRejected: If there are problems, and `raises`.
-        SystemExit: With status 0 after --help, --version, --print-completion or --print-config;
+        SystemExit: With status 0 after --help, --version or --print-config;
             with status 2 after all problems are printed.
     """
     table = dataclasses.replace(training_flags(), program=program)
@@ -129,7 +128,6 @@ def parse(
             described = training_help(table, every_flag=HELP_ALL in argv)
             print(version_text() if requested == VERSION else described)
         raise SystemExit(0)
-    print_completion(argv, table, rank)
 
     replaced: list[str] = []
 

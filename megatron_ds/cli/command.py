@@ -13,10 +13,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
-from megatron_ds.cli.completion import SHELLS, completion, with_training_flags
 from megatron_ds.cli.flags import FlagTable, flag_table
 from megatron_ds.cli.help import tool_help
 from megatron_ds.cli.scan import scan
@@ -27,7 +25,6 @@ from megatron_ds.launch.exit_codes import ExitCode
 
 HELP_ALL = "--help-all"
 HELP = ("--help", "-h", HELP_ALL)
-PRINT_COMPLETION = "--print-completion"
 
 T = TypeVar("T")
 """A dataclass of a tool's options, all with defaults; its docstring describes the tool.
@@ -60,15 +57,13 @@ def parse(
         unknown: Receives the arguments of unknown flags, which are an error otherwise.
 
     Raises:
-        SystemExit: After --help or --print-completion, with status 0, and after all problems are
-            printed, with status 2.
+        SystemExit: After --help, with status 0, and after all problems are printed, with status 2.
     """
     table = table_of(options)
     if any(word in HELP for word in argv):
         if rank == 0:
             print(tool_help(table, options))
         raise SystemExit(0)
-    print_completion(argv, table if unknown is None else with_training_flags(table), rank)
     line = scan(argv, table, keep_unknown=unknown is not None)
     result: T = build(options(), line.values, argv)
     values = _each(result, field_problems, line.values, table)
@@ -127,24 +122,6 @@ def run(
 def program(options: type[T], work: Callable[[T], int | None]) -> Callable[[Sequence[str]], int]:
     """The main function of a tool; see `run`."""
     return functools.partial(run, options, work)
-
-
-def print_completion(
-    argv: Sequence[str],
-    table: FlagTable,
-    rank: int = 0,
-    commands: Mapping[str, FlagTable] = MappingProxyType({}),
-) -> None:
-    """Print the shell completion of a program on rank 0 and exit, if it is requested."""
-    if PRINT_COMPLETION not in argv:
-        return
-    shell = next(iter(argv[argv.index(PRINT_COMPLETION) + 1 :]), "")
-    if shell not in SHELLS:
-        known = " or ".join(SHELLS)
-        fail([Problem("completion-of-no-shell", shell=shell, known=known)], table, rank=rank)
-    if rank == 0:
-        print(completion(table, shell, commands))
-    raise SystemExit(0)
 
 
 def fail(problems: Sequence[str], table: FlagTable, *, rank: int = 0) -> NoReturn:

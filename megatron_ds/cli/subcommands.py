@@ -10,9 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from megatron_ds.cli.command import HELP, fail, print_completion, run, table_of
-from megatron_ds.cli.completion import with_training_flags
-from megatron_ds.cli.flags import FlagTable
+from megatron_ds.cli.command import HELP, fail, run, table_of
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch.exit_codes import ExitCode
 
@@ -39,12 +37,10 @@ def run_command(
         default: The command that may be left out.
     """
     tables = {name: table_of(options) for name, (options, _) in commands.items()}
-    tables |= {name: with_training_flags(tables[name]) for name in with_training}
     name, rest = (argv[0], argv[1:]) if argv else (HELP[0], ())
     if name in HELP:
         print(_overview(program, commands))
         return ExitCode.FINISHED
-    print_completion(argv, FlagTable(program, (), ()), commands=tables)
     if name.startswith("-") and default:
         name, rest = default, argv
     if name not in commands:

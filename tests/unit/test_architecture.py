@@ -51,7 +51,7 @@ ALLOWED = {
 """What each folder imports of the package, exactly."""
 
 ONLY_IN = {
-    "argparse": "cli/completion.py conversion/megatron/write_common.py",
+    "argparse": "conversion/megatron/write_common.py",
     "deepspeed": "engine/ checkpoint/universal/ launch/",
     "fastapi starlette uvicorn": "inference/server.py inference/access.py",
     "os.environ os.environb os.getenv os.putenv os.unsetenv": "launch/",

@@ -268,7 +268,7 @@ def test_the_families_of_the_model_page_have_the_flags_that_conversion_reads() -
 
 PAGE_COMMAND = re.compile(r"(?<![\w/.])(pretrain_gpt\.py|(?:tools|tasks)/[\w/]+\.py) (.*)")
 
-NO_ARGUMENTS = re.compile(r"(^| )(\.\.\.|\$\(cat .*?\)|(FLAGS|[>|]) .*|--print-completion.*)")
+NO_ARGUMENTS = re.compile(r"(^| )(\.\.\.|\$\(cat .*?\)|(FLAGS|[>|]) .*)")
 
 
 def page_commands() -> list[tuple[str, str, list[str]]]:

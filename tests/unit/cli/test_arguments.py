@@ -214,7 +214,7 @@ def test_the_short_help_has_the_required_flags_and_a_command_that_parses(
 ) -> None:
     shown = training_help(training_flags())
     listed = set(re.findall(r"^  --([\w-]+)", shown, re.MULTILINE))
-    assert listed - {"help-all", "print-completion", "version"} == ESSENTIAL
+    assert listed - {"help-all", "version"} == ESSENTIAL
     assert {flag.names[0] for flag in training_flags().own if flag.required} <= listed
     assert max(map(len, shown.splitlines())) <= 80
     _, _, command = shown.partition("  python pretrain_gpt.py ")
