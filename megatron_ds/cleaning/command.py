@@ -239,5 +239,5 @@ def final_report(counts: Counts, options: CleaningOptions, seconds: float) -> It
         yield line
     if counts.without_url:
         yield f"without {options.url_key!r}: {counted(counts.without_url, 'document', ',')}"
-    files = [options.output, options.dropped_output, options.report_figure, options.report_numbers]
+    files = [options.output, options.dropped_output, options.report]
     yield "wrote " + ", ".join(file for file in files if file is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ NEED_PACKAGES = ("fix", "language", "near")
 """Stages that need packages of the extra `cleaning`."""
 RESUME = "continue an interrupted run; the output equals that of an uninterrupted run"
 """Help of the option."""
-FIGURE = ".png"
-NUMBERS = ".json"
 
 
 @dataclass(frozen=True)
@@ -69,10 +66,7 @@ class CleaningOptions:
         None, "output file for dropped documents, with stage and reason", metavar="FILE"
     )
     report: str | None = option_field(
-        None,
-        "output file for a figure of the results (.png, with its numbers in a .json next "
-        "to it), or for the numbers only (.json)",
-        metavar="FILE",
+        None, "output file for the numbers of documents by stage and reason (.json)", metavar="FILE"
     )
     resume: bool = option_field(False, RESUME)
     url_blacklist: tuple[str, ...] = option_field(
@@ -112,23 +106,14 @@ class CleaningOptions:
         """The list of rejected documents."""
         return self.output + QUARANTINE
 
-    @property
-    def report_numbers(self) -> str | None:
-        """The file of the report's numbers."""
-        return None if self.report is None else os.path.splitext(self.report)[0] + NUMBERS
-
-    @property
-    def report_figure(self) -> str | None:
-        """The file of the report's figure."""
-        return self.report if self.report and self.report.lower().endswith(FIGURE) else None
-
     def problems(self) -> Iterator[Problem]:
         """Problems that can be found without reading the documents or the stages' files."""
         for group in (self, self.near, self.tasks):
             yield from field_problems(group)
         yield from self.inputs.problems()
         yield from self._output_problems()
-        yield from self._report_problems()
+        if self.report is not None and not self.report.lower().endswith(".json"):
+            yield Problem("report-suffix", settings=self)
         yield from self._stage_problems()
         if self.resume:
             yield from self.inputs.resume_problems()
@@ -140,8 +125,6 @@ class CleaningOptions:
         given = {name: path for name, path in given.items() if path is not None}
         files = {option(name): path for name, path in given.items()}
         files["the list of rejected documents"] = self.quarantine
-        if self.report_figure is not None:
-            files[f"the numbers of {option('report')}"] = str(self.report_numbers)
         for name, path in given.items():
             yield from self._folder_problems(name, path)
             suffix = os.path.splitext(path)[1].lower()
@@ -172,14 +155,6 @@ class CleaningOptions:
         for inner in filter(os.path.isdir, self.inputs.paths):
             if os.path.realpath(path).startswith(os.path.join(os.path.realpath(inner), "")):
                 yield Problem("cleaning-output-in-input", name, "paths", path=path, folder=inner)
-
-    def _report_problems(self) -> Iterator[Problem]:
-        if self.report is None:
-            return
-        if not self.report.lower().endswith((FIGURE, NUMBERS)):
-            yield Problem("report-suffix", settings=self)
-        elif self.report_figure and importlib.util.find_spec("matplotlib") is None:
-            yield Problem("report-needs-matplotlib", settings=self)
 
     def _stage_problems(self) -> Iterator[Problem]:
         for name in self.order:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_ds.cleaning.options import CleaningOptions
-from megatron_ds.cleaning.report import draw
 from megatron_ds.cleaning.stages import (
     Document,
     Dropped,
@@ -36,7 +35,7 @@ CHUNK_BYTES = 1 << 19
 CHUNK_DOCUMENTS = 64
 """Limits of a chunk, which a worker gets at once."""
 OUTPUT, DROPPED, QUARANTINED = "output", "dropped", "quarantine"
-PICTURE, NUMBERS = "report.png", "report.json"
+NUMBERS = "report.json"
 """Names in the work folder."""
 BOM = b"\xef\xbb\xbf"
 
@@ -252,11 +251,9 @@ class Run:
         if not counts.after.documents:
             work.discard()
             raise user_error("no-documents-left", name=options.inputs.name, dropped=_lost(counts))
-        if options.report_numbers is not None:
+        if options.report is not None:
             numbers = json.dumps(counts.to_json(), indent=2) + "\n"
             (work.folder / NUMBERS).write_text(numbers, encoding="utf-8")
-        if options.report_figure is not None:
-            draw(work.folder / PICTURE, counts)
         self._commit(finished=True)
 
     def _commit(self, finished: bool = False) -> None:
@@ -378,8 +375,7 @@ def publish(options: CleaningOptions, work: ResumableOutput) -> None:
         OUTPUT: options.output,
         DROPPED: options.dropped_output,
         QUARANTINED: options.quarantine,
-        NUMBERS: options.report_numbers,
-        PICTURE: options.report_figure,
+        NUMBERS: options.report,
     }
     if not work.files[QUARANTINED].committed:
         del finals[QUARANTINED]
