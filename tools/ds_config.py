@@ -9,7 +9,7 @@ if __name__ == "__main__":
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,7 +113,7 @@ def explain_keys(options: Explain, training: Sequence[str]) -> None:
     names = [key for name in options.keys for key in explain.find(name)]
     if options.keys and not training:
         found = [explain.facts(key) for key in dict.fromkeys(names)]
-        print(json.dumps(found, indent=1) if options.print_json else _facts_text(found))
+        print(json.dumps(found, indent=1) if options.print_json else "\n".join(map(_lines, found)))
         return
     config, generated = _generated(training, options.world_size)
     rows = [row for row in explain.rows(config, generated) if not options.keys or row.key in names]
@@ -208,23 +208,11 @@ def _implied_world_size(file: DeepSpeedFile) -> int:
     return max(1, ranks)
 
 
-def _facts_text(found: Sequence[dict[str, Any]]) -> str:
-    titles = {
-        "type": "type", "flags": "set by", "derived_from": "derived from",
-        "deepspeed_default": "DeepSpeed's default",
-    }  # fmt: skip
-
-    def lines(fact: dict[str, Any]) -> Iterator[str]:
-        yield fact["key"]
-        yield f"  {fact['description']}"
-        for name, title in titles.items():
-            value = fact[name]
-            if value not in (None, [], {}):
-                if name == "deepspeed_default":
-                    value = json.dumps(value)
-                yield f"  {title}: {', '.join(value) if isinstance(value, list) else value}"
-
-    return "\n\n".join("\n".join(lines(fact)) for fact in found)
+def _lines(fact: dict[str, Any]) -> str:
+    """What is known of a key, as the JSON has it."""
+    known = {name: value for name, value in fact.items() if value not in (None, [])}
+    shown = (value if isinstance(value, str) else json.dumps(value) for value in known.values())
+    return "".join(f"{name}: {value}\n" for name, value in zip(known, shown, strict=True))
 
 
 def _print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

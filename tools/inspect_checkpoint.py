@@ -23,9 +23,7 @@ from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.fields import option_field
-from megatron_ds.config.problems import Problem, UserError, counted
-from megatron_ds.reports.history import History, Points, read_history
-from megatron_ds.reports.text_plot import chart
+from megatron_ds.config.problems import Problem, counted
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from megatron_ds.conversion.inspect.compare import Comparison, TensorDifference
@@ -127,8 +125,7 @@ class Inspection:
             self._print(_verified_line(each))
 
     def _describe(self, opened: CheckpointSummary) -> None:
-        curves = _curves_of(opened)
-        self.found["checkpoint"] = _as_json(opened, curves)
+        self.found["checkpoint"] = _as_json(opened)
         self._print(*_summary(opened))
         self._print(*_groups(opened))
         self._print(*_tensor_lines(opened, every=self._options.tensors))
@@ -136,8 +133,6 @@ class Inspection:
         width = max(map(len, files), default=0)
         self._print("", f"files: {len(files)}, {_size(sum(files.values()))}")
         self._print(*(f"  {name:{width}}  {_size(size):>10}" for name, size in files.items()))
-        if curves is not None:
-            self._print("", *_curve_lines(curves))
 
     def _compared(
         self, result: Comparison, opened: CheckpointSummary, other: CheckpointSummary
@@ -186,18 +181,7 @@ def _verified_line(result: Verification) -> str:
     return f"{result.path}: {counted(result.num_files, 'file')}, {_size(result.num_bytes)}, {how}"
 
 
-def _curves_of(opened: CheckpointSummary) -> History | None:
-    """The loss curve up to the checkpoint; None without one."""
-    if opened.metrics is None or not opened.metrics.is_file():
-        return None
-    try:
-        return read_history(opened.metrics, opened.progress["iteration"])
-    except UserError as error:
-        _warn(f"WARNING: {error.problems[0].render()}")
-        return None
-
-
-def _as_json(opened: CheckpointSummary, curves: History | None) -> dict[str, Any]:
+def _as_json(opened: CheckpointSummary) -> dict[str, Any]:
     return {
         "path": str(opened.path),
         "format": opened.format,
@@ -220,7 +204,6 @@ def _as_json(opened: CheckpointSummary, curves: History | None) -> dict[str, Any
             for kind, tensors in opened.tensors.items()
             for name, tensor in tensors.items()
         ],
-        "curves": None if curves is None else _points(curves),
     }
 
 
@@ -291,20 +274,6 @@ def _ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
-
-
-def _points(curves: History) -> dict[str, Points]:
-    evaluated = {split: curves.losses(split) for split in ("validation", "test")}
-    return {"train": curves.points(), **evaluated}
-
-
-def _curve_lines(curves: History) -> list[str]:
-    found = _points(curves)
-    iteration, loss = found.pop("train")[-1]
-    last = [f"training {loss:.4f} at iteration {iteration:,}"]
-    for name, points in found.items():
-        last += [f"{name} {points[-1][1]:.4f} at {points[-1][0]:,}"] if points else []
-    return [f"loss: {', '.join(last)}", *chart(curves, None, "").splitlines()]
 
 
 def _comparison_lines(result: Comparison) -> Iterator[str]:

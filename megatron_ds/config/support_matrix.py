@@ -24,7 +24,6 @@ and that the validator rejects what a rule forbids.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,22 +216,3 @@ def problems(config: Config) -> Iterator[Problem]:
         combination = listed(AXES[axis].flags_text(layout[axis]) for axis in rule.values)
         problem = Problem(rule.code, combination=combination, closest=changed)
         yield problem.extended(f" ({rule.upstream})") if rule.upstream else problem
-
-
-def pairs(one: str, other: str) -> Iterator[Layout]:
-    """Every pair of values of two axes."""
-    for first, second in itertools.product(AXES[one].values, AXES[other].values):
-        yield {one: first, other: second}
-
-
-def obstacle(part: Layout) -> Rule | None:
-    """The rule because of which no layout has these values; None if one has them."""
-    whole = completed(part)
-    broken = (rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(whole))
-    return next(broken, None)
-
-
-def completed(part: Layout) -> Layout:
-    """A layout with these values, and the defaults of other axes as far as the rules allow."""
-    defaults = {name: axis.default for name, axis in AXES.items()}
-    return closest(defaults | dict(part), part)

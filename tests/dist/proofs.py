@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from megatron_ds.config.support_matrix import AXES, MANY, Layout, Values
+from megatron_ds.config.support_matrix import (
+    AXES,
+    MANY,
+    RULES,
+    WITHOUT_EFFECT,
+    Layout,
+    Rule,
+    Values,
+    closest,
+)
 
 
 @dataclass(frozen=True)
@@ -77,3 +88,21 @@ PROOFS: tuple[Proof, ...] = (
     Proof(STAGES, {"pp": (MANY,), "tp": EVERYTHING["tp"]}),
     Proof(STAGES, {"pp": (MANY,), "zero": ("0", "1")}),
 )
+
+
+def pairs(one: str, other: str) -> Iterator[Layout]:
+    """Every pair of values of two axes."""
+    for first, second in itertools.product(AXES[one].values, AXES[other].values):
+        yield {one: first, other: second}
+
+
+def obstacle(part: Layout) -> Rule | None:
+    """The rule because of which no layout has these values; None if one has them."""
+    layout = completed(part)
+    return next((rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(layout)), None)
+
+
+def completed(part: Layout) -> Layout:
+    """A layout with these values, and the defaults of other axes as far as the rules allow."""
+    defaults = {name: axis.default for name, axis in AXES.items()}
+    return closest(defaults | dict(part), part)

@@ -57,6 +57,7 @@ from megatron_ds.engine.deepspeed.loss_scaler import STATE
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.inference.load_checkpoint import load_model
+from tests.dist import proofs
 from tests.dist.compare import differing_names, worst_difference
 from tests.dist.engine_harness import Meshes, batches_of, full_tensor, full_weights, of_all_stages
 from tests.dist.nonfinite_harness import RATES, Training
@@ -136,7 +137,7 @@ def stages_of(sizes: str) -> list[int]:
     names = {"tp": "tp", "pp": "pp", "ulysses": "sp"}
     many = {axis: support_matrix.MANY for name, axis in names.items() if name in SIZES[sizes]}
     layouts = (many | {"zero": str(stage)} for stage in range(4))
-    return [n for n, layout in enumerate(layouts) if support_matrix.obstacle(layout) is None]
+    return [n for n, layout in enumerate(layouts) if proofs.obstacle(layout) is None]
 
 
 DENSE_LAYOUTS = {

@@ -14,6 +14,7 @@ from megatron_ds.config import support_matrix
 from megatron_ds.config.checks import listed
 from megatron_ds.config.problems import catalogue, default_flag, plural
 from megatron_ds.engine.ds_config import passthrough
+from tests.dist import proofs
 from tests.dist.proofs import EVERYTHING, PROOFS, Proof
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -111,7 +112,7 @@ def _pairs(name: str, others: Iterable[str]) -> str:
 
 
 def _cell(part: support_matrix.Layout) -> str:
-    rule = support_matrix.obstacle(part)
+    rule = proofs.obstacle(part)
     if rule is not None:
         return f"no: `{rule.code}`" if rule.code else "-"
     return " ".join(letter for letter, proof in _lettered() if proof.covers(part))
@@ -153,8 +154,8 @@ def unrecorded_pairs(record: Record, version: str) -> list[tuple[str, ...]]:
     accepted = (
         pair
         for axes in itertools.combinations(support_matrix.AXES, 2)
-        for pair in support_matrix.pairs(*axes)
-        if support_matrix.obstacle(pair) is None
+        for pair in proofs.pairs(*axes)
+        if proofs.obstacle(pair) is None
     )
     missing = (pair for pair in accepted if not any(pair.items() <= run for run in passed))
     titles = {name: axis.title for name, axis in support_matrix.AXES.items()}

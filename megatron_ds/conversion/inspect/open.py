@@ -59,7 +59,6 @@ class CheckpointSummary:
     data: tuple[SourcePosition, ...] = ()
     shards: Mapping[str, str] = field(default_factory=dict)
     """How a weight is sharded, by name; absent for one that is stored as a full tensor."""
-    metrics: Path | None = None
     """File with the loss curve of the run, which may not exist."""
 
     @property
@@ -144,7 +143,6 @@ def _with_run(
         layout=dataclasses.asdict(run.layout),
         data=() if run.data is None else _positions(run.data),
         shards={} if checkpoint.is_universal else _shards_of(checkpoint, weights),
-        metrics=_metrics_of(checkpoint),
     )
 
 
@@ -183,8 +181,3 @@ def _shards_of(found: Checkpoint, source: SourceCheckpoint) -> dict[str, str]:
         if words:
             shards[name] = f"{' x '.join(words)} x {shape}"
     return shards
-
-
-def _metrics_of(found: Checkpoint) -> Path:
-    given = found.run.config.get("logging", {}).get("metrics_jsonl")
-    return Path(given) if isinstance(given, str) else found.path.parent / "metrics.jsonl"

@@ -16,7 +16,7 @@ from megatron_ds.config.optimizer import OptimizerConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.support_matrix import AXES, RULES, Layout, Rule
 from megatron_ds.engine.ds_config.merge import merge_file
-from tests.dist import layouts
+from tests.dist import layouts, proofs
 from tests.dist.proofs import EVERYTHING, PROOFS
 from tests.problems import codes
 from tests.unit.engine.ds_files import FLAGS
@@ -95,18 +95,18 @@ def test_pairs_are_accepted_unless_a_rule_forbids_them() -> None:
     wrong = [
         pair
         for one, other in itertools.combinations(AXES, 2)
-        for pair in support_matrix.pairs(one, other)
+        for pair in proofs.pairs(one, other)
         if not is_as_the_matrix_says(pair)
-        or (frozenset(pair.items()) in compared) != (support_matrix.obstacle(pair) is None)
+        or (frozenset(pair.items()) in compared) != (proofs.obstacle(pair) is None)
     ]
     assert wrong == []
 
 
 def is_as_the_matrix_says(pair: Layout) -> bool:
     """Whether the command line accepts a pair, rejects it or warns, as the table says."""
-    layout = support_matrix.completed(pair)
+    layout = proofs.completed(pair)
     config, problems = configure(layout)
-    rule = support_matrix.obstacle(pair)
+    rule = proofs.obstacle(pair)
     if rule is None:
         return support_matrix.layout_of(config) == layout and problems == []
     if rule.code:

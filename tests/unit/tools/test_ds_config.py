@@ -140,9 +140,10 @@ def test_explanation_has_every_key_of_the_json(
 def test_keys_are_explained_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert ds_config.main(["explain", "gradient_clipping"]) == 0
     assert capsys.readouterr().out.splitlines()[2:] == [
-        "  type: number",
-        "  set by: --clip-grad",
-        "  DeepSpeed's default: 1.0",
+        "type: number",
+        'flags: ["--clip-grad"]',
+        "deepspeed_default: 1.0",
+        "",
     ]
     assert ds_config.main(["explain", "curriculum_learning.schedule_config", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 6

@@ -36,15 +36,11 @@ def states() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, states: Any) -> Path:
-    """--save folders of the same states in two layouts, with a loss curve."""
+    """--save folders of the same states in two layouts."""
     folder = tmp_path_factory.mktemp("saved")
     write_checkpoint(folder / "one", states, iteration=4)
     write_checkpoint(folder / "one", states)
     write_checkpoint(folder / "four", states, **TP2)
-    records: list[dict[str, Any]] = [{"iteration": i, "lm_loss": 9.0 - i / 4} for i in range(1, 20)]
-    records.insert(8, {"iteration": 8, "validation_loss": 7.5, "ppl": 1.0})
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "one" / "metrics.jsonl").write_text(text)
     return folder
 
 
@@ -81,20 +77,14 @@ def test_a_training_checkpoint_is_described(saved: Path, run: Run) -> None:
     assert found["files"] == {name: path.stat().st_size for name, path in files.items()}
 
 
-def test_the_text_shows_layers_as_one_and_the_curve_up_to_the_checkpoint(
-    saved: Path, run: Run
-) -> None:
+def test_the_text_shows_layers_as_one(saved: Path, run: Run) -> None:
     text = run(saved / "one").out
     assert f"{saved / 'one' / 'global_step8'}: native, iteration 8" in text
     assert "layers.0-1.attention.qkv.weight" in text
     assert "steps 7" in text
     assert "corpus: 32 samples read, weight 1" in text
-    assert "loss: training 7.0000 at iteration 8, validation 7.5000 at 8" in text
     every = run(saved / "one", "--tensors").out
     assert "layers.0.attention.qkv.weight" in every
-    curves = described(run, saved / "one" / "global_step4")["curves"]
-    assert [iteration for iteration, _ in curves["train"]] == [1, 2, 3, 4]
-    assert curves["validation"] == []
 
 
 def test_layouts_with_the_same_states_are_equal(saved: Path, run: Run) -> None:
@@ -303,11 +293,3 @@ def test_wrong_paths_are_rejected(tmp_path: Path, saved: Path, run: Run) -> None
         assert codes(tmp_path, *flags, status=1) == ["weights-format-unknown"]
     assert codes(f"hf:{saved / 'one'}", status=1) == ["hf-folder-without-config"]
     assert codes(status=2) == ["required"]
-
-
-def test_a_damaged_curve_is_a_warning(saved: Path, tmp_path: Path, run: Run) -> None:
-    folder = shutil.copytree(saved / "one", tmp_path / "save")
-    (folder / "metrics.jsonl").write_text("{\n")
-    printed = run(folder)
-    assert printed_codes(printed.err) == ["metrics-line-invalid"]
-    assert "loss:" not in printed.out
