@@ -273,5 +273,5 @@ def test_the_tool_converts(
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     assert TOOL.main(flags) == 1
-    assert printed_codes(capsys.readouterr().err)[-1] == "checkpoint-damaged"
+    assert printed_codes(capsys.readouterr().err)[-1] == "all-checkpoints-damaged"
     assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, "latest_universal"]
