@@ -9,7 +9,7 @@ import torch
 
 from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.kv_cache import PreallocatedCache
-from megatron_ds.inference.sampling import check_finite
+from megatron_ds.inference.sampling import check_finite, exclude_
 from megatron_ds.inference.stop_rules import StopRules
 from megatron_ds.model.attention_backends import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
@@ -79,13 +79,11 @@ def beam_search(
             last_1BH = model(tokens_BS, cache=view, hidden_only=True)[-1:]
             logprobs_BV = model.logits(last_1BH)[:, 0].log_softmax(dim=-1)
         if config.rules is not None:
-            for row, previous in enumerate(tokens):
-                logprobs_BV[row, list(config.rules.forbidden(previous[-1]))] = -torch.inf
+            exclude_(logprobs_BV, (config.rules.forbidden(each[-1]) for each in tokens))
         grown = _best_extensions(beams, logprobs_BV, 2 * width)
         ends = [beam for _, beam in grown[:width] if beam.ids[-1] == config.stop_token]
         ended = _best([*ended, *(beam.ended(penalty) for beam in ends)], width)
-        grown = [(row, beam) for row, beam in grown if beam.ids[-1] != config.stop_token]
-        grown = grown[:width]
+        grown = [each for each in grown if each[1].ids[-1] != config.stop_token][:width]
         beams = [beam for _, beam in grown]
         best_open = max((beam.ended(penalty).score for beam in beams), default=-torch.inf)
         if not beams or (len(ended) == width and ended[-1].score >= best_open):

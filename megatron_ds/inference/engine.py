@@ -22,7 +22,7 @@ from megatron_ds.config.problems import user_error
 from megatron_ds.inference.decoding import DecodeGraphs, Decoder
 from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.kv_cache import PreallocatedCache
-from megatron_ds.inference.sampling import choose
+from megatron_ds.inference.sampling import choose, exclude_
 from megatron_ds.inference.sequences import TextSequence
 from megatron_ds.model.attention_backends import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
@@ -210,10 +210,8 @@ class GenerationEngine:
         logits_BV = self._model.logits(self._last_hidden(sequences))[:, 0]
         scored = [row for row, each in enumerate(sequences) if each.config.logprobs]
         raw_BV = logits_BV[to_device(scored, self._device)] if scored else None
-        for row, sequence in enumerate(sequences):
-            if sequence.config.rules is not None:
-                forbidden = sequence.config.rules.forbidden(sequence.ids[-1])
-                logits_BV[row, list(forbidden)] = -torch.inf
+        rules = ((each.config.rules, each.ids[-1]) for each in sequences)
+        exclude_(logits_BV, (each.forbidden(last) if each else () for each, last in rules))
         self._decoder.keep(sequences, _sample(sequences, logits_BV))
         if raw_BV is not None:
             wanted = [sequences[row] for row in scored]

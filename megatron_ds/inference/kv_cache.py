@@ -120,9 +120,9 @@ class PreallocatedCache:
 
     def reorder(self, slots: Sequence[int]) -> None:
         """The texts of these slots, some of them several times, take the first slots."""
-        end = max(self.lengths[slot] for slot in slots)
+        end, order = max(self.lengths[slot] for slot in slots), to_device(slots, self.device)
         for part in itertools.chain.from_iterable(self._buffers):
-            part[: len(slots), :, :end] = part[list(slots), :, :end]
+            part[: len(slots), :, :end] = part[order, :, :end]
         self.lengths[: len(slots)] = [self.lengths[slot] for slot in slots]
 
 

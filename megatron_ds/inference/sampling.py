@@ -82,6 +82,14 @@ def choose(
     return draw(weights_Bn, ids_Bn, to_device(keys, logits_BV.device), top_p=sampling.top_p)
 
 
+def exclude_(logits_BV: torch.Tensor, ids: Iterable[Iterable[int]]) -> None:
+    """Gives ids of each row the logit -inf."""
+    places = [(row, number) for row, numbers in enumerate(ids) for number in numbers]
+    if places:
+        rows, columns = to_device(places, logits_BV.device).unbind(1)
+        logits_BV[rows, columns] = -torch.inf
+
+
 def check_finite(values: Iterable[float]) -> None:
     """
     Args:

@@ -13,12 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_ds.inference.beam import BeamSearchConfig, beam_search
+from megatron_ds.inference.generate import continue_prompts
+from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.sequences import GenerationConfig
 from tests.distributed import run_ranks
 from tests.e2e.runs import (
     REPOSITORY,
@@ -31,6 +37,7 @@ from tests.e2e.runs import (
     steps,
 )
 from tests.fake_accelerator import device
+from tests.unit.inference.models import EOD, model_of, result_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -189,6 +196,69 @@ def on_the_device(rank: int, library: Path) -> tuple[list[str], list[str]]:
     assert ones[ones > 0].shape == (9,)
     assert torch.equal(ones, ones)
     return accepted, [kind for _, kind, _ in device.READS.noted]
+
+
+PROMPTS = [[5], [3, 1, 4], [2, 7, 1, 8, 2, 8]]
+NEW_TOKENS = 6
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"greedy": True},
+    "top-k": {"top_k": 4, "temperature": 0.9},
+    "top-p": {"top_p": 0.8},
+    "forbidden tokens": {"greedy": True},
+}
+CHOICE = "copy megatron_ds/inference/engine.py _sample"
+BEAMS = "copy megatron_ds/inference/beam.py _best_extensions"
+Generated = tuple[list[list[int]], Counter[str], dict[str, int]]
+"""Texts, reads by kind and place, and what the device has counted."""
+
+
+def generate_on(place: str) -> dict[str, Generated]:
+    """Texts of a model with grouped queries, for prompts of different lengths."""
+    model = model_of("rope-gqa").to(place)
+    rules: Any = SimpleNamespace(
+        forbidden=lambda token: [7, 8] * (token % 2), ends=lambda *tokens: False
+    )
+
+    def sample(name: str) -> list[list[int]]:
+        sampling = SamplingParams(**SAMPLING[name])
+        own = rules if name == "forbidden tokens" else None
+        config = GenerationConfig(NEW_TOKENS, sampling, rules=own)
+        return [each.ids for each in continue_prompts(model, PROMPTS, config)]
+
+    def search() -> list[list[int]]:
+        config = BeamSearchConfig(NEW_TOKENS, 3, EOD, rules=rules)
+        return [each.ids for each in result_of(beam_search(model, PROMPTS[-1], config))]
+
+    outcomes = {}
+    for name, run in {
+        **{name: partial(sample, name) for name in SAMPLING},
+        "beams": search,
+    }.items():
+        device.READS.noted.clear()
+        torch.ops.fakedev.take_counters()
+        texts = run()
+        counts = dict(torch.ops.fakedev.take_counters())
+        outcomes[name] = texts, Report(device.READS.noted, {}).places("start"), counts
+    return outcomes
+
+
+def generate(rank: int, library: Path) -> tuple[dict[str, Generated], dict[str, Generated]]:
+    from tests.fake_accelerator import accelerator  # imports DeepSpeed
+
+    accelerator.install(library)
+    return generate_on(device.NAME), generate_on("cpu")
+
+
+def test_decoding_waits_once_for_each_token() -> None:
+    """And copies no numbers of the host from memory that is not pinned; top-p waits more often."""
+    ((found, expected),) = run_ranks(generate, 1, device.library())
+    reads = {name: each for name, (_, each, _) in found.items()}
+    assert reads["top-p"].pop("aten::nonzero megatron_ds/inference/sampling.py draw") > 0
+    places = {**dict.fromkeys(SAMPLING, CHOICE), "beams": BEAMS}
+    assert reads == {name: {place: NEW_TOKENS} for name, place in places.items()}
+    for name, (texts, _, counts) in found.items():
+        assert texts == expected[name][0], name
+        assert counts["copies from pinned memory"] >= NEW_TOKENS, name
 
 
 def test_the_device_refuses_host_tensors_and_notes_reads() -> None:
