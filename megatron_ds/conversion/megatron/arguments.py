@@ -1,7 +1,7 @@
-"""The model that the saved arguments of a Megatron checkpoint describe.
+"""The arguments of Megatron and the options of our model that they mean, read and written.
 
-Owns which argument means which of our model's options, over the versions and forks of Megatron, and
-which arguments name parts that our model lacks.
+Owns `ROWS`, over the versions and forks of Megatron. An argument that asks for a part that our
+model lacks sets no field; a value that Megatron's models lack is not written.
 """
 
 from __future__ import annotations
@@ -11,24 +11,147 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.config import ModelConfig
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.config.tokenizer import TOKENIZERS
+from megatron_ds.conversion.huggingface.config_rows import ConfigValues, Fields, Row, ignored
 from megatron_ds.conversion.megatron.names import QkvOrder, RowOrders
 from megatron_ds.conversion.safe_unpickle import StandIn
 
-POSITION_TYPES = {1: "rope", 2: "learned_absolute", 3: "alibi"}
-"""Members of PositionEmbeddingType in bigscience's fork, by value."""
 GATED = ("swiglu", "geglu", "reglu", "liglu")
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 TABLES = read_table(__file__)
-REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
-NEOX_POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "none": "none", "alibi": "alibi"}
-NEOX_OPTIONAL = (
-    *("seq_length", "max_position_embeddings", "attention_dropout", "hidden_dropout"),
-    "bias_gelu_fusion",
+
+
+def _value(names: str) -> Row:
+    """The field of the first name; read from the first argument that is set, and written to all."""
+    keys = names.split()
+
+    def read(args: ConfigValues) -> Fields:
+        found = (value for key in keys if (value := args.values.get(key)) is not None)
+        return {keys[0]: next(found, TABLES["defaults"].get(keys[0]))}
+
+    def write(model: ModelConfig) -> dict[str, Any]:
+        return dict.fromkeys(keys, {**vars(model), **model.derived_values}[keys[0]])
+
+    return Row(read, write)
+
+
+def _read_parts(args: ConfigValues) -> Fields:
+    """No field: our model lacks what these arguments ask for."""
+    experts = args.values.get("num_experts")
+    counts = experts if isinstance(experts, list | tuple) else [experts]
+    for name, part in TABLES["unsupported"].items():
+        value = args.values.get(name)
+        if value and value != TABLES["harmless"].get(name):
+            args.lacking.append(f"{part} ({name} {value})")
+    if any(count and count > 1 for count in counts):
+        args.lacking.append(f"experts (num_experts {experts})")
+    return {}
+
+
+def _read_activation(args: ConfigValues) -> Fields:
+    values = args.values
+    gated = values.get("glu_activation")
+    if values.get("swiglu") and gated:
+        args.lacking.append(f"two gated activations (swiglu and glu_activation {gated})")
+    if name := "swiglu" if values.get("swiglu") else gated:
+        return {"activation": name}
+    for name in ("squared-relu", "openai-gelu"):
+        if values.get(name.replace("-", "_")):
+            return {"activation": name}
+    # Only the kernel that adds the bias approximates gelu by tanh.
+    kind = "tanh" if values.get("bias_gelu_fusion") else "none"
+    return {"activation": "gelu", "gelu_approximation": kind}
+
+
+def _write_activation(model: ModelConfig) -> dict[str, Any]:
+    switches = ("swiglu", "squared-relu", "openai-gelu")
+    return {
+        **{name.replace("-", "_"): model.activation == name for name in switches},
+        "bias_gelu_fusion": model.activation == "gelu" and model.gelu_kind == "tanh",
+    }
+
+
+def _read_positions(args: ConfigValues) -> Fields:
+    values = args.values
+    kind = values.get("position_embedding_type")
+    is_rotary = values.get("use_rotary_position_embeddings")
+    has_table = values.get("add_position_embedding", True)
+    if isinstance(kind, StandIn):
+        value = kind.arguments[-1] if kind.arguments else None
+        kind = TABLES["positions"].get(str(value))
+    elif kind is None and is_rotary:
+        kind = "rope"
+        if values.get("add_position_embedding") and "position_embedding_type" not in values:
+            args.lacking.append("learned positions together with rotary ones")
+    elif kind in (None, "learned_absolute"):
+        kind = "learned_absolute" if has_table else "none"
+    fields = {"position_embedding_type": kind}
+    if kind == "learned_absolute":
+        return {**fields, **_value("max_position_embeddings").read(args)}
+    if kind == "rope":
+        base = values.get("rotary_base") or values.get("rope_theta") or 10000.0
+        percent = values.get("rotary_percent") or 1.0
+        return {**fields, "rotary_percent": float(percent), "rotary_base": float(base)}
+    if kind not in ("alibi", "none"):
+        args.lacking.append(f"positions of the type {values['position_embedding_type']}")
+    return fields
+
+
+def _write_positions(model: ModelConfig) -> dict[str, Any]:
+    kind = model.position_embedding_type
+    return {
+        "position_embedding_type": "rope" if kind == "rope" else "learned_absolute",
+        "add_position_embedding": kind == "learned_absolute",
+        "use_rotary_position_embeddings": kind == "rope",
+        "max_position_embeddings": model.num_positions,
+        "rotary_percent": model.rotary_percent,
+        "rotary_base": int(model.rotary_base),
+    }
+
+
+def _read_norm(args: ConfigValues) -> Fields:
+    kind = args.values.get("normalization") or "LayerNorm"
+    if str(kind).lower() not in NORMS:
+        args.lacking.append(f"the norm {kind}")
+    return {"normalization": NORMS.get(str(kind).lower())}
+
+
+def _read_sizes(args: ConfigValues) -> Fields:
+    values = args.values
+    groups: Any = values.get("num_query_groups") or values.get("num_key_value_heads")
+    is_grouped = groups and values.get("group_query_attention", True)
+    return {
+        "num_query_groups": int(groups if is_grouped else values["num_attention_heads"]),
+        "ffn_hidden_size": values.get("ffn_hidden_size") or 4 * values["hidden_size"],
+    }
+
+
+def _write_sizes(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "group_query_attention": model.kv_heads != model.num_attention_heads,
+        "num_query_groups": model.kv_heads,
+        "ffn_hidden_size": model.mlp_hidden_size,
+    }
+
+
+def _read_qkv_bias(args: ConfigValues) -> Fields:
+    has_biases = args.values.get("add_bias_linear", True)
+    return {} if has_biases else {"add_qkv_bias": bool(args.values.get("add_qkv_bias"))}
+
+
+ROWS = (
+    Row(_read_parts, ignored(**TABLES["constant"]).write),
+    Row(_read_activation, _write_activation),
+    Row(_read_positions, _write_positions),
+    Row(_read_norm, _value("normalization").write),
+    Row(_read_sizes, _write_sizes),
+    Row(_read_qkv_bias, _value("add_qkv_bias").write),
+    Row(_value("embed_layernorm").read, ignored().write),
+    *map(_value, TABLES["values"]),
 )
-"""Settings of gpt-neox with the names of arguments."""
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
@@ -38,36 +161,35 @@ def arguments_of(value: Any) -> dict[str, Any]:
     return dict(value) if isinstance(value, dict) else {}
 
 
-def model_settings(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Our model's options, as far as the arguments determine them.
+def model_settings(args: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Our model's options, as far as the arguments of a checkpoint determine them.
 
     Returns:
         Values of fields of `ModelConfig`.
+
+    Raises:
+        UserError: If the arguments ask for a part that our model lacks.
     """
-    if not args:
-        return {}
-    heads = args["num_attention_heads"]
-    settings = {
-        **{name: args[name] for name in REQUIRED},
-        "num_query_groups": _query_groups(args, heads),
-        "kv_channels": args.get("kv_channels") or args["hidden_size"] // heads,
-        "seq_length": args.get("seq_length") or args.get("encoder_seq_length"),
-        "normalization": NORMS[str(args.get("normalization") or "LayerNorm").lower()],
-        "norm_epsilon": args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5,
-        "add_bias_linear": bool(args.get("add_bias_linear", True)),
-        "untie_embeddings_and_output_weights": bool(
-            args.get("untie_embeddings_and_output_weights", False)
-        ),
-        "embed_layernorm": bool(args.get("embed_layernorm", False)),
-        "ffn_hidden_size": args.get("ffn_hidden_size") or 4 * args["hidden_size"],
-        **_activation(args),
-        **_positions(args),
-    }
-    if not settings["add_bias_linear"]:
-        settings["add_qkv_bias"] = bool(args.get("add_qkv_bias", False))
-    for name in ("attention_dropout", "hidden_dropout", "init_method_std"):
-        settings[name] = args.get(name)
-    return {name: value for name, value in settings.items() if value is not None}
+    fields: Fields = {}
+    config = ConfigValues(path, args)
+    for row in ROWS if args else ():
+        fields |= row.read(config)
+        for part in config.lacking:
+            raise user_error("megatron-part-unsupported", path=path, part=part)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def model_arguments(model: ModelConfig) -> dict[str, Any]:
+    """The arguments of a model."""
+    return {name: value for row in ROWS for name, value in row.write(model).items()}
+
+
+def lacking_parts(model: ModelConfig) -> Iterator[str]:
+    """Parts of our model that its arguments do not describe, since Megatron's models lack them."""
+    read = model_settings(model_arguments(model), Path())
+    for name, part in TABLES["exported"].items():
+        if (value := getattr(model, name)) != read[name]:
+            yield part.format(value)
 
 
 def is_neox(state: Mapping[str, Any]) -> bool:
@@ -100,10 +222,11 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not settings:
         return {}
     values = {**state["args"], **settings}
+    positions = TABLES["positions"]
     kind, norm = values.get("pos_emb", "learned"), values.get("norm", "layernorm")
     activation = values.get("activation", "gelu")
     lacking = {
-        f"positions {kind}": kind not in NEOX_POSITIONS,
+        f"positions {kind}": kind not in positions,
         f"norm {norm}": norm not in NORMS,
         f"activation {activation}": activation != "gelu",
         "attention and MLP in parallel (gpt_j_residual)": bool(values.get("gpt_j_residual")),
@@ -111,19 +234,12 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for part, is_lacking in lacking.items():
         if is_lacking:
             raise user_error("megatron-part-unsupported", path=path, part=part)
+    epsilon = "rms_norm_epsilon" if norm == "rmsnorm" else "layernorm_epsilon"
     return {
-        **{name: values[name] for name in REQUIRED},
-        **{name: values.get(name) for name in NEOX_OPTIONAL},
-        "num_key_value_heads": values.get("num_kv_heads"),
-        "ffn_hidden_size": values.get("intermediate_size"),
-        "position_embedding_type": NEOX_POSITIONS[kind],
-        "rotary_percent": values.get("rotary_pct"),
-        "rotary_base": values.get("rotary_emb_base"),
+        **{name: values[theirs] for name, theirs in TABLES["neox"].items() if theirs in values},
+        "position_embedding_type": positions[kind],
         "normalization": NORMS[norm],
-        "layernorm_epsilon": values.get(
-            "rms_norm_epsilon" if norm == "rmsnorm" else "layernorm_epsilon"
-        ),
-        "untie_embeddings_and_output_weights": values.get("no_weight_tying"),
+        "layernorm_epsilon": values.get(epsilon),
     }
 
 
@@ -136,30 +252,6 @@ def tokenizer_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(path, str) and os.path.exists(path) for path in files.values()):
         return {}
     return {"tokenizer_type": kind, **files}
-
-
-def unsupported_parts(args: Mapping[str, Any]) -> Iterator[str]:
-    """Descriptions of parts that our model lacks, each with the argument that asks for it."""
-    for name, part in TABLES["unsupported"].items():
-        value = args.get(name)
-        if value and value != TABLES["harmless"].get(name):
-            yield f"{part} ({name} {value})"
-    experts = args.get("num_experts")
-    numbers = experts if isinstance(experts, list | tuple) else [experts]
-    if any(number and number > 1 for number in numbers):
-        yield f"experts (num_experts {experts})"
-    if args.get("swiglu") and args.get("glu_activation"):
-        yield f"two gated activations (swiglu and glu_activation {args['glu_activation']})"
-    if (
-        args.get("add_position_embedding")
-        and args.get("use_rotary_position_embeddings")
-        and ("position_embedding_type" not in args)
-    ):
-        yield "learned positions together with rotary ones"
-    if _positions(args).get("position_embedding_type") is None and args:
-        yield f"positions of the type {args.get('position_embedding_type')}"
-    if str(args.get("normalization") or "layernorm").lower() not in NORMS:
-        yield f"the norm {args['normalization']}"
 
 
 def row_orders(
@@ -205,53 +297,8 @@ def true_vocab_size(state: Mapping[str, Any], args: Mapping[str, Any]) -> int | 
     return None
 
 
-def notes(args: Mapping[str, Any]) -> Iterator[Problem]:
+def notes(args: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Problem]:
     """What a user should know of a checkpoint that can be loaded."""
-    rotary = _positions(args).get("position_embedding_type") == "rope"
+    rotary = settings.get("position_embedding_type") == "rope"
     if "ds_sequence_parallel_fpdt" in args and rotary and args.get("sequence_parallel") is False:
         yield Problem("megatron-deepspeed-wrong-rope")
-
-
-def _query_groups(args: Mapping[str, Any], heads: int) -> int:
-    if "group_query_attention" in args:
-        return int(args["num_query_groups"]) if args["group_query_attention"] else heads
-    return int(args.get("num_query_groups") or args.get("num_key_value_heads") or heads)
-
-
-def _activation(args: Mapping[str, Any]) -> dict[str, Any]:
-    if args.get("swiglu"):
-        return {"activation": "swiglu"}
-    if glu := args.get("glu_activation"):
-        return {"activation": glu}
-    if args.get("squared_relu"):
-        return {"activation": "squared-relu"}
-    if args.get("openai_gelu"):
-        return {"activation": "openai-gelu"}
-    # Only the kernel that adds the bias approximates gelu by tanh.
-    kind = "tanh" if args.get("bias_gelu_fusion") else "none"
-    return {"activation": "gelu", "gelu_approximation": kind}
-
-
-def _positions(args: Mapping[str, Any]) -> dict[str, Any]:
-    kind = args.get("position_embedding_type")
-    learned = "learned_absolute" if args.get("add_position_embedding", True) else "none"
-    if isinstance(kind, StandIn):
-        value = kind.arguments[-1] if kind.arguments else None
-        names = {"rotary": "rope", "absolute": "learned_absolute", "alibi": "alibi"}
-        kind = POSITION_TYPES.get(value) if isinstance(value, int) else names.get(str(value))
-    elif kind is None:
-        kind = "rope" if args.get("use_rotary_position_embeddings") else learned
-    elif kind == "learned_absolute":
-        kind = learned
-    if kind == "learned_absolute":
-        return {
-            "position_embedding_type": kind,
-            "max_position_embeddings": args.get("max_position_embeddings"),
-        }
-    if kind == "rope":
-        return {
-            "position_embedding_type": kind,
-            "rotary_percent": float(args.get("rotary_percent") or 1.0),
-            "rotary_base": float(args.get("rotary_base") or args.get("rope_theta") or 10000.0),
-        }
-    return {"position_embedding_type": kind if kind in ("alibi", "none") else None}

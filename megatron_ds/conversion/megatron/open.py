@@ -78,9 +78,7 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
     is_neox = megatron_args.is_neox(state)
     if is_neox:
         args = megatron_args.neox_arguments(state, found.path)
-    for part in megatron_args.unsupported_parts(args):
-        raise user_error("megatron-part-unsupported", path=found.path, part=part)
-    settings = megatron_args.model_settings(args)
+    settings = megatron_args.model_settings(args, found.path)
     complete = settings or dict(given)
     if not complete.get("num_attention_heads"):
         raise user_error("megatron-without-arguments", path=found.path)
@@ -108,7 +106,7 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
         tensors,
         optimizer=optimizer,
         unread=weights.unread,
-        notes=(*megatron_args.notes(args), *coupled),
+        notes=(*megatron_args.notes(args, settings), *coupled),
         run=SavedRun(
             int(state.get("iteration", state.get("total_iters")) or 0),
             args.get("consumed_train_samples"),

@@ -80,7 +80,7 @@ class _Layout:
 
     def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
         args = megatron_args.arguments_of(state.get("args"))
-        settings = megatron_args.model_settings(args)
+        settings = megatron_args.model_settings(args, folder)
         self.folder = folder
         self.tp_size: int | None = args.get("tensor_model_parallel_size")
         self.qkv = megatron_args.qkv_order(args, state.get("checkpoint_version"))

@@ -19,12 +19,10 @@ from torch import Tensor
 from megatron_ds.checkpoint.output_folder import output_folder
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import raise_if_any, user_error
-from megatron_ds.conversion.megatron.arguments import TABLES
+from megatron_ds.conversion.megatron.arguments import lacking_parts, model_arguments
 from megatron_ds.conversion.megatron.detect import TRACKER
 from megatron_ds.conversion.source import SavedRun, SourceCheckpoint, WriteOptions
 
-ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", "swiglu")
-POSITIONS = ("learned_absolute", "rope", "none")
 RELEASE = "release"
 """Name and pointer of a checkpoint of weights alone."""
 FUSED, TORCH = "fused", "torch"
@@ -42,7 +40,8 @@ def check_parts(source: SourceCheckpoint, options: WriteOptions) -> None:
     """Raises UserError if Megatron's model lacks a part, or the sizes do not divide it."""
     model, tp_size, pp_size = source.settings.model, options.tp_size, options.pp_size
     raise_if_any(model.problems(tp_size))
-    if lacking := ", ".join(_lacking_parts(source)):
+    experts = ["experts"] if source.settings.moe.is_used else []
+    if lacking := ", ".join([*lacking_parts(model), *experts]):
         raise user_error("megatron-export-unsupported", parts=lacking)
     if model.num_layers % pp_size:
         raise user_error("megatron-export-stages", num_layers=model.num_layers, pp_size=pp_size)
@@ -141,43 +140,14 @@ def grouped(full: Tensor, model: ModelConfig) -> Tensor:
     return torch.cat(by_group, dim=1).reshape(full.shape)
 
 
-def _lacking_parts(source: SourceCheckpoint) -> Iterator[str]:
-    model = source.settings.model
-    if model.activation not in ACTIVATIONS:
-        yield f"activation {model.activation}"
-    if model.position_embedding_type not in POSITIONS:
-        yield f"positions {model.position_embedding_type}"
-    if model.embed_layernorm:
-        yield "a norm of the embedding"
-    if source.settings.moe.is_used:
-        yield "experts"
-
-
 def _arguments(source: SourceCheckpoint, options: WriteOptions) -> dict[str, Any]:
     """The arguments that Megatron compares, or takes over with --use-checkpoint-args."""
     tp_size, pp_size = options.tp_size, options.pp_size
     model, tokenizer = source.settings.model, source.settings.tokenizer
     dtypes = {tensor.dtype for tensor in source.tensors.values()}
-    kind = model.position_embedding_type
     return {
-        **{name: getattr(model, name) for name in TABLES["same"]},
-        **TABLES["constant"],
-        "encoder_num_layers": model.num_layers,
-        "ffn_hidden_size": model.mlp_hidden_size,
-        "kv_channels": model.head_dim,
-        "group_query_attention": model.kv_heads != model.num_attention_heads,
-        "num_query_groups": model.kv_heads,
-        "encoder_seq_length": model.seq_length,
-        "max_position_embeddings": model.num_positions,
-        "position_embedding_type": "learned_absolute" if kind == "none" else kind,
-        "add_position_embedding": kind == "learned_absolute",
-        "use_rotary_position_embeddings": kind == "rope",
-        "rotary_base": int(model.rotary_base),
-        "layernorm_epsilon": model.norm_epsilon,
-        "swiglu": model.activation == "swiglu",
-        "squared_relu": model.activation == "squared-relu",
-        "openai_gelu": model.activation == "openai-gelu",
-        "bias_gelu_fusion": model.activation == "gelu" and model.gelu_kind == "tanh",
+        **model_arguments(model),
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "onnx_safe": None,
         "padded_vocab_size": padded_vocab(source, tp_size),
         "tokenizer_type": tokenizer.get("tokenizer_type"),
