@@ -14,7 +14,8 @@ import torch.distributed as dist
 from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.folder_checks import claimed_folders
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
-from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
 from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.config import Config
 from megatron_ds.engine.deepspeed.patches import require_precision

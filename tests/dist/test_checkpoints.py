@@ -20,8 +20,9 @@ from megatron_ds.checkpoint import local_files
 from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.folder_checks import claimed_folders
 from megatron_ds.checkpoint.location import RunFolders
-from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
+from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, read_manifest
+from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
 from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.engine.deepspeed import checkpoint_io

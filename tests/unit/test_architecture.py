@@ -83,14 +83,12 @@ DEVICES = {
 
 ENTRY_POINTS = [*(REPOSITORY / "tools").rglob("*.py"), REPOSITORY / "pretrain_gpt.py"]
 LARGER = {
-    "megatron_ds/checkpoint/manager.py CheckpointManager": 412,
     "megatron_ds/engine/zero.py ZeroEngine": 371,
     "megatron_ds/launch/lifecycle.py ProcessLifecycle": 388,
     "megatron_ds/planning/memory_estimate.py _Sizes": 327,
 }
 """Classes of more than 300 lines, which may only become smaller."""
 MORE_PARAMETERS = {
-    "megatron_ds/checkpoint/manager.py CheckpointManager.__init__": 11,
     "megatron_ds/engine/zero.py ZeroEngine.__init__": 16,
     "megatron_ds/model/gpt.py GPTModel.__init__": 11,
 }

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint import local_files, run_lock
-from megatron_ds.checkpoint import manager as manager_module
+from megatron_ds.checkpoint import local_files, run_lock, saving
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
 from megatron_ds.checkpoint.save_steps import SaveError
@@ -216,7 +215,7 @@ def test_minutes_count_from_the_last_save(
     manager: Managers, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr(manager_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
     checkpoints = manager()
     options = CheckpointConfig(save=str(folder), save_interval=100, save_interval_minutes=2.5)
     saver = Saver(options, checkpoints, FakeEngine())

@@ -151,7 +151,7 @@ def test_another_layout_is_rejected_for_8_bit_moments_only(
     save(manager(optimizer=optimizer, **moe), 1)
     other = manager(optimizer=optimizer, **LAYOUT[field])
     if field == "data_parallel_size":
-        other._mesh = dataclasses.replace(Mesh.build(1), dp=Group((0, 1), 0, None))
+        other.mesh = dataclasses.replace(Mesh.build(1), dp=Group((0, 1), 0, None))
     if is_8_bit:
         with raises_problem("resume-8-bit-moments", contains=" -> "):
             other.select()

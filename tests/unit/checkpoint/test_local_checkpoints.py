@@ -14,7 +14,8 @@ import pytest
 from megatron_ds.checkpoint.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.local.nodes import ABANDONED_S, TOKEN, Nodes
-from megatron_ds.checkpoint.manager import CheckpointManager, StoredTokenizer
+from megatron_ds.checkpoint.manager import CheckpointManager
+from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer import TokenizerFingerprint

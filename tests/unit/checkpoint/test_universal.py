@@ -168,7 +168,7 @@ def test_one_of_deepspeeds_converter_uses_the_run_of_its_source(
 
 
 def test_one_checkpoint_can_be_named_if_it_is_universal(saved: Path, manager: Managers) -> None:
-    options = manager(load=str(saved / "global_step3"))._config.checkpoint
+    options = manager(load=str(saved / "global_step3")).config.checkpoint
     assert codes(options.problems()) == ["load-is-one-checkpoint"]
-    options = manager(load=str(saved / "global_step3_universal"))._config.checkpoint
+    options = manager(load=str(saved / "global_step3_universal")).config.checkpoint
     assert codes(options.problems()) == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint import manager as managers
+from megatron_ds.checkpoint import restoring
 from megatron_ds.config import Config, ModelConfig
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.loading import initial_load, plan
@@ -30,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             module, name, lambda *args, **options: called.append(name) or function(*args, **options)
         )
 
-    for module in (plan, managers):
+    for module in (plan, restoring):
         count(module, "list_folder")
         count(module, "select_checkpoint")
     count(initial_load, "_open")

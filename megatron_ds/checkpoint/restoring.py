@@ -1,0 +1,220 @@
+"""Selects the checkpoint to resume from and restores it, resharded if its layout differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_ds.checkpoint import local_files, metadata
+from megatron_ds.checkpoint.compatibility import (
+    changed_settings,
+    layout_changes,
+    part_conflicts,
+    partition_conflicts,
+    resume_conflicts,
+    tokenizer_conflicts,
+)
+from megatron_ds.checkpoint.file_assignment import FileAssignment
+from megatron_ds.checkpoint.lineage import Lineage
+from megatron_ds.checkpoint.metadata import (
+    EIGHT_BIT,
+    MANIFEST,
+    Checkpoint,
+    ParallelLayout,
+    RunRecord,
+    list_checkpoints,
+    read_manifest,
+    read_run,
+)
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
+from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
+from megatron_ds.checkpoint.store.fetch import IsNeeded
+from megatron_ds.checkpoint.universal.reader import open_states
+from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
+from megatron_ds.engine.protocol import Engine
+from megatron_ds.fileio.atomic import FileRecord
+from megatron_ds.train_state import TrainState
+
+
+class Restoring(RunCheckpoints):
+    """Selects and loads the checkpoint of a run. Methods are collective."""
+
+    def select(self) -> Checkpoint | None:
+        """Selects the checkpoint of --load to resume from.
+
+        One rank verifies each checksum. The choice of the `LoadPlan` is made again: each rank
+        has looked at the folder alone, before another run that wrote to it was excluded.
+
+        Returns:
+            The checkpoint; None if --load has none and does not require one.
+
+        Raises:
+            UserError: If the checkpoint is damaged, missing, or contradicts this run's settings.
+        """
+        assert self._folders.load is not None
+        folder = self._folders.load.folder
+        checkpoint = select_checkpoint(
+            self.ranks.run_on_rank0(lambda: _list_restored(folder)),
+            self.config.checkpoint,
+            self._find_damage,
+            self._warn,
+            lambda listing: self.ranks.run_on_rank0(listing.fallbacks),
+            lambda path: metadata.lock_for_reading(path) if self.ranks.rank == 0 else None,
+            lambda path: self.ranks.run_on_rank0(lambda: read_run(path)),
+        )
+        checkpoint = self._newer_local(checkpoint) or checkpoint
+        if checkpoint is None:
+            if self._folders.load == self._folders.save and not list_checkpoints(folder):
+                self.log(f" no checkpoint in {folder} yet: training starts from random weights")
+            else:
+                self._warn(Problem("no-checkpoint-to-load", folder=self._folders.load))
+            return None
+        conflicts = resume_conflicts(checkpoint, self.config, self.mesh.dp.size)
+        if self.tokenizer is not None:
+            conflicts += tokenizer_conflicts(checkpoint, self.tokenizer.fingerprint)
+        raise_if_any(conflicts)
+        for warning in changed_settings(checkpoint, self.config, self.mesh.dp.size):
+            self._warn(warning)
+        options, state = self.config.checkpoint, checkpoint.run.state
+        if options.is_new_run:
+            # At iteration 0, without samples of the old one's data.
+            state = TrainState() if options.finetune else state.restarted()
+            run = dataclasses.replace(checkpoint.run, state=state, data=None, branch=Lineage.new())
+            return dataclasses.replace(checkpoint, run=run)
+        return checkpoint
+
+    def _newer_local(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
+        """The local checkpoint with which this run continues after that of --load, if any."""
+        options, folders = self.config.checkpoint, self._folders
+        if self.local is None or folders.load is None or folders.save is None:
+            return None
+        place = os.path.realpath(str(folders.save))
+        is_resume = os.path.realpath(folders.load.folder) == os.path.realpath(folders.save.folder)
+
+        def is_own(run: RunRecord) -> bool:
+            saved = run.config.get("checkpoint", {})
+            # Earlier versions saved the URL apart from the staging folder.
+            if os.path.realpath(saved.get("save_url") or saved.get("save") or "") != place:
+                return False
+            return (
+                checkpoint is None
+                or run.branch.up_to(checkpoint.iteration) == checkpoint.run.branch
+            )
+
+        start, restored = 0 if checkpoint is None else checkpoint.iteration, None
+        if is_resume and not (options.is_new_run or options.no_load_optim or options.step):
+            restored = self.local.restore(start, is_own, self._readers)
+        if restored is None:
+            self.local.warn_of_unused(start)
+        return restored
+
+    def load(self, engine: Engine, checkpoint: Checkpoint) -> TrainState:
+        """Restores a selected checkpoint into an engine and returns its state.
+
+        DeepSpeed loads a checkpoint of this run's layout; one of another is resharded.
+
+        Raises:
+            UserError: If the checkpoint has other parameters than the engine, or states that cannot
+                be resharded.
+        """
+        folder = checkpoint.path.parent
+        iteration = checkpoint.iteration
+        saved = {name: shard.parts for name, shard in checkpoint.run.shards.items()}
+        own = {name: spec.parts for name, spec in engine.shard_specs().items()}
+        raise_if_any(part_conflicts(saved, own, checkpoint.path))
+        load = self._folders.load
+        is_local = load is None or folder != load.folder
+        shown = folder if is_local else load
+        self.log(f" loading checkpoint from {shown} at iteration {iteration}")
+        layout = ParallelLayout.of(self.config, self.mesh.dp.size)
+        conflicts = partition_conflicts(checkpoint, engine.partitions())
+        changes = layout_changes(checkpoint.run.layout, layout)
+        options = self.config.checkpoint
+        if options.finetune or options.no_load_optim:
+            self.log("  loading its weights, but not the states of its optimizer")
+            engine.reshard(open_states(checkpoint, has_optimizer=False))
+        elif checkpoint.is_universal:
+            self._reshard(engine, checkpoint, changes)
+        elif self.ranks.run_merged(lambda: bool(changes or conflicts), any):
+            raise_if_any(conflicts if layout.optimizer == EIGHT_BIT else [])
+            if self.stores.load is not None and not changes and not is_local:
+                self.stores.load.fetch_all(checkpoint.path)
+            self._reshard(engine, checkpoint, changes)
+        else:
+            engine.load(folder, checkpoint.path.name)
+        self.ranks.is_true_on_all(True)  # until all have read their files
+        if checkpoint.read_lock is not None:
+            checkpoint.read_lock.release()
+        self.newest = checkpoint.path
+        if self.local is not None:
+            self.local.discard_after(checkpoint.run.state.iteration)
+        self.log(f"  successfully loaded checkpoint from {shown} at iteration {iteration}")
+        return checkpoint.run.state
+
+    def _reshard(self, engine: Engine, checkpoint: Checkpoint, changes: Sequence[str]) -> None:
+        """Restores a checkpoint of another layout."""
+        what = with_default_flags("; ".join(changes))
+        if checkpoint.is_universal:
+            what = f"from the universal checkpoint {checkpoint.path.name}"
+        what = what or "order of the optimizer's flat tensors"
+        self.log(f"  resharding its weights and optimizer states: {what}")
+        start, source = time.monotonic(), open_states(checkpoint)
+        engine.reshard(source)
+        read = self.ranks.total(source.bytes_read)
+        seconds = time.monotonic() - start
+        self.log(
+            f"  resharded in {seconds:.1f} s: {read / 1e9:.3f} GB read by "
+            f"{counted(self.mesh.world_size, 'process')}, {read / 1e9 / seconds:.2f} GB/s"
+        )
+
+    def _find_damage(self, path: Path) -> Problem | None:
+        """Checks a checkpoint, checksums included; every rank returns the same.
+
+        The first rank checks names and sizes, and one rank the contents of each file.
+        """
+        if self.stores.load is not None:
+            return self.stores.load.find_damage(path, lambda: self._readers(read_run(path).run))
+        damage = self.ranks.run_on_rank0(lambda: metadata.check_names(path))
+        if damage is not None:
+            return damage
+        if self.ranks.run_on_rank0(lambda: not (path / MANIFEST).is_file()):
+            return None  # a universal checkpoint of DeepSpeed's converter
+        try:
+            assignment = self._file_assignment
+            mine = self.ranks.scatter_from_rank0(lambda: assignment.by_rank(read_manifest(path)))
+            return self.ranks.run_merged(
+                lambda: self._find_damaged_files(path, mine),
+                lambda parts: local_files.files_damaged(*parts),
+            )
+        except (OSError, ValueError) as error:
+            return metadata.unreadable_checkpoint(error)
+
+    def _find_damaged_files(self, path: Path, own: Mapping[str, FileRecord]) -> dict[str, str]:
+        """Checks the files that this rank reads. The first rank has seen all with their sizes."""
+        local_files.wait_for_files(path, own)
+        return local_files.find_damaged_files(path, own)
+
+    @property
+    def _file_assignment(self) -> FileAssignment:
+        return FileAssignment(self.mesh.tp.size, self.mesh.dp.size, self.mesh.world_size)
+
+    def _readers(self, run: RunRecord) -> IsNeeded:
+        """Which ranks load which files of a checkpoint: all of one that is resharded.
+
+        Also with axes by which file names do not number the ranks.
+        """
+        options = self.config.checkpoint
+        own = ParallelLayout.of(self.config, self.mesh.dp.size)
+        is_numbered = own.ds_sequence_parallel_size == own.expert_model_parallel_size == 1
+        is_equal = is_numbered and run.layout == own
+        if options.finetune or options.no_load_optim or not is_equal:
+            return lambda name, rank: True
+        return self._file_assignment.is_read_by
+
+
+def _list_restored(folder: Path) -> CheckpointListing:
+    local_files.restore_replaced(folder)
+    return list_folder(folder)

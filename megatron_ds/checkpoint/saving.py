@@ -1,0 +1,243 @@
+"""Saves complete checkpoints: DeepSpeed's files behind an atomic rename.
+
+    SAVE/latest                             name of the checkpoint that a load selects
+    SAVE/latest_checkpointed_iteration.txt  its iteration
+    SAVE/global_stepN/                      has this name only once it is complete
+        *_states.pt                         DeepSpeed's files
+        run.json                            state, configuration, layout, sharding of parameters
+        tokenizer/                          a copy of the tokenizer's files
+        manifest.json                       size and checksum of every other file, and its own
+
+A save writes and flushes under a temporary name, lists what every rank reports to have written in
+the manifest, renames, and updates the pointers last; a crash at any moment leaves the older
+checkpoints intact. A disk error of one rank is an error of all ranks: they agree on it, the first
+rank cleans up, and the older checkpoints remain. All ranks must see the same folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron_ds.checkpoint import local_files, metadata
+from megatron_ds.checkpoint.lineage import Lineage
+from megatron_ds.checkpoint.metadata import (
+    Checkpoint,
+    DataOrder,
+    ParallelLayout,
+    RunRecord,
+    ShardRecord,
+    iteration_of,
+    list_checkpoints,
+)
+from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
+from megatron_ds.checkpoint.save_steps import SaveInProgress, SaveSteps
+from megatron_ds.checkpoint.store import save as store_save
+from megatron_ds.checkpoint.store.save import StoreSaveSteps
+from megatron_ds.config.problems import Problem
+from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.engine.protocol import Engine
+from megatron_ds.train_state import TrainState
+
+BYTES_PER_PARAMETER = {True: 16, False: 8}
+"""Upper bound for a checkpoint: a weight, its fp32 copy and, with the optimizer, two moments."""
+
+
+@dataclass(eq=False)
+class Saving(RunCheckpoints):
+    """Saves the checkpoints of a run. Methods are collective unless they say otherwise."""
+
+    _branch: Lineage = field(default_factory=Lineage.new, init=False)
+    _current: SaveInProgress | None = field(default=None, init=False)
+    _last_start: float = field(default_factory=lambda: time.monotonic(), init=False)
+
+    def save(
+        self,
+        engine: Engine,
+        state: TrainState,
+        history: Callable[[], BlendHistory | None] = lambda: None,
+        *,
+        in_background: bool = False,
+        after_skip: bool = False,
+    ) -> None:
+        """Writes SAVE/global_stepN, then removes those that --keep-last does not keep.
+
+        Args:
+            engine: Engine to save.
+            state: State after the last step.
+            history: Returns the consumption of the training data; called on the first rank only.
+            in_background: Return after a copy of the states, which is written in the background.
+                `advance` must then be called until it has ended, as the save before must have.
+            after_skip: The last step was skipped: no checkpoint is removed.
+
+        Raises:
+            SaveError: If the disk of any rank fails, or another run has taken the folder.
+        """
+        assert self._current is None, "the save before has not ended"
+        self._last_start = time.monotonic()
+        save = self._collect(engine, state, history, copy=in_background)
+        if after_skip:
+            save.keep_older()
+        current = SaveInProgress(save, self.ranks, self._last_start, in_background=in_background)
+        self._current = current
+        if not in_background:
+            self.advance(wait=True)
+            return
+        size = save.snapshot.copied_bytes / 1e9
+        self.log(
+            f"  stalled {current.stalled:.2f} s for the copy of {size:.3f} GB to host memory; "
+            "it is written in the background"
+        )
+
+    def save_local(
+        self,
+        engine: Engine,
+        state: TrainState,
+        history: Callable[[], BlendHistory | None] = lambda: None,
+    ) -> None:
+        """Writes a checkpoint to the disks of the nodes; an error is a warning.
+
+        Args:
+            engine: Engine to save.
+            state: State after the last step.
+            history: Returns the consumption of the training data; called on the first rank only.
+        """
+        assert self.local is not None
+        place = self.config.checkpoint.local_checkpoint_dir
+        save = self._collect(engine, state, history, copy=False, place=place)
+        try:
+            self.local.save(state.iteration, save.snapshot.write, save.description)
+        except OSError as error:
+            self._warn(Problem("local-save-failed", iteration=state.iteration, error=error))
+            return
+        self.log(f"  saved local checkpoint at iteration {state.iteration:7d} on all nodes")
+
+    def advance(self, *, wait: bool) -> None:
+        """Continues a save in the background, if there is one.
+
+        Args:
+            wait: Wait for its end. Otherwise this waits for no disk.
+
+        Raises:
+            SaveError: If it has failed; no save is then in progress.
+        """
+        current = self._current
+        if current is None:
+            return
+        has_ended, start = True, time.monotonic()
+        try:
+            has_ended = current.advance(wait=wait)
+        finally:
+            if has_ended:
+                self._current = None
+                for warning in current.save.warnings:
+                    self._warn(warning)
+        if has_ended:
+            self._on_saved(current, time.monotonic() - start if wait else 0.0)
+
+    def _on_saved(self, done: SaveInProgress, waited: float) -> None:
+        """Logs the end of a save, for which training has waited so many seconds."""
+        save = done.save
+        self.newest = save.target
+        self.on_saved(save.iteration, **done.times(waited))
+        self.log(f"  {save.outcome_line}")
+        if done.in_background:
+            self.log(f"  {done.background_line(waited)}")
+
+    def abandon(self) -> None:
+        """Ends the writing of a save in the background, if there is one. Local.
+
+        For a process that is about to end with an error: no thread of it may write when the folder
+        is free. The checkpoint remains incomplete.
+        """
+        if self._current is not None:
+            self._current.abandon()
+
+    def minutes_have_passed(self, minutes: float) -> bool:
+        """Whether the last save was begun so many minutes ago, by the clock of the first rank."""
+        is_late = time.monotonic() - self._last_start >= 60 * minutes
+        return self.ranks.is_true_on_all(is_late or self.ranks.rank > 0)
+
+    def _collect(
+        self,
+        engine: Engine,
+        state: TrainState,
+        history: Callable[[], BlendHistory | None],
+        *,
+        copy: bool,
+        place: str | None = None,
+    ) -> SaveSteps:
+        """Collects what a checkpoint of this moment has, and touches no files."""
+        options, save = self.config.checkpoint, self._folders.save
+        assert save is not None
+        self.log(f"saving checkpoint at iteration {state.iteration:7d} to {place or save}")
+        snapshot = engine.snapshot(copy=copy)
+        specs, partitions = engine.shard_specs(), tuple(engine.partitions())
+        experts = engine.sharded_experts()
+        # The data-parallel ranks hold the same parameters, except experts; only the first of those
+        # with the same experts counts.
+        count = engine.parameter_count() if self.mesh.expert_dp.rank == 0 else 0
+        has_optimizer = not options.no_save_optim
+        estimate = self.ranks.total(count) * BYTES_PER_PARAMETER[has_optimizer]
+        run = None
+        if self.ranks.rank == 0:
+            run = RunRecord(
+                state=state,
+                config=self.config.to_dict(),
+                layout=ParallelLayout.of(self.config, self.mesh.dp.size),
+                data_order=DataOrder.of(self.config, self.mesh.dp.size),
+                shards={
+                    name: ShardRecord(spec.dim, spec.sections, spec.parts)
+                    for name, spec in specs.items()
+                },
+                branch=self._branch,
+                partitions=partitions,
+                tokenizer=None if self.tokenizer is None else self.tokenizer.fingerprint,
+                data=history(),
+                experts=experts,
+                has_optimizer=has_optimizer,
+                custom_parts=self.config.custom_parts,
+            )
+        kind: Callable[..., SaveSteps] = SaveSteps
+        if self.stores.save is not None:
+            kind = functools.partial(
+                StoreSaveSteps, destination=self.stores.save, world_size=self.mesh.world_size
+            )
+        return kind(
+            folder=save.folder,
+            iteration=state.iteration,
+            snapshot=snapshot,
+            run=run,
+            tokenizer_files={} if self.tokenizer is None else self.tokenizer.files,
+            estimate=estimate,
+            lock=self.lock,
+            retention=None
+            if options.keep_last is None
+            else local_files.Retention(options.keep_last, options.keep_every),
+        )
+
+    def start_branch(self, checkpoint: Checkpoint | None) -> None:
+        """Prepares --save for a run that starts from a checkpoint, or from scratch.
+
+        If the folder has newer checkpoints, those of this run are a branch of their own, and the
+        user is warned. In the folder that it was loaded from, the pointers name the checkpoint from
+        now on: a --load without --ckpt-step continues this run. Not collective.
+        """
+        assert self._folders.save is not None
+        folder = self._folders.save.folder
+        start = 0 if checkpoint is None else checkpoint.iteration
+        newer = [path for path in list_checkpoints(folder) if iteration_of(path) > start]
+        if checkpoint is not None:
+            self._branch = checkpoint.run.branch.fork(start) if newer else checkpoint.run.branch
+            if folder.samefile(checkpoint.path.parent) and not checkpoint.is_universal:
+                local_files.write_pointers(checkpoint.path)
+                if self.stores.save is not None:
+                    store_save.write_pointers(self.stores.save.store, checkpoint.path.name)
+        find_damage = metadata.check_names
+        if self.stores.save is not None:
+            find_damage = metadata.find_record_damage  # their files are in the store
+        if complete := [path.name for path in newer if find_damage(path) is None]:
+            names = ", ".join(complete)
+            self._warn(Problem("save-folder-has-newer", folder=folder, names=names, start=start))
