@@ -26,7 +26,7 @@ wait.
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import os
 import select
 import signal
@@ -39,46 +39,34 @@ from datetime import timedelta
 from typing import NoReturn
 
 from megatron_ds.config.problems import Problem, catalogue
-from megatron_ds.launch import attempts, environment, error_report, launched_hosts, output, rank_log
+from megatron_ds.launch import environment, error_report, launched_hosts, output
 from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.error_report import ErrorReport
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.hang_watch import (
-    EXCHANGE_S,
-    HangReport,
     HangWatch,
-    exchange_reports,
-    hang_problem,
 )
-from megatron_ds.launch.host_differences import Verdict
 from megatron_ds.launch.host_watch import HostWatch
 from megatron_ds.launch.launched_hosts import LaunchWatch
 from megatron_ds.launch.liveness import (
     ProcessHandle,
     RankExit,
-    describe_silence,
     find_dead_peer,
     find_launchers,
 )
+from megatron_ds.launch.rank_end import POLL_S, RankEnd
 from megatron_ds.launch.roll_call import ANSWER_S, FAILURE_GRACE_S, RollCall
 from megatron_ds.launch.stop_request import SIGNALS, StopReason, StopRequest
 from megatron_ds.launch.time_limits import call_with_timeout, end_process, say, wait_until
 
-POLL_S = 0.5
-"""Interval at which the other processes are checked."""
 GRACE_S = 3.0
 """Time for the main thread to leave a collective after a peer was lost, or start-up after a signal,
 before the monitor thread ends the process."""
-PEER_EXIT_TIMEOUT_S = 10.0
-"""Longest wait for a failed rank of the same host to exit before this rank does: most launchers
-report the rank that exits first."""
 BLAME_TIMEOUT_S = 3.0
 """Time to find the rank that caused a failed collective."""
 SECOND_SIGINT_S = 1.0
 """A SIGINT this long after the first one is another Ctrl-C; an earlier one is the same Ctrl-C, sent
 by the terminal to all processes and passed on by the launcher."""
-REQUESTED_EXITS = (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
-"""Statuses of requested exits, for which no rank is blamed."""
 STORE_GONE = "or its launcher has exited: the store of the run does not answer"
 STORE_LOST = RankExit(0, STORE_GONE, ExitCode.PEER_LOST, host="")
 
@@ -109,11 +97,8 @@ class ProcessLifecycle:
         # While starting there is no state to lose: a signal ends the process.
         self._starting = True
         self._saves = False
-        self._launchers = find_launchers()
+        self._end = RankEnd(self.roll_call, find_launchers())
         self._launch_watch = LaunchWatch()
-        self._peers: Mapping[int, ProcessHandle] = {}
-        self._hosts: Mapping[int, str] = {}
-        self._board: ExitBoard | None = None
         self._peer_exit: RankExit | None = None
         self._peer_exit_at = 0.0
         self._signalled_at: float | None = None
@@ -179,7 +164,9 @@ class ProcessLifecycle:
             peers: The other ranks of this host.
             hosts: Names of the hosts of ranks, as far as this one knows them.
         """
-        self._board, self._peers, self._hosts = board, peers, hosts
+        self._end = dataclasses.replace(
+            self._end, hang_watch=self.hang_watch, board=board, peers=peers, hosts=hosts
+        )
         if board is not None:
             self._board_thread = threading.Thread(
                 target=self._watch_board, args=(board,), daemon=True
@@ -211,7 +198,7 @@ class ProcessLifecycle:
         that no other rank waits for is raised again.
         """
         is_exit = isinstance(error, SystemExit) and not isinstance(error, _StartupInterrupted)
-        if is_exit and (self._finished.is_set() or self._board is None):
+        if is_exit and (self._finished.is_set() or self._end.board is None):
             raise error
         self._interruptible_pid = 0
         report = error_report.make_report(error)
@@ -220,136 +207,26 @@ class ProcessLifecycle:
         watch = self.host_watch
         if suspended := watch.was_suspended and error_report.is_collective_error(error):
             report = error_report.suspension_report(watch.suspended_s)
-        self._find_verdict(report)  # which may take long: a signal still ends the process
+        self._end.find_start_verdict(report)  # which may take long: a signal still ends the process
         self._exit_lock.acquire()  # blocks if the monitor thread is already ending the process
         _ignore_signals()
         failed_peer = None if suspended else self._find_failed_peer(error)
         if failed_peer is not None:
-            self._exit_after_peer(failed_peer)
-        self._exit_as_cause(report)
+            self._end.end_after_peer(failed_peer)
+        self._end.end_by_error(report)
 
     def _end_rendezvous(self, timeout: timedelta) -> None:
         if self._exit_lock.acquire(blocking=False):
             self.roll_call.is_over = True
             error = f"nothing there answered as a run of this program within {timeout}"
-            self._exit_as_cause(error_report.rendezvous_report(error))
-
-    def _exit_as_cause(self, report: ErrorReport) -> NoReturn:
-        """Ends a rank that failed by itself."""
-        if verdict := self._find_verdict(report):
-            self._exit_with_verdict(verdict)
-        own_exit = RankExit(environment.rank(), report.summary, report.code)
-        board, first_exit = self._board, own_exit
-        if board is not None:
-            first_exit = call_with_timeout(lambda: board.post(own_exit), default=own_exit)
-        if first_exit == own_exit:
-            is_shown = board is not None or not report.is_common or environment.local_rank() == 0
-            if is_shown:
-                say(output.print_error, report.full_text())
-            else:
-                rank_log.note(report.full_text())
-            output.write_torchelastic_error_file(report.full_text())
-            if is_shown and (report.is_common or report.traceback):
-                self._end_futile_attempts(report.summary)
-        elif first_exit.reason != report.summary and report.code not in REQUESTED_EXITS:
-            also = Problem("failed-after-peer", summary=report.summary, peer=first_exit.place)
-            say(output.print_error, output.with_rank_prefix(also.render()))
-        if board is not None:
-            # The store lives in rank 0's process: it must outlast the other ranks' next two polls.
-            time.sleep(2.5 * POLL_S)
-        end_process(report.code)
-
-    def _find_verdict(self, report: ErrorReport, lost: int = 0) -> Verdict | None:
-        """Why the run cannot start on all hosts; None if there is no verdict, as on one host."""
-        if self._board is not None or report.code in REQUESTED_EXITS:
-            return None
-        problems = report.problems or [report.traceback + (report.text or report.summary)]
-        verdict = self.roll_call.report(problems, report.code, lost)
-        return verdict if verdict is not None and verdict.text else None
-
-    def _exit_with_verdict(self, verdict: Verdict) -> NoReturn:
-        """Ends a rank of a run that cannot start on all hosts; the first rank says why."""
-        text = output.with_rank_prefix(verdict.text)
-        say(output.print_error if environment.rank() == 0 else rank_log.note, text)
-        output.write_torchelastic_error_file(text)
-        if environment.local_rank() == 0:
-            self._end_futile_attempts(verdict.text)
-        self.roll_call.say_goodbye()
-        end_process(ExitCode(verdict.code))
-
-    def _end_futile_attempts(self, failure: str) -> None:
-        """Ends torchrun if one attempt after the other fails equally."""
-        failure = f"{self.hang_watch.iteration}: {failure}"
-        if self._launchers and attempts.end_if_futile(failure, self._launchers[0]):
-            text = Problem("attempts-futile", count=attempts.FUTILE).render()
-            say(output.print_error, output.with_rank_prefix(text))
-
-    def _exit_after_peer(self, peer: RankExit) -> NoReturn:
-        """Ends a rank because another one exited. The first rank to do so names that one."""
-        if peer.code == ExitCode.HUNG:
-            self._exit_hung(peer)
-        process, board = self._peers.get(peer.rank), self._board
-        if process is not None:
-            wait_until(lambda: not process.is_alive(), PEER_EXIT_TIMEOUT_S)
-        lost = output.with_rank_prefix(
-            Problem("peer-lost", peer=peer.place, reason=peer.reason).render()
-        )
-        is_first = board is None or call_with_timeout(board.is_first_report, default=True)
-        say(output.print_error if is_first else rank_log.note, lost)
-        end_process(ExitCode(peer.code) if peer.code in REQUESTED_EXITS else ExitCode.PEER_LOST)
+            self._end.end_by_error(error_report.rendezvous_report(error))
 
     def _check_hang(self) -> None:
         """Ends the process if it is overdue, or if another rank has said that it is."""
         peer, seconds = self._peer_exit, self.hang_watch.overdue_s()
         announced = peer is not None and peer.code == ExitCode.HUNG
         if (announced or seconds) and self._exit_lock.acquire(blocking=False):
-            self._exit_hung(peer if announced else None)
-
-    def _exit_hung(self, first: RankExit | None) -> NoReturn:
-        """Ends a rank of a run that hangs, after it has reported where it is.
-
-        The first rank to announce it collects the reports. A rank that is stopped cannot exit: the
-        other ranks of its host end it.
-
-        Args:
-            first: The announcement of another rank, if there is one.
-        """
-        rank, watch, board = environment.rank(), self.hang_watch, self._board
-        own = RankExit(rank, f"has made no progress for {watch.timeout_s:g} s", ExitCode.HUNG)
-        report = watch.write_report(rank)
-        stopped = {number for number, process in self._peers.items() if process.is_stopped()}
-        found: tuple[list[HangReport], list[int]] | None = None
-        if board is not None:
-            first = first or call_with_timeout(lambda: board.post(own), default=None)
-            if first is not None and first.code != ExitCode.HUNG:
-                self._exit_after_peer(first)
-            if first is not None:
-                exchange = functools.partial(
-                    exchange_reports, board, report, collects=first == own, without=len(stopped)
-                )
-                found = call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
-        is_first = first == own
-        if found is None:  # the store does not answer: each host reports what it sees
-            found = [report], sorted(stopped | ({0} if board is not None else set()))
-            is_first = rank == min({rank, *self._peers} - stopped)
-        reports, silent = found
-        if is_first:
-            hosts = dict(self._hosts)
-            if board is not None:
-                ask = functools.partial(board.hosts, silent)
-                hosts |= call_with_timeout(ask, default=dict[int, str]())
-            states = describe_silence(silent, self._peers, hosts)
-            text = hang_problem(reports, states, watch.timeout_s or 0.0).render()
-            say(output.print_error, output.with_rank_prefix(text))
-            output.write_torchelastic_error_file(text)
-        elif first is not None:
-            lost = Problem("peer-lost", peer=first.place, reason=first.reason)
-            rank_log.note(output.with_rank_prefix(lost.render()))
-        if rank == 0:  # the store lives in its process
-            time.sleep(2.5 * POLL_S)
-        for number in stopped.union(self._peers.keys() & silent):
-            self._peers[number].kill()  # at last, for a launcher that reports the first exit
-        end_process(ExitCode.HUNG)
+            self._end.end_hung(peer if announced else None)
 
     def _find_failed_peer(self, error: BaseException) -> RankExit | None:
         """The rank whose exit made a collective of this one fail; None if the error is our own."""
@@ -403,10 +280,10 @@ class ProcessLifecycle:
             self._exit_lock.acquire(blocking=False)  # even if another thread is ending the process
             summary = "was ended by a second Ctrl-C"
             text = Problem("ended-without-saving", summary=summary).render()
-            self._exit_as_cause(ErrorReport(summary, reason.exit_code, text))
+            self._end.end_by_error(ErrorReport(summary, reason.exit_code, text))
 
     def _check_launchers(self) -> None:
-        launchers_alive = all(process.is_alive() for process in self._launchers)
+        launchers_alive = all(process.is_alive() for process in self._end.launchers)
         if self.stop_request.reason is None and not launchers_alive:
             self.stop_request.request(StopReason.LAUNCHER)
             if self._starting and self._exit_lock.acquire(blocking=False):
@@ -419,14 +296,14 @@ class ProcessLifecycle:
         if lost and self._exit_lock.acquire(blocking=False):
             text = Problem("ssh-ended", missing=launched_hosts.describe(lost)).render()
             report = ErrorReport("lost a host", ExitCode.HOSTS_DIFFER, text)
-            self._find_verdict(report, lost=len(lost))
-            self._exit_as_cause(report)
+            self._end.find_start_verdict(report, lost=len(lost))
+            self._end.end_by_error(report)
 
     def _check_peers(self) -> RankExit | None:
         """The exit of another rank, as far as this one knows."""
-        board = self._board
+        board = self._end.board
         if self._peer_exit is None and board is not None:
-            dead = find_dead_peer(self._peers)
+            dead = find_dead_peer(self._end.peers)
             if dead is not None:
                 # The dead rank may have posted its reason, or another one may have exited first.
                 posted = call_with_timeout(board.read, default=None)
@@ -453,9 +330,9 @@ class ProcessLifecycle:
         late = self._signalled_at is not None and self._signalled_at < deadline
         if (lost_peer or (self._starting and late)) and self._exit_lock.acquire(blocking=False):
             if peer is not None:
-                self._exit_after_peer(peer)
+                self._end.end_after_peer(peer)
             if reason is not None:
-                self._exit_as_cause(error_report.startup_report(reason))
+                self._end.end_by_error(error_report.startup_report(reason))
 
     def _watch_board(self, board: ExitBoard) -> None:
         """Reads the board, and posts what this rank observes: ranks of other hosts cannot see the

@@ -23,7 +23,8 @@ from megatron_ds.launch import distributed, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.hang_watch import HangWatch
 from megatron_ds.launch.host_watch import HostWatch
-from megatron_ds.launch.lifecycle import POLL_S, ProcessLifecycle
+from megatron_ds.launch.lifecycle import ProcessLifecycle
+from megatron_ds.launch.rank_end import POLL_S
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.launch.stop_request import StopReason
 from megatron_ds.parallel.mesh import Mesh

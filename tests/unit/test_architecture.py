@@ -84,7 +84,6 @@ DEVICES = {
 ENTRY_POINTS = [*(REPOSITORY / "tools").rglob("*.py"), REPOSITORY / "pretrain_gpt.py"]
 LARGER = {
     "megatron_ds/engine/zero.py ZeroEngine": 371,
-    "megatron_ds/launch/lifecycle.py ProcessLifecycle": 388,
     "megatron_ds/planning/memory_estimate.py _Sizes": 327,
 }
 """Classes of more than 300 lines, which may only become smaller."""
