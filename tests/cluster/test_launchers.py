@@ -19,6 +19,7 @@ from tests.e2e.runs import (
     losses,
     to_flags,
 )
+from tests.proofs.cases import with_proofs
 
 Losses = Callable[[str], list[float]]
 RunSettings = Callable[[str, Path], Settings]
@@ -57,10 +58,10 @@ ON_FIRST = {
     ),
 }
 """Layout and launcher that one command on the first node starts; there is no node3."""
-CASES = [
-    pytest.param(name, marks=pytest.mark.proof) if "--launcher" in name else name
-    for name in ON_FIRST
-]
+PROOFS = (
+    *("deepspeed --exclude", "deepspeed --num_nodes"),
+    *("deepspeed --launcher slurm", "deepspeed --launcher openmpi"),
+)
 ALLOW_ROOT = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
 VARIABLES = {"HF_HOME": "/tmp", "NCCL_DEBUG": "WARN", **ALLOW_ROOT}
 """Of the commands on the first node; .deepspeed_env has only NCCL_DEBUG."""
@@ -97,7 +98,7 @@ def files(cluster: Cluster) -> None:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_proofs(ON_FIRST, PROOFS))
 def test_one_command_trains_on_both_nodes(
     name: str,
     cluster: Cluster,
@@ -121,7 +122,7 @@ def test_one_command_trains_on_both_nodes(
     assert warned == MISSING.get(name, [])
 
 
-@pytest.mark.parametrize("name", ON_BOTH)
+@pytest.mark.parametrize("name", with_proofs(ON_BOTH, ["torchrun c10d", "deepspeed --no_ssh"]))
 def test_a_command_on_each_node_trains_on_both(
     name: str, cluster: Cluster, one_machine: Losses, run_settings: RunSettings
 ) -> None:

@@ -111,6 +111,7 @@ def finish(driver: subprocess.Popen[str], kept: int) -> str:
     return stdout
 
 
+@pytest.mark.proof
 def test_cleaning_survives_its_driver_and_workers(nodes: RayNodes, tmp_path: Path) -> None:
     """Exact and near duplicates are those of one process, also across shards."""
     corpus(tmp_path)

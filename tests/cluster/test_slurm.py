@@ -56,6 +56,7 @@ def update(node: Node, job: str, **values: object) -> None:
     node.run("scontrol", "update", f"JobId={job}", *words).succeed()
 
 
+@pytest.mark.proof
 def test_tasks_of_an_array_never_train_one_run_at_the_same_time(
     slurm: None, cluster: Cluster, run_settings: RunSettings
 ) -> None:

@@ -48,6 +48,14 @@ def use_inductor_random_numbers(engine: Any) -> None:
     inductor.fallback_random = False
 
 
+def of_one_process() -> dict[str, Job]:
+    """The jobs of one rank, which only proofs need."""
+    return {
+        f"one-{compiled}": job(ONE_PROCESS, compiled, use_torch_random_numbers, model=STAGED_MODEL)
+        for compiled in (False, True)
+    }
+
+
 def proofs() -> dict[str, Job]:
     """The jobs of two ranks that `make test` leaves out."""
     jobs = {
@@ -61,17 +69,13 @@ def proofs() -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
-    one = {
-        f"one-{compiled}": job(ONE_PROCESS, compiled, use_torch_random_numbers, model=STAGED_MODEL)
-        for compiled in (False, True)
-    }
     two = {
         f"selective-{compiled}": with_dropout("selective", compiled, use_torch_random_numbers)
         for compiled in (True, False)
     }
     if has_proofs(request):
-        two |= proofs()
-    return run_by_world({1: one, 2: two})
+        return run_by_world({1: of_one_process(), 2: two | proofs()})
+    return run_by_world({2: two})
 
 
 def assert_same(compiled: list[Run], others: list[Run]) -> None:
@@ -85,12 +89,12 @@ def assert_eager(runs: list[Run]) -> list[Run]:
     return runs
 
 
-PROOFS = ("own-None", "own-full", "stages")
+PROOFS = ("one-True", "own-None", "own-full", "stages")
 
 
 @pytest.mark.parametrize(
     "name",
-    ["one-True", "selective-True", *(pytest.param(n, marks=pytest.mark.proof) for n in PROOFS)],
+    ["selective-True", *(pytest.param(n, marks=pytest.mark.proof) for n in PROOFS)],
 )
 def test_there_is_no_graph_break(name: str, outcomes: JobResults) -> None:
     """Under ZeRO-3 DeepSpeed's hooks, which gather the parameters, break the graphs."""
@@ -99,6 +103,7 @@ def test_there_is_no_graph_break(name: str, outcomes: JobResults) -> None:
         assert run.notes["graph breaks"] == 0
 
 
+@pytest.mark.proof
 def test_one_process_matches_eager(outcomes: JobResults) -> None:
     assert_same(outcomes.of("one-True"), assert_eager(outcomes.of("one-False")))
 

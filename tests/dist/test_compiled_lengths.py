@@ -69,7 +69,7 @@ def assert_traced_twice(found: list[int]) -> None:
     ("positions", "packing"),
     [
         ("rope", None),
-        ("alibi", None),
+        pytest.param("alibi", None, marks=pytest.mark.proof),
         ("rope", PackingOptions(EOD, True, True)),
         ("rope", PackingOptions(EOD, True, True, VarlenKernel(dense_varlen))),
     ],

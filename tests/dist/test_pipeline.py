@@ -28,6 +28,7 @@ from tests.dist.parity_cases import (
 )
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs, selected, training
 from tests.dist.reference import Samples, evaluate_reference, train_reference
+from tests.proofs.cases import with_proofs
 
 TIED = (4, "tied", "adamw")
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.2}
@@ -95,8 +96,8 @@ def check_layers(parallel: Mapping[str, Any], engine: Any) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.smoke] * (name == "tensor-and-stages"))
-        for name in CASES
+        pytest.param("tensor-and-stages", marks=pytest.mark.smoke),
+        *with_proofs(list(CASES)[1:], ["listed-layers", "lengths-and-batches", "folded"]),
     ],
 )
 def test_stages_equal_one_process(name: str, results: JobResults) -> None:

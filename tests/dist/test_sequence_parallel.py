@@ -7,6 +7,7 @@ share a sequence, the masks of dropout, and documents.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.dist.rank_jobs import (
     selected,
     use_torch_random_numbers,
 )
+from tests.proofs.cases import with_proofs
 
 CASES = [Case(2, 2, 2, 1, "learned", "adamw"), Case(4, 1, 4, 1, "rope", "sgd")]
 LEARNED = Case(2, 1, 2, 4, "learned", "adamw")
@@ -52,14 +54,15 @@ def job(case: Case, *, shard: bool = True, probe: Any = check_shapes, **changes:
     return case_training(case, probe if shard else None, parallel=parallel, **changes)
 
 
-def jobs() -> dict[str, Job]:
-    """The trainings on two ranks other than `CASES`."""
+def jobs(names: Iterable[str]) -> dict[str, Job]:
+    """The trainings on two ranks other than `CASES`, with those of hidden dropout."""
     found = {
         "dropout": job(LEARNED, model=DROPOUT),
         "replicated": job(LEARNED, model=DROPOUT, shard=False),
         "documents": job(PACKED),
     }
-    for name, changes in HIDDEN_DROPOUT_CASES.items():
+    for name in names:
+        changes = HIDDEN_DROPOUT_CASES[name]
         probe = check_shapes if name != "compiled" else use_torch_random_numbers
         found[name] = job(LEARNED, probe=probe, model={"hidden_dropout": 0.2}, **changes)
     return found
@@ -73,7 +76,7 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
         if test == test_layout_equals_one_process.__name__:
             needed[params["case"].world][params["case"].name] = job(params["case"])
         else:
-            needed[2] |= jobs()
+            needed[2] |= jobs([params["name"]] if "name" in params else [])
     return run_by_world(needed)
 
 
@@ -82,7 +85,7 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     assert outcomes.differences(case.name, reference_of(case.model, case.optimizer)) == []
 
 
-@pytest.mark.parametrize("name", HIDDEN_DROPOUT_CASES)
+@pytest.mark.parametrize("name", with_proofs(HIDDEN_DROPOUT_CASES, ["compiled"]))
 def test_dropout_masks_are_those_of_one_process(name: str, outcomes: JobResults) -> None:
     reference = train_alone(
         dataclasses.replace(LEARNED, changes={"model": {"hidden_dropout": 0.2}})

@@ -29,6 +29,7 @@ from tests.e2e.runs import (
 )
 from tests.faults import FAILURE
 from tests.problems import printed_codes
+from tests.proofs.cases import with_proofs
 
 SAVED = "successfully saved checkpoint"
 
@@ -86,7 +87,9 @@ CASES = {
     **{f"asynchronous: {name}": case for name, case in ASYNC.items()},
 }
 PROOFS = {name for name in CASES if "ZeRO 3" in name} | {
+    "full on all ranks",
     "asynchronous: full",
+    "asynchronous: failing",
     "asynchronous: failing, exit",
 }
 
@@ -134,7 +137,7 @@ def test_a_full_or_failing_disk_costs_one_checkpoint(
         assert not checkpoint_differences(whole / tag, run / tag)
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", with_proofs([False, True], [False]))
 def test_a_folder_that_is_removed_during_a_save_is_created_by_the_next_one(
     async_save: bool, launcher: Launcher, base: Settings, uninterrupted: Path, tmp_path: Path
 ) -> None:

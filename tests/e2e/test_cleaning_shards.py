@@ -22,6 +22,7 @@ from megatron_ds.preprocess.shards import Shard
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
 from tests.problems import printed_codes, raises_problem
+from tests.proofs.cases import with_proofs
 from tools.openwebtext import clean as command
 
 
@@ -47,7 +48,7 @@ def remove_results(folder: Path) -> None:
             path.unlink()
 
 
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", with_proofs([2, 5], [2]))
 def test_duplicates_across_shards_are_those_of_one_process(tmp_path: Path, count: int) -> None:
     """All files, also the list of dropped documents with their lines and the report."""
     corpus(tmp_path)

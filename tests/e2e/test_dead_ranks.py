@@ -14,6 +14,7 @@ from tests.e2e.runs import Launcher, Settings, has_trained, shared_memory_of
 from tests.e2e.test_signals import linux
 from tests.faults import FAILURE, HANG_MESSAGE
 from tests.problems import printed_codes
+from tests.proofs.cases import with_proofs
 
 
 @linux
@@ -47,7 +48,7 @@ def test_killed_rank_of_a_launcher(
     assert shared_memory_of(port) == []
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", with_proofs([0, 1], [1]))
 def test_killed_rank_without_a_launcher(
     victim: int, launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:
@@ -62,7 +63,7 @@ def test_killed_rank_without_a_launcher(
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("culprit", with_proofs([0, 1], [0]))
 def test_exception_in_one_rank_is_reported_once_and_ends_all(
     culprit: int, launcher: Launcher, endless: Settings
 ) -> None:
@@ -123,7 +124,7 @@ def test_timeout_of_a_collective_names_the_flag(launcher: Launcher, endless: Set
     assert "Traceback" not in result.output
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", with_proofs([0, 1], [1]))
 def test_stopped_rank_ends_the_run_with_the_stacks_of_all_others(
     victim: int, launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:

@@ -224,6 +224,7 @@ def test_fp16_trains_or_offers_bf16(text: Text, launcher: Launcher, tmp_path: Pa
         assert "[fp16-not-supported]" in result.output
 
 
+@pytest.mark.proof
 def test_older_torch_launcher_with_recomputation_replaces_the_backend(
     text: Text, launcher: Launcher, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.e2e.runs import (
     to_flags,
 )
 from tests.problems import raises_problem
+from tests.proofs.cases import with_proofs
 
 EXAMPLES = REPOSITORY / "examples" / "extend"
 WITHOUT_DROPOUT: Settings = {"attention_dropout": 0, "hidden_dropout": 0}
@@ -130,7 +131,7 @@ def own_layer(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempP
     return save
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "tensor"])
+@pytest.mark.parametrize("axis", with_proofs(["pipeline", "tensor"], ["pipeline"]))
 def test_an_own_layer_trains_and_resumes_in_other_layouts(
     axis: str, launcher: Launcher, base: Settings, own_layer: Path, tmp_path: Path
 ) -> None:

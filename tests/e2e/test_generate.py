@@ -65,6 +65,7 @@ EXPECTED = "".join(
 """Exceeds the training's 16 tokens: rotary positions are relative."""
 
 
+@pytest.mark.proof
 def test_two_ranks_of_a_launcher_give_the_same_texts(trained: Path, launcher: Launcher) -> None:
     settings = {"load": trained, "prompt": PROMPTS, "greedy": True, "out_seq_length": 24}
     run, _ = launcher.launch("torchrun", settings, TOOL)

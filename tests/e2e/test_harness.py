@@ -21,6 +21,7 @@ from megatron_ds.evaluation import command, in_training
 from megatron_ds.evaluation.options import Options
 from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps
 from tests.problems import raises_problem
+from tests.proofs.cases import with_proofs
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -305,7 +306,7 @@ def test_files_are_evaluated_with_a_checkpoint_only(
     assert "[no-checkpoint-to-evaluate]" in result.output
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", with_proofs([1, 2], [1]))
 def test_ranks_share_the_requests(
     folder: Path, manager: Any, theirs: Any, launcher: Launcher, tmp_path: Path, tp_size: int
 ) -> None:

@@ -85,19 +85,18 @@ SOME: dict[str, tuple[str, int, Settings]] = {
     "tied, DP 3, ZeRO 0": ("tied", 3, parallel(zero_stage=0)),
     "tied, DP 3, ZeRO 3": ("tied", 3, parallel(zero_stage=3)),
     "tied, TP 3": ("tied", 3, parallel(tp=3, sequence_parallel=True)),
-    "tied, PP 3": ("tied", 3, parallel(pp=3)),
     "tied, PP 3 x DP 2, ZeRO 0": ("tied", 6, parallel(pp=3, zero_stage=0)),
     "packed, TP 2 x PP 2 x Ulysses 2": ("packed", 8, parallel(tp=2, pp=2, ulysses=2)),
     "packed, Ulysses 2 x DP 2, ZeRO 3": ("packed", 4, parallel(ulysses=2, zero_stage=3)),
     "experts, EP 3 x PP 2": ("experts", 6, parallel(ep=3, pp=2)),
     "first tokens, EP 2 x TP 2": ("first tokens", 4, parallel(ep=2, tp=2, sequence_parallel=True)),
-    "ramp-up, PP 2 x DP 2": ("ramp-up", 4, parallel(pp=2)),
     "ramp-up, DP 2, ZeRO 2": ("ramp-up", 2, parallel(zero_stage=2)),
 }
 MORE: dict[str, tuple[str, int, Settings]] = {
     "tied, one": ("tied", 1, parallel()),
     "tied, DP 3, ZeRO 2": ("tied", 3, parallel(zero_stage=2)),
     "tied, PP 2": ("tied", 2, parallel(pp=2)),
+    "tied, PP 3": ("tied", 3, parallel(pp=3)),
     "tied, TP 3 x PP 2": ("tied", 6, parallel(tp=3, pp=2)),
     "tied, Ulysses 3, ZeRO 3": ("tied", 3, parallel(ulysses=3, zero_stage=3)),
     "packed, one": ("packed", 1, parallel()),
@@ -115,6 +114,7 @@ MORE: dict[str, tuple[str, int, Settings]] = {
     "first tokens, EP 2 x TP 2 x PP 2": ("first tokens", 8, parallel(ep=2, tp=2, pp=2)),
     "first tokens, EP 2 x PP 2": ("first tokens", 4, parallel(ep=2, pp=2)),
     "ramp-up, one": ("ramp-up", 1, parallel(zero_stage=0)),
+    "ramp-up, PP 2 x DP 2": ("ramp-up", 4, parallel(pp=2)),
     "ramp-up, TP 2 x Ulysses 2": ("ramp-up", 4, parallel(tp=2, ulysses=2)),
 }
 RATES = {"activation": 0.2, "attention": 0.1}

@@ -31,6 +31,7 @@ from tests.preprocess_runs import (
     run_uninterrupted,
 )
 from tests.problems import codes, fields, raises_problem
+from tests.proofs.cases import with_proofs
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def commit_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power fails here, and it is slow
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", with_proofs(KINDS, ["in.jsonl.gz", "in.parquet"]))
 def test_killed_run_resumes_to_the_same_output(tmp_path: Path, name: str) -> None:
     chosen = options(tmp_path, name, chunk_size=20)
     done, expected = run_uninterrupted(chosen)

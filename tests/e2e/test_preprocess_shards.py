@@ -36,6 +36,7 @@ from tests.preprocess_runs import (
     write_parquet,
 )
 from tests.problems import codes, printed_codes, raises_problem
+from tests.proofs.cases import with_proofs
 from tools import preprocess_data
 
 
@@ -78,7 +79,7 @@ def mixed_inputs(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("count", [2, 9])
+@pytest.mark.parametrize("count", with_proofs([2, 9], [2]))
 def test_shards_of_all_formats_have_the_bytes_of_one_process(tmp_path: Path, count: int) -> None:
     """In any order of completion."""
     given = of_paths(tmp_path, *mixed_inputs(tmp_path))

@@ -28,6 +28,7 @@ from tests.e2e.runs import (
     to_flags,
 )
 from tests.faults import HANG_MESSAGE
+from tests.proofs.cases import with_proofs
 
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds ranks in /proc")
 
@@ -67,7 +68,7 @@ def test_sigterm_to_the_launcher(
     assert_resumes(launcher, settings, tmp_path)
 
 
-@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("rank", with_proofs([None, 0, 1], [0]))
 def test_signal_to_a_rank_or_all_stops_all_with_a_save(
     rank: int | None, launcher: Launcher, endless: Settings, tmp_path: Path
 ) -> None:
@@ -124,7 +125,7 @@ def has_handler(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("signalled", [0, 1])
+@pytest.mark.parametrize("signalled", with_proofs([0, 1], [1]))
 def test_signal_to_one_rank_during_startup_ends_all(
     signalled: int, launcher: Launcher, base: Settings
 ) -> None:
@@ -156,7 +157,7 @@ def test_signal_during_a_save_finishes_the_save(
 
 @pytest.mark.parametrize(
     ("micro_batch", "unread", "last"),
-    [(2, 5, 2), (14, 17, 4)],
+    with_proofs([(2, 5, 2), (14, 17, 4)], [(14, 17, 4)]),
     ids=["during training", "at the end"],
 )
 def test_signal_interrupts_an_evaluation_and_saves(

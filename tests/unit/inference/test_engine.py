@@ -16,6 +16,7 @@ from megatron_ds.inference.packed_weights import pack_weights
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.sequences import GenerationConfig, TextSequence
 from megatron_ds.model import attention_backends, attention_cores
+from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
 GREEDY = SamplingParams(greedy=True)
@@ -88,7 +89,7 @@ def test_sequences_join_and_leave_a_batch(
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="a CPU without kernels for bf16"
 )
-@pytest.mark.parametrize("kind", ["rope", "alibi", "learned-gqa"])
+@pytest.mark.parametrize("kind", with_proofs(["rope", "alibi", "learned-gqa"], ["rope"]))
 def test_half_precision_has_the_texts_of_single_requests(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
