@@ -151,7 +151,7 @@ def test_unusual_valid_lines(tmp_path: Path, content: bytes, expected: list[list
 
 
 @given(content=st.binary(max_size=60) | st.lists(JSON, max_size=3).map(lambda v: dumped(v)))
-@settings(FUZZ_SETTINGS, max_examples=50)
+@settings(FUZZ_SETTINGS, max_examples=30)
 def test_rejected_lines_are_listed(folder: Path, content: bytes) -> None:
     lines = content.split(b"\n")
     good, bad = [], []
