@@ -425,7 +425,7 @@ def test_optimizer_states_may_move_between_device_and_host(name: str, outcomes: 
 
 
 def test_settings_are_read_back_after_the_load(outcomes: JobResults) -> None:
-    for name in ("zero1", "zero1 sgd", "zero2 fp16"):
+    for name in ("zero1 bf16", "zero1 sgd", "zero2 fp16"):
         for seen in outcomes.of(name):
             settings: EngineSettings = seen["settings"]
             is_adam = LAYOUTS[name].optimizer == "adamw"

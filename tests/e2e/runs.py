@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
@@ -278,8 +279,10 @@ class Launcher:
             time.sleep(0.05)
 
     def process_of_rank(self, rank: int) -> int:
-        """The pid of a rank of the only active run; its data loaders have higher pids."""
-        return min(pid for pid in self._marked() if f"RANK={rank}" in _environment_of(pid))
+        """The pid of a rank of the only active run, whose data loaders are its children."""
+        pids = {pid for pid in self._marked() if f"RANK={rank}" in _environment_of(pid)}
+        (found,) = (pid for pid in pids if psutil.Process(pid).ppid() not in pids)
+        return found
 
     def _register(self, run: Run) -> Run:
         self._runs.append(run)

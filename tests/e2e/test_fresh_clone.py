@@ -79,7 +79,7 @@ RECORDING = """\
 #!/bin/sh
 case "$1" in
     tools/generate_samples_gpt.py | tools/run_text_generation_server.py | tools/evaluate.py | \\
-    tools/convert_checkpoint.py | examples/use/generate_with_transformers.py | \\
+    tools/convert_checkpoint.py | \\
     tasks/main.py | --* | pretrain_gpt.py)
         printf '%s\\n' {program} "$@" end >> {log} ;;
     tools/text_generation_cli.py)
