@@ -90,9 +90,6 @@ class MoEConfig:
         """Whether a layer, counted from 0, is a mixture of experts."""
         return self.is_used and (layer + 1) % self.expert_interval == 0
 
-    def num_moe_layers(self, num_layers: int) -> int:
-        return sum(map(self.has_experts, range(num_layers)))
-
     @property
     def is_pre_softmax(self) -> bool:
         """Of the selected experts alone, one has the constant probability 1, without gradient."""

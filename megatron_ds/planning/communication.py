@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.model.spec.architecture import is_expert, run_spec
+from megatron_ds.model.spec.parts import FP32, AttentionSpec
 from megatron_ds.model.stages import layers_per_stage, rank_layers
-from megatron_ds.planning.memory_inputs import FP32, memory_inputs, micro_batches
+from megatron_ds.parallel.weights import Partial
+from megatron_ds.planning.memory_inputs import memory_inputs, micro_batches
 
 RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 """How often a rank sends a message on a ring of many ranks; (n - 1) / n of that on n ranks."""
@@ -66,6 +68,7 @@ def step_traffic(config: Config, dp_size: int, device: str, pp_rank: int = 0) ->
     parts = (
         messages.gradients_and_parameters(),
         messages.of_tensor_parallelism(),
+        messages.of_partial_gradients(),
         messages.of_ulysses(),
         messages.of_experts(),
         messages.of_stages(),
@@ -81,6 +84,7 @@ class _Messages:
         self.replicas = self.inputs.dp_size
         self.tp_size, self.sp_size = self.inputs.tp_size, self.inputs.sp_size
         self.count = micro_batches(config, dp_size)
+        self.spec, self.rank_layers = run_spec(config), rank_layers(config)[pp_rank]
         of_ranks = self.parallel.stages_of_ranks
         stages = layers_per_stage(config.model, config.parallel, config.moe)
         self.own = of_ranks[pp_rank]
@@ -96,9 +100,9 @@ class _Messages:
 
     def gradients_and_parameters(self) -> Iterator[Traffic]:
         """Of data parallelism, by ZeRO stage. Experts have fewer replicas."""
-        spec, layers = run_spec(self.config), rank_layers(self.config)[self.pp_rank]
-        size, ep_size = spec.elements(layers), self.config.expert_parallel_size
-        experts = spec.elements(layers, is_expert) if ep_size > 1 else 0
+        layers, ep_size = self.rank_layers, self.config.expert_parallel_size
+        size = self.spec.elements(layers)
+        experts = self.spec.elements(layers, is_expert) if ep_size > 1 else 0
         yield from self._of_replicas(size - experts, "dp_sp", self.replicas)
         yield from self._of_replicas(experts, "expert_dp", self.replicas // ep_size)
 
@@ -147,19 +151,17 @@ class _Messages:
             ("reduce-scatter", hidden, self.count * scatters),
         ):
             yield Traffic(operation, "tp", what, number * self.stream, size, number)
-        vectors = 1 if self.model.normalization == "RMSNorm" else 2
-        norms = self.layers * 2 + last + first * self.model.embed_layernorm
-        elements = norms * vectors * self.model.hidden_size
-        if first and self.model.position_embedding_type == "learned_absolute":
-            elements += self.model.num_positions * self.model.hidden_size
-        replicated = self.count * elements * self.inputs.param_bytes
-        yield Traffic("all-reduce", "tp", "gradients of replicated parameters", replicated, size)
+
+    def of_partial_gradients(self) -> Iterator[Traffic]:
+        """Of replicated weights that act on this rank's tokens or heads."""
+        kinds = {Partial.ALWAYS, *([Partial.SEQUENCE] if self.parallel.sequence_parallel else [])}
+        elements = self.spec.elements(self.rank_layers, lambda each: each.partial_over in kinds)
+        size, what = self.count * elements * self.inputs.param_bytes, "replicated parameters"
+        yield Traffic("all-reduce", "tp", f"gradients of {what}", size, self.tp_size)
 
     def of_ulysses(self) -> Iterator[Traffic]:
         """Queries, keys and values before attention, its output after it, and their gradients."""
-        q = self.model.num_attention_heads * self.model.head_dim // self.tp_size
-        kv = self.model.kv_heads * self.model.head_dim // self.tp_size
-        kv = max(kv, self.sp_size * self.model.head_dim) if self.sp_size > 1 else kv
+        q, kv = AttentionSpec(self.model).exchanged(self.tp_size, self.sp_size)
         exchanged = self.tokens * self.inputs.param_bytes * (2 * q + 2 * kv)
         passes = 3 if self.is_recomputed else 2
         number = self.count * self.layers * passes

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
+from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
 from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.parallel.chunks import chunk_bytes, num_tiles
 from megatron_ds.planning.communication import ALLREDUCE_BUCKET
-from megatron_ds.planning.memory_inputs import FP32, MemoryInputs, memory_inputs, micro_batches
+from megatron_ds.planning.memory_inputs import MemoryInputs, memory_inputs, micro_batches
 
 TEMPORARY = ("activations", "output layer and loss", "averaging and step", "gathered parameters")
 """What the device has at different times of a step."""
@@ -101,7 +102,7 @@ def estimate(config: Config, inputs: MemoryInputs) -> MemoryEstimate:
         host["copy of an asynchronous save"] = sizes.saved(device, host, disk)
     activations = sizes.activations()
     table, logits, scaled = sizes.output_layer()
-    head = sizes.stream + table  # gradients of its input and weight
+    head = sizes.run.stream + table  # gradients of its input and weight
     gathered = sizes.gathered()
     reduction, retained = sizes.reduction(), sizes.retained_by_malloc(activations)
     allocated, buckets = sizes.allocated(device), sizes.num_buckets * sizes.bucket
@@ -156,14 +157,21 @@ class _Sizes:
         if inputs.has_matrix_updates:
             self.moments -= FP32 * (self.matrix_share if inputs.zero_stage else elements)
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // inputs.sp_size
-        self.stream = self.tokens * config.model.hidden_size * inputs.param_bytes
-        # Sequence parallelism shards what is stored between the layers, their inputs included.
-        self.shards = inputs.tp_size if in_effect(config.parallel).sequence_parallel else 1
-        self.residual = self.stream // self.shards
-        # Mask of dropout over the hidden states: in the data type on a CPU, else one byte each.
-        self.mask = self.residual if inputs.on_cpu else self.residual // inputs.param_bytes
-        # Attention is a fused kernel, which saves no scores. A CPU has none with dropout.
-        self.is_fused = self.model.attention_dropout == 0 or not inputs.on_cpu
+        is_sharded, recompute = in_effect(config.parallel).sequence_parallel, config.recompute
+        # Without flex attention, attention runs document by document.
+        has_flex = not (inputs.on_cpu or config.model.attention_dropout > 0)
+        self.run = Pass(
+            config.model,
+            self.tokens,
+            inputs.param_bytes,
+            inputs.tp_size,
+            inputs.sp_size,
+            shards=inputs.tp_size if is_sharded else 1,
+            on_cpu=inputs.on_cpu,
+            saves_core=recompute.recompute_granularity != "selective",
+            is_per_document=config.data.reset_attention_mask and not has_flex,
+            has_tiles=recompute.tiled_mlp,
+        )
         self.has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
         # Gradients are reduced in buckets, but not at stage 0 and by BF16_Optimizer. A bucket is
         # allocated when the backward pass starts, under ZeRO-3 once for the whole run.
@@ -326,114 +334,27 @@ class _Sizes:
 
     def activations(self) -> int:
         """Saved for the backward pass by all layers, without the output layer."""
-        model, tp_size = self.model, self.inputs.tp_size
-        recompute, layer = in_effect(self.config.recompute), self._layer()
-        ends = self.residual + self._norm()  # the final norm
-        if model.hidden_dropout > 0:
-            ends += self.mask
+        model, run, moe = self.model, self.run, self.config.moe
+        recompute, (first, *blocks, norm, _) = in_effect(self.config.recompute), self.spec.layers
+        ends = first.saved(run) + norm.saved(run)
         if model.position_embedding_type == "alibi":
-            heads = model.num_attention_heads // (tp_size * self.inputs.sp_size)
-            ends += heads * model.seq_length**2 * self.inputs.param_bytes
+            heads = model.num_attention_heads // (run.tp_size * run.sp_size)
+            ends += heads * model.seq_length**2 * run.element
         if recompute.tiled_mlp:
-            ends += self._mlp() // num_tiles(self.tokens, model.hidden_size)
-        experts = self._experts() - (0 if recompute.tiled_mlp else self._mlp())
-        sparse = self.config.moe.num_moe_layers(model.num_layers)
+            inner = FeedForwardSpec(model).inner(run)
+            ends += inner // num_tiles(self.tokens, model.hidden_size)
+        sizes = {moe.has_experts(layer): block.saved(run) for layer, block in enumerate(blocks)}
+        sparse = sum(map(moe.has_experts, range(len(blocks))))
         if self.is_staged:
-            sparse = min(1, sparse) * -(-self.stored_layers // self.config.moe.expert_interval)
-        if recompute.recompute_granularity != "full":
-            return ends + self.stored_layers * layer + sparse * experts
-        units = -(-self.stored_layers // recompute.checkpoint_num_layers)
-        kept = 0 if recompute.checkpoint_in_cpu else units * self.residual
-        if recompute.partition_activations:
-            kept //= tp_size
-        recomputed = min(recompute.checkpoint_num_layers, model.num_layers)
-        sparse = min(sparse, -(-recomputed // self.config.moe.expert_interval))
-        return ends + kept + recomputed * layer + sparse * experts
-
-    def _layer(self) -> int:
-        """Saved by one layer; attention per document is estimated for samples of one document."""
-        model, tp_size = self.model, self.inputs.tp_size
-        saves_core = self.config.recompute.recompute_granularity != "selective"
-        # Without flex attention, attention runs document by document.
-        per_document = self.config.data.reset_attention_mask and (
-            self.inputs.on_cpu or model.attention_dropout > 0
-        )
-        size = self.tokens * self.inputs.param_bytes
-        q = model.num_attention_heads * model.head_dim // tp_size
-        kv = model.kv_heads * model.head_dim // tp_size
-        if self.inputs.sp_size > 1:  # ranks that share a key-value head each receive it
-            kv = max(kv, self.inputs.sp_size * model.head_dim)
-        saved = 4 * self.residual  # inputs of both norms and of the projections after them
-        saved += size * (q + 2 * kv)  # projected queries, keys and values
-        if self.inputs.sp_size > 1:
-            saved += size * q  # output of the core, before the heads are exchanged
-        elif per_document and saves_core and self.is_fused:
-            saved += size * q  # outputs of attention per document, before they are concatenated
-        elif model.position_embedding_type == "rope" and (self.is_fused or not saves_core):
-            saved += size * (q + kv)  # otherwise counted with the scores
-        saved += size * q  # output of attention, input of the output projection
-        if not self.config.recompute.tiled_mlp:
-            saved += self._mlp()
-        if model.hidden_dropout > 0:
-            saved += 2 * self.mask
-        saved += 2 * self._norm()
-        return saved + (self._core() if saves_core else 0)
-
-    def _mlp(self) -> int:
-        """Inner activations of an MLP."""
-        model = self.model
-        inner = 2 if not model.is_gated else 3 if model.activation == "liglu" else 4
-        size = self.tokens * self.inputs.param_bytes
-        return size * model.mlp_hidden_size // self.inputs.tp_size * inner
-
-    def _experts(self) -> int:
-        """Inner activations of a mixture of experts, if every rank receives as many tokens."""
-        moe, element = self.config.moe, self.inputs.param_bytes
-        rows = self.tokens * moe.moe_router_topk
-        saved = 2 * rows * self.model.hidden_size * element  # the experts' inputs and outputs
-        saved += moe.moe_router_topk * self._mlp()
-        # The router's logits and probabilities, the logarithms of sums, and the selected ones.
-        router = 2 * self.tokens * moe.experts + self.tokens + rows
-        if element < FP32:  # the router's input and weight in fp32; the input itself is not saved
-            router += (self.tokens + moe.experts) * self.model.hidden_size
-            saved += rows * element - self.residual
-        else:  # the complete input, where a rank has a slice of the sequence
-            saved += self.stream - self.residual
-        return saved + FP32 * router
-
-    def _norm(self) -> int:
-        """Saved by a norm in addition to its input and output.
-
-        On a CPU torch composes RMSNorm of several operations.
-        """
-        tokens = self.tokens // self.shards
-        if self.model.normalization == "LayerNorm":
-            return 2 * tokens * FP32
-        intermediate = 0
-        if self.inputs.on_cpu:
-            in_fp32 = FP32 if self.inputs.param_bytes < FP32 else 0
-            intermediate = self.residual + tokens * self.model.hidden_size * in_fp32
-        return tokens * FP32 + intermediate
-
-    def _core(self) -> int:
-        """Saved by the attention core in addition to its inputs and output.
-
-        On a CPU torch has no fused kernel for dropout and saves the scores in fp32.
-        """
-        model, element = self.model, self.inputs.param_bytes
-        heads = model.num_attention_heads // self.inputs.tp_size
-        if self.is_fused:
-            saved = self.tokens * heads * FP32
-            has_groups = model.kv_heads != model.num_attention_heads
-            if model.position_embedding_type == "alibi" and has_groups and not self.inputs.on_cpu:
-                # Keys and values, repeated for their queries.
-                saved += 2 * self.tokens * heads * model.head_dim * element
-            return saved
-        scores = self.tokens * model.seq_length * heads * FP32
-        copies = 3 * self.tokens * heads * model.head_dim * element
-        return scores * (3 if model.attention_dropout > 0 else 1) + (
-            copies if element < FP32 else 0
-        )
+            sparse = min(1, sparse) * -(-self.stored_layers // moe.expert_interval)
+        count = self.stored_layers
+        if recompute.recompute_granularity == "full":
+            units = -(-count // recompute.checkpoint_num_layers)
+            kept = 0 if recompute.checkpoint_in_cpu else units * run.residual
+            ends += kept // (run.tp_size if recompute.partition_activations else 1)
+            count = min(recompute.checkpoint_num_layers, model.num_layers)
+            sparse = min(sparse, -(-count // moe.expert_interval))
+        return ends + (count - sparse) * sizes.get(False, 0) + sparse * sizes.get(True, 0)
 
     def output_layer(self) -> tuple[int, int, int]:
         """The gradient of its weight, a chunk of logits, and the temporary tensors of scaling."""

@@ -10,9 +10,8 @@ from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import in_effect
 from megatron_ds.engine.ds_config.generate import build_ds_config
+from megatron_ds.model.spec.parts import FP32
 
-FP32 = 4
-"""Bytes of an element in fp32."""
 BLOCKWISE_8_BIT = 1 + FP32 / 256
 """Bytes of an element of an 8-bit moment, which has one scale for 256 elements."""
 DTYPE_BYTES = {"fp32": FP32, "bf16": 2, "fp16": 2}

@@ -17,11 +17,12 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.model.spec.architecture import model_spec, run_spec
+from megatron_ds.model.spec.parts import FP32
 from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.planning.communication import RING, Traffic, step_traffic
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.memory_estimate import MemoryEstimate, planned_memory
-from megatron_ds.planning.memory_inputs import DTYPE_BYTES, FP32, memory_inputs, micro_batches
+from megatron_ds.planning.memory_inputs import DTYPE_BYTES, memory_inputs, micro_batches
 
 AXES = ("pp", "dp", "ep", "sp", "tp")
 """From the slowest to the fastest: neighbouring ranks are tensor-parallel."""

@@ -22,6 +22,7 @@ from megatron_ds.model.spec.parts import (
     NormSpec,
     OutputSpec,
     Part,
+    Pass,
 )
 from megatron_ds.parallel.weights import Role, Weight
 
@@ -53,6 +54,10 @@ class Layer:
     def products(self, keys: int) -> int:
         """Multiplications of one token in a forward pass that attends to so many keys."""
         return sum(part.products(keys) for part in self.parts.values())
+
+    def saved(self, run: Pass) -> int:
+        """Bytes that a forward pass saves."""
+        return sum(part.saved(run) for part in self.parts.values())
 
 
 Layers = Iterable[Layer] | None

@@ -21,12 +21,60 @@ from megatron_ds.parallel.weights import (
     linear_weights,
 )
 
+FP32 = 4
+"""Bytes of an element in fp32."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A training forward pass of one rank, as far as it determines what is saved for the backward
+    pass."""
+
+    model: ModelConfig
+    tokens: int
+    """Tokens of a micro-batch on this rank."""
+    element: int
+    """Bytes of an element of the activations."""
+    tp_size: int
+    sp_size: int
+    """Sequence-parallel size of DeepSpeed-Ulysses."""
+    shards: int
+    """Ranks that share what is stored between the layers."""
+    on_cpu: bool
+    saves_core: bool
+    """Whether the attention core is not recomputed."""
+    is_per_document: bool
+    """Whether attention runs document by document."""
+    has_tiles: bool
+    """Whether feed-forward layers are computed in tiles."""
+
+    @property
+    def stream(self) -> int:
+        """Bytes of the hidden states of all tokens."""
+        return self.tokens * self.model.hidden_size * self.element
+
+    @property
+    def residual(self) -> int:
+        """Bytes of the hidden states between the layers."""
+        return self.stream // self.shards
+
+    @property
+    def mask(self) -> int:
+        """Bytes of a mask of dropout over them: in the data type on a CPU, else one each."""
+        size = self.residual if self.on_cpu else self.residual // self.element
+        return size if self.model.hidden_dropout > 0 else 0
+
 
 @dataclass(frozen=True)
 class Part:
     """A part of the model."""
 
     model: ModelConfig
+
+    def saved(self, run: Pass) -> int:
+        """Bytes that a forward pass saves, its input included, its output not."""
+        del run
+        return 0
 
     def weights(self) -> Iterator[Weight]:
         """Its weights, with names below the part, in the order of the module's parameters."""
@@ -72,6 +120,16 @@ class NormSpec(Part):
         if self.model.normalization == "LayerNorm":
             yield Weight("bias", shape, role=role, partial_over=self.partial_over)
 
+    def saved(self, run: Pass) -> int:
+        tokens = run.tokens // run.shards
+        if self.model.normalization == "LayerNorm":
+            return run.residual + 2 * tokens * FP32
+        saved = run.residual + tokens * FP32
+        if run.on_cpu:  # torch composes RMSNorm of several operations
+            saved += run.residual
+            saved += tokens * self.model.hidden_size * (FP32 if run.element < FP32 else 0)
+        return saved
+
 
 @dataclass(frozen=True)
 class AttentionSpec(Part):
@@ -94,6 +152,40 @@ class AttentionSpec(Part):
     def products(self, keys: int) -> int:
         return super().products(keys) + 2 * keys * self.sections[0]  # q k^T and softmax x v
 
+    def saved(self, run: Pass) -> int:
+        """Attention per document is estimated for samples of one document."""
+        model, size = self.model, run.tokens * run.element
+        q, kv = self.exchanged(run.tp_size, run.sp_size)
+        # The projected queries, keys and values; the output, which the next projection reads.
+        saved = run.residual + run.mask + size * (2 * q + 2 * kv)
+        # A fused kernel saves no scores. A CPU has none with dropout.
+        is_fused = model.attention_dropout == 0 or not run.on_cpu
+        if run.sp_size > 1 or (run.is_per_document and run.saves_core and is_fused):
+            saved += size * q  # outputs before the exchange of heads, or of each document
+        elif model.position_embedding_type == "rope" and (is_fused or not run.saves_core):
+            saved += size * (q + kv)  # otherwise counted with the scores
+        return saved + (self._core(run, is_fused) if run.saves_core else 0)
+
+    def exchanged(self, tp_size: int, sp_size: int) -> tuple[int, int]:
+        """Elements of a token's queries, and of its keys, that ranks of a sequence exchange.
+
+        Ranks that share a key-value head each receive it.
+        """
+        q, kv, _ = (rows // tp_size for rows in self.sections)
+        return q, kv if sp_size == 1 else max(kv, sp_size * self.model.head_dim)
+
+    def _core(self, run: Pass, is_fused: bool) -> int:
+        """Saved by the core in addition to its inputs and output."""
+        model, heads = self.model, run.tokens * self.model.num_attention_heads // run.tp_size
+        if not is_fused:  # three tensors of scores, and the inputs in fp32
+            copies = 3 * heads * model.head_dim * run.element
+            return 3 * heads * model.seq_length * FP32 + (copies if run.element < FP32 else 0)
+        repeated = 0
+        if model.position_embedding_type == "alibi" and not run.on_cpu:
+            has_groups = model.kv_heads != model.num_attention_heads
+            repeated = 2 * heads * model.head_dim * run.element * has_groups  # keys and values
+        return heads * FP32 + repeated
+
 
 @dataclass(frozen=True)
 class FeedForwardSpec(Part):
@@ -109,6 +201,15 @@ class FeedForwardSpec(Part):
         yield from linear_weights("fc_in", shape, rows, bias=bias, std=std)
         shape, std, columns = (hidden, width), self.residual_std, ShardSpec(1, (width,))
         yield from linear_weights("fc_out", shape, columns, bias=bias, std=std)
+
+    def saved(self, run: Pass) -> int:
+        return run.residual + run.mask + (0 if run.has_tiles else self.inner(run))
+
+    def inner(self, run: Pass) -> int:
+        """Saved between the two matrices."""
+        tensors = 2 if not self.model.is_gated else 3 if self.model.activation == "liglu" else 4
+        width = self.model.mlp_hidden_size
+        return run.tokens * run.element * width // run.tp_size * tensors
 
 
 @dataclass(frozen=True)
@@ -138,6 +239,20 @@ class ExpertsSpec(FeedForwardSpec):
         of_all = super().products(keys) - router
         return router + of_all // self.moe.experts * self.moe.moe_router_topk
 
+    def saved(self, run: Pass) -> int:
+        """If every rank receives as many tokens."""
+        experts, hidden = self.moe.experts, self.model.hidden_size
+        rows = run.tokens * self.moe.moe_router_topk
+        saved = 2 * rows * hidden * run.element + self.moe.moe_router_topk * self.inner(run)
+        # The router's logits and probabilities, the logarithms of sums, and the selected ones.
+        router = 2 * run.tokens * experts + run.tokens + rows
+        if run.element < FP32:  # the router's input and weight in fp32, not the input itself
+            router += (run.tokens + experts) * hidden
+            saved += rows * run.element
+        else:  # the complete input, where a rank has a slice of the sequence
+            saved += run.stream
+        return saved + run.mask + FP32 * router
+
 
 @dataclass(frozen=True)
 class EmbeddingSpec(Part):
@@ -160,6 +275,9 @@ class EmbeddingSpec(Part):
                 partial_over=Partial.SEQUENCE,
             )
 
+    def saved(self, run: Pass) -> int:
+        return run.mask
+
 
 @dataclass(frozen=True)
 class OutputSpec(EmbeddingSpec):
@@ -171,6 +289,10 @@ class OutputSpec(EmbeddingSpec):
 
     def products(self, keys: int) -> int:
         return self.rows * self.model.hidden_size
+
+    def saved(self, run: Pass) -> int:
+        """Estimated with the loss."""
+        return 0
 
 
 def _vocabulary(name: str, rows: int, model: ModelConfig, role: Role) -> Weight:

@@ -28,12 +28,13 @@ from megatron_ds.config import (
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
+from megatron_ds.model.spec.parts import FP32
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.planning.memory_estimate import MemoryEstimate, estimate, planned_memory
-from megatron_ds.planning.memory_inputs import BLOCKWISE_8_BIT, FP32, MemoryInputs
+from megatron_ds.planning.memory_inputs import BLOCKWISE_8_BIT, MemoryInputs
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
 COLLECTIVES = (
