@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron_ds import schedules
-from megatron_ds.config import Config, MoEConfig
+from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
 from megatron_ds.engine.protocol import EngineSettings
@@ -139,25 +139,20 @@ def _stages(facts: BannerData) -> Iterator[str]:
 def _model(facts: BannerData) -> Lines:
     model, moe, mesh = facts.config.model, facts.config.moe, facts.mesh
     tp = mesh.tp.size
-    parameters = f"{model_spec(model, moe, tp, mesh.ep.size).elements():,} parameters"
-    grouped = model.kv_heads != model.num_attention_heads
-    shape = (
-        f"{counted(model.num_layers, 'layer')}, hidden {model.hidden_size}, "
-        f"{counted(model.num_attention_heads, 'head')} of {model.head_dim}"
-        f"{f' in {model.kv_heads} groups' if grouped else ''}, feed-forward "
-        f"{model.mlp_hidden_size} ({model.activation}), "
-        f"{model.normalization}, positions {model.position_embedding_type}"
+    spec = model_spec(model, moe, tp, mesh.ep.size)
+    parts = [part for layer in spec.layers[:-1] for part in layer.parts.values()]
+    shape = ", ".join(
+        (
+            *(counted(model.num_layers, "layer"), f"hidden {model.hidden_size}"),
+            *dict.fromkeys(part.describe() for part in parts),
+        )
     )
     size = (
-        f"{parameters}{_per_rank(mesh)}; "
+        f"{spec.elements():,} parameters{_per_rank(mesh)}; "
         f"vocabulary {model.vocab_size}, padded to {model.padded_vocab(tp)}; "
         f"sequence {model.seq_length}"
     )
-    return [
-        ("shape", shape),
-        ("size", size),
-        *([("experts", _experts(moe))] if moe.is_used else []),
-    ]
+    return [("shape", shape), ("size", size)]
 
 
 def _per_rank(mesh: Mesh) -> str:
@@ -165,20 +160,6 @@ def _per_rank(mesh: Mesh) -> str:
     if mesh.ep.size > 1:
         return " per rank, with its experts"
     return " per model-parallel rank" if mesh.tp.size > 1 else ""
-
-
-def _experts(moe: MoEConfig) -> str:
-    """Routing and auxiliary losses."""
-    factor = moe.capacity_factor(training=True)
-    limit = "dropless" if factor is None else f"capacity factor {factor:g}"
-    if factor is not None:
-        limit += f", at least {moe.moe_min_capacity} tokens, by {moe.moe_token_drop_policy}"
-    layers = "every layer" if moe.expert_interval == 1 else f"1 of {moe.expert_interval} layers"
-    weights = "all experts" if moe.is_pre_softmax else "the selected ones"
-    return (
-        f"{moe.experts} in {layers}, top {moe.moe_router_topk} with softmax over {weights}, "
-        f"{limit}; load-balancing loss x {moe.aux_loss_coeff:g}, z-loss x {moe.moe_z_loss_coeff:g}"
-    )
 
 
 def _batch(facts: BannerData) -> Lines:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config.problems import counted
 from megatron_ds.parallel.weights import (
     GATE_UP,
     QUERY_KEY_VALUE,
@@ -87,6 +88,10 @@ class Part:
             math.prod(weight.shape) for weight in self.weights() if weight.role is Role.MATRIX
         )
 
+    def describe(self) -> str:
+        """Text of the banner."""
+        return ""
+
     def named(self, prefix: str) -> dict[str, Weight]:
         """Its weights with canonical names, by their names below the part."""
         return {
@@ -120,6 +125,9 @@ class NormSpec(Part):
         if self.model.normalization == "LayerNorm":
             yield Weight("bias", shape, role=role, partial_over=self.partial_over)
 
+    def describe(self) -> str:
+        return self.model.normalization
+
     def saved(self, run: Pass) -> int:
         tokens = run.tokens // run.shards
         if self.model.normalization == "LayerNorm":
@@ -151,6 +159,11 @@ class AttentionSpec(Part):
 
     def products(self, keys: int) -> int:
         return super().products(keys) + 2 * keys * self.sections[0]  # q k^T and softmax x v
+
+    def describe(self) -> str:
+        heads, groups = self.model.num_attention_heads, self.model.kv_heads
+        shown = f"{counted(heads, 'head')} of {self.model.head_dim}"
+        return shown if groups == heads else f"{shown} in {groups} groups"
 
     def saved(self, run: Pass) -> int:
         """Attention per document is estimated for samples of one document."""
@@ -202,6 +215,9 @@ class FeedForwardSpec(Part):
         shape, std, columns = (hidden, width), self.residual_std, ShardSpec(1, (width,))
         yield from linear_weights("fc_out", shape, columns, bias=bias, std=std)
 
+    def describe(self) -> str:
+        return f"feed-forward {self.model.mlp_hidden_size} ({self.model.activation})"
+
     def saved(self, run: Pass) -> int:
         return run.residual + run.mask + (0 if run.has_tiles else self.inner(run))
 
@@ -239,6 +255,20 @@ class ExpertsSpec(FeedForwardSpec):
         of_all = super().products(keys) - router
         return router + of_all // self.moe.experts * self.moe.moe_router_topk
 
+    def describe(self) -> str:
+        moe, factor = self.moe, self.moe.capacity_factor(training=True)
+        limit = "dropless" if factor is None else f"capacity factor {factor:g}"
+        if factor is not None:
+            limit += f" (at least {moe.moe_min_capacity} tokens, by {moe.moe_token_drop_policy})"
+        interval = moe.expert_interval
+        layers = "every layer" if interval == 1 else f"1 of {interval} layers"
+        weights = "all experts" if moe.is_pre_softmax else "the selected ones"
+        return (
+            f"{moe.experts} experts with {super().describe()} in {layers}, top "
+            f"{moe.moe_router_topk} with softmax over {weights}, {limit}, load-balancing loss x "
+            f"{moe.aux_loss_coeff:g}, z-loss x {moe.moe_z_loss_coeff:g}"
+        )
+
     def saved(self, run: Pass) -> int:
         """If every rank receives as many tokens."""
         experts, hidden = self.moe.experts, self.model.hidden_size
@@ -274,6 +304,9 @@ class EmbeddingSpec(Part):
                 role=Role.POSITIONS,
                 partial_over=Partial.SEQUENCE,
             )
+
+    def describe(self) -> str:
+        return f"positions {self.model.position_embedding_type}"
 
     def saved(self, run: Pass) -> int:
         return run.mask

@@ -15,7 +15,7 @@ from megatron_ds.model.spec.architecture import Layer, is_expert, model_spec
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
-from megatron_ds.parallel.sharding import expert_group, shard_spec
+from megatron_ds.parallel.sharding import declaration, expert_group, shard_spec
 from tests.dist.parity_cases import MODELS, SHAPE
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -56,6 +56,7 @@ def test_declared_weights_are_the_parameters(
         assert len(slices) > 1 or list(declared) == list(parameters)
         for name, weight in declared.items():
             parameter = parameters[name]
+            assert declaration(name, parameter) == weight
             assert shard_spec(parameter) == weight.shard, name
             assert (expert_group(parameter) is not None) == (weight.is_stacked and ep > 1), name
             full = list(parameter.shape)
