@@ -82,10 +82,7 @@ DEVICES = {
 }
 
 ENTRY_POINTS = [*(REPOSITORY / "tools").rglob("*.py"), REPOSITORY / "pretrain_gpt.py"]
-LARGER = {
-    "megatron_ds/engine/zero.py ZeroEngine": 371,
-    "megatron_ds/planning/memory_estimate.py _Sizes": 327,
-}
+LARGER = {"megatron_ds/engine/zero.py ZeroEngine": 371}
 """Classes of more than 300 lines, which may only become smaller."""
 MORE_PARAMETERS = {
     "megatron_ds/engine/zero.py ZeroEngine.__init__": 16,
