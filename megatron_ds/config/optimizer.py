@@ -10,6 +10,8 @@ from typing import Any
 from megatron_ds.config.fields import ANY_VALUE, UNSET_FLOAT, option_field, when
 from megatron_ds.config.problems import Problem, with_value
 
+MUON_BATCH = 2**25
+"""Most elements of matrices of one shape that Muon orthogonalizes at once, or of a single one."""
 ADAM = when(optimizer=("adam", "muon"))
 MUON = when(optimizer="muon")
 LION = when(optimizer="lion")

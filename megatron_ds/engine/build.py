@@ -25,6 +25,7 @@ from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.engine import readback
 from megatron_ds.engine.deepspeed import nvme_states
 from megatron_ds.engine.deepspeed import patches as deepspeed_patches
+from megatron_ds.engine.deepspeed.stage_messages import StageMessages
 from megatron_ds.engine.ds_config.generate import build_ds_config, cpp_ops
 from megatron_ds.engine.optimizers.adam_kernels import available_on
 from megatron_ds.engine.optimizers.build import attach_matrices, client_optimizer
@@ -180,7 +181,7 @@ def _initialize(
     groups, multipliers = parameter_groups(
         module, config.optimizer.weight_decay, multiplier_rule(config.optimizer)
     )
-    with deepspeed_patches.expert_groups(mesh):
+    with deepspeed_patches.expert_groups(mesh), StageMessages(mesh, are_batched=False).active():
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=groups,
@@ -199,7 +200,6 @@ def _correct(
     if _is_deepcompiled(ds_config):
         engine.compile()
         model.compiled = "the model by DeepSpeed's DeepCompile"
-    deepspeed_patches.count_expert_biases_once(engine.optimizer, mesh)
     deepspeed_patches.drop_skipped_gradients(engine.optimizer)
     nvme_states.align_gradients(engine.optimizer)
     attach_matrices(engine, ds_config["zero_optimization"]["stage"], mesh, device)

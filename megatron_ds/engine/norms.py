@@ -49,6 +49,11 @@ def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     return squares
 
 
+def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
+    """Scale gradients as `torch.nn.utils.clip_grad_norm_` does, without waiting for the norm."""
+    torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0).float())
+
+
 def is_counted(parameter: nn.Parameter, mesh: Mesh) -> bool:
     """Whether this rank counts a parameter among those of its model-parallel group.
 

@@ -23,6 +23,7 @@ from megatron_ds.engine.deepspeed.patches import (
     replace_pipeline_instructions,
     reset_cpu_adam_beta_powers,
 )
+from megatron_ds.engine.deepspeed.stage_messages import StageMessages
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.pipeline_module import FoldedStages, PipelineStage, WeightedBatch
 from megatron_ds.engine.protocol import LossSum
@@ -47,13 +48,18 @@ class PipelineEngine(ZeroEngine):
         for name in ("module_state_dict", "load_module_state_dict"):
             setattr(engine, name, partial(getattr(DeepSpeedEngine, name), engine))
         reduce_norm_once(engine.optimizer, self._mesh.model.handle, self._device)
+        messages = StageMessages(self._mesh, are_batched=not self._is_folded)
+        engine._exec_schedule = messages.active()(engine._exec_schedule)
         replace_pipeline_instructions(
             engine,
             {
                 schedule.LoadMicroBatch: self._load_micro_batch,
+                schedule.ForwardPass: engine._exec_forward_pass,
+                schedule.BackwardPass: engine._exec_backward_pass,
                 schedule.ReduceTiedGrads: self._reduce_tied_gradients,
                 schedule.OptimizerStep: partial(self._step, engine._exec_optimizer_step),
             },
+            before=messages.exchange,
         )
 
     def partitions(self) -> list[FlatPartition]:
@@ -131,6 +137,7 @@ class PipelineEngine(ZeroEngine):
         have the same sum in any order. That of two replicas has only one order.
         """
         replicas = self._mesh.dp_sp
+        self._flat.send()  # in one order with the sums below, on every replica
         for weight, group in self._module.get_tied_weights_and_groups():
             candidates = (
                 getattr(weight, name, None) for name in ("_hp_grad", "grad_accum", "grad")

@@ -53,7 +53,7 @@ COLLECTIVES = (
 which are also values: torch compares the operations of a batch with them."""
 CAPTURED = ("all_gather_function", "reduce_scatter_function")
 """Attributes of DeepSpeed's communication backend that are such functions."""
-AXES = ("tp", "pp", "dp", "sp", "ep", "expert_dp", "dp_sp", "sp_tp", "model", "embedding")
+AXES = ("tp", "pp", "dp", "sp", "ep", "expert_dp", "dp_sp", "sp_tp", "model", "embedding", "p2p")
 """Groups of the mesh. Of those with the same ranks, the first one names their collectives."""
 
 

@@ -28,18 +28,18 @@ from megatron_ds.engine.deepspeed.checkpoint_io import (
     load_checkpoint,
 )
 from megatron_ds.engine.deepspeed.expert_files import ExpertFiles
+from megatron_ds.engine.deepspeed.flat_gradients import FlatGradients
 from megatron_ds.engine.deepspeed.loss_scaler import LossScale
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, read_partitions
 from megatron_ds.engine.deepspeed.patches import (
-    clip_by_known_norm,
     experts_saved_by_caller,
     literal_folder,
     reset_cpu_adam_beta_powers,
-    skip_reduction,
+    spare_work_of_stage_0,
 )
 from megatron_ds.engine.deepspeed.tensor_files import LARGEST
 from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
-from megatron_ds.engine.norms import StepNorms, is_counted, sum_of_squares
+from megatron_ds.engine.norms import StepNorms, clip, is_counted, sum_of_squares
 from megatron_ds.engine.optimizers.param_groups import (
     Multipliers,
     keep_settings_on_load,
@@ -144,11 +144,10 @@ class ZeroEngine:
         self._compiles_collectives = is_compiled and _layers_communicate(mesh, ds_config)
         self.timers = StepTimers(logging, is_compiled=self._compiles_collectives)
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
-        if self.settings.dp_size == 1:
-            skip_reduction(engine)
+        self._flat = FlatGradients(engine, lambda of: self._sum_of_squares(of).sqrt())
         if self._stage == 0:
             parameters = [parameter for _, parameter in self._named_parameters]
-            clip_by_known_norm(engine, self._clip_gradients, parameters)
+            spare_work_of_stage_0(engine, self._clip_gradients, parameters, self.settings.dp_size)
         keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
@@ -271,11 +270,10 @@ class ZeroEngine:
         return sums
 
     def _clip_gradients(self) -> None:
-        """Scale the gradients of stage 0 as `torch.nn.utils.clip_grad_norm_` does."""
+        """Clip the gradients of stage 0."""
         assert self._norm is not None
-        factor = (self._engine.gradient_clipping() / (self._norm + 1e-6)).clamp(max=1.0).float()
         gradients = [p.grad for _, p in self._named_parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        clip(gradients, self._norm, self._engine.gradient_clipping())
 
     def eval_loss(self, batches: Iterator[DeviceBatch], count: int) -> LossSum:
         self._engine.eval()
@@ -337,6 +335,7 @@ class ZeroEngine:
             Steps that DeepSpeed has skipped so far, and whether the loss scale is exhausted.
         """
         engine = self._engine
+        self._flat.begin_step(plan.num_micro_batches)
         engine.set_train_batch_size(plan.global_batch_size * self._mesh.sp.size)
         set_lr_and_weight_decay(
             engine.optimizer.param_groups,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from megatron_ds.config.problems import user_error
 
 Ranks = tuple[int, ...]
 """Global ranks of a group, in the group's order."""
+URGENT = ("tp", "sp", "pp")
+"""Axes whose messages hold up the layers of a pass."""
 
 
 def axis_groups(
@@ -138,6 +141,8 @@ class Mesh:
     sp_tp: Group
     dp_sp: Group
     embedding: Group
+    p2p: Group
+    """`pp` for the messages between stages, which wait for no collective of other groups."""
 
     @classmethod
     def build(
@@ -164,15 +169,16 @@ class Mesh:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         axes = axis_groups(world_size, tp_size, pp_size=pp_size, sp_size=sp_size, ep_size=ep_size)
         # Axes with the same ranks share their process groups: each costs connections and memory.
-        created: dict[tuple[Ranks, ...], Group] = {}
-        for groups in map(tuple, axes.values()):
-            if groups not in created:
-                created[groups] = _create_group(groups, rank, timeout)
-        return cls(
-            world_size=world_size,
-            rank=rank,
-            **{name: created[tuple(groups)] for name, groups in axes.items()},
-        )
+        create = cache(partial(_create_group, rank=rank, timeout=timeout))
+        urgent = URGENT if dist.get_backend() == "nccl" else ()
+        by_axis = {
+            name: create(tuple(groups), name in urgent and len(groups[0]) > 1)
+            for name, groups in axes.items()
+        }
+        p2p = by_axis["pp"]
+        if pp_size > 1:
+            p2p = _create_group(tuple(axes["pp"]), True, rank=rank, timeout=timeout)
+        return cls(world_size=world_size, rank=rank, p2p=p2p, **by_axis)
 
     def axes(self) -> dict[str, Group]:
         """The group along each parallel axis by name, as in "tensor parallel".
@@ -214,7 +220,7 @@ class Mesh:
     def single(cls) -> Mesh:
         """The mesh of one process, without process groups."""
         axes = axis_groups(world_size=1, tp_size=1)
-        return cls(world_size=1, rank=0, **dict.fromkeys(axes, Group((0,), 0, None)))
+        return cls(world_size=1, rank=0, **dict.fromkeys([*axes, "p2p"], Group((0,), 0, None)))
 
 
 def groups_across_hosts(groups: Sequence[Ranks], hosts: Sequence[str]) -> list[Ranks]:
@@ -227,16 +233,27 @@ def groups_across_hosts(groups: Sequence[Ranks], hosts: Sequence[str]) -> list[R
     return [ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1]
 
 
-def _create_group(groups: tuple[Ranks, ...], rank: int, timeout: timedelta | None) -> Group:
+def _create_group(
+    groups: tuple[Ranks, ...], is_urgent: bool, *, rank: int, timeout: timedelta | None
+) -> Group:
     """Create the process group that contains `rank`. Collective.
 
     The groups are disjoint and contain all processes, so that each one creates exactly one group,
     without the others: the time does not grow with the number of groups. This also holds where a
     communicator is split off the one of all processes (NCCL), to which each one contributes once.
+    Urgent messages have a group of their own, though it may contain all processes. NCCL's kernels
+    for them go before others: otherwise a product that is launched after a message, to hide it, may
+    occupy the device first.
     """
+    options = None
+    if is_urgent and dist.get_backend() == "nccl":
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout or options._timeout  # torch warns of two that differ
     ranks = next(ranks for ranks in groups if rank in ranks)
-    if len(groups) == 1:
+    if len(groups) == 1 and not is_urgent:
         handle = dist.group.WORLD
     else:
-        handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        handle = dist.new_group(
+            list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True
+        )
     return Group(ranks=ranks, rank=ranks.index(rank), handle=handle)

@@ -52,6 +52,8 @@ class RngStreams:
         self._tp_rank = tp_rank
         self._slice = ("slice", sp_rank) if sp_rank else ()
         self._device = device
+        self._generator = torch.Generator(device)
+        """Makes states of seeds. A new generator for each layer takes longer than a launch."""
         self.sharded_state = self._seeded_state(stable_seed("sharded", tp_rank, *self._slice))
         """State of the sharded stream, for `restore_tp_rng`."""
         self._seed: int | None = None
@@ -114,7 +116,7 @@ class RngStreams:
             self.sharded_state = current
 
     def _seeded_state(self, seed: int) -> Tensor:
-        return torch.Generator(self._device).manual_seed(seed).get_state()
+        return self._generator.manual_seed(seed).get_state()
 
     def _seed_default(self, seed: int) -> None:
         """Like torch.manual_seed, which formats stack traces for the devices that are not there."""

@@ -44,8 +44,8 @@ class Traffic:
     ranks: int
     """Ranks that take part."""
     messages: int = 1
-    overlaps: bool = False
-    """Whether the messages are sent while the backward or forward pass computes."""
+    overlaps: float = 0.0
+    """The part of the step's backward passes during which the messages are sent."""
 
     @property
     def sent(self) -> float:
@@ -116,11 +116,14 @@ class _Messages:
         if stage == 3:  # the parameters of each layer, for the forward and the backward pass
             gathers = self.count * 2
             size, number = gathers * parameters, gathers * (self.layers + 2)
-            yield Traffic("reduce-scatter", axis, "gradients", total, ranks, buckets, True)
-            yield Traffic("all-gather", axis, "parameters", size, ranks, number, True)
+            yield Traffic("reduce-scatter", axis, "gradients", total, ranks, buckets, 1.0)
+            yield Traffic("all-gather", axis, "parameters", size, ranks, number, 1.0)
             return
-        is_hidden = bool(zero.get("overlap_comm")) and stage == 2
-        yield Traffic("all-reduce", axis, "gradients", total, ranks, buckets, is_hidden)
+        overlaps = float(bool(zero.get("overlap_comm")) and stage == 2)
+        if self.inputs.sums_in_place:
+            # Stages send hidden states meanwhile: the plan does not count on the overlap there.
+            overlaps = self.inputs.immediate_grad_update * (self.stages == 1) / self.count
+        yield Traffic("all-reduce", axis, "gradients", total, ranks, buckets, overlaps)
         if stage > 0:
             number = -(-elements // int(zero.get("allgather_bucket_size", ALLREDUCE_BUCKET)))
             yield Traffic("all-gather", axis, "parameters", parameters, ranks, number)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
+from megatron_ds.config.optimizer import MUON_BATCH
 from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
 from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
 from megatron_ds.model.stages import layers_per_stage, rank_layers
@@ -304,20 +305,21 @@ class _Sizes:
         return {kind: size for kind, size in device.items() if kind not in absent}
 
     def matrix_updates(self) -> int:
-        """Muon's messages and the largest matrix, in the type in which it is orthogonalized.
+        """Muon's messages and the largest batch of matrices, in the type of the computation.
 
         The elements of this rank's partition are collected, concatenated, received and sent back;
         the iteration has the matrix, its transposed copy, a product and the result.
         """
         if not self.inputs.has_matrix_updates:
             return 0
-        largest = max(self.matrices) * self.inputs.tp_size
-        return self.inputs.param_bytes * 4 * (self.matrix_share + largest)
+        one, batch = max(self.matrices) * self.inputs.tp_size, min(MUON_BATCH, self.matrix_share)
+        return self.inputs.param_bytes * 4 * (self.matrix_share + max(one, batch))
 
     def reduction(self) -> int:
         inputs = self.inputs
         if not self.has_bucket:  # flattened into one message, which one rank does not send
-            elements = min(self.full, ALLREDUCE_BUCKET) if inputs.dp_size > 1 else 0
+            is_sent_in_place = inputs.dp_size == 1 or inputs.sums_in_place
+            elements = 0 if is_sent_in_place else min(self.full, ALLREDUCE_BUCKET)
             message = inputs.reduction_bytes * elements
             return max(message, self.matrix_updates())
         # The optimizer steps on a flat copy of its partition.

@@ -48,6 +48,12 @@ class MemoryInputs:
     on_cpu: bool = False
     """On a CPU, dropout saves its mask in the data type, and attention with dropout its scores."""
 
+    @property
+    def sums_in_place(self) -> bool:
+        """Whether stage 1 sums bf16 gradients where they are accumulated, without a copy."""
+        is_accumulated = self.param_bytes < self.accumulation_bytes == self.reduction_bytes
+        return self.zero_stage == 1 and is_accumulated and not self.offload_optimizer
+
 
 def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
     """Derive the inputs of the estimate; `engine.readback` checks that the engine has them.

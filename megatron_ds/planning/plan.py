@@ -297,9 +297,10 @@ def _exposed(links: tuple[Link, ...], compute: float) -> float:
     Sends between stages are hidden, except for what the bubble counts.
     """
     hidden = sum(link.seconds for link in links if link.traffic.overlaps)
+    part = max((link.traffic.overlaps for link in links), default=0.0)
     serial = sum(
         link.seconds
         for link in links
         if not link.traffic.overlaps and link.traffic.operation != "send"
     )
-    return serial + max(0.0, hidden - BACKWARD * compute)
+    return serial + max(0.0, hidden - BACKWARD * compute * part)

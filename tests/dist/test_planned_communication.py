@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.communication import as_a_large_model, message_log
 from megatron_ds.config import (
@@ -25,13 +28,17 @@ from megatron_ds.config import (
     ScheduleConfig,
 )
 from megatron_ds.engine.build import build_engine
+from megatron_ds.engine.deepspeed import flat_gradients
+from megatron_ds.engine.deepspeed.stage_messages import StageMessages
 from megatron_ds.engine.device_batches import DeviceBatch
+from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.model.moe import Router, Routing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.communication import step_traffic
 from megatron_ds.train_state import StepPlan, StepResult
-from tests.dist.rank_jobs import JobResults, run_jobs, selected
+from tests.dist.rank_jobs import Job, JobResults, run_jobs, selected
+from tests.observed import Observed
 from tests.proofs.cases import with_proofs
 
 NEGLIGIBLE = 40
@@ -178,10 +185,141 @@ def communicate(name: str, meshes: dict[int, Mesh]) -> tuple[int, dict[str, int]
     return mesh.pp.rank, dict(sent)
 
 
+SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 1.0, "clip_grad": 0.0}
+ADAMW: dict[str, Any] = {"lr": 1e-2, "clip_grad": 0.05}
+SUMMED = {
+    "zero1 tp2": (ADAMW, True),
+    "zero1 pp2": (SGD, True),
+    "zero1 ep2 tp2 full recomputation": (ADAMW, True),
+    "zero1 ep2 sp2": (SGD, False),
+}
+"""Layouts, optimizers, and whether all sums are of two ranks: those of more depend on the order."""
+
+
+NO_KERNELS = {
+    *(f"aten.{name}" for name in ("view", "detach", "slice", "select", "split", "alias")),
+    *(f"profiler._record_function_{name}" for name in ("enter_new", "exit")),
+}
+
+
+class Summed(NamedTuple):
+    """What a rank has after two steps."""
+
+    weights: torch.Tensor
+    norms: list[float]
+    slices: int
+    early: list[int]
+    """Slices that were sent before the last backward pass ended, by step."""
+    calls: Counter[str]
+    """Operations of the last optimizer step after its norm, but views."""
+
+
+def summed(name: str, in_slices: bool, meshes: dict[int, Mesh]) -> Summed:
+    """Trains on different samples; gradients are summed in slices or by DeepSpeed."""
+    del meshes
+    options = OptimizerConfig(**SUMMED[name][0])
+    config = dataclasses.replace(config_of(LAYOUTS[name], 4), optimizer=options)
+    mesh = Mesh.build(**config.axis_sizes)
+    cpu = torch.device("cpu")
+    early: list[int] = []
+    with (
+        mock.patch.object(generate, "_bucket_size", return_value=20_000),
+        mock.patch.object(flat_gradients, "_is_mean", return_value=in_slices),
+    ):
+        engine = build_engine(config, mesh, cpu)
+    flat = engine._flat
+    send = flat.send
+
+    def send_and_count(passes: int = 0, **options: bool) -> None:
+        before = len(flat._works)
+        send(passes, **options)
+        early[-1] += (passes > 0) * (len(flat._works) - before)
+
+    flat.send = send_and_count
+    calls: Counter[str] = Counter()
+    measure, take_step = flat._measure, engine._engine.optimizer.step
+
+    def measure_and_count(*arguments: Any) -> torch.Tensor:
+        norm = measure(*arguments)
+        counting.enter_context(Observed(lambda operator, *_: calls.update([str(operator)])))
+        return norm
+
+    def step_and_count() -> None:
+        nonlocal counting
+        calls.clear()
+        with ExitStack() as counting:
+            take_step()
+
+    counting = ExitStack()
+    flat._measure, engine._engine.optimizer.step = measure_and_count, step_and_count
+    generator = torch.Generator().manual_seed(mesh.dp.rank)
+    norms = []
+    for step in (1, 2, 3):
+        samples = mesh.dp.size * ACCUMULATION
+        plan = StepPlan(step, samples, ACCUMULATION, options.lr, 0.0, seq_length=LENGTH)
+        tokens = [
+            torch.randint(VOCAB, (1, LENGTH + 1), generator=generator) for _ in range(ACCUMULATION)
+        ]
+        batches = [DeviceBatch(each[:, :-1], each[:, 1:], None, 0) for each in tokens]
+        early.append(0)
+        result = engine.train_step(iter(batches), plan)
+        norms.append(float(result.grad_norm or 0))
+    weights = torch.cat([each.detach().flatten() for each in engine.module.parameters()])
+    engine._engine.destroy()
+    for operator in NO_KERNELS:
+        del calls[operator]
+    return Summed(weights, norms, len(flat._slices), early, calls)
+
+
+@contextmanager
+def deepspeeds_messages(_: StageMessages) -> Iterator[None]:
+    """In place of `StageMessages.active`."""
+    yield
+
+
+def exchanged(in_batches: bool, meshes: dict[int, Mesh]) -> tuple[torch.Tensor, list[list[str]]]:
+    """Weights of a rank of four stages after two steps, and the operations of each batch."""
+    del meshes
+    config = config_of(LAYOUTS["zero1 pp4, llama"], 4)
+    mesh = Mesh.build(**config.axis_sizes)
+    batches: list[list[str]] = []
+    exchange = dist.batch_isend_irecv
+
+    def record(operations: list[dist.P2POp]) -> list[dist.Work]:
+        assert {each.group for each in operations} == {mesh.p2p.handle} != {dist.group.WORLD}
+        batches.append([each.op.__name__ for each in operations])
+        return exchange(operations)
+
+    active = StageMessages.active if in_batches else deepspeeds_messages
+    with (
+        mock.patch.object(StageMessages, "active", active),
+        mock.patch.object(dist, "batch_isend_irecv", record),
+    ):
+        engine = build_engine(config, mesh, torch.device("cpu"))
+        tokens = torch.randint(VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+        batch = DeviceBatch(tokens, tokens, None, 0)
+        for step in (1, 2):  # in the first one stages also send the shape of the hidden states
+            batches.clear()
+            plan = StepPlan(step, ACCUMULATION, ACCUMULATION, 1e-2, 0.0, seq_length=LENGTH)
+            engine.train_step(itertools.repeat(batch), plan)
+    weights = torch.cat([each.detach().flatten() for each in engine.module.parameters()])
+    engine._engine.destroy()
+    return weights, batches
+
+
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
-    names = [params["name"] for _, params in selected(request)]
-    return run_jobs(4, {name: functools.partial(communicate, name) for name in names})
+    jobs: dict[str, Job] = {}
+    for _, params in selected(request):
+        for is_own in (True, False):
+            if "layout" in params:
+                job = functools.partial(summed, params["layout"], is_own)
+                jobs[f"{params['layout']} {is_own}"] = job
+            elif "name" not in params:
+                jobs[f"exchanged {is_own}"] = functools.partial(exchanged, is_own)
+        if "name" in params:
+            jobs[params["name"]] = functools.partial(communicate, params["name"])
+    return run_jobs(4, jobs)
 
 
 @pytest.mark.parametrize("name", with_proofs(LAYOUTS, PROOFS))
@@ -193,3 +331,40 @@ def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -
         for each in step_traffic(config, dp_size, "cpu", pp_rank):
             planned[each.operation] += each.size
         assert found == dict(planned)
+
+
+@pytest.mark.parametrize("layout", with_proofs(SUMMED, ("zero1 ep2 sp2",)))
+def test_gradients_summed_during_the_backward_pass_are_those_summed_after_it(
+    layout: str, outcomes: JobResults
+) -> None:
+    in_slices, afterwards = outcomes.of(f"{layout} True"), outcomes.of(f"{layout} False")
+    for found, expected in zip(in_slices, afterwards, strict=True):
+        assert found.slices > 2
+        assert not any(expected.early)
+        # All in the first step come after it, then all but those with a part of the embedding.
+        assert found.early[0] == 0
+        assert min(found.early[1:]) > 0
+        assert max(found.norms) > 0.05
+        if SUMMED[layout][1]:
+            assert found.norms == expected.norms
+            assert torch.equal(found.weights, expected.weights)
+        else:
+            assert found.norms == pytest.approx(expected.norms, rel=1e-3)
+        # A step launches some for each flat tensor. Experts have two of them, as the others have.
+        assert 0 < found.calls.total() <= (30 if "ep2" in layout else 20), found.calls
+
+
+def test_stages_exchange_messages_of_both_directions_in_one_batch(outcomes: JobResults) -> None:
+    """In a group of their own, though the stages are all ranks; the weights stay the same."""
+    exchanges = []
+    for found, expected in zip(
+        outcomes.of("exchanged True"), outcomes.of("exchanged False"), strict=True
+    ):
+        (weights, batches), (others, without) = found, expected
+        assert torch.equal(weights, others)
+        assert not without
+        exchanges.append(sum(sorted(batch) == ["irecv", "isend"] for batch in batches))
+    # Of three micro-batches, a stage in the middle sends while it receives anything but its first
+    # activation. The first one has sent all but the last activation when a gradient comes, and the
+    # last one receives two activations after a gradient.
+    assert exchanges == [1, 5, 5, 2]

@@ -171,9 +171,13 @@ ON_THE_HOST = {
 }
 """Reads of host tensors: the agreement on stopping has its own group for them, and token ids are
 checked by an assertion on the device where that is not the CPU."""
+DECISIONS = {
+    "megatron_ds/engine/zero.py _skip_without_zero",  # stage 0
+    "megatron_ds/engine/deepspeed/flat_gradients.py _step_flat",  # bf16, stage 1
+    "deepspeed/runtime/utils.py is_invalid_grad_norm",
+}
+"""Where a step reads its norm, to decide whether it is applied: in one of these places."""
 WAITS_OF_DEEPSPEED = {
-    "is_invalid_grad_norm",
-    "clip_tensors_by_global_norm",  # bf16, stage 1
     "has_overflow",  # fp16's loss scale, and bf16
     "update_offload_overflow_tracker",
     "complete_grad_norm_calculation_for_cpu_offload",
@@ -342,19 +346,13 @@ def test_unused_muon_optimizer_is_not_compiled(results: list[RankResult]) -> Non
 
 
 def test_steps_between_logs_do_not_wait_for_the_device(results: list[RankResult]) -> None:
-    """Only DeepSpeed's optimizers wait, once they have the norm, to decide whether to step.
-
-    Without DeepSpeed's optimizer, at stage 0, the engine decides that.
-    """
+    """They wait once they have the norm, to decide whether to step."""
     for rank in results:
-        for layout, config in layouts().items():
+        for layout in layouts():
             if layout == APEX:  # plain AdamW stands in for it, which reads its step counters
                 continue
-            is_plain = config.deepspeed.zero_stage == 0
             places = set(rank.reads[layout]) - ON_THE_HOST
-            own = {place for place in places if not place.startswith("deepspeed/")}
-            assert own == (
-                {"megatron_ds/engine/zero.py _skip_without_zero"} if is_plain else set()
-            ), layout
-            assert {place.split()[-1] for place in places - own} <= WAITS_OF_DEEPSPEED, layout
-            assert "deepspeed/runtime/utils.py is_invalid_grad_norm" in places or is_plain
+            assert len(places & DECISIONS) == 1, layout
+            others = places - DECISIONS
+            assert all(place.startswith("deepspeed/") for place in others), layout
+            assert {place.split()[-1] for place in others} <= WAITS_OF_DEEPSPEED, layout

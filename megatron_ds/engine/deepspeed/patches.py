@@ -4,7 +4,7 @@ In four sections: what corrects its numbers, what prevents its failures, what gi
 this package, and what saves time and noise. The settings that loading a checkpoint replaces are
 restored elsewhere: those of the loss scaler in `loss_scaler.py`, of the optimizer in
 `param_groups.py`, and clipping in `zero.py`; `nvme_states.py` makes ordinary tensors of states on a
-disk.
+disk, and `flat_gradients.py` sums and clips the gradients of the bf16 optimizer of stage 1.
 
 Private attributes of DeepSpeed are also read, without being replaced, in `deepspeed/partitions.py`,
 `deepspeed/checkpoint_io.py`, `deepspeed/nvme_states.py`, `states/resharding.py`,
@@ -36,14 +36,14 @@ from deepspeed.utils import groups
 from megatron_ds.config import PrecisionConfig
 from megatron_ds.config.problems import user_error
 from megatron_ds.parallel.mesh import Group, Mesh
-from megatron_ds.parallel.sharding import expert_group, expert_group_name, shard_spec
+from megatron_ds.parallel.sharding import expert_group, expert_group_name
 
 PARAMETERS_OF_A_MODULE = 2
 """Most parameters that a module of the model has: a weight and a bias."""
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Within it, an attribute has another value."""
     original = getattr(owner, name)
     setattr(owner, name, value)
@@ -93,38 +93,6 @@ def drop_skipped_gradients(optimizer: Any) -> None:
             optimizer.averaged_gradients[group] = None
 
     optimizer.reset_cpu_buffers = reset_all
-
-
-def count_expert_biases_once(optimizer: Any, mesh: Mesh) -> None:
-    """Correct the gradient norm of DeepSpeed's bf16 optimizer of stage 1.
-
-    It adds an expert's replicated bias on every tensor-parallel rank, as if it were sharded.
-    """
-    is_affected = isinstance(optimizer, bf16_optimizer.BF16_Optimizer) and mesh.ep.size > 1
-    if not is_affected or mesh.tp.rank == 0:
-        return
-    original = optimizer.get_grads_for_norm
-    replicated = {
-        id(gradient)
-        for parameters, gradients in zip(
-            optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
-        )
-        for parameter, gradient in zip(parameters, gradients, strict=True)
-        if shard_spec(parameter) is None
-    }
-
-    def without_replicated(for_clipping: bool = False) -> Any:
-        gradients = original(for_clipping)
-        if for_clipping:
-            return gradients
-        others, experts = gradients
-        kept = {
-            name: [tensor for tensor in tensors if id(tensor) not in replicated]
-            for name, tensors in experts.items()
-        }
-        return others, kept
-
-    optimizer.get_grads_for_norm = without_replicated
 
 
 def set_hpz_group(dp: Group, size: int) -> dist.ProcessGroup | None:
@@ -218,7 +186,7 @@ def literal_folder(folder: Path) -> Iterator[None]:
             pattern = glob.escape(prefix) + pattern.removeprefix(prefix)
         return find(pattern, **options)
 
-    with _replaced(glob, "glob", find_in_folder):
+    with replaced(glob, "glob", find_in_folder):
         yield
 
 
@@ -266,11 +234,11 @@ def replace_pipeline_grid(grid: object) -> AbstractContextManager[None]:
     Its constructor would build a PipelineParallelGrid, which creates the process groups of the mesh
     a second time, those of all other ranks included.
     """
-    return _replaced(pipe_module, "PipelineParallelGrid", lambda **_: grid)
+    return replaced(pipe_module, "PipelineParallelGrid", lambda **_: grid)
 
 
 def replace_pipeline_instructions(
-    engine: Any, instructions: dict[type, Callable[..., None]]
+    engine: Any, instructions: dict[type, Callable[..., None]], before: Callable[[], None]
 ) -> None:
     """Make a pipeline engine execute instructions of its schedule by other functions.
 
@@ -278,13 +246,18 @@ def replace_pipeline_instructions(
         engine: PipelineEngine of `deepspeed.initialize`.
         instructions: Called with the arguments of the instruction. DeepSpeed binds its own
             functions to the engine.
+        before: Called before each of them.
     """
 
     def bound(function: Callable[..., None]) -> Callable[..., None]:
-        return lambda _, **arguments: function(**arguments)
+        def run(_: Any, **arguments: Any) -> None:
+            before()
+            function(**arguments)
 
-    replaced = {kind: bound(function) for kind, function in instructions.items()}
-    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **replaced}
+        return run
+
+    functions = {kind: bound(function) for kind, function in instructions.items()}
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **functions}
 
 
 @contextmanager
@@ -303,8 +276,6 @@ def expert_groups(mesh: Mesh) -> Iterator[None]:
     groups._EXPERT_PARALLEL_GROUP_RANKS = {name: list(mesh.ep.ranks)}
     groups._EXPERT_DATA_PARALLEL_GROUP = {name: mesh.expert_dp.handle}
     groups._EXPERT_DATA_PARALLEL_GROUP_RANKS = {name: list(mesh.expert_dp.ranks)}
-    # The bf16 optimizer of stage 1 then sums the norm of experts over the tensor-parallel ranks.
-    groups.expert_tensor_parallel_world_size = mesh.tp.size
     original = DeepSpeedEngine._configure_distributed_model
 
     def configure(engine: Any, model: Any) -> None:
@@ -312,7 +283,7 @@ def expert_groups(mesh: Mesh) -> Iterator[None]:
         # A pipeline stage may have no experts.
         engine.has_moe_layers = any(map(expert_group, model.parameters()))
 
-    with _replaced(DeepSpeedEngine, "_configure_distributed_model", configure):
+    with replaced(DeepSpeedEngine, "_configure_distributed_model", configure):
         yield
 
 
@@ -321,7 +292,7 @@ def experts_saved_by_caller(engine: Any) -> AbstractContextManager[None]:
 
     DeepSpeed's own files of experts are only for layers of its class.
     """
-    return _replaced(engine, "has_moe_layers", False)
+    return replaced(engine, "has_moe_layers", False)
 
 
 @contextmanager
@@ -349,7 +320,7 @@ def skip_step_if(optimizer: Any, exceeds: Callable[[Any], bool]) -> Iterator[Non
 
     with ExitStack() as stack:
         for module in (stage_1_and_2, stage3, bf16_optimizer):
-            stack.enter_context(_replaced(module, "is_invalid_grad_norm", is_invalid))
+            stack.enter_context(replaced(module, "is_invalid_grad_norm", is_invalid))
         if update_scale is not None:
             stack.callback(delattr, optimizer, "_update_scale")
             optimizer._update_scale = lambda overflow: update_scale(overflow and not any(decisions))
@@ -375,22 +346,23 @@ def import_muon_without_compile() -> None:
     DeepSpeed's own `dummy_decorator`, meant for a torch without a compiler, leaves the functions
     as they are.
     """
-    with _replaced(compiler, "compile", lambda: compiler.dummy_decorator):
+    with replaced(compiler, "compile", lambda: compiler.dummy_decorator):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
-def clip_by_known_norm(
-    engine: Any, clip: Callable[[], None], parameters: Sequence[torch.Tensor]
+def spare_work_of_stage_0(
+    engine: Any, clip: Callable[[], None], parameters: Sequence[torch.Tensor], replicas: int
 ) -> None:
-    """Spare an engine of stage 0 work that the training step has done.
+    """Spare an engine of stage 0 work that has no effect, or that the training step has done.
 
-    It computes the norm of all gradients for clipping, parameter by parameter, and walks over all
-    modules to drop them.
+    It computes the norm of all gradients for clipping, parameter by parameter, walks over all
+    modules to drop them, and copies all of a single replica through a buffer.
 
     Args:
         engine: Engine of `deepspeed.initialize` at stage 0.
         clip: Scales the gradients; called by the engine before the optimizer's step.
         parameters: All parameters of its module.
+        replicas: Data-parallel ranks.
     """
 
     def drop_gradients() -> None:
@@ -399,15 +371,6 @@ def clip_by_known_norm(
 
     engine.clip_fp32_gradients = clip
     engine.zero_grad = drop_gradients
-
-
-def skip_reduction(engine: Any) -> None:
-    """Spare the only data-parallel rank the reduction of gradients at stage 0 and, in bf16, 1.
-
-    The engine would copy all of them through a buffer: 4 bytes of memory per parameter in bf16.
-    """
-    optimizer = engine.optimizer
-    is_bf16 = isinstance(optimizer, bf16_optimizer.BF16_Optimizer)
-    if engine.zero_optimization_stage() == 0 or is_bf16:
+    if replicas == 1:
         engine.enable_backward_allreduce = False
         engine.pipeline_enable_backward_allreduce = False  # of a pipeline's engine

@@ -328,7 +328,8 @@ def _bucket_size(config: Config, generated: Json, dp_size: int) -> int:
     """Elements of a reduction, at most the model's size: the bucket is allocated at once."""
     largest = BUCKET_BYTES // (4 if generated["communication_data_type"] == "fp32" else 2)
     zero = generated["zero_optimization"]
-    if zero["overlap_comm"]:
+    # Stage 1 in bf16 sends during the last backward pass: see `FlatGradients`.
+    if zero["overlap_comm"] or (zero["stage"] == 1 and generated["bf16"]["enabled"]):
         largest = min(largest, max(OVERLAPPED_BUCKET, OVERLAPPED_BUCKET_PER_RANK * dp_size))
         if zero["stage"] == 2:
             largest = max(largest, _largest_parameter(config))

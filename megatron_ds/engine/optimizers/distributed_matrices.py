@@ -57,6 +57,9 @@ class MatrixShard:
         return self.spec.sections if self.spec is not None and self.spec.dim == rows else ()
 
 
+Function = Callable[[list[Tensor], Sequence[MatrixShard]], list[Tensor]]
+
+
 class DistributedMatrices:
     """The matrices of some tensors of an optimizer.
 
@@ -77,13 +80,13 @@ class DistributedMatrices:
     def map(
         self,
         values_of: Callable[[MatrixShard], Tensor],
-        function: Callable[[Tensor, MatrixShard], Tensor],
+        function: Function,
     ) -> Iterator[tuple[MatrixShard, Tensor]]:
         """Apply a function to every full matrix. Collective.
 
         Args:
             values_of: This rank's elements of a matrix, one-dimensional.
-            function: Maps a full matrix to one of the same shape. Called on its owner only.
+            function: Maps full matrices to those of the same shapes. Called on their owner only.
 
         Yields:
             Each matrix of which this rank updates elements, and the function's values of them.
@@ -128,7 +131,7 @@ class DistributedMatrices:
         self,
         pieces: Sequence[MatrixShard],
         shards: Sequence[Tensor],
-        function: Callable[[Tensor, MatrixShard], Tensor],
+        function: Function,
     ) -> list[Tensor]:
         """The function's values of complete shards, all one-dimensional."""
         tp = self._tp
@@ -150,15 +153,17 @@ class DistributedMatrices:
             tp,
             self._empty,
         )
-        results: list[list[Tensor]] = [[] for _ in range(tp.size)]
+        full = []
         for piece in owned:
             senders = [rank for rank in range(tp.size) if is_sent(piece, rank)]
             parts = [next(queues[rank]).view(piece.shape) for rank in senders]
-            spec = piece.spec
-            result = function(parts[0] if spec is None else unshard(parts, spec), piece)
-            for rank in range(tp.size):
+            full.append(parts[0] if piece.spec is None else unshard(parts, piece.spec))
+        results: list[list[Tensor]] = [[] for _ in range(tp.size)]
+        for piece, result in zip(owned, function(full, owned), strict=True):
+            for rank, values in enumerate(results):
+                spec = piece.spec
                 shard = result if spec is None else take_shard(result, spec, rank, tp.size)
-                results[rank].append(shard.flatten())
+                values.append(shard.flatten())
         queues = _transfer(
             results,
             [[_numel(p) for p in pieces if p.owner.tp == rank] for rank in range(tp.size)],

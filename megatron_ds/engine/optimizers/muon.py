@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW
 
+from megatron_ds.config.optimizer import MUON_BATCH
 from megatron_ds.engine.optimizers.distributed_matrices import DistributedMatrices, MatrixShard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -19,21 +20,22 @@ MATRICES = "is_matrix"
 """Key of parameter groups: whether Muon updates the group."""
 
 
-def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Move the singular values of a matrix close to 1: between about 0.7 and 1.2.
+def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+    """Move the singular values of matrices close to 1: between about 0.7 and 1.2.
 
     Args:
-        matrix: Any matrix, in the type of the computation.
+        matrices: A matrix, or a stack of them [N, rows, columns], in the type of the computation.
         steps: Iterations.
     """
     a, b, c = COEFFICIENTS
-    rows, columns = matrix.shape
-    x = matrix.T if rows > columns else matrix
-    x = x / x.norm().clamp(min=SMALLEST_NORM)
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = (matrices.mT if is_tall else matrices).reshape(-1, *sorted(matrices.shape[-2:]))
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    x = x / norms.clamp(min=SMALLEST_NORM)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if rows > columns else x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).view(matrices.shape)
 
 
 SCALES: dict[str, Callable[[int, int], float]] = {
@@ -139,13 +141,23 @@ class Muon(AdamW):
             weights = piece.master.view(-1)[piece.place]
             weights.add_(update.to(weights), alpha=-lr)
 
-    def _orthogonalize(self, matrix: Tensor, piece: MatrixShard) -> Tensor:
-        """The scaled update of each matrix that a parameter stacks or fuses."""
-        if matrix.dim() > 2:
-            return torch.stack([self._orthogonalize(each, piece) for each in matrix])
-        sizes = piece.sections or (len(matrix),)
-        parts = []
-        for part in matrix.split(sizes):
-            scale = self._scale_factor * self._scale(*part.shape)
-            parts.append(orthogonalize(part, self._steps).mul_(scale))
-        return torch.cat(parts)
+    def _orthogonalize(self, shards: list[Tensor], pieces: Sequence[MatrixShard]) -> list[Tensor]:
+        """The scaled update of each matrix that the parameters stack or fuse.
+
+        Those of one shape are computed together: one of a small model does not fill a device.
+        """
+        updates = [torch.empty_like(shard) for shard in shards]
+        by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
+        for shard, update, piece in zip(shards, updates, pieces, strict=True):
+            sizes = piece.sections or (shard.shape[-2],)
+            for pair in zip(shard.split(sizes, -2), update.split(sizes, -2), strict=True):
+                stacks = (each.reshape(-1, *each.shape[-2:]) for each in pair)
+                by_shape.setdefault(pair[0].shape[-2:], []).extend(zip(*stacks, strict=True))
+        for shape, pairs in by_shape.items():
+            scale = self._scale_factor * self._scale(*shape)
+            count = max(1, MUON_BATCH // math.prod(shape))
+            for start in range(0, len(pairs), count):
+                matrices, results = zip(*pairs[start : start + count], strict=True)
+                values = orthogonalize(torch.stack(matrices), self._steps).mul_(scale)
+                torch._foreach_copy_(results, list(values))
+        return updates

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 
 import pytest
 import torch
 
+from megatron_ds.engine.optimizers import muon
 from megatron_ds.engine.optimizers.build import client_optimizer
 from megatron_ds.engine.optimizers.distributed_matrices import (
     DistributedMatrices,
@@ -18,6 +20,7 @@ from megatron_ds.engine.optimizers.distributed_matrices import (
 from megatron_ds.engine.optimizers.muon import Muon, orthogonalize
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.weights import ShardSpec
+from tests.observed import Observed
 from tests.problems import raises_problem
 
 SETTINGS = {"lr": 0.02, "weight_decay": 0.1}
@@ -64,12 +67,12 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
     [("match_rms_adamw", {}), ("original", {"scale_mode": "shape_scaling", "scale_factor": 1.0})],
 )
 def test_update_is_that_of_torch(shape: tuple[int, int], adjust: str, scale: dict) -> None:
-    muon = getattr(torch.optim, "Muon", None)
-    if muon is None:
+    reference = getattr(torch.optim, "Muon", None)
+    if reference is None:
         pytest.skip("torch.optim.Muon needs torch 2.9")
     start = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     expected = torch.nn.Parameter(start.clone())
-    theirs = stepped(muon([expected], momentum=0.9, adjust_lr_fn=adjust, **SETTINGS))
+    theirs = stepped(reference([expected], momentum=0.9, adjust_lr_fn=adjust, **SETTINGS))
     ours = muon_of(torch.nn.Parameter(start.clone()), dtype=torch.bfloat16, **scale)
     change = (theirs - start).abs().max()
     assert (stepped(ours) - theirs).abs().max() < 0.01 * change
@@ -91,6 +94,40 @@ def test_fused_matrices_are_orthogonalized_and_scaled_by_themselves() -> None:
         scale = 0.2 * math.sqrt(max(update.shape))
         expected = start[rows] * (1 - 0.02 * 0.1) - 0.02 * scale * update
         torch.testing.assert_close(fused[rows], expected)
+
+
+def test_matrices_of_one_shape_are_updated_together_as_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of stacked, fused and single matrices, in batches of at most two."""
+    monkeypatch.setattr(muon, "MUON_BATCH", 2 * 16 * 12)
+    start = torch.randn(3 * 20 + 16, 12, generator=torch.Generator().manual_seed(3))
+    whole = torch.nn.Parameter(start.clone())
+    optimizer = muon_of(whole, dtype=torch.float32)
+    stacked, single = slice(0, 3 * 20 * 12), slice(3 * 20 * 12, whole.numel())
+    shapes: list[tuple[tuple[int, ...], tuple[int, ...], slice]] = [
+        ((3, 20, 12), (16, 4), stacked),
+        ((16, 12), (), single),
+    ]
+    pieces = []
+    for shape, sections, place in shapes:
+        own = (range(place.stop - place.start),)
+        spec = ShardSpec(1, sections) if sections else None
+        pieces.append(MatrixShard(shape, spec, whole, place, own, own, Owner(0, 0)))
+    mesh = Mesh.single()
+    optimizer.attach([DistributedMatrices(pieces, mesh.dp, mesh.tp, torch.empty(0))])
+    products: list[object] = []
+    with Observed(lambda operator, *_: products.append(operator)):
+        found = stepped(optimizer, 1)
+    gradient = torch.randn(whole.shape, generator=torch.Generator().manual_seed(5))
+    starts = [0, 16, 20, 36, 40, 56, 60, 76]
+    for rows in itertools.starmap(slice, itertools.pairwise(starts)):
+        update = orthogonalize(gradient[rows], 5)
+        scale = 0.2 * math.sqrt(max(update.shape))
+        expected = start[rows] * (1 - 0.02 * 0.1) - 0.02 * scale * update
+        torch.testing.assert_close(found[rows], expected)
+    # Two batches of two matrices [16, 12] and one of three [4, 12], with five iterations.
+    assert products.count(torch.ops.aten.baddbmm) == 3 * 5 * 2
 
 
 def test_unit_rms_scale_follows_the_aspect_ratio() -> None:

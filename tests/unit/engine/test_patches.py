@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.swap_tensor import partitioned_param_swapper
 from torch import Tensor
 
 from megatron_ds.engine.deepspeed.patches import (
     limit_parameter_prefetch,
     reduce_norm_once,
-    skip_reduction,
+    spare_work_of_stage_0,
 )
 
 BUFFERS = 5
@@ -90,19 +89,10 @@ def _move(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(value, device=device)
 
 
-@pytest.mark.parametrize(
-    ("stage", "optimizer", "is_reduced"),
-    [
-        pytest.param(0, None, False, id="no-partition"),
-        pytest.param(1, object.__new__(BF16_Optimizer), False, id="bf16"),
-        pytest.param(1, None, True, id="reduction-fills-the-partition"),
-    ],
-)
-def test_one_rank_reduces_only_what_fills_its_partition(
-    stage: int, optimizer: Any, is_reduced: bool
-) -> None:
-    engine = SimpleNamespace(optimizer=optimizer, zero_optimization_stage=lambda: stage)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_single_replica_of_stage_0_reduces_nothing(replicas: int) -> None:
+    engine = SimpleNamespace()
     engine.enable_backward_allreduce = engine.pipeline_enable_backward_allreduce = True
-    skip_reduction(engine)
+    spare_work_of_stage_0(engine, lambda: None, [], replicas)
     flags = (engine.enable_backward_allreduce, engine.pipeline_enable_backward_allreduce)
-    assert flags == (is_reduced, is_reduced)
+    assert flags == (replicas > 1, replicas > 1)

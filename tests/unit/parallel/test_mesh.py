@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -85,12 +86,15 @@ def test_mpu_answers_deepspeed_and_lacks_the_method_it_must_not_have() -> None:
 
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "created"),
-    [(1, 1, 1, 0), (1024, 1, 1, 1), (1024, 8, 1, 3), (1024, 1024, 1, 1), (1024, 8, 4, 6)],
+    [(1, 1, 1, 0), (1024, 1, 1, 1), (1024, 8, 1, 3), (1024, 1024, 1, 1), (1024, 8, 4, 7)],
 )
 def test_a_process_creates_one_group_per_axis(
     world: int, tp: int, pp: int, created: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only those that it belongs to: with 8 x 128 ranks tensor, data, and itself alone."""
+    """Only those that it belongs to: with 8 x 128 ranks tensor, data, and itself alone.
+
+    Pipeline stages have one more, for the messages between them.
+    """
     rank = world // 3
     groups: list[list[int]] = []
 
@@ -102,6 +106,7 @@ def test_a_process_creates_one_group_per_axis(
     everyone = object()
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=everyone))
     mesh = Mesh.build(tp, pp_size=pp)
@@ -117,3 +122,58 @@ def test_groups_that_span_hosts_are_found() -> None:
     assert groups_across_hosts(groups, "aaaabbbb") == []
     assert groups_across_hosts(groups, "aaabbbbb") == [(0, 1, 2, 3)]
     assert groups_across_hosts(groups, "abababab") == groups
+
+
+class Options:
+    """As `ProcessGroupNCCL.Options`."""
+
+    _timeout = timedelta(minutes=10)
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize(
+    ("world", "sizes", "urgent"),
+    [
+        (16, {"tp_size": 2, "pp_size": 2, "sp_size": 2}, {"tp", "sp", "pp", "p2p"}),
+        (4, {"tp_size": 4}, {"tp"}),  # though there is a group of all processes
+        (4, {"tp_size": 1, "pp_size": 4}, {"pp", "p2p"}),
+        (4, {"tp_size": 1}, set()),
+    ],
+)
+def test_messages_within_a_pass_go_before_other_kernels(
+    world: int,
+    sizes: dict[str, int],
+    urgent: set[str],
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On NCCL, whose options offer it."""
+
+    def new_group(ranks: list[int], *, pg_options: Options | None, **options: object) -> object:
+        if pg_options is not None:
+            assert pg_options._timeout == options["timeout"]
+        return SimpleNamespace(options=pg_options)
+
+    everyone = SimpleNamespace(options=None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=everyone))
+    stub = SimpleNamespace(Options=Options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", stub, raising=False)
+    mesh = Mesh.build(**sizes, timeout=timedelta(minutes=3))
+    names = axis_groups(world, **sizes)
+    handles = {name: getattr(mesh, name).handle for name in [*names, "p2p"]}
+    found = {
+        name
+        for name, handle in handles.items()
+        if handle.options is not None and handle.options.is_high_priority_stream
+    }
+    assert found == (urgent if backend == "nccl" else set())
+    # Messages between stages have a group of their own on every backend.
+    shared = [name for name in names if handles[name] is handles["p2p"]]
+    assert bool(shared) == (mesh.pp.size == 1)

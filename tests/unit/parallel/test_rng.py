@@ -41,6 +41,15 @@ def test_numbers_are_those_of_generators_seeded_by_position_and_rank() -> None:
     assert drawn == replicated[:8] + torch.rand(8).tolist() + replicated[8:]
 
 
+def test_a_layer_needs_no_new_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = draws_at(40, layer=3)
+    rng = RngStreams(0)
+    rng.begin_step(7, 40, 1)
+    monkeypatch.setattr(torch, "Generator", None)
+    rng.begin_layer(rng.next_micro_batch(), 3)
+    assert torch.cat(draws(rng)).tolist() == expected
+
+
 def test_position_and_layer_alone_determine_the_numbers() -> None:
     expected = draws_at(40)
     assert draws_at(41) != expected != draws_at(40, layer=1)

@@ -340,6 +340,26 @@ def test_plans_of_one_h200_are_what_was_measured(
     assert 1 <= plan.memory.peak / 2**30 / peak_gib < 1.05
 
 
+@pytest.mark.parametrize(
+    ("flags", "overlaps"),
+    [
+        ("--bf16 --zero-stage 1", 0.25),  # with the last of four micro-batches
+        ("--bf16 --zero-stage 2", 1.0),
+        ("--fp16 --zero-stage 1", 0.0),
+        ("--bf16 --zero-stage 1 --cpu-optimizer", 0.0),
+        ("--bf16 --zero-stage 1 --no-accumulate-allreduce-grads-in-fp32", 0.0),
+        ("--bf16 --zero-stage 1 --pipeline-model-parallel-size 2", 0.0),
+    ],
+)
+def test_gradients_are_hidden_behind_the_backward_passes_that_send_them(
+    flags: str, overlaps: float
+) -> None:
+    ranks = 4 if "pipeline" in flags else 2
+    sums = planned(f"{SMALL} --global-batch-size 8 {flags}", ranks).links[0].traffic
+    assert (sums.operation, sums.what) == ("all-reduce", "gradients")
+    assert sums.overlaps == overlaps
+
+
 def test_messages_have_a_latency() -> None:
     """405B on 2,048 machines: a ring of ZeRO 3 has 2,047 steps for each layer."""
     line = f"{LLAMA_405B} --tensor-model-parallel-size 8 --sequence-parallel --zero-stage"

@@ -90,7 +90,7 @@ ENGINE = MemoryInputs(
 GROUPS = {
     **dict.fromkeys(("tp", "model", "sp_tp"), Group((0, 1), 0, None)),
     **dict.fromkeys(("dp", "expert_dp", "dp_sp"), Group((0, 2, 4, 6), 0, None)),
-    **dict.fromkeys(("pp", "sp", "ep", "embedding"), Group((0,), 0, None)),
+    **dict.fromkeys(("pp", "sp", "ep", "embedding", "p2p"), Group((0,), 0, None)),
 }
 FACTS = BannerData(
     config=CONFIG,
