@@ -31,7 +31,7 @@ class RankWork:
     on_all: bool
     """On every rank; otherwise on the first."""
     merge: Callable[[list[Any]], Any] = list
-    """Makes one result of those of all ranks, on the first one. It is sent to every rank: without
+    """Makes one result of all ranks' results, on the first one. It is sent to every rank: without
     it all results are, whose traffic grows with the square of the ranks."""
 
 

@@ -1,6 +1,6 @@
 """Compares a run with the checkpoint that it resumes from.
 
-Owns which settings must be those of the checkpoint, and which may change with a warning. Values in
+Owns which settings must equal the checkpoint's, and which may change with a warning. Values in
 effect are compared: a default that is spelled out equals the default, and a flag without an effect
 is not compared. Imports no torch, so a run that does not fit is rejected before it starts.
 """
@@ -171,7 +171,7 @@ def tokenizer_conflicts(checkpoint: Checkpoint, now: TokenizerFingerprint) -> It
 def _changed_parts(
     checkpoint: Checkpoint, config: Config, parts: Iterable[str]
 ) -> Iterator[Problem]:
-    """Other functions than those of the checkpoint's run instead of the package's own."""
+    """Other functions than the checkpoint's run had instead of the package's own."""
     for part in parts:
         before, after = (each.custom_parts.get(part) for each in (checkpoint.run, config))
         if before != after:
@@ -232,7 +232,7 @@ def partition_conflicts(
 
 
 def part_conflicts(saved: Parts, own: Parts, path: Path) -> list[Problem]:
-    """The fused parameters whose parts are other ones than those of the model, or in other order.
+    """The fused parameters whose parts are not the model's, or in another order.
 
     Args:
         saved: Names of the parts by parameter, as the file declares them.

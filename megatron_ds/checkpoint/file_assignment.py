@@ -1,4 +1,4 @@
-"""Which ranks read which files of a checkpoint, by the names that DeepSpeed gives them."""
+"""Assignment of a checkpoint's files to ranks, by the names that DeepSpeed gives them."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def lazy_full_weights(checkpoint: Checkpoint) -> dict[str, TensorReader]:
 
 
 def _weights_of(checkpoint: Checkpoint, model_rank: int) -> dict[str, TensorReader]:
-    """The weights of a model-parallel rank without ZeRO 3, with those of all its experts."""
+    """The weights of a model-parallel rank without ZeRO 3, all its experts' included."""
     file = checkpoint.path / f"mp_rank_{model_rank:02d}_model_states.pt"
     module = read_tensors(file, mmap=True)["module"]
     weights = {name: TensorReader.of(value) for name, value in module.items()}

@@ -1,7 +1,7 @@
 """Branches of a run: which checkpoints of a folder continue each other.
 
 A run that starts from a checkpoint before the newest, as with --ckpt-step, starts a branch. In the
-folder, its checkpoints lie between those of the branch that it left.
+folder, its checkpoints are between the checkpoints of the branch that it left.
 """
 
 from __future__ import annotations

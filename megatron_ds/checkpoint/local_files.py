@@ -202,17 +202,17 @@ def publish(temporary: Path, target: Path) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a branch to keep."""
+    """Rule by which checkpoints of a branch are kept."""
 
     last: int
-    """Number of the newest."""
+    """Number of the newest checkpoints that are kept."""
     every: int | None = None
-    """Those of multiples of this iteration, too."""
+    """Checkpoints at multiples of this iteration are kept as well."""
 
     def outdated(self, newest: Path, branch: Lineage, check: DamageCheck) -> list[Path]:
         """The checkpoints of a branch before `newest` that are not to be kept.
 
-        Damaged checkpoints and those of other branches are left for their owner.
+        Damaged checkpoints and other branches' are left for their owner.
         """
         older = [
             path

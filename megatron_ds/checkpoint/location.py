@@ -1,4 +1,4 @@
-"""Where a run finds and leaves checkpoints: local folders, and the URLs that they stage."""
+"""Locations of a run's checkpoints: local folders, and the URLs that they stage."""
 
 from __future__ import annotations
 

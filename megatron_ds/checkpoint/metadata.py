@@ -156,7 +156,7 @@ class RunRecord:
     shards: Mapping[str, ShardRecord]
     """Parameters that are sharded over the tensor-parallel ranks, by canonical name."""
     branch: Lineage
-    """Which checkpoints of the folder it continues."""
+    """The checkpoints of the folder that it continues."""
     partitions: tuple[FlatPartition, ...] = ()
     """The optimizer's flat tensors on the first rank of each pipeline stage."""
     tokenizer: TokenizerFingerprint | None = None
@@ -358,7 +358,7 @@ def _read_file(path: Path) -> bytes:
 def read_run(path: Path) -> Checkpoint:
     """Reads a checkpoint's `run.json`.
 
-    A universal checkpoint of DeepSpeed's converter has that of its source folder.
+    A universal checkpoint of DeepSpeed's converter has its source folder's.
 
     Raises:
         UserError: If it is damaged, of another format, or its iteration is not the folder's.
@@ -433,7 +433,7 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
 
 
 def _file_record(entry: Mapping[str, Any]) -> FileRecord:
-    """An entry of the manifest; those of older versions have SHA-256."""
+    """An entry of the manifest; entries of older versions have SHA-256."""
     checksum = entry["xxh3_128"] if "xxh3_128" in entry else entry["sha256"]
     return FileRecord(int(entry["bytes"]), str(checksum))
 

@@ -40,7 +40,7 @@ OPTIMIZER_SETTINGS = (
 
 @dataclass(frozen=True)
 class _Saved:
-    """Where the states of a parameter are."""
+    """Place of the states of a parameter."""
 
     place: ParameterPlace
     partition: FlatPartition
@@ -99,7 +99,7 @@ class SavedStates:
 
     @property
     def optimizer_settings(self) -> Mapping[str, Any]:
-        """What DeepSpeed keeps of the optimizer besides flat tensors, of the first rank."""
+        """DeepSpeed's record of the optimizer besides flat tensors, from the first rank."""
         file = self._file(0, 0, 0)
         kept = {name: file[name] for name in OPTIMIZER_SETTINGS if name in file}
         groups = _inner(file)["param_groups"] if self._has_optimizer else []
@@ -107,7 +107,7 @@ class SavedStates:
 
     @property
     def run_settings(self) -> Mapping[str, Any]:
-        """What DeepSpeed keeps of the run besides weights and states, of the first rank."""
+        """DeepSpeed's record of the run besides weights and states, from the first rank."""
         file = self._open(self._first_file)
         return {name: value for name, value in file.items() if name not in ("module", "optimizer")}
 
@@ -149,7 +149,7 @@ class SavedStates:
     def _read_columns(
         self, saved: _Saved, kind: str, ep_rank: int, rows: range, columns: Columns | None
     ) -> Tensor:
-        """Rows of one expert-parallel rank, of which columns are kept."""
+        """Rows of one expert-parallel rank, restricted to the kept columns."""
         spec, tp_size = self._specs.get(saved.place.name), self._tp_size
         if spec is None or spec.dim == 0:
             # Of a replicated parameter, the first rank's copy.

@@ -1,4 +1,4 @@
-"""What a training checkpoint says of its model: which one is loaded, its options, its tokenizer."""
+"""Settings in a training checkpoint: its selection, the model's options, the tokenizer."""
 
 from __future__ import annotations
 

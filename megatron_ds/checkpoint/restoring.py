@@ -87,7 +87,7 @@ class Restoring(RunCheckpoints):
         return checkpoint
 
     def _newer_local(self, checkpoint: Checkpoint | None) -> Checkpoint | None:
-        """The local checkpoint with which this run continues after that of --load, if any."""
+        """The local checkpoint, newer than --load's, with which this run continues, if any."""
         options, folders = self.config.checkpoint, self._folders
         if self.local is None or folders.load is None or folders.save is None:
             return None
@@ -202,7 +202,7 @@ class Restoring(RunCheckpoints):
         return FileAssignment(self.mesh.tp.size, self.mesh.dp.size, self.mesh.world_size)
 
     def _readers(self, run: RunRecord) -> IsNeeded:
-        """Which ranks load which files of a checkpoint: all of one that is resharded.
+        """The ranks that load each file of a checkpoint: all ranks, if it is resharded.
 
         Also with axes by which file names do not number the ranks.
         """

@@ -19,7 +19,7 @@ from megatron_ds.tokenizer import TokenizerFingerprint
 
 @dataclass(frozen=True)
 class StoredTokenizer:
-    """What a checkpoint keeps of its run's tokenizer."""
+    """The part of its run's tokenizer that a checkpoint keeps."""
 
     fingerprint: TokenizerFingerprint
     files: Mapping[str, bytes]

@@ -89,14 +89,14 @@ class Owner:
 
 
 class LockFile(Protocol):
-    """Where a lock is kept."""
+    """Storage of a lock."""
 
     @property
     def folder(self) -> str:
         """The folder that the lock protects, for messages."""
 
     def read(self) -> bytes | None:
-        """What its owner has written; None if there is no owner."""
+        """Content that its owner has written; None if there is no owner."""
 
     def create(self, content: bytes) -> bool:
         """Creates the file unless there is one; returns whether it did."""
@@ -162,7 +162,7 @@ def acquire(folder: Path, log: Callable[[str], None]) -> RunLock:
 def acquire_lock(
     file: LockFile, log: Callable[[str], None], folder: str = "", inode: int = 0
 ) -> RunLock:
-    """Takes a lock, at once if there is no owner, a dead one of this host, or that of a copy.
+    """Takes a lock, at once if there is no owner, a dead one of this host, or a copy's.
 
     Args:
         file: Where it is kept.
@@ -197,7 +197,7 @@ def _is_alive(file: LockFile, content: bytes, own: Owner, log: Callable[[str], N
     owned = f"{owner or 'an unknown process'}, which owns {file.folder}"
     if owner is not None and owner.location == own.location:
         if owner.inode not in (0, own.inode) and owner.folder != own.folder:
-            return False  # it owns the folder of which this one is a copy
+            return False  # it owns the folder that this one is a copy of
         process = ProcessHandle(owner.pid, owner.started)
         if process.is_alive():
             log(f"waiting up to {ENDING_S:.0f} s for the end of {owned}")

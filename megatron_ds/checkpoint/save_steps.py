@@ -97,7 +97,7 @@ class SaveSteps:
 
     @property
     def shown_folder(self) -> str:
-        """Where the checkpoint is saved, for messages."""
+        """Location of the checkpoint, for messages."""
         return str(self.folder)
 
     @property
@@ -197,7 +197,7 @@ class SaveSteps:
         return self._update_pointers()
 
     def description(self, written: Sequence[Mapping[str, FileRecord]]) -> dict[str, bytes]:
-        """Contents of the files besides those of the ranks, by name; the manifest is the last.
+        """Contents of the files besides the ranks' own, by name; the manifest is the last.
 
         Args:
             written: What each rank wrote.
@@ -307,7 +307,7 @@ class SaveInProgress:
         """
         if not self.in_background:
             self._do_own()
-        outcome = self._own.result()  # raises any error but those of the disk and of data
+        outcome = self._own.result()  # raises any error but errors of the disk and of data
         try:
             result = self._ranks.share(self._work, outcome)
         except OSError as error:

@@ -221,8 +221,8 @@ class Saving(RunCheckpoints):
     def start_branch(self, checkpoint: Checkpoint | None) -> None:
         """Prepares --save for a run that starts from a checkpoint, or from scratch.
 
-        If the folder has newer checkpoints, those of this run are a branch of their own, and the
-        user is warned. In the folder that it was loaded from, the pointers name the checkpoint from
+        If the folder has newer checkpoints, this run's are a branch of their own, and the user is
+        warned. In the folder that it was loaded from, the pointers name the checkpoint from
         now on: a --load without --ckpt-step continues this run. Not collective.
         """
         assert self._folders.save is not None

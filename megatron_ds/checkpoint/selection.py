@@ -63,7 +63,7 @@ class CheckpointListing:
         return universal[0] if options.universal_checkpoint and not is_older else None
 
     def fallbacks(self) -> list[Path]:
-        """The other checkpoints: those of the branch that the pointer is on, then all others."""
+        """The other checkpoints: first the branch that the pointer is on, then all others."""
         others = [path for path in self.paths if path not in self.preferred]
         if not self.preferred:
             return others

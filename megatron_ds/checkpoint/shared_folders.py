@@ -74,7 +74,7 @@ class SharedFolders:
         question: Mapping[str, tuple[str, str]],
         answers: Mapping[str, Mapping[str, tuple[str, bool]]],
     ) -> list[Problem]:
-        """Which folders the hosts do not share. Removes what was written."""
+        """Returns the folders that are not shared between hosts, and deletes the probe files."""
         problems = []
         for field, (name, _) in question.items():
             if Path(name).name.startswith(TOKEN):

@@ -1,6 +1,6 @@
 """Runs a tool: reads its command line into its options, reports errors, sets the exit status.
 
-Owns what all tools have in common around their work. The flags are those of the tool's dataclass of
+Owns what all tools have in common around their work. The flags come from the tool's dataclass of
 options; pretrain_gpt.py, which needs more, is in `arguments.py`. Knows no torch.
 """
 
@@ -93,7 +93,7 @@ def run(
     Args:
         options: Dataclass of the options.
         work: The tool. Its result is the exit status; None is 0. Users' errors are `UserError` and
-            OSError; their notes are printed, too, and so are those of a KeyboardInterrupt.
+            OSError; their notes are printed, too, and so are a KeyboardInterrupt's.
         argv: The arguments without the program's name.
         unknown: Receives the arguments of unknown flags, which are an error otherwise.
     """

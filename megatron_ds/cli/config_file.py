@@ -1,7 +1,8 @@
 """Reads the files of --config: YAML whose keys are flags without dashes.
 
-Values are read as those of flags are, so that both have the same errors; here with file and line.
-Later files override earlier ones. How a file is written is in `config.yaml_file`. Knows no torch.
+Values are read in the same way as flags, so that both have the same errors; here with file and
+line. Later files override earlier ones. How a file is written is in `config.yaml_file`. Knows no
+torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ UNREADABLE = ("config-file-unreadable", "config-file-empty", "config-file-no-map
 
 @dataclass
 class ConfigFiles:
-    """What the files of a command line have together.
+    """The merged values of the files of a command line.
 
     Attributes:
         values: By option field.

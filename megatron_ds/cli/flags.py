@@ -1,4 +1,4 @@
-"""Flags of a program: those of a dataclass of options, and those that only other frameworks have.
+"""Flags of a program: from a dataclass of options, and flags that only other frameworks have.
 
 Owns the flag tables. How --help shows them is in `help.py`, how a command line is read in
 `scan.py`. Knows no torch.
@@ -57,7 +57,7 @@ class Flag(OptionSpec):
 
     @property
     def label(self) -> str:
-        """What messages call the flag: `--lr`."""
+        """Name of the flag in messages: `--lr`."""
         return self.metavar if self.positional else f"--{self.names[0]}"
 
     @property
@@ -222,7 +222,7 @@ def _peer_flags() -> dict[str, Any]:
 def _groups(
     options: Any, title: str, names: Mapping[str, Names], hidden: bool = False
 ) -> Iterator[FlagGroup]:
-    """The flags of a dataclass, then those of the groups in it, depth first."""
+    """The flags of a dataclass, then of the groups in it, depth first."""
     hints = typing.get_type_hints(type(options))
     own = tuple(
         _of_field(item.name, spec, hints[item.name], getattr(options, item.name), named)

@@ -23,7 +23,7 @@ NEGATIONS = ("no-", "disable-")
 OFF = (["0"], ["false"], ["no"], ["off"])
 """Values of a switch that is off."""
 DASHES = ("\u2012", "\u2013", "\u2014", "\u2212")
-"""What editors and web pages make of hyphens."""
+"""Characters into which editors and web pages turn hyphens."""
 EXPONENTS = {"K": 3, "M": 6, "B": 9, "T": 12}
 """Suffixes of numbers of tokens and samples, such as 300B."""
 LARGEST_EXACT = 2**53

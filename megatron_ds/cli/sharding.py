@@ -23,7 +23,7 @@ SHARDS_PER_TASK = 4
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """Several processes or machines with one file system. The output is that of one process."""
+    """Several processes or machines with one file system. The output equals one process's."""
 
     shard: str | None = option_field(
         None,

@@ -16,7 +16,7 @@ from megatron_ds.launch.exit_codes import ExitCode
 
 Commands = Mapping[str, tuple[type, Callable[[Any, Sequence[str]], int | None]]]
 """By name the options of a command, and its work, which gets them and the flags of
-pretrain_gpt.py. Its result is as that of a tool; users' errors are those of the settings."""
+pretrain_gpt.py. Its result is as for a tool; users' errors are errors of the settings."""
 
 
 def run_command(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HOST = "cpu"
-"""Kind of the device whose memory is that of the host; DeepSpeed's name of that memory, too."""
+"""Device type of the CPU, and DeepSpeed's name for offloading to it."""
 OFFLOAD_TARGETS = ("none", HOST, "nvme")
 """Where DeepSpeed keeps what it offloads: on the device, in host memory, on a disk."""
 

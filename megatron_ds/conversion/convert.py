@@ -1,4 +1,4 @@
-"""What a conversion adds to reading and writing: the states of a run, and a verification by logits.
+"""Conversion between formats: the states of a run, and a verification by logits.
 
 A verification holds one model at a time.
 """
@@ -26,7 +26,8 @@ from megatron_ds.parallel.rng import RngStreams
 
 PROMPT_TOKENS = 16
 TOLERANCE = 1e-4
-"""Of two models' fp32 logits, relative to the largest; a wrong tensor changes them by far more."""
+"""Accepted difference of two models' fp32 logits, relative to the largest; a wrong tensor changes
+them by far more."""
 
 
 def with_training(source: SourceCheckpoint) -> SourceCheckpoint:
@@ -36,7 +37,7 @@ def with_training(source: SourceCheckpoint) -> SourceCheckpoint:
         source: A checkpoint of this program or of Megatron, opened with its optimizer states.
 
     Raises:
-        UserError: If it has no states, or not those of Adam.
+        UserError: If it has no states, or another optimizer's than Adam's.
     """
     run, reason = source.run, source.unread
     if not reason and run is not None:
@@ -62,7 +63,7 @@ def with_training(source: SourceCheckpoint) -> SourceCheckpoint:
 def verify(source: SourceCheckpoint, folder: Path, name: str) -> float:
     """Compares what the models of a source and of a target compute for a fixed prompt.
 
-    The model of an hf folder is that of transformers.
+    The model of an hf folder is transformers' own.
 
     Args:
         source: The weights, in the type of the target.

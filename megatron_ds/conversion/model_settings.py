@@ -83,7 +83,7 @@ class ModelSettings:
 
     @property
     def may_have_unused_rows(self) -> bool:
-        """Whether rows of the vocabulary tables may be those of no id."""
+        """Whether rows of the vocabulary tables may belong to no id."""
         return self.may_have_padding or self.model_type is not None
 
     @property

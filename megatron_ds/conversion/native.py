@@ -100,7 +100,7 @@ def write_universal(
 
 
 def source_of(checkpoint: Checkpoint, options: ReadOptions = READ_DEFAULTS) -> SourceCheckpoint:
-    """What a checkpoint contains.
+    """The contents of a checkpoint.
 
     Raises:
         UserError: If it has options or weights unknown to this version, or damaged states.

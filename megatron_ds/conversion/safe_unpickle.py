@@ -67,8 +67,8 @@ METADATA_CLASSES: dict[tuple[str, str], type] = {
     ("pathlib", "PosixPath"): StandIn,
     ("pathlib._local", "PosixPath"): StandIn,
 }
-"""What the metadata of a distributed checkpoint consists of: data classes of torch, and the folder
-that it was written to. Classes are stand-ins, because unpickling can change what is found here."""
+"""Classes in the metadata of a distributed checkpoint: data classes of torch, and the folder that
+it was written to. Classes are stand-ins, because unpickling can change what is found here."""
 
 
 def read_foreign(file: Path | bytes, name: str = "", *, mmap: bool = True) -> Any:

@@ -32,7 +32,7 @@ SIZES = (
 )
 """Options of the model that are at most the size of a tensor."""
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Of weights."""
+"""Types of weights."""
 ADAM_SETTINGS = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "min_lr")
 """Settings of the optimizer that continue a run, by Megatron's name."""
 
@@ -73,7 +73,8 @@ class SourceCheckpoint:
     precision: torch.dtype | None = None
     """Type in which the model was trained, where this is known and tensors may have another one."""
     parts: Parts = field(default_factory=dict)
-    """What the file declares of fused tensors; empty if its format defines their order."""
+    """Parts of fused tensors, as the file declares them; empty if its format defines their
+    order."""
     optimizer: Mapping[str, TensorReaders] = field(default_factory=dict)
     """Full states by kind and canonical name, MASTER among them for weights in half precision;
     empty if they are not read. A vocabulary table may be padded."""
@@ -82,9 +83,9 @@ class SourceCheckpoint:
     run: SavedRun | None = None
     """None for weights alone."""
     notes: tuple[Problem, ...] = ()
-    """What a user should know."""
+    """Warnings for the user."""
     native: Checkpoint | None = None
-    """Of a checkpoint of this program. Keeps a run from removing it."""
+    """The checkpoint of this program, which a run does not remove while it is open."""
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +95,7 @@ class SourceCheckpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the model: that of the run, otherwise that of most elements."""
+        """Type of the model: the run's, otherwise the type of most elements."""
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             sizes[tensor.dtype] += math.prod(tensor.shape)
@@ -129,7 +130,7 @@ class SourceCheckpoint:
             may_be_padded: Whether the format has such padding.
 
         Raises:
-            UserError: If names, types, shapes or parts are not those of the model.
+            UserError: If names, types, shapes or parts are not the model's.
         """
         model = self.settings.model
         if self.optimizer:
@@ -168,7 +169,7 @@ class SourceCheckpoint:
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """What is read of a checkpoint."""
+    """The parts of a checkpoint that are read."""
 
     warn: Callable[[str], None] = lambda text: None
     """Called with each warning."""
@@ -184,7 +185,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class WriteOptions:
-    """How a checkpoint is written."""
+    """Settings by which a checkpoint is written."""
 
     hf_model_type: str | None = None
     """Family of an hf target. None: the original one, or the first that has the parts."""
@@ -208,7 +209,7 @@ def _fitted(
     """Tensors in the model's order, without padding of the vocabulary.
 
     Raises:
-        UserError: If names, types or shapes are not those of the model.
+        UserError: If names, types or shapes are not the model's.
     """
     missing, unknown = expected.keys() - tensors.keys(), tensors.keys() - expected
     if missing or unknown:

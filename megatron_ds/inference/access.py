@@ -1,4 +1,4 @@
-"""Which HTTP requests a server accepts: by key, by host. Must not know what they ask for."""
+"""Access to a server: the keys and hosts of accepted HTTP requests. Must not know their content."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MAX_PROBLEMS = 20
 MAX_VALUE_CHARS = 60
 """Characters of a value in messages."""
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""What JSON can express in a string and UTF-8 cannot; `json` joins pairs."""
+"""Surrogates, which JSON can express in a string and UTF-8 cannot; `json` joins pairs."""
 FIELDS = read_table(__file__, "request_fields.toml")
 """Fields of other servers."""
 SAMPLING_ONLY = (

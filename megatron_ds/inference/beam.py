@@ -17,7 +17,7 @@ from megatron_ds.model.gpt import GPTModel
 
 @dataclass(frozen=True)
 class BeamSearchConfig:
-    """How a prompt is continued by beam search."""
+    """Settings of a beam search."""
 
     max_new_tokens: int
     width: int

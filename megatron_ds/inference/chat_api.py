@@ -101,25 +101,25 @@ class ChatApi:
 
 
 class ChatEvents:
-    """The events of a job: those of a completion, as parts of messages."""
+    """The events of a job: a completion's, as parts of messages."""
 
     def __init__(self, job: GenerationJob, events: CompletionEvents) -> None:
         self._events, begun = events, set[int]()
         self._part = lambda event: _as_chat(job, event, "delta", begun)
 
     def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:
-        """What a token adds to a message."""
+        """The event of a token: its addition to a message."""
         return map(self._part, self._events.of_token(token))
 
     def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """What remains of the messages, and why they ended."""
+        """The last events: the rest of the messages, and why they ended."""
         return map(self._part, self._events.of_end(finished))
 
 
 def _as_chat(
     job: GenerationJob, completion: dict[str, Any], key: str, begun: set[int]
 ) -> dict[str, Any]:
-    """A response or event of a completion as that of a chat.
+    """A response or event of a completion as a chat's.
 
     Args:
         job: The job.

@@ -68,7 +68,7 @@ def _is_stream_options(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class OpenAiRequest:
-    """What both kinds of requests have; a field is null where it has its default."""
+    """Fields of both kinds of requests; null stands for the default."""
 
     model: str | None = request_field(None, "a string", lambda value: isinstance(value, str))
     temperature: float = number_field(0, 100, 1.0)
@@ -128,7 +128,7 @@ class CompletionsApi:
     service: TextGenerationService
     defaults: Defaults
     names: tuple[str, ...]
-    """Of the model."""
+    """Names of the model."""
     created: int = 0
     """When it was saved, in seconds since 1970."""
 
@@ -303,7 +303,7 @@ class CompletionEvents:
         self._new = 0
 
     def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:
-        """What a token adds to a text."""
+        """The event of a token: its addition to a text."""
         yield from self._echo(token.index, token.prompt_scores)
         self._new += 1
         self._tokens[token.index].append(token)
@@ -313,7 +313,7 @@ class CompletionEvents:
             yield self._event(token.index, part, None)
 
     def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]:
-        """What remains of the texts, and why they ended."""
+        """The last events: the rest of the texts, and why they ended."""
         for number, sequence in enumerate(finished.result):
             assert isinstance(sequence, TextSequence)
             yield from self._echo(number, sequence.scores)

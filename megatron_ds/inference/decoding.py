@@ -65,7 +65,7 @@ class DecodeGraphs:
     """Graphs of the layers for one token of each text.
 
     A graph is recorded when its number of texts and keys is needed for the first time. If that
-    fails, or its result differs from that of the layers, no graph is used any more.
+    fails, or its result differs from the layers', no graph is used any more.
 
     Args:
         model: The model, on one rank.

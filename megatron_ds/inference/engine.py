@@ -76,7 +76,7 @@ class GenerationEngine:
         )
         self._decoder = Decoder(model, cache, DecodeGraphs(model, cache) if use_graphs else None)
         self._partial: TextSequence | None = None
-        """A prompt that is being fed in parts, in the slot after those of the running ones."""
+        """Prompt being prefilled in chunks; occupies the slot after the running sequences."""
 
     @property
     def is_busy(self) -> bool:
@@ -158,8 +158,8 @@ class GenerationEngine:
     def _shared_prefix(
         self, sequence: TextSequence, batch: Sequence[TextSequence]
     ) -> tuple[int, int]:
-        """How many tokens another prompt, running or in a batch, has computed for this one, and its
-        slot."""
+        """Number of tokens that another prompt, running or in a batch, has computed for this one,
+        and its slot."""
         if not self._use_cache or sequence.config.prompt_logprobs:
             return 0, 0
         return _best_prefix(sequence, [*self.running, *batch])
@@ -312,7 +312,7 @@ def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> Tensor:
     if len(parts) > 1:
         places = sorted(range(len(order)), key=order.__getitem__)
         chosen_2B = torch.cat(parts, dim=1)[:, to_device(places, logits_BV.device)]
-    # The one wait for the device, besides those of top-p.
+    # The one wait for the device, besides top-p's.
     for sequence, token, value in zip(sequences, *chosen_2B.tolist(), strict=True):
         if math.isfinite(value):
             sequence.append(int(token))

@@ -1,4 +1,4 @@
-"""What a server expects of the interfaces that it serves, and of what runs their jobs."""
+"""Protocols between a server, the interfaces that it serves, and the runner of their jobs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_ds.inference.server_metrics import Counted
 
 
 class ServedJob(AnyJob, Protocol):
-    """What the server reads of a job."""
+    """The fields of a job that the server reads."""
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]: ...
 
     @property
     def log(self) -> bool:
-        """Whether its numbers of tokens are logged."""
+        """Whether to log token counts."""
         ...
 
 

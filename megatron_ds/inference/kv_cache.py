@@ -1,9 +1,9 @@
 """Key-value cache in memory that is allocated once.
 
 A cache has slots for texts of different lengths. Its views implement `model.attention.
-KeyValueCache`: each is what one forward pass sees. On CPUs it is in fp32, and attention to it is
-batch-invariant where the activations are narrower. This rank's number of heads is that of the first
-keys.
+KeyValueCache`: each is one forward pass's part of the cache. On CPUs it is in fp32, and attention
+to it is batch-invariant where the activations are narrower. The first keys determine this rank's
+number of heads.
 
 Shapes: B texts, k this rank's key-value heads, S new tokens, L keys, D head size.
 """
@@ -61,8 +61,8 @@ class PreallocatedCache:
         Args:
             first: Slot of the first text.
             tokens: New tokens of each text. Where the texts have different lengths, each has one.
-            queries: Tokens of the pass for each text, of which those beyond the new ones are not
-                kept. None: as many as the most new tokens.
+            queries: Tokens of the pass for each text; tokens beyond the new ones are not kept.
+                None: as many as the most new tokens.
         """
         texts = slice(first, first + len(tokens))
         lengths, queries = self.lengths[texts], queries or max(tokens)
@@ -128,7 +128,7 @@ class PreallocatedCache:
 
 @dataclass(frozen=True)
 class CacheView:
-    """What one forward pass sees of a cache."""
+    """The part of a cache that one forward pass sees."""
 
     cache: PreallocatedCache
     texts: slice
@@ -137,7 +137,7 @@ class CacheView:
     num_keys: int
     positions_BS: Tensor | None = None
     slots_B: Tensor | None = None
-    """Where the new keys and values of each text belong, if the texts have different lengths."""
+    """Positions of the new keys and values of each text, if the texts have different lengths."""
 
     @property
     def is_wider(self) -> bool:

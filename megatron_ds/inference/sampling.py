@@ -111,7 +111,7 @@ def candidates(
     tokens.
 
     Returns:
-        Probabilities [B, n] and ids [B, n], or [1, n] where they are those of all rows.
+        Probabilities [B, n] and ids [B, n], or [1, n] where all rows have the same ids.
     """
     logits_BV = logits_BV.float()
     # The maximum becomes 0 and no other logit positive, so that no quotient overflows to +inf.
@@ -125,8 +125,8 @@ def candidates(
 
 
 def more_probable(weights_Bn: torch.Tensor, columns_B: torch.Tensor) -> torch.Tensor:
-    """Which candidates [B, n] precede one of each row in descending order; equal ones precede it
-    from the left."""
+    """Whether each candidate [B, n] precedes one of its row in descending order; equal ones precede
+    it from the left."""
     weight_B1 = weights_Bn.gather(-1, columns_B[:, None])
     columns_n = torch.arange(weights_Bn.shape[-1], device=weights_Bn.device)
     is_equal = (weights_Bn == weight_B1) & (columns_n < columns_B[:, None])
@@ -139,7 +139,7 @@ def draw(
     """Draws an id for each row with a probability proportional to its weight.
 
     Divides the weights by exponential numbers, one for each id, and takes the largest quotient
-    ("Gumbel-max"). So weights that differ by rounding, as those of a batch of another size, give
+    ("Gumbel-max"). So weights that differ by rounding, as in a batch of another size, give
     another id only if two quotients are equal up to that rounding. The inverse of a cumulative sum
     would add up the differences of a whole vocabulary.
 
@@ -187,5 +187,5 @@ def _quotients(
     weights_Bn: torch.Tensor, steps_Bn: torch.Tensor, keys_B: torch.Tensor
 ) -> torch.Tensor:
     uniform_Bn = random_bits(keys_B, steps_Bn).float().mul_(-(2.0**-31))
-    # Limits for the uniform numbers 0, of which there is one in a few thousand tokens, and 1.
+    # Limits for the uniform numbers 0, one in a few thousand tokens, and 1.
     return weights_Bn / uniform_Bn.log1p_().neg_().clamp_(2.0**-32, 88.0)

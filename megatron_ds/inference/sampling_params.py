@@ -29,7 +29,7 @@ class CandidateOptions:
 
 @dataclass(frozen=True)
 class SamplingParams(CandidateOptions):
-    """How the next token is chosen from the logits."""
+    """Settings by which the next token is chosen from the logits."""
 
     greedy: bool = option_field(False, "select the most probable token instead of sampling")
     seed: int = option_field(1234, "random seed of sampling", minimum=0, below=2**63)

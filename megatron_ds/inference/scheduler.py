@@ -22,7 +22,7 @@ from megatron_ds.inference.tp_group import TpGroupBroken, TpLink
 
 
 class AnyJob(Protocol):
-    """What all ranks need to compute the same result."""
+    """The fields of a job that all ranks need to compute the same result."""
 
     @property
     def stream(self) -> bool:
@@ -229,7 +229,7 @@ class Scheduler(Generic[Job]):
             self._fail_tickets(Cancelled())
 
     def _commands(self) -> list[object]:
-        """What has changed since the last step; waits until something has if there is no work."""
+        """Changes since the last step; waits for one if there is no work."""
         now, commands = time.monotonic(), list[object]()
         for ticket in [each for each in list(self._tickets.values()) if now > each.deadline]:
             self._end(ticket.key, Failed(TimedOut()))

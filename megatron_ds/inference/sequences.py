@@ -14,7 +14,7 @@ from megatron_ds.inference.stop_rules import StopRules
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How prompts are continued."""
+    """Settings by which prompts are continued."""
 
     max_new_tokens: int
     """0 only scores the prompts, with `prompt_logprobs`."""
@@ -31,7 +31,7 @@ class GenerationConfig:
     logprobs: bool = False
     """Return the log-probabilities of the new tokens."""
     prompt_logprobs: bool = False
-    """And those of the prompt's tokens but the first."""
+    """Also return the log-probabilities of the prompt tokens, except the first."""
     top_n: int = 0
     """Number of most probable tokens to return at each of these positions."""
 

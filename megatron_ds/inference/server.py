@@ -1,7 +1,7 @@
 """HTTP server for text generation. Must not know models or requests.
 
-Owns HTTP and nothing else: each path's interface reads requests and writes responses, all of which
-are JSON objects or server-sent events of them. Only this module and `access` know FastAPI.
+Owns HTTP and nothing else. Each path's interface reads requests and writes responses: JSON objects
+or server-sent events of them. Only this module and `access` know FastAPI.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ PAGE_HEADERS = {"X-Frame-Options": "DENY", "X-Content-Type-Options": "nosniff"}
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server treats requests."""
+    """Settings by which a server treats requests."""
 
     hosts: Collection[str] | None = None
     """Names, in addition to this machine's, for which requests are accepted, see `HostCheck`. None
     accepts all."""
     origins: Sequence[str] = ()
-    """Sites, besides those of the hosts, whose pages may send requests; * is any."""
+    """Sites, besides the hosts' own, whose pages may send requests; * is any."""
     keys: Collection[str] = ()
-    """Bearer tokens, of which a request must have one. None are needed if there are none."""
+    """Accepted bearer tokens. Empty: no authentication."""
     timeout: float = 600.0
     """Seconds until a request fails."""
 

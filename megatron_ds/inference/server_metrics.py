@@ -20,7 +20,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Counted(Protocol):
-    """What a scheduler counts."""
+    """Counts of a scheduler."""
 
     generated: int
     prompted: int
@@ -33,7 +33,7 @@ class Counted(Protocol):
 
 
 class ServerMetrics:
-    """The metrics; those of the scheduler are read when they are asked for.
+    """The metrics; the scheduler's are read when they are asked for.
 
     Attributes:
         responses: Counts responses, by path and status.

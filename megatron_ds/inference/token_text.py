@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 CONTEXT_TOKENS = 8
-"""Of the prompt."""
+"""Last tokens of the prompt, which are decoded with the text."""
 
 
 class TokenText:

@@ -78,9 +78,9 @@ def device_index(
 
 
 def lacks_toolkit() -> bool:
-    """Whether DeepSpeed cannot compile its file operations for want of the device's toolkit.
+    """Whether the toolkit that DeepSpeed needs for its I/O ops is missing.
 
-    With CUDA and ROCm they include headers of it. An installation may have them compiled.
+    With CUDA and ROCm the ops include headers of it. An installation may have them compiled.
     """
     if _is_known_to_be_cpu():
         return False

@@ -106,7 +106,7 @@ def make_plan(
         config, imported, differing = open_importable(contents.importable, config, warn)
         return config, dataclasses.replace(plan, imported=imported), [*problems, *differing]
     # Every rank of a large run cannot check every file; the first one does it for all, later.
-    # That of a URL has its description here, and its files in the store.
+    # For a URL, only run.json is local; the files are in the store.
     check = check_names if world_size == 1 and load.url is None else find_record_damage
     saved, unusable = _select(contents, options, check)
     described = saved

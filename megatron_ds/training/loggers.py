@@ -233,7 +233,7 @@ def evaluation_block(record: EvalRecord) -> str:
 
 
 def short_evaluation_line(record: EvalRecord, total_iterations: int) -> str:
-    """An evaluation in the short form; its loss is below those of the training lines."""
+    """Evaluation line of the short log; the loss is aligned with the training lines."""
     place = f"{record.iteration:{len(str(total_iterations))}}/{total_iterations}"
     fields = [f" {record.split:10} {place}", f"loss {record.loss:7.4f}"]
     return " | ".join([*fields, f"perplexity {record.ppl:,.2f}", *filter(None, [record.group])])

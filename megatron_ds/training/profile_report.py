@@ -67,7 +67,7 @@ class Report:
         return report
 
     def text(self) -> str:
-        """The table of names without numbers, by the time that they themselves take."""
+        """Table of operators, merged over numbers in their names, sorted by self time."""
         merged: dict[str, Row] = {}
         for name, row in self.rows.items():
             one = merged.setdefault(re.sub(r" \d+", "", name), Row())

@@ -97,7 +97,7 @@ def pairs(one: str, other: str) -> Iterator[Layout]:
 
 
 def obstacle(part: Layout) -> Rule | None:
-    """The rule because of which no layout has these values; None if one has them."""
+    """The rule that excludes these values, or None."""
     layout = completed(part)
     return next((rule for rule in (*RULES, *WITHOUT_EFFECT) if rule.forbids(layout)), None)
 

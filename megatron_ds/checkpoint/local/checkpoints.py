@@ -1,6 +1,6 @@
 """Checkpoints on the disks of the nodes, each with a copy on a neighbor.
 
-    DIR/global_stepN/   on every node: the files of its ranks and those of the node before it
+    DIR/global_stepN/   on every node: the files of its ranks and of the node before it
         run.json, tokenizer/, manifest.json    as in a checkpoint of --save; of all ranks
 
 A node that has lost its disk receives its files from the node behind it. A checkpoint counts if
@@ -48,7 +48,7 @@ Files = Mapping[str, FileRecord]
 
 @dataclass(frozen=True)
 class _Described:
-    """What all nodes have of a checkpoint."""
+    """Description of a checkpoint, equal on all nodes."""
 
     run: RunRecord
     files: Files
@@ -167,7 +167,7 @@ class LocalCheckpoints:
     def open(
         cls, options: CheckpointConfig, ranks: CollectiveIO, warn: Callable[[Problem], None]
     ) -> LocalCheckpoints | None:
-        """Those of --local-checkpoint-dir; None without it. Collective.
+        """The checkpoints of --local-checkpoint-dir; None without it. Collective.
 
         Raises:
             OSError: If a rank cannot write to its folder.
@@ -199,7 +199,7 @@ class LocalCheckpoints:
                     local_files.discard(path)
 
     def _copies(self, written: Sequence[Files]) -> list[Transfer]:
-        """What each rank sends to a rank of the next node, those of even nodes first."""
+        """Transfers from each rank to a rank of the next node; even nodes send first."""
         members = self._nodes.members
         if len(members) == 1:
             return []
@@ -288,7 +288,7 @@ class LocalCheckpoints:
         intact: Mapping[int, Collection[str]],
         is_needed: IsNeeded,
     ) -> Iterator[Transfer]:
-        """What nodes lack of the files that their ranks load."""
+        """Transfers of the files that nodes lack and their ranks load."""
         for node, ranks in enumerate(self._nodes.members):
             needed = [name for name in files if any(is_needed(name, rank) for rank in ranks)]
             missing = sorted(name for name in needed if name not in present[node])

@@ -42,7 +42,7 @@ from megatron_ds.fileio.object_store import PARALLEL, ObjectStore
 
 
 class _Completed(NamedTuple):
-    """What the first rank has completed."""
+    """Files that the first rank has completed."""
 
     texts: Mapping[str, bytes]
     """Small files of the checkpoint by name, the manifest last."""

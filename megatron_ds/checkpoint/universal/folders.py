@@ -37,9 +37,9 @@ def source_folder(path: Path) -> Path:
 
 
 def list_universal(folder: Path) -> list[Path]:
-    """The universal checkpoints of a folder: itself, or those below it.
+    """The universal checkpoints of a folder: itself, or the ones below it.
 
-    The one that the pointer names is the first, before those of later iterations.
+    The one that the pointer names is the first, before later iterations.
     """
     if is_universal(folder):
         return [folder]

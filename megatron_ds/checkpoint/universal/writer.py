@@ -54,14 +54,14 @@ from megatron_ds.parallel.weights import ShardSpec
 
 INFO = "universal_checkpoint_info"
 VERSION = 0.4
-"""Of the format, as DeepSpeed 0.19 numbers it."""
+"""Version of the format, as DeepSpeed 0.19 numbers it."""
 STATE_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """Names under which DeepSpeed looks for its counters, below ZeRO 3 and with it."""
 
 
 @dataclass(frozen=True)
 class UniversalContent:
-    """What is written besides the states of the parameters."""
+    """The records that are written besides the states of the parameters."""
 
     specs: Mapping[str, ShardSpec]
     """Sharded parameters."""
@@ -177,7 +177,7 @@ def read_full(states: StateReader, name: str, kind: str, shape: tuple[int, ...])
 
 
 def _declared(name: str, shape: tuple[int, ...], content: UniversalContent) -> dict[str, Any]:
-    """How DeepSpeed's loader shards a parameter."""
+    """Sharding of a parameter in DeepSpeed's loader."""
     spec = content.specs.get(name)
     declared: dict[str, Any] = {}
     if name in VOCABULARY_TABLES:
@@ -193,7 +193,7 @@ def _declared(name: str, shape: tuple[int, ...], content: UniversalContent) -> d
 
 
 def _optimizer_state(states: StateReader, content: UniversalContent) -> dict[str, Any]:
-    """Entries for the loaders of all stages: that of ZeRO 3 looks for them one level deeper."""
+    """Entries for the loaders of all stages: ZeRO 3's looks for them one level deeper."""
     common = dict(content.optimizer)
     steps = (states.steps(name) for name in states.shapes)
     step = next((each for each in steps if each is not None), None)

@@ -51,7 +51,7 @@ def read_source(
 
 
 def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Reading, list[str]]:
-    """What a script or a command does, and the options of its #SBATCH lines."""
+    """Actions of a script or a command, and the options of its #SBATCH lines."""
     path = Path(words[0])
     if path.suffix == ".py" or not (path.is_file() or path.suffix in SCRIPTS):
         shell = Shell("command", variables)

@@ -1,4 +1,4 @@
-"""What a training command of another program means here: our command, and what differs.
+"""Translation of another program's training command: our command, and the differences.
 
 The differences are the warnings and problems of the command line, and the tables of defaults.
 Knows no torch.

@@ -176,7 +176,7 @@ def _has_effect(table: Mapping[str, Any], known: Mapping[str, Any], key: str) ->
 
 
 def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The values of an experiment, over those of the model and the trainer that it names."""
+    """The values of an experiment, over the values of the model and the trainer that it names."""
     module = next(iter(modules.values()))
     values: dict[str, Any] = {}
     for key, folder in (("config", "modules"), ("model", "models")):

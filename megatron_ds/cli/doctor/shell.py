@@ -48,7 +48,7 @@ Result = tuple[bool | None, str]
 
 @dataclass
 class Reading:
-    """What a script does.
+    """Actions of a script.
 
     Attributes:
         started: The programs with their arguments and places, in order.
@@ -400,7 +400,7 @@ def _unquoted(text: str) -> str:
 
 
 def _moved(text: str, start: int, end: int) -> str:
-    """A text whose characters of one plane of Unicode are those of another one."""
+    """A text with the characters of one plane of Unicode moved to another one."""
     return "".join(chr(ord(c) - start + end) if 0 <= ord(c) - start < 2**16 else c for c in text)
 
 

@@ -158,7 +158,7 @@ class _Part:
 
     name: str
     rows: range
-    """Of our tensor."""
+    """Rows of our tensor."""
     groups: tuple[int, int, int] | None = None
     """Query groups, queries of each, size of a head, where they interleave them."""
     is_transposed: bool = False
@@ -318,7 +318,7 @@ def _canonical(settings: ModelSettings) -> ModelSettings:
 
 
 def _differences(family: Family, values: Mapping[str, Any], settings: ModelSettings) -> str:
-    """What a family cannot express: where a config.json read back is another model."""
+    """Parts that a family cannot express: where a config.json read back is another model."""
     config = ConfigValues(Path(HF_CONFIG), values)
     try:
         read = settings_of(family, config)

@@ -43,7 +43,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common, and what not."""
+    """Equal and different tensors and settings of two checkpoints."""
 
     num_equal: dict[str, int]
     """Equal tensors of each kind."""
@@ -99,7 +99,7 @@ def compare(
 def _difference(
     kind: str, name: str, first: TensorReader, second: TensorReader, on_tensor: OnTensor
 ) -> TensorDifference | None:
-    """How two tensors differ; None if they are equal, their type included."""
+    """Difference of two tensors; None if they are equal, their type included."""
     num_different, max_abs, max_rel = first.numel, None, None
     if first.shape == second.shape:
         num_different, max_abs, max_rel = _largest_differences(first.read(), second.read())

@@ -1,4 +1,4 @@
-"""What a checkpoint of any format contains, opened without reading its tensors.
+"""Contents of a checkpoint of any format, opened without reading its tensors.
 
 Owns the description that `tools/inspect_checkpoint.py` shows and by which two checkpoints are
 compared. Prints nothing.
@@ -22,7 +22,7 @@ from megatron_ds.data.blend_history import BlendHistory
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES, TensorReaders
 
 WEIGHT = "weight"
-"""Kind of the model's weights; the other kinds are those of the optimizer's states."""
+"""Kind of the model's weights; the other kinds are the optimizer's states."""
 PROCESS_GROUPS = frozenset({"checkpoint", "logging", "runtime"})
 """Groups of settings that do not describe what is in a checkpoint."""
 
@@ -32,7 +32,7 @@ COUNTERS = ("iteration", "consumed_samples", "applied_samples")
 
 @dataclass(frozen=True)
 class SourcePosition:
-    """How far a run has read a source of its training data."""
+    """Progress of a run in a source of its training data."""
 
     name: str
     samples: int
@@ -58,8 +58,7 @@ class CheckpointSummary:
     layout: Mapping[str, Any] = field(default_factory=dict)
     data: tuple[SourcePosition, ...] = ()
     shards: Mapping[str, str] = field(default_factory=dict)
-    """How a weight is sharded, by name; absent for one that is stored as a full tensor."""
-    """File with the loss curve of the run, which may not exist."""
+    """Sharding of weights by name; absent for one that is stored as a full tensor."""
 
     @property
     def files(self) -> dict[str, int]:
@@ -130,7 +129,7 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 def _with_run(
     opened: CheckpointSummary, checkpoint: Checkpoint, weights: SourceCheckpoint
 ) -> CheckpointSummary:
-    """What the record of a run of this program adds."""
+    """Additions from the record of a run of this program."""
     run = checkpoint.run
     return dataclasses.replace(
         opened,

@@ -88,7 +88,7 @@ def _verify_manifest(path: Path) -> Verification:
 
 
 def _damage(path: Path, name: str, record: FileRecord) -> Iterator[Problem]:
-    """What is wrong with one file."""
+    """Problem of one file, if any."""
     file = path / name
     try:
         if not file.is_file():
@@ -148,7 +148,7 @@ def files_of(folder: Path) -> dict[str, int]:
 
 
 def _zip_damage(path: Path) -> str | None:
-    """What is wrong with a file of torch's zip format; None for one of another format."""
+    """Problem of a file of torch's zip format; None for another format."""
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04" or path.suffix == ".distcp":
             return None  # a .distcp has several of them, one after the other
