@@ -45,14 +45,16 @@ class MemoryInputs:
     """Stage 1 adds a bf16 gradient to its fp32 accumulator as soon as it is computed."""
     sp_size: int = 1
     """Sequence-parallel size."""
+    is_bf16: bool = False
     on_cpu: bool = False
     """On a CPU, dropout saves its mask in the data type, and attention with dropout its scores."""
 
     @property
     def sums_in_place(self) -> bool:
         """Whether stage 1 sums bf16 gradients where they are accumulated, without a copy."""
-        is_accumulated = self.param_bytes < self.accumulation_bytes == self.reduction_bytes
-        return self.zero_stage == 1 and is_accumulated and not self.offload_optimizer
+        formats = self.is_bf16, self.accumulation_bytes, self.reduction_bytes
+        is_stage_1 = self.zero_stage == 1 and not self.offload_optimizer
+        return is_stage_1 and formats == (True, FP32, FP32)
 
 
 def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
@@ -83,6 +85,7 @@ def memory_inputs(config: Config, dp_size: int, device: str) -> MemoryInputs:
         master_bytes=2 if in_effect(config.precision).bf16_master_weights else FP32,
         immediate_grad_update=bool(ds_config["bf16"]["immediate_grad_update"]),
         sp_size=config.parallel.ds_sequence_parallel_size,
+        is_bf16=config.precision.bf16,
         on_cpu=is_host(device),
     )
 
