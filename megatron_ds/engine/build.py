@@ -39,16 +39,17 @@ from megatron_ds.engine.pipeline_module import PipelineStage, build_stage
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.launch.cpp_ops import build as build_cpp_ops
-from megatron_ds.model.attention_backends import order_of
+from megatron_ds.model.attention_backends import AttentionOptions
+from megatron_ds.model.attention_cores import order_of
+from megatron_ds.model.attention_rule import AttentionRule, attention_rules
+from megatron_ds.model.attention_trial import select_kernel
 from megatron_ds.model.compiled_layers import try_layers
-from megatron_ds.model.document_kernels import select_document_kernel
 from megatron_ds.model.elementwise import compile_elementwise
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.model.mlp import TiledMLP
 from megatron_ds.model.moe import try_grouped_products
-from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.model.position_embedding import AttentionOptions
+from megatron_ds.model.packed_attention import AttentionBackend, PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.half_products import replace_slow_products
 from megatron_ds.parallel.mesh import Mesh, Mpu
@@ -86,13 +87,13 @@ def build_engine(
     _prepare_process(config, ds_config)
     _validate_with_deepspeed(ds_config, Mpu(mesh), config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
-    packing, warning = _packing_options(config, mesh, device, eod)
-    attention, alibi_warning = _attention_options(config, mesh, device, packing)
+    packing = _packing_options(config, eod)
+    attention, missing = _attention_options(config, mesh, device)
     build_cpp_ops(cpp_ops(ds_config))
     build = partial(_build_model, config, mesh, rng, packing, attention, init_weights, parts)
     with _swap_folder(config, ds_config) as swap_folder:
         module, model = _build_module(config, mesh, ds_config, build)
-        warnings = [*_notes(config, model, packing, device), warning, alibi_warning]
+        warnings = [*_notes(config, model, device), *missing]
         engine, multipliers = _initialize(config, mesh, ds_config, module)
     if not _is_deepcompiled(ds_config):
         warnings.append(_compile(model, config, mesh, device))
@@ -290,24 +291,22 @@ def _first_of_all_ranks(problem: Problem | None, mesh: Mesh) -> Problem | None:
     return next((each for each in problems if each is not None), None)
 
 
-def _notes(
-    config: Config, model: GPTModel, packing: PackingOptions | None, device: torch.device
-) -> tuple[Problem | None, ...]:
+def _notes(config: Config, model: GPTModel, device: torch.device) -> tuple[Problem | None, ...]:
     """Replace kernels that are slow or missing on this device, and say what is computed twice."""
     return (
         replace_slow_products(_dtype(config), device),
         try_grouped_products(model, _dtype(config), device),
-        selective_recompute_note(config, packing, device),
+        selective_recompute_note(config, model.attention, device),
     )
 
 
 def selective_recompute_note(
-    config: Config, packing: PackingOptions | None, device: torch.device
+    config: Config, attention: AttentionOptions, device: torch.device
 ) -> Problem | None:
     """Say so if selective recomputation computes attention twice and saves next to nothing."""
     if config.recompute.recompute_granularity != "selective":
         return None
-    is_per_document = packing is not None and packing.reset_attention and packing.kernel is None
+    is_per_document = config.data.reset_attention_mask and not attention.kernels
     stores_scores = is_host(device.type) and config.model.attention_dropout > 0
     if is_per_document or stores_scores:
         return None
@@ -360,46 +359,39 @@ def configure_checkpointing(
     return checkpoint
 
 
-def _packing_options(
-    config: Config, mesh: Mesh, device: torch.device, eod: int | None
-) -> tuple[PackingOptions | None, Problem | None]:
-    """How document boundaries are treated and by which kernel; None if they are ignored.
-
-    The second result is why no kernel was selected that leaves out the scores between documents.
-    """
-    data, micro = config.data, config.schedule.micro_batch_size
+def _packing_options(config: Config, eod: int | None) -> PackingOptions | None:
+    """How document boundaries are treated; None if they are ignored."""
+    data = config.data
     if not (data.reset_position_ids or data.reset_attention_mask):
-        return None, None
+        return None
     if eod is None:
         raise user_error("tokenizer-without-eod")
-    kernel = warning = None
-    if data.reset_attention_mask and not is_host(device.type):
-        dtype = getattr(torch, readback.DTYPES[config.precision.name])
-        shards = mesh.sp_tp.size  # of the heads, inside attention
-        backend = config.runtime.attention_backend
-        kernel, warning = select_document_kernel(
-            config.model, micro, shards, dtype, device, backend
-        )
-    packing = PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask, kernel)
-    return packing, warning
+    return PackingOptions(eod, data.reset_position_ids, data.reset_attention_mask)
 
 
 def _attention_options(
-    config: Config, mesh: Mesh, device: torch.device, packing: PackingOptions | None
-) -> tuple[AttentionOptions, Problem | None]:
-    """What computes attention, and why ALiBi needs a tensor of all scores, if it does."""
+    config: Config, mesh: Mesh, device: torch.device
+) -> tuple[AttentionOptions, list[Problem]]:
+    """What computes attention, and why a kernel of it is missing."""
     choice = config.runtime.attention_backend
     lengths_vary = config.schedule.curriculum_seqlen is not None
-    flex = warning = None
-    has_documents = packing is not None and packing.reset_attention
-    is_alibi = config.model.position_embedding_type == "alibi" and not has_documents
-    if is_alibi and choice == "auto" and not is_host(device.type):
-        shape = config.schedule.micro_batch_size, mesh.sp_tp.size
-        flex, warning = select_document_kernel(
-            config.model, *shape, _dtype(config), device, has_documents=False
+    kernels: dict[AttentionRule, AttentionBackend] = {}
+    warnings = []
+    for rule in () if is_host(device.type) else dict.fromkeys(attention_rules(config.model)):
+        kernel, warning = select_kernel(
+            rule,
+            config.model,
+            config.schedule.micro_batch_size,
+            mesh.sp_tp.size,  # shares the heads, inside attention
+            _dtype(config),
+            device,
+            choice,
+            has_documents=config.data.reset_attention_mask,
         )
+        kernels |= {} if kernel is None else {rule: kernel}
+        warnings += [] if warning is None else [warning]
     samples = order_of(choice, sizes_vary=lengths_vary)
-    return AttentionOptions(samples, order_of(choice, sizes_vary=True), flex), warning
+    return AttentionOptions(samples, order_of(choice, sizes_vary=True), kernels), warnings
 
 
 def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:

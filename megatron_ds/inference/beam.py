@@ -11,7 +11,7 @@ from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import check_finite, exclude_
 from megatron_ds.inference.stop_rules import StopRules
-from megatron_ds.model.attention_backends import VARYING_SIZES, backends_in_order
+from megatron_ds.model.attention_cores import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
 
 

@@ -24,7 +24,7 @@ from megatron_ds.inference.device_inputs import to_device
 from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.inference.sampling import choose, exclude_
 from megatron_ds.inference.sequences import TextSequence
-from megatron_ds.model.attention_backends import VARYING_SIZES, backends_in_order
+from megatron_ds.model.attention_cores import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
 
 PROMPT_TOKENS = 512

@@ -1,53 +1,90 @@
-"""The order in which torch's kernels of scaled_dot_product_attention are considered.
+"""What computes attention: one ordered table, whose first backend that supports a layer's rule and
+the keys of a forward pass computes them.
 
-A kernel that cannot compute a call is passed over for the next one. On a CPU torch chooses.
+First the kernel that the trial at start-up has selected for the rule (`attention_trial`), then one
+document after the other, then torch's scaled_dot_product_attention of complete samples or a cache.
+
+Shapes: B micro-batch, S sequence.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.devices import is_host
-
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-    "overrideable": SDPBackend.OVERRIDEABLE,
-}
-"""Kernels by name, the fastest ones first. The last one is that of a device outside of torch."""
-Order = tuple[SDPBackend, ...]
-FIXED_SIZES: Order = tuple(BACKENDS.values())
-VARYING_SIZES: Order = FIXED_SIZES[1:]
-"""Without cuDNN's kernel, which builds a plan of tens of milliseconds for each new number of
-queries and keys."""
+from megatron_ds.model.attention_cores import (
+    SDPA,
+    VARYING_SIZES,
+    AttentionCore,
+    BatchInvariantAttention,
+    Order,
+    backends_in_order,
+    name_of,
+)
+from megatron_ds.model.attention_masks import MaskTables, ragged_bias, visible_keys
+from megatron_ds.model.attention_rule import AttentionRule
+from megatron_ds.model.packed_attention import AttentionBackend, Keys, PerDocumentBackend
 
 
-def order_of(choice: str, *, sizes_vary: bool) -> Order:
-    """The kernels to consider for a value of --attention-backend."""
-    if choice != "auto":
-        return (BACKENDS[choice],)
-    return VARYING_SIZES if sizes_vary else FIXED_SIZES
+@dataclass(frozen=True)
+class SDPABackend:
+    """torch's scaled_dot_product_attention."""
+
+    order: Order = ()
+    """Kernels to consider on a device. Empty: those that the caller has selected."""
+    name = "torch's scaled_dot_product_attention"
+    is_traceable = True
+
+    def supports(self, rule: AttentionRule, keys: Keys) -> bool:
+        return True
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        end, dtype, device = keys.offset + keys.queries, keys.dtype, keys.device
+        if keys.num_keys is not None and keys.positions_BS is not None:
+            slopes_n = tables.slopes(rule, device)
+            dtype = torch.float32 if keys.is_wider else dtype
+            bias = ragged_bias(keys.positions_BS, keys.num_keys, dtype, slopes_n)
+            return BatchInvariantAttention(bias) if keys.is_wider else SDPA(bias)
+        if rule.alibi:
+            bias = tables.bias(rule, keys.queries, end, dtype, device)
+            return SDPA(bias, backends=self.order)
+        if keys.offset == 0:
+            return SDPA(is_causal=True, backends=self.order)
+        # A single query sees every key, and torch has faster kernels without a mask.
+        return SDPA(None if keys.queries == 1 else visible_keys(keys.queries, end, device))
 
 
-def name_of(backend: SDPBackend) -> str:
-    """A kernel's name in `BACKENDS`."""
-    return next(name for name, value in BACKENDS.items() if value == backend)
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What computes attention in passes without a cache."""
+
+    samples: Order = ()
+    """Kernels to consider for complete samples. Empty: those that the caller has selected."""
+    documents: Order = VARYING_SIZES
+    """Kernels to consider for one document after the other."""
+    kernels: Mapping[AttentionRule, AttentionBackend] = field(default_factory=dict)
+    """Those that a trial has selected for complete samples or documents."""
+
+    def backend(self, rule: AttentionRule, keys: Keys) -> AttentionBackend:
+        """The first backend of the table that computes this attention."""
+        table: tuple[AttentionBackend | None, ...] = (
+            self.kernels.get(rule),
+            PerDocumentBackend(self.documents),
+            SDPABackend(self.samples),
+        )
+        return next(each for each in table if each is not None and each.supports(rule, keys))
 
 
-def backends_in_order(order: Order, device: torch.device) -> AbstractContextManager[object]:
-    """Within it, torch considers these kernels only, in this order; all of them if it is empty."""
-    if not order or is_host(device.type):
-        return nullcontext()
-    return sdpa_kernel(list(order), set_priority=True)
+CALLERS = AttentionOptions()
 
 
 def selected_backend(
+    rule: AttentionRule,
     config: ModelConfig,
     batch: int,
     shards: int,
@@ -58,6 +95,7 @@ def selected_backend(
     """Name of the kernel that scaled_dot_product_attention selects in training.
 
     Args:
+        rule: What the attention computes.
         config: Architecture.
         batch: Samples of a call.
         shards: Ranks that share the heads: tensor- and sequence-parallel ones.
@@ -79,10 +117,10 @@ def selected_backend(
         return empty(batch, max(1, count // shards), queries, config.head_dim)
 
     q, k = heads(config.num_attention_heads), heads(config.kv_heads)
-    alibi = config.position_embedding_type == "alibi"
-    bias = empty(1, q.shape[1], queries, queries).detach() if alibi else None
+    bias = empty(1, q.shape[1], queries, queries).detach() if rule.alibi else None
     has_groups = q.shape[1] != k.shape[1]
-    if alibi and not is_host(device.type):  # the keys and values are repeated for their queries
+    if bias is not None and not is_host(device.type):
+        # The keys and values are repeated for their queries.
         k, has_groups = q, False
     try:
         with backends_in_order(order, device):
@@ -92,7 +130,7 @@ def selected_backend(
                 k,
                 attn_mask=bias,
                 dropout_p=config.attention_dropout,
-                is_causal=not alibi,
+                is_causal=bias is None,
                 enable_gqa=has_groups,
             )
     except RuntimeError:

@@ -1,8 +1,9 @@
 """Attention cores: causal attention from queries, keys and values, one class per kind of mask.
 
-Owns the calls of torch's attention kernels. Knows no projections, no positions and no random
-streams: a caller that wants dropout has chosen the stream it is drawn from. Cores that end
-attention at document boundaries are in `packed_attention`.
+Owns the calls of torch's scaled_dot_product_attention, and the order in which its kernels are
+considered: one that cannot compute a call is passed over for the next one. On a CPU torch chooses.
+Knows no projections, no positions and no random streams: a caller that wants dropout has chosen the
+stream it is drawn from. Cores that end attention at document boundaries are in `packed_attention`.
 
 Shapes: B micro-batch, S queries, L keys, n this rank's query heads, k its key-value heads, D head
 size.
@@ -10,15 +11,16 @@ size.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ds.config.devices import is_host
-from megatron_ds.model.attention_backends import Order, backends_in_order
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
 
@@ -31,6 +33,40 @@ SCORES_AT_ONCE = 2**24
 SHORT = 512
 """Positions up to which a compiled graph on a CPU stores all scores in bf16. torch's kernel, which
 does not store them, takes up to twice the time there."""
+
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "overrideable": SDPBackend.OVERRIDEABLE,
+}
+"""Kernels by name, the fastest ones first. The last one is that of a device outside of torch."""
+Order = tuple[SDPBackend, ...]
+FIXED_SIZES: Order = tuple(BACKENDS.values())
+VARYING_SIZES: Order = FIXED_SIZES[1:]
+"""Without cuDNN's kernel, which builds a plan of tens of milliseconds for each new number of
+queries and keys."""
+
+
+def order_of(choice: str, *, sizes_vary: bool) -> Order:
+    """The kernels to consider for a value of --attention-backend."""
+    if choice != "auto":
+        return (BACKENDS[choice],)
+    return VARYING_SIZES if sizes_vary else FIXED_SIZES
+
+
+def name_of(backend: SDPBackend) -> str:
+    """A kernel's name in `BACKENDS`."""
+    return next(name for name, value in BACKENDS.items() if value == backend)
+
+
+def backends_in_order(order: Order, device: torch.device) -> AbstractContextManager[object]:
+    """Within it, torch considers these kernels only, in this order; all of them if it is empty."""
+    if not order or is_host(device.type):
+        return nullcontext()
+    return sdpa_kernel(list(order), set_priority=True)
 
 
 class AttentionCore(Protocol):

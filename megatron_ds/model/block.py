@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention import Attention, KeyValueCache
+from megatron_ds.model.attention_rule import attention_rules
 from megatron_ds.model.elementwise import EAGER, Elementwise
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
@@ -47,6 +48,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
+        self.rule = attention_rules(config)[layer]
         self.dropout = config.hidden_dropout
         self.group = group
         norm, name = NormSpec(config), f"layers.{layer}"

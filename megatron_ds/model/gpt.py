@@ -8,26 +8,23 @@ Megatron, so that a sequence split is dimension 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron_ds.model.attention import KeyValueCache
+from megatron_ds.model.attention_backends import CALLERS, AttentionOptions
+from megatron_ds.model.attention_rule import AttentionRule
 from megatron_ds.model.block import Block
 from megatron_ds.model.elementwise import Elementwise
 from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.layers import BUILT_IN, CustomParts, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
 from megatron_ds.model.output_layer import OutputLayer, TokenLoss
-from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.model.position_embedding import (
-    CALLERS,
-    AttentionContext,
-    AttentionOptions,
-    PositionEncoder,
-)
+from megatron_ds.model.packed_attention import Keys, PackingOptions
+from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.fused_linear_cross_entropy import EAGER as EAGER_LOSS
@@ -166,11 +163,12 @@ class GPTModel(nn.Module):
             own_BS = None if positions_BS is None else positions_BS[:, local]
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
-        tensor = x_SBH.dtype, x_SBH.device
-        cached = (None, False) if cache is None else (cache.num_keys, cache.is_wider)
-        context = self.positions.context(length, offset, *tensor, packed, positions_BS, *cached)
+        pass_of = x_SBH.dtype, x_SBH.device, packing is not None and packing.reset_attention
+        cached = () if cache is None else (offset, cache.num_keys, cache.is_wider)
+        keys, blocks = Keys(length, *pass_of, packed, positions_BS, *cached), self.blocks(stage)
+        contexts = self.positions.contexts([block.rule for block in blocks], keys)
         with self.router_log.recording(training=self.training):
-            x_SBH = self._run_blocks(self.blocks(stage), x_SBH, context, cache, dropout)
+            x_SBH = self._run_blocks(blocks, x_SBH, contexts, cache, dropout)
         has_head = self._has_head and (stage is None or "head" in self._stages[stage])
         if hidden_only or not has_head:
             return x_SBH
@@ -203,19 +201,16 @@ class GPTModel(nn.Module):
             lengths_vary: Compile the second sequence length for all lengths, instead of once for
                 each length.
         """
-        packing = self.packing
-        is_traceable = self._sp.size == 1 and self.attention.alibi is None
-        is_traceable = is_traceable and (packing is None or not packing.reset_attention)
-        if packing is not None and packing.kernel is not None:
-            is_traceable = self._sp.size == 1 and packing.kernel.is_traceable
+        has_documents, are_graphs = self.packing is not None and self.packing.reset_attention, []
+        weight = next(self.parameters())
+        keys = Keys(self.config.seq_length, weight.dtype, weight.device, has_documents)
+        for block in self.blocks():
+            is_traceable = self.attention.backend(block.rule, keys).is_traceable
+            is_traceable = is_traceable and self._sp.size == 1
             # The number of documents varies, and with it a dimension in the graph.
-            lengths_vary = lengths_vary or is_traceable
-        are_graphs = [
-            block.compile_parts(
-                is_core_traceable=is_traceable, dynamic=None if lengths_vary else False
-            )
-            for block in self.blocks()
-        ]
+            dynamic = None if lengths_vary or (is_traceable and has_documents) else False
+            is_graph = block.compile_parts(is_core_traceable=is_traceable, dynamic=dynamic)
+            are_graphs.append(is_graph)
         self._set_loss_kernels(LossKernels.compiled())
         parts = "" if all(are_graphs) else " except attention"
         self.compiled = f"{len(are_graphs)} layers{parts}, loss by torch.compile"
@@ -255,14 +250,14 @@ class GPTModel(nn.Module):
         self,
         blocks: list[Block],
         x_SBH: Tensor,
-        context: AttentionContext,
+        contexts: Mapping[AttentionRule, AttentionContext],
         cache: KeyValueCache | None,
         dropout: MicroBatchSeed | None,
     ) -> Tensor:
         def run(blocks: list[Block], x_SBH: Tensor) -> Tensor:
             for block in blocks:
                 self._rng.begin_layer(dropout, block.layer)
-                x_SBH = block(x_SBH, context, cache)
+                x_SBH = block(x_SBH, contexts[block.rule], cache)
             return x_SBH
 
         if self.checkpointing is None or cache is not None:

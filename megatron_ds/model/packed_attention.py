@@ -20,11 +20,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ds.model.attention_backends import VARYING_SIZES, Order, backends_in_order
-from megatron_ds.model.attention_cores import SDPA, AttentionCore
+from megatron_ds.model.attention_cores import (
+    SDPA,
+    VARYING_SIZES,
+    AttentionCore,
+    Order,
+    backends_in_order,
+)
+from megatron_ds.model.attention_masks import MaskTables, block_mask
+from megatron_ds.model.attention_rule import AttentionRule
 
-BLOCK = 128
-"""Queries and keys of a block of flex attention."""
 DOCUMENT_UNIT = 16
 """The number of documents of variable-length attention is a multiple."""
 FlexAttention = Callable[..., Tensor]
@@ -34,23 +39,6 @@ FlexAttention = Callable[..., Tensor]
 VarlenAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 """Causal attention of concatenated sequences: queries [T, n, D], keys and values [T, k, D], the
 first token of each sequence and T, int32, and the length of the longest to [T, n, D]."""
-
-
-class DocumentKernel(Protocol):
-    """A kernel of intra-document attention."""
-
-    name: str
-    is_traceable: bool
-    """Whether torch.compile can include its core in a graph."""
-
-    def core(self, packed: PackedBatchInfo, slopes_n: Tensor | None) -> AttentionCore:
-        """The attention core of a micro-batch.
-
-        Args:
-            packed: Documents of the tokens.
-            slopes_n: ALiBi slopes, fp32. None: without ALiBi.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -63,8 +51,6 @@ class PackingOptions:
     """Positions restart at each document's first token."""
     reset_attention: bool
     """A token sees its own document only."""
-    kernel: DocumentKernel | None = None
-    """Computes intra-document attention. None: `PerDocumentSDPA` does."""
 
     def find_documents(
         self, tokens_BS: Tensor, max_documents: int | None = None
@@ -88,6 +74,45 @@ class PackedBatchInfo:
     def positions_BS(self) -> Tensor | None:
         """Positions of the tokens where they restart with a document, else None."""
         return self.doc_positions_BS if self.options.reset_positions else None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a forward pass brings to attention."""
+
+    queries: int
+    """Tokens of this pass, of all sequence-parallel ranks."""
+    dtype: torch.dtype
+    """Type of the activations."""
+    device: torch.device
+    has_documents: bool = False
+    """Attention ends with a document."""
+    packed: PackedBatchInfo | None = None
+    """Documents of the tokens, if their boundaries matter; without a cache."""
+    positions_BS: Tensor | None = None
+    """Positions of the tokens, where they are not offset, offset + 1, ..."""
+    offset: int = 0
+    """Tokens before them, in the cache; the most of any row."""
+    num_keys: int | None = None
+    """Keys of the cache. With `positions_BS`, a token sees those up to its position."""
+    is_wider: bool = False
+    """They are in fp32, and the activations are not."""
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention."""
+
+    name: str
+    is_traceable: bool
+    """Whether torch.compile can include its core in a graph."""
+
+    def supports(self, rule: AttentionRule, keys: Keys) -> bool:
+        """Whether it computes this attention."""
+        ...
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        """The attention core of a forward pass."""
+        ...
 
 
 def find_documents(tokens_BS: Tensor, eod: int) -> tuple[Tensor, Tensor]:
@@ -156,6 +181,25 @@ class PerDocumentSDPA:
 
 
 @dataclass(frozen=True)
+class PerDocumentBackend:
+    """torch's scaled_dot_product_attention, called for each document separately."""
+
+    order: Order = VARYING_SIZES
+    """Kernels to consider on a device."""
+    name = "torch's scaled_dot_product_attention per document"
+    is_traceable = False
+
+    def supports(self, rule: AttentionRule, keys: Keys) -> bool:
+        return keys.has_documents
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        assert keys.packed is not None
+        lengths = document_lengths(keys.packed.doc_ids_BS)
+        bias = tables.document_bias(rule, max(map(max, lengths)), keys.dtype, keys.device)
+        return PerDocumentSDPA(lengths, bias, self.order)
+
+
+@dataclass(frozen=True)
 class VarlenKernel:
     """torch's variable-length attention: flash attention over concatenated documents."""
 
@@ -163,11 +207,15 @@ class VarlenKernel:
     name = "torch's varlen_attn"
     is_traceable = True
 
-    def core(self, packed: PackedBatchInfo, slopes_n: Tensor | None) -> AttentionCore:
-        assert slopes_n is None, "variable-length attention has no bias"
-        starts_BS = packed.doc_positions_BS == 0
+    @staticmethod
+    def supports(rule: AttentionRule, keys: Keys) -> bool:
+        return keys.has_documents and not rule.alibi
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        assert keys.packed is not None
+        starts_BS = keys.packed.doc_positions_BS == 0
         # Without the bound from the host, the host must wait for the device here.
-        bound = packed.max_documents or int(starts_BS.sum())
+        bound = keys.packed.max_documents or int(starts_BS.sum())
         # Rounded, so that temporary memory, which depends on it, has few different sizes.
         bound = -(-bound // DOCUMENT_UNIT) * DOCUMENT_UNIT
         return DocumentVarlenAttention(self.varlen, sequence_starts(starts_BS, bound))
@@ -214,13 +262,17 @@ class FlexKernel:
     name = "torch's flex_attention"
     is_traceable = False  # it would be compiled again for the functions of every block mask
 
-    def core(self, packed: PackedBatchInfo, slopes_n: Tensor | None) -> AttentionCore:
-        if packed.options.reset_attention:
-            mask = block_mask(packed.doc_ids_BS)
+    @staticmethod
+    def supports(rule: AttentionRule, keys: Keys) -> bool:
+        return keys.num_keys is None and (keys.has_documents or rule.alibi)
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        if keys.has_documents:
+            assert keys.packed is not None
+            mask = block_mask(keys.packed.doc_ids_BS)
         else:
-            one_document = torch.zeros_like(packed.doc_ids_BS[:1])
-            mask = block_mask(one_document, is_causal_only=True)
-        return DocumentFlexAttention(self.flex, mask, slopes_n)
+            mask = tables.blocks(rule, keys.queries, keys.device)
+        return DocumentFlexAttention(self.flex, mask, tables.slopes(rule, keys.device))
 
 
 @dataclass(frozen=True)
@@ -243,47 +295,3 @@ class DocumentFlexAttention:
 
         score_mod = None if slopes is None else alibi
         return self.flex(q, k, v, score_mod=score_mod, block_mask=self.mask, enable_gqa=has_groups)
-
-
-def block_mask(doc_ids_BS: Tensor, *, is_causal_only: bool = False) -> Any:
-    """The BlockMask of causal intra-document attention.
-
-    With `is_causal_only`, the tokens are one document, and the mask serves all rows.
-
-    torch's create_block_mask computes the same from all [S, S] scores. Document numbers never
-    decrease along a row, so a block's first and last number tell which documents it contains.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    length = doc_ids_BS.shape[1]
-    positions = torch.arange(-(-length // BLOCK) * BLOCK, device=doc_ids_BS.device)
-    padded = doc_ids_BS[:, positions.clamp(max=length - 1)]
-    first, last = padded[:, ::BLOCK], padded[:, BLOCK - 1 :: BLOCK]
-    block = positions[: first.shape[1]]
-    queries, keys = block.unsqueeze(1), block.unsqueeze(0)
-    needed = (keys <= queries) & (last.unsqueeze(1) >= first.unsqueeze(2))
-    # Full blocks are not masked element by element. The last block of a sample counts as full only
-    # if it is complete.
-    same_document = first.unsqueeze(1) == last.unsqueeze(2)
-    full = same_document & (keys < queries) & ((queries + 1) * BLOCK <= length)
-
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (doc_ids_BS[row, query] == doc_ids_BS[row, key])
-
-    def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
-
-    return BlockMask.from_kv_blocks(
-        *_block_lists(needed & ~full),
-        *_block_lists(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=causal if is_causal_only else visible,
-        seq_lengths=(length, length),
-    )
-
-
-def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of key blocks of each query block, and their indices, in order, before all others."""
-    chosen = blocks.int().unsqueeze(1)
-    indices = chosen.argsort(dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32), indices.int()

@@ -143,16 +143,21 @@ def _attention_problems(
         return
     import torch
 
-    from megatron_ds.model.attention_backends import order_of, selected_backend
+    from megatron_ds.model.attention_backends import selected_backend
+    from megatron_ds.model.attention_cores import order_of
+    from megatron_ds.model.attention_rule import attention_rules
 
-    names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = names[config.precision.name]
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes[config.precision.name]
     shards = config.parallel.tensor_model_parallel_size * config.parallel.ds_sequence_parallel_size
     device, order = torch.device(kind), order_of(choice, sizes_vary=False)
     batch = config.schedule.micro_batch_size
-    name = selected_backend(model, batch, shards, dtype, device, order)
     is_exact = config.runtime.deterministic_mode  # which torch does not know yet
-    if name is None or (is_exact and name == "cudnn"):
+    names = {
+        selected_backend(rule, model, batch, shards, dtype, device, order)
+        for rule in dict.fromkeys(attention_rules(model))
+    }
+    if None in names or (is_exact and "cudnn" in names):
         layer = f"{config.precision.name}, heads of {model.head_dim}"
         layer += " and ALiBi's bias" if model.position_embedding_type == "alibi" else ""
         layer += " in deterministic mode" if is_exact else ""

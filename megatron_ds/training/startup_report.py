@@ -32,9 +32,10 @@ from megatron_ds.launch import device, distributed, environment, output
 from megatron_ds.launch.host_variables import describe
 from megatron_ds.launch.software import commit
 from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.model.attention_backends import name_of, selected_backend
-from megatron_ds.model.packed_attention import PackingOptions
-from megatron_ds.model.position_embedding import CALLERS, AttentionOptions
+from megatron_ds.model.attention_backends import CALLERS, AttentionOptions, selected_backend
+from megatron_ds.model.attention_cores import name_of
+from megatron_ds.model.attention_rule import attention_rules
+from megatron_ds.model.packed_attention import Keys, PackingOptions
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.train_state import TrainState
@@ -262,14 +263,16 @@ def describe_kernel(
         packing: What happens at document boundaries.
         attention: What computes attention.
     """
-    per_document = packing is not None and packing.reset_attention
-    if packing is not None and per_document and packing.kernel is not None:
-        return f"{packing.kernel.name} within documents"
-    if attention.alibi is not None and not per_document:
-        return f"{attention.alibi.name} with ALiBi"
-    batch, scope, order = micro_batch, "", attention.samples
-    if per_document:
-        batch, scope, order = 1, " per document", attention.documents
-    backend = selected_backend(config, batch, shards, dtype, device, order)
-    considered = "" if is_host(device.type) else f" (first of {', '.join(map(name_of, order))})"
-    return f"torch's scaled_dot_product_attention{scope}: {backend}{considered}"
+    has_documents = packing is not None and packing.reset_attention
+    keys, texts = Keys(config.seq_length, dtype, device, has_documents), []
+    for rule in attention_rules(config):
+        backend = attention.backend(rule, keys)
+        text, order = backend.name, getattr(backend, "order", None)
+        if order is not None:
+            batch = 1 if has_documents else micro_batch
+            text += f": {selected_backend(rule, config, batch, shards, dtype, device, order)}"
+            text += "" if is_host(device.type) else f" (first of {', '.join(map(name_of, order))})"
+        else:
+            text += " within documents" if has_documents else " with ALiBi"
+        texts.append(text)
+    return ", ".join(dict.fromkeys(texts))

@@ -18,6 +18,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, ModelConfig, OptimizerConfig
+from megatron_ds.model.attention_backends import AttentionOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.parallel.mesh import Mesh
@@ -25,7 +26,7 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import router_metrics
 from megatron_ds.train_state import StepPlan
 from tests.dist.recorded import Recorded, Replay
-from tests.unit.model.dense import dense_flex
+from tests.unit.model.dense import computed_by, dense_flex
 
 EOD = 7
 """Token that ends a document."""
@@ -108,12 +109,17 @@ class Samples:
 
 
 def packing_of(config: Config) -> PackingOptions | None:
-    """How boundaries of documents are treated: by a dense mask."""
+    """How boundaries of documents are treated."""
     data = config.data
     if not (data.reset_position_ids or data.reset_attention_mask):
         return None
-    kernel = FlexKernel(dense_flex)
-    return PackingOptions(EOD, data.reset_position_ids, data.reset_attention_mask, kernel)
+    return PackingOptions(EOD, data.reset_position_ids, data.reset_attention_mask)
+
+
+def dense_attention(config: Config) -> AttentionOptions:
+    """Attention within documents by a dense mask."""
+    has_documents = config.data.reset_attention_mask
+    return computed_by(FlexKernel(dense_flex) if has_documents else None, config.model)
 
 
 def train_reference(
@@ -140,6 +146,7 @@ def train_reference(
         rng=rng,
         seed=config.runtime.seed,
         packing=packing_of(config),
+        attention=dense_attention(config),
         moe=config.moe,
     )
     named = dict(model.named_parameters())
@@ -190,8 +197,14 @@ def evaluate_reference(
         weights: Weights of the model.
         count: How many samples.
     """
-    rng, packing = RngStreams(0), packing_of(config)
-    model = GPTModel(config.model, mesh=Mesh.single(), rng=rng, seed=None, packing=packing).eval()
+    model = GPTModel(
+        config.model,
+        mesh=Mesh.single(),
+        rng=RngStreams(0),
+        seed=None,
+        packing=packing_of(config),
+        attention=dense_attention(config),
+    ).eval()
     model.load_state_dict(weights)
     tokens = samples.batch(0, count)
     parts = tokens.split(micro_batch_size or len(tokens))

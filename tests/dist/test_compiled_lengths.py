@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import PackingOptions, VarlenKernel
-from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.rng import RngStreams
-from tests.unit.model.dense import build_model, dense_varlen
+from tests.unit.model.dense import build_model, computed_by, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG
 
 LENGTHS = (8, 12, 24)
@@ -31,9 +29,8 @@ def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
+def graphs(positions: str, packing: PackingOptions | None, kernel: Any) -> list[int]:
     """Number of graphs traced up to each length, forward and backward."""
-    has_kernel = documents is not None and documents.kernel is not None
     config = ModelConfig(
         num_layers=3,
         hidden_size=16,
@@ -42,11 +39,11 @@ def graphs(positions: str, documents: PackingOptions | None) -> list[int]:
         seq_length=24,
         vocab_size=32,
         position_embedding_type=positions,
-        attention_dropout=0.0 if has_kernel else 0.1,
+        attention_dropout=0.1 if kernel is None else 0.0,
         hidden_dropout=0.1,
         activation="swiglu",
     )
-    model = GPTModel(config, mesh=Mesh.single(), rng=RngStreams(0), seed=1, packing=documents)
+    model = build_model(config, packing=packing, attention=computed_by(kernel, config))
     model.compile_layers(lengths_vary=True)
     before, found = counters["stats"]["unique_graphs"], []
     for length in LENGTHS:
@@ -66,22 +63,24 @@ def assert_traced_twice(found: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("positions", "packing"),
+    ("positions", "packing", "kernel"),
     [
-        ("rope", None),
-        pytest.param("alibi", None, marks=pytest.mark.proof),
-        ("rope", PackingOptions(EOD, True, True)),
-        ("rope", PackingOptions(EOD, True, True, VarlenKernel(dense_varlen))),
+        ("rope", None, None),
+        pytest.param("alibi", None, None, marks=pytest.mark.proof),
+        ("rope", PackingOptions(EOD, True, True), None),
+        ("rope", PackingOptions(EOD, True, True), VarlenKernel(dense_varlen)),
     ],
 )
-def test_two_traces_serve_all_lengths(positions: str, packing: PackingOptions | None) -> None:
-    found = graphs(positions, packing)
+def test_two_traces_serve_all_lengths(
+    positions: str, packing: PackingOptions | None, kernel: Any
+) -> None:
+    found = graphs(positions, packing, kernel)
     assert_traced_twice(found)
 
 
 def test_two_traces_serve_all_numbers_of_documents() -> None:
-    packing = PackingOptions(EOD, False, True, VarlenKernel(dense_varlen))
-    model = build_model(CONFIG, packing=packing)
+    attention = computed_by(VarlenKernel(dense_varlen), CONFIG)
+    model = build_model(CONFIG, packing=PackingOptions(EOD, False, True), attention=attention)
     model.compile_layers()
     before, found = counters["stats"]["unique_graphs"], []
     for documents in (10, 20, 40, 60):

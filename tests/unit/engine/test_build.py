@@ -23,13 +23,14 @@ from megatron_ds.config import (
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine import build
 from megatron_ds.engine.build import selective_recompute_note
-from megatron_ds.model.attention_backends import name_of
+from megatron_ds.model import attention_trial
+from megatron_ds.model.attention_cores import name_of
 from megatron_ds.model.elementwise import EAGER, Elementwise
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions, VarlenKernel
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import codes
-from tests.unit.model.dense import build_model, dense_flex, dense_varlen, gradients
+from tests.unit.model.dense import build_model, computed_by, dense_flex, dense_varlen, gradients
 from tests.unit.model.test_packed_attention import CONFIG
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
@@ -198,24 +199,24 @@ def test_layers_whose_trial_fails_are_eager(
 def test_alibi_is_computed_in_a_kernel_on_an_accelerator_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "select_document_kernel", lambda *_, **__: (flex, None))
-    flex = FlexKernel(dense_flex)
-    shape = dataclasses.replace(CONFIG, position_embedding_type="alibi")
-    for device, choice, packing, expected in (
-        (CPU, "auto", None, None),
-        (ELSEWHERE, "auto", None, flex),
-        (ELSEWHERE, "auto", PackingOptions(0, True, False), flex),
-        (ELSEWHERE, "auto", PackingOptions(0, True, True), None),
-        (ELSEWHERE, "efficient", None, None),
+    monkeypatch.setattr(attention_trial, "_max_relative_error", lambda *_: 0.0)
+    monkeypatch.setattr(attention_trial, "_compiled_flex", lambda _: dense_flex)
+    alibi = dataclasses.replace(CONFIG, position_embedding_type="alibi")
+    flex = computed_by(FlexKernel(dense_flex), alibi).kernels
+    for model, device, choice, expected in (
+        (alibi, CPU, "auto", {}),
+        (alibi, ELSEWHERE, "auto", flex),
+        (alibi, ELSEWHERE, "efficient", {}),
+        (CONFIG, ELSEWHERE, "auto", {}),
     ):
-        run = Config(model=shape, runtime=RuntimeConfig(attention_backend=choice))
-        options, warning = build._attention_options(run, Mesh.single(), device, packing)
-        assert (options.alibi, warning) == (expected, None)
+        run = Config(model=model, runtime=RuntimeConfig(attention_backend=choice))
+        options, warnings = build._attention_options(run, Mesh.single(), device)
+        assert (options.kernels, warnings) == (expected, [])
 
 
 def test_kernels_of_attention_have_an_order() -> None:
     def order(**groups: Any) -> tuple[list[str], list[str]]:
-        options, _ = build._attention_options(config(**groups), Mesh.single(), ELSEWHERE, None)
+        options, _ = build._attention_options(config(**groups), Mesh.single(), ELSEWHERE)
         return [*map(name_of, options.samples)], [*map(name_of, options.documents)]
 
     varying = ["flash", "efficient", "math", "overrideable"]
@@ -228,30 +229,31 @@ def test_kernels_of_attention_have_an_order() -> None:
 def test_kernels_of_documents_are_selected_on_an_accelerator_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(build, "select_document_kernel", lambda *_: (KERNEL, None))
+    monkeypatch.setattr(build, "select_kernel", lambda *_, has_documents: (KERNEL, None))
     run = config(data=DataConfig(reset_attention_mask=True))
-    for device, expected in ((CPU, None), (ELSEWHERE, KERNEL)):
-        packing, warning = build._packing_options(run, Mesh.single(), device, eod=1)
-        assert warning is None
-        assert packing.kernel is expected
+    for device, expected in ((CPU, []), (ELSEWHERE, [KERNEL])):
+        attention, warnings = build._attention_options(run, Mesh.single(), device)
+        assert warnings == []
+        assert [*attention.kernels.values()] == expected
 
 
 @pytest.mark.parametrize(
-    ("dropout", "device", "packing", "is_noted"),
+    ("dropout", "device", "has_documents", "kernel", "is_noted"),
     [
-        (0.0, CPU, None, True),
-        (0.1, CPU, None, False),
-        (0.1, ELSEWHERE, None, True),
-        (0.0, ELSEWHERE, PackingOptions(0, False, True), False),
-        (0.0, ELSEWHERE, PackingOptions(0, False, True, KERNEL), True),
-        (0.0, CPU, PackingOptions(0, True, False), True),
+        (0.0, CPU, False, None, True),
+        (0.1, CPU, False, None, False),
+        (0.1, ELSEWHERE, False, None, True),
+        (0.0, ELSEWHERE, True, None, False),
+        (0.0, ELSEWHERE, True, KERNEL, True),
     ],
 )
 def test_selective_recomputation_of_a_fused_kernel_is_noted(
-    dropout: float, device: torch.device, packing: PackingOptions | None, is_noted: bool
+    dropout: float, device: torch.device, has_documents: bool, kernel: Any, is_noted: bool
 ) -> None:
     selective = RecomputeConfig(recompute_granularity="selective")
-    note = selective_recompute_note(config(dropout, recompute=selective), packing, device)
+    data, attention = DataConfig(reset_attention_mask=has_documents), computed_by(kernel, CONFIG)
+    run = config(dropout, recompute=selective, data=data)
+    note = selective_recompute_note(run, attention, device)
     expected = ["selective-recompute-of-fused-attention"] if is_noted else []
     assert codes([note] if note is not None else []) == expected
-    assert selective_recompute_note(config(dropout), packing, device) is None
+    assert selective_recompute_note(config(dropout), attention, device) is None

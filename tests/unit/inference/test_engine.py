@@ -15,7 +15,7 @@ from megatron_ds.inference.generate import continue_prompts
 from megatron_ds.inference.packed_weights import pack_weights
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.inference.sequences import GenerationConfig, TextSequence
-from megatron_ds.model import attention_backends, attention_cores
+from megatron_ds.model import attention_cores
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
@@ -202,8 +202,7 @@ def test_generation_on_devices_leaves_out_kernels_with_a_plan_per_size(
         return attend(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", observed)
-    for module in (attention_cores, attention_backends):
-        monkeypatch.setattr(module, "is_host", lambda kind: False)
+    monkeypatch.setattr(attention_cores, "is_host", lambda kind: False)
     model = model_of("rope")
     continue_prompts(model, [[1, 2, 3], [4]], config(3))
     assert seen == {False}

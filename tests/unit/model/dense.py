@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
+from megatron_ds.model.attention_backends import AttentionOptions
+from megatron_ds.model.attention_rule import attention_rules
 from megatron_ds.model.gpt import GPTModel
+from megatron_ds.model.packed_attention import AttentionBackend
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -23,6 +26,12 @@ def build_model(config: ModelConfig, recompute: str | None = None, **options: An
     rng = RngStreams(0)
     how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng)
     return GPTModel(config, mesh=Mesh.single(), rng=rng, seed=3, checkpointing=how, **options)
+
+
+def computed_by(kernel: AttentionBackend | None, config: ModelConfig) -> AttentionOptions:
+    """A kernel that computes the attention of all layers."""
+    rules = {} if kernel is None else dict.fromkeys(attention_rules(config), kernel)
+    return AttentionOptions(kernels=rules)
 
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:

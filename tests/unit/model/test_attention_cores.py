@@ -13,10 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ds.model import attention_cores
-from megatron_ds.model.attention_backends import BACKENDS, FIXED_SIZES, VARYING_SIZES, Order
-from megatron_ds.model.attention_cores import SDPA, SHORT, BatchInvariantAttention
+from megatron_ds.model.attention_cores import (
+    BACKENDS,
+    FIXED_SIZES,
+    SDPA,
+    SHORT,
+    VARYING_SIZES,
+    BatchInvariantAttention,
+    Order,
+)
+from megatron_ds.model.attention_masks import ragged_bias
 from megatron_ds.model.packed_attention import PerDocumentSDPA
-from megatron_ds.model.position_embedding import ragged_bias
 
 HEAD_SIZE = 8
 

@@ -16,22 +16,35 @@ import torch.nn.functional as F
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.inference.kv_cache import PreallocatedCache
+from megatron_ds.model.attention_masks import (
+    BLOCK,
+    MaskTables,
+    alibi_bias,
+    alibi_slopes,
+    block_mask,
+)
+from megatron_ds.model.attention_rule import AttentionRule
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.packed_attention import (
-    BLOCK,
     DocumentFlexAttention,
     FlexKernel,
+    Keys,
     PackingOptions,
     PerDocumentSDPA,
     VarlenKernel,
-    block_mask,
     document_lengths,
     find_documents,
     sequence_starts,
 )
-from megatron_ds.model.position_embedding import AttentionOptions, alibi_bias, alibi_slopes
 from tests.dense_gpt import dense_logits
-from tests.unit.model.dense import TINY, build_model, dense_flex, dense_varlen, gradients
+from tests.unit.model.dense import (
+    TINY,
+    build_model,
+    computed_by,
+    dense_flex,
+    dense_varlen,
+    gradients,
+)
 
 CPU = torch.device("cpu")
 EOD = 0
@@ -49,8 +62,11 @@ CONFIG = ModelConfig(**TINY, **SHAPE, init_method_std=0.1)
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
-def build(packing: Any, *, recompute: str | None = None, **options: Any) -> GPTModel:
-    return build_model(dataclasses.replace(CONFIG, **options), recompute, packing=packing)
+def build(
+    packing: Any, *, recompute: str | None = None, kernel: Any = None, **options: Any
+) -> GPTModel:
+    config = dataclasses.replace(CONFIG, **options)
+    return build_model(config, recompute, packing=packing, attention=computed_by(kernel, config))
 
 
 def split(row: list[int]) -> list[list[int]]:
@@ -90,8 +106,8 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
     options: dict[str, Any] = {"position_embedding_type": position}
     if position == "rope":
         options |= {"num_query_groups": 2, "rotary_percent": 0.5}
-    packing = PackingOptions(EOD, True, True, kernel)
-    packed, alone = build(packing, recompute=recompute, **options), build(None, **options)
+    packed = build(PackingOptions(EOD, True, True), recompute=recompute, kernel=kernel, **options)
+    alone = build(None, **options)
     labels = TOKENS.roll(-1, 1)
 
     losses = F.cross_entropy(packed(TOKENS).flatten(0, 1), labels.flatten(), reduction="none")
@@ -122,7 +138,7 @@ def test_alibi_in_the_kernel_equals_its_bias() -> None:
         return dense_flex(*qkv, **given)
 
     config = dataclasses.replace(CONFIG, **options)
-    attention = AttentionOptions(alibi=FlexKernel(flex))
+    attention = computed_by(FlexKernel(flex), config)
     packing = PackingOptions(EOD, True, False)
     model, plain = build_model(config, packing=packing, attention=attention), build_model(config)
     for tokens in (TOKENS, TOKENS, TOKENS[:, :7]):
@@ -216,10 +232,13 @@ def test_host_does_not_wait_for_the_number_of_documents() -> None:
     tokens = TOKENS.to("meta")
     packed = PackingOptions(EOD, True, True).find_documents(tokens, max_documents=40)
     kernel = VarlenKernel(dense_varlen)
-    core: Any = kernel.core(packed, None)
+    keys = Keys(tokens.shape[1], torch.float32, CPU, True, packed)
+    rule, tables = AttentionRule(), MaskTables([])
+    core: Any = kernel.core(rule, keys, tables)
     assert core.starts.shape == (48 + 1,)
+    unbound = dataclasses.replace(keys, packed=dataclasses.replace(packed, max_documents=None))
     with pytest.raises(RuntimeError):
-        kernel.core(dataclasses.replace(packed, max_documents=None), None)
+        kernel.core(rule, unbound, tables)
 
 
 def random_doc_ids(rows: int, length: int) -> torch.Tensor:

@@ -13,13 +13,10 @@ from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import SDPA, UlyssesAttention
-from megatron_ds.model.position_embedding import (
-    PositionEncoder,
-    alibi_bias,
-    alibi_slopes,
-    rope_table,
-    rotate,
-)
+from megatron_ds.model.attention_masks import alibi_bias, alibi_slopes
+from megatron_ds.model.attention_rule import attention_rules
+from megatron_ds.model.packed_attention import Keys
+from megatron_ds.model.position_embedding import PositionEncoder, rope_table, rotate
 from megatron_ds.parallel.mesh import Group, Mesh
 from tests.observed import Observed
 from tests.unit.model.dense import TINY
@@ -42,7 +39,8 @@ def test_alibi_slopes_follow_the_heads_of_the_rank() -> None:
             "sp": Group(tuple(range(sp_size)), sp, None),
         }
         mesh = dataclasses.replace(Mesh.single(), **groups)
-        core = PositionEncoder(config, mesh).context(4, 0, torch.float32, CPU).core
+        rule, keys = attention_rules(config)[0], Keys(4, torch.float32, CPU)
+        core = PositionEncoder(config, mesh).contexts([rule], keys)[rule].core
         core = core.core if isinstance(core, UlyssesAttention) else core
         assert isinstance(core, SDPA)
         return core.bias

@@ -13,9 +13,9 @@ from megatron_ds.cli.flags import training_flags
 from megatron_ds.config import CheckpointConfig, Config, ScheduleConfig
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
 from megatron_ds.launch.distributed import ProcessContext
-from megatron_ds.model.attention_backends import FIXED_SIZES
+from megatron_ds.model.attention_backends import AttentionOptions
+from megatron_ds.model.attention_cores import FIXED_SIZES
 from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
-from megatron_ds.model.position_embedding import AttentionOptions
 from megatron_ds.model.spec.architecture import is_matrix, model_spec
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
@@ -25,7 +25,7 @@ from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.banner import BannerData, banner
 from megatron_ds.training.startup_report import StartReport, describe_kernel
-from tests.unit.model.dense import dense_flex
+from tests.unit.model.dense import computed_by, dense_flex
 
 CONFIG = Config().with_values(
     {
@@ -246,8 +246,9 @@ def test_banner_shows_that_nothing_is_saved() -> None:
 def test_kernel_is_described() -> None:
     config, cpu = dataclasses.replace(CONFIG.model, seq_length=8), torch.device("cpu")
 
-    def describe(packing: PackingOptions | None) -> str:
-        return describe_kernel(config, 2, 1, torch.float32, cpu, packing)
+    def describe(packing: PackingOptions | None, kernel: Any = None) -> str:
+        attention = computed_by(kernel, config)
+        return describe_kernel(config, 2, 1, torch.float32, cpu, packing, attention)
 
     assert describe(None) == describe(PackingOptions(0, True, False))
     assert "scaled_dot_product_attention: " in describe(None)
@@ -255,22 +256,24 @@ def test_kernel_is_described() -> None:
     long = dataclasses.replace(config, seq_length=2**20, position_embedding_type="alibi")
     # Asking torch allocates none of the tensors, of which the bias alone would be terabytes.
     assert "scaled" in describe_kernel(long, 2, 1, torch.float32, cpu)
-    assert "flex_attention" in describe(PackingOptions(0, False, True, FlexKernel(dense_flex)))
+    assert "flex_attention" in describe(PackingOptions(0, False, True), FlexKernel(dense_flex))
 
 
 def test_the_order_of_kernels_is_shown() -> None:
     config = dataclasses.replace(CONFIG.model, seq_length=8)
 
-    def describe(device: str, packing: PackingOptions | None, **options: Any) -> str:
-        attention = AttentionOptions(FIXED_SIZES, **options)
-        where = torch.device(device)
-        return describe_kernel(config, 2, 1, torch.bfloat16, where, packing, attention)
+    def describe(device: str, packing: PackingOptions | None, kernel: Any = None) -> str:
+        kernels = computed_by(kernel, alibi).kernels
+        attention, where = AttentionOptions(FIXED_SIZES, kernels=kernels), torch.device(device)
+        shape = config if kernel is None else alibi
+        return describe_kernel(shape, 2, 1, torch.bfloat16, where, packing, attention)
 
+    alibi = dataclasses.replace(config, position_embedding_type="alibi")
     order = "(first of cudnn, flash, efficient, math, overrideable)"
     per_document = PackingOptions(0, False, True)
     assert order in describe("meta", None)
     assert order.replace("cudnn, ", "") in describe("meta", per_document)
     assert "first of" not in describe("cpu", None)
     kernel = FlexKernel(dense_flex)
-    assert "flex_attention with ALiBi" in describe("meta", None, alibi=kernel)
-    assert "per document" in describe("meta", per_document, alibi=kernel)
+    assert "flex_attention with ALiBi" in describe("meta", None, kernel)
+    assert "flex_attention within documents" in describe("meta", per_document, kernel)

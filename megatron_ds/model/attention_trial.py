@@ -1,14 +1,16 @@
-"""Selection of the kernels of attention inside documents, and of ALiBi, on an accelerator.
+"""The trial of kernels of attention at start-up: inside documents, and of ALiBi, on an accelerator.
 
 Whether a kernel runs, and runs correctly, depends on the device, torch's version and the shapes, so
-it is selected only if it equals `PerDocumentSDPA` in a trial at start-up. On a CPU none of them
-trains.
+it is selected only if it equals `PerDocumentBackend` in a trial of the layer's rule. On a CPU none
+of them trains.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,18 +18,20 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem
+from megatron_ds.model.attention_masks import MaskTables
+from megatron_ds.model.attention_rule import AttentionRule
 from megatron_ds.model.packed_attention import (
-    DocumentKernel,
+    AttentionBackend,
     FlexAttention,
     FlexKernel,
+    Keys,
     PackingOptions,
-    PerDocumentSDPA,
+    PerDocumentBackend,
     VarlenAttention,
     VarlenKernel,
-    document_lengths,
 )
-from megatron_ds.model.position_embedding import alibi_bias
 
+Kind = type[VarlenKernel] | type[FlexKernel]
 TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest accepted error, relative to the norm. fp32 may be computed in TF32."""
 EOD = 0
@@ -37,79 +41,78 @@ COMPARED = 1024
 device's memory."""
 
 
-def select_document_kernel(
+def select_kernel(
+    rule: AttentionRule,
     config: ModelConfig,
     micro_batch: int,
     shards: int,
     dtype: torch.dtype,
     device: torch.device,
-    backend: str = "auto",
+    choice: str = "auto",
     *,
     has_documents: bool = True,
-) -> tuple[DocumentKernel | None, Problem | None]:
+) -> tuple[AttentionBackend | None, Problem | None]:
     """Select the first kernel that trains this run's attention correctly on this device.
 
     It is tried, forward and backward, on tensors of the run's shapes and memory layout, so the
     first step needs no further compilation.
 
     Args:
+        rule: What the attention computes.
         config: Architecture.
         micro_batch: Samples of a micro-batch.
         shards: Ranks that share the heads: tensor- and sequence-parallel ones.
         dtype: Type of the activations.
         device: Device of the activations.
-        backend: The value of --attention-backend.
-        has_documents: Whether attention ends with a document. If not, the kernel is one of ALiBi.
+        choice: The value of --attention-backend.
+        has_documents: Whether attention ends with a document.
 
     Returns:
         The kernel, or the reason why none was selected; the other one is None. None of both if
-        `backend` has no such kernel.
+        torch's scaled_dot_product_attention needs no other kernel, or `choice` has none.
     """
-    names = candidates(config, shards, dtype, backend)
-    if not names:
+    keys = Keys(config.seq_length, dtype, device, has_documents)
+    kinds = candidates(rule, keys, shards, choice)
+    if not kinds:
         return None, None
     if config.attention_dropout > 0.0:
         dropped = Problem("document-attention-with-dropout")
         return None, dropped if has_documents else Problem("alibi-with-dropout")
-    trial = config, micro_batch, shards, dtype, device
     reasons = []
-    for name in names:
+    for kind in kinds:
         try:
-            kernel = _build(name, device)
-            error = _max_relative_error(kernel, *trial, has_documents=has_documents)
+            kernel = _build(kind, device)
+            error = _max_relative_error(kernel, rule, keys, config, micro_batch, shards)
         except Exception as refusal:  # compilers and devices raise any type
             first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
-            reasons.append(f"{name}: {first_sentence or type(refusal).__name__}")
+            reasons.append(f"{kind.name}: {first_sentence or type(refusal).__name__}")
             continue
         if error <= TOLERANCES[dtype]:  # not if the error is nan
             return kernel, None
-        reasons.append(f"{name}: its relative error is {error:.2g}")
+        reasons.append(f"{kind.name}: its relative error is {error:.2g}")
     text = "; ".join(reasons)
     slow = Problem("document-attention-slow", reasons=text)
     return None, slow if has_documents else Problem("alibi-slow", reasons=text)
 
 
 def candidates(
-    config: ModelConfig, shards: int, dtype: torch.dtype, backend: str = "auto"
-) -> tuple[str, ...]:
+    rule: AttentionRule, keys: Keys, shards: int, choice: str = "auto"
+) -> tuple[Kind, ...]:
     """The kernels to try, fastest first.
 
-    Variable-length attention is flash attention: in half precision, without a bias. It needs the
-    number of documents on the host; of the ranks that share samples, the host of the first one
-    alone reads them.
+    Variable-length attention is flash attention: in half precision. It needs the number of
+    documents on the host; of the ranks that share samples, the host of the first one alone reads
+    them.
     """
-    has_varlen = (
-        dtype in (torch.bfloat16, torch.float16)
-        and config.position_embedding_type != "alibi"
-        and shards == 1
-    )
-    varlen = ("varlen_attn",) if has_varlen and backend in ("auto", "flash") else ()
-    return (*varlen, "flex_attention") if backend == "auto" else varlen
+    has_varlen = keys.dtype in (torch.bfloat16, torch.float16) and shards == 1
+    kinds: tuple[Kind, ...] = (VarlenKernel,) if has_varlen and choice in ("auto", "flash") else ()
+    kinds += (FlexKernel,) if choice == "auto" else ()
+    return tuple(kind for kind in kinds if kind.supports(rule, keys))
 
 
-def _build(name: str, device: torch.device) -> DocumentKernel:
+def _build(kind: Kind, device: torch.device) -> AttentionBackend:
     """Raises what torch raises where it lacks the function, or on this device."""
-    if name == "varlen_attn":
+    if kind is VarlenKernel:
         return VarlenKernel(_torch_varlen())
     return FlexKernel(_compiled_flex(device))
 
@@ -147,50 +150,45 @@ def _compiled_flex(device: torch.device) -> FlexAttention:
 
 
 def _max_relative_error(
-    kernel: DocumentKernel,
+    kernel: AttentionBackend,
+    rule: AttentionRule,
+    keys: Keys,
     config: ModelConfig,
     micro_batch: int,
     shards: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    has_documents: bool,
 ) -> float:
-    """The larger of the relative errors of output and gradient against `PerDocumentSDPA`.
+    """The larger of the relative errors of output and gradient against `PerDocumentBackend`.
 
     Without documents, those of the first tokens, which do not depend on later ones.
     """
-    length, documents = config.seq_length, 6 if has_documents else 0
-    compared = length if has_documents else min(length, COMPARED)
+    length, documents = keys.queries, 6 if keys.has_documents else 0
+    compared = length if documents else min(length, COMPARED)
     generator = torch.Generator().manual_seed(0)
     is_end = torch.rand((micro_batch, length), generator=generator) * length < documents
-    tokens = torch.where(is_end, EOD, EOD + 1).to(device)
-    packed = PackingOptions(EOD, False, has_documents, kernel).find_documents(
-        tokens, micro_batch + int(is_end.sum())
+    tokens = torch.where(is_end, EOD, EOD + 1).to(keys.device)
+    find = partial(
+        PackingOptions(EOD, False, True).find_documents,
+        max_documents=micro_batch + int(is_end.sum()),
     )
+    keys = replace(keys, packed=find(tokens))
+    alone = replace(keys, queries=compared, has_documents=True, packed=find(tokens[:, :compared]))
     kv_heads = max(1, config.kv_heads // shards)
     local_heads = config.num_attention_heads // shards, kv_heads, kv_heads
     shape = length, micro_batch, sum(local_heads) * config.head_dim
-    qkv = torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+    qkv = torch.randn(shape, generator=generator).to(keys.device, keys.dtype).requires_grad_()
     grad = torch.randn((*shape[:2], local_heads[0], config.head_dim), generator=generator)
-    grad = grad.permute(1, 2, 0, 3).to(device, dtype)
+    grad = grad.permute(1, 2, 0, 3).to(keys.device, keys.dtype)
     grad[:, :, compared:] = 0
-    lengths = document_lengths(packed.doc_ids_BS[:, :compared])
-    slopes = bias = None
-    if config.position_embedding_type == "alibi":
-        slopes = torch.linspace(0.1, 0.5, local_heads[0], device=device)
-        # As wide as the longest document: the bias of all scores can exceed the device's memory.
-        longest = max(map(max, lengths))
-        bias = alibi_bias(slopes.tolist(), longest, longest, device, dtype)
-    loop = PerDocumentSDPA(lengths, bias)
+    tables = MaskTables(torch.linspace(0.1, 0.5, local_heads[0]).tolist())
     results = []
-    for core, size in ((kernel.core(packed, slopes), length), (loop, compared)):
+    for backend, given in ((kernel, keys), (PerDocumentBackend(), alone)):
+        size = given.queries
         parts = qkv[:size].split([heads * config.head_dim for heads in local_heads], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
-        if config.position_embedding_type == "rope":  # both are rotated in one tensor
+        if rule.rope is not None:  # both are rotated in one tensor
             q, k = torch.cat([q, k], dim=2).split([q.shape[2], k.shape[2]], dim=2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out = core.attend(q, k, v, 0.0)
+        out = backend.core(rule, given, tables).attend(q, k, v, 0.0)
         (gradient,) = torch.autograd.grad(out, qkv, grad[:, :, :size])
         results.append((out.detach()[:, :, :compared].float(), gradient.float()))
     pairs = zip(*results, strict=True)

@@ -11,21 +11,24 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megatron_ds.model import document_kernels
-from megatron_ds.model.document_kernels import candidates, select_document_kernel
+from megatron_ds.config import ModelConfig
+from megatron_ds.model import attention_trial
+from megatron_ds.model.attention_masks import BLOCK, MaskTables
+from megatron_ds.model.attention_rule import attention_rules
+from megatron_ds.model.attention_trial import candidates, select_kernel
 from megatron_ds.model.packed_attention import (
-    BLOCK,
+    FlexKernel,
+    Keys,
     PackingOptions,
     PerDocumentSDPA,
+    VarlenKernel,
     document_lengths,
 )
 from tests.problems import codes
 from tests.unit.model.dense import dense_flex, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG, CPU, EOD, POSITIONS
 
-select_alibi_kernel = partial(select_document_kernel, has_documents=False)
-VARLEN, FLEX = "varlen_attn", "flex_attention"
-TORCH_VARLEN = document_kernels._torch_varlen
+TORCH_VARLEN = attention_trial._torch_varlen
 
 
 def broken(*_: Any, **__: Any) -> Tensor:
@@ -40,6 +43,14 @@ def ignores_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: 
     return dense_varlen(q, k, v, starts[[0, -1]], longest)
 
 
+def select_for(config: ModelConfig, *shape: Any, has_documents: bool = True) -> Any:
+    """`select_kernel` for the rule of the first layer."""
+    return select_kernel(attention_rules(config)[0], config, *shape, has_documents=has_documents)
+
+
+select_alibi_kernel = partial(select_for, has_documents=False)
+
+
 def select(
     monkeypatch: pytest.MonkeyPatch,
     varlen: Any = broken,
@@ -48,28 +59,32 @@ def select(
     **options: Any,
 ) -> tuple[Any, list[str]]:
     """The name of the selected kernel, and the code of the reason why none was."""
-    monkeypatch.setattr(document_kernels, "_torch_varlen", lambda: varlen)
-    monkeypatch.setattr(document_kernels, "_compiled_flex", lambda device: flex)
+    monkeypatch.setattr(attention_trial, "_torch_varlen", lambda: varlen)
+    monkeypatch.setattr(attention_trial, "_compiled_flex", lambda device: flex)
     config = dataclasses.replace(CONFIG, **options)
-    kernel, reason = select_document_kernel(config, 2, 1, dtype, CPU)
+    kernel, reason = select_for(config, 2, 1, dtype, CPU)
     return kernel and kernel.name, codes([reason] if reason is not None else [])
 
 
 def test_candidates_are_those_that_compute_the_attention() -> None:
     rope, alibi = (
-        dataclasses.replace(CONFIG, position_embedding_type=kind) for kind in ("rope", "alibi")
+        attention_rules(dataclasses.replace(CONFIG, position_embedding_type=kind))[0]
+        for kind in ("rope", "alibi")
     )
-    assert candidates(rope, 1, torch.bfloat16) == (VARLEN, FLEX)
-    assert candidates(rope, 1, torch.float16) == (VARLEN, FLEX)
-    assert candidates(rope, 1, torch.float32) == (FLEX,)
-    assert candidates(alibi, 1, torch.bfloat16) == (FLEX,)
-    assert candidates(rope, 2, torch.bfloat16) == (FLEX,)
-    assert candidates(rope, 1, torch.bfloat16, "flash") == (VARLEN,)
-    assert (
-        candidates(rope, 1, torch.bfloat16, "math")
-        == candidates(alibi, 1, torch.bfloat16, "flash")
-        == ()
-    )
+    half, single = (Keys(8, dtype, CPU, True) for dtype in (torch.bfloat16, torch.float32))
+    samples = dataclasses.replace(half, has_documents=False)
+    for rule, keys, shards, choice, expected in (
+        (rope, half, 1, "auto", (VarlenKernel, FlexKernel)),
+        (rope, dataclasses.replace(half, dtype=torch.float16), 1, "flash", (VarlenKernel,)),
+        (rope, single, 1, "auto", (FlexKernel,)),
+        (alibi, half, 1, "auto", (FlexKernel,)),
+        (rope, half, 2, "auto", (FlexKernel,)),
+        (rope, half, 1, "math", ()),
+        (alibi, half, 1, "flash", ()),
+        (rope, samples, 1, "auto", ()),
+        (alibi, samples, 1, "auto", (FlexKernel,)),
+    ):
+        assert candidates(rule, keys, shards, choice) == expected
 
 
 @pytest.mark.parametrize("position", POSITIONS)
@@ -108,14 +123,14 @@ def test_alibi_has_a_kernel_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None
     shape = {"position_embedding_type": "alibi", "num_query_groups": 2, "seq_length": BLOCK + 3}
     config = dataclasses.replace(CONFIG, **shape)
     for compared in (BLOCK + 3, 40):
-        monkeypatch.setattr(document_kernels, "COMPARED", compared)
+        monkeypatch.setattr(attention_trial, "COMPARED", compared)
         for flex, expected in (
             (dense_flex, []),
             (broken, ["alibi-slow"]),
             (without_bias, ["alibi-slow"]),
             (sees_all, ["alibi-slow"]),
         ):
-            monkeypatch.setattr(document_kernels, "_compiled_flex", lambda device, flex=flex: flex)
+            monkeypatch.setattr(attention_trial, "_compiled_flex", lambda device, flex=flex: flex)
             kernel, reason = select_alibi_kernel(config, 2, 1, torch.float32, CPU)
             assert codes([] if reason is None else [reason]) == expected
             assert (kernel is None) == bool(expected)
@@ -126,7 +141,7 @@ def test_alibi_has_a_kernel_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
-    kernel, reason = select_document_kernel(CONFIG, 2, 1, torch.bfloat16, CPU)
+    kernel, reason = select_for(CONFIG, 2, 1, torch.bfloat16, CPU)
     assert kernel is None
     assert codes([reason]) == ["document-attention-slow"]
 
@@ -163,7 +178,7 @@ def test_a_kernel_is_selected_on_an_accelerator(position: str, dtype: torch.dtyp
     device = torch.device(get_accelerator().current_device_name())
     shape = {"hidden_size": 256, "num_query_groups": 2, "seq_length": 5 * BLOCK + 3}
     config = dataclasses.replace(CONFIG, **shape, position_embedding_type=position)
-    kernel, reason = select_document_kernel(config, 3, 1, dtype, device)
+    kernel, reason = select_for(config, 3, 1, dtype, device)
     assert kernel is not None, reason
 
 
@@ -179,8 +194,8 @@ def test_alibi_has_a_kernel_on_an_accelerator(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu(reason="torch's kernels of intra-document attention train only there")
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("name", [VARLEN, FLEX])
-def test_kernel_equals_attention_on_the_cpu(name: str, groups: int) -> None:
+@pytest.mark.parametrize("kind", [VarlenKernel, FlexKernel])
+def test_kernel_equals_attention_on_the_cpu(kind: Any, groups: int) -> None:
     device = torch.device(get_accelerator().current_device_name())
     length, generator = 2 * BLOCK + 9, torch.Generator().manual_seed(1)
     tokens = torch.where(torch.rand(2, length, generator=generator) < 0.02, EOD, EOD + 1)
@@ -190,15 +205,17 @@ def test_kernel_equals_attention_on_the_cpu(name: str, groups: int) -> None:
     ]
     grad = torch.randn(2, 4, length, 64, generator=generator).bfloat16()
     try:
-        kernel = document_kernels._build(name, device)
+        kernel = attention_trial._build(kind, device)
     except ImportError:
-        pytest.skip(f"this version of torch has no {name}")
-    packing = PackingOptions(EOD, False, True, kernel)
+        pytest.skip(f"this version of torch has no {kind.name}")
+    packing = PackingOptions(EOD, False, True)
     packed = packing.find_documents(tokens.to(device), max_documents=2 + int((tokens == EOD).sum()))
     reference = PerDocumentSDPA(document_lengths(packed.doc_ids_BS))
     results = []
+    rule = attention_rules(CONFIG)[0]
+    keys = Keys(length, torch.bfloat16, device, True, packed)
     for core, place, dtype in (
-        (kernel.core(packed, None), device, torch.bfloat16),
+        (kernel.core(rule, keys, MaskTables([])), device, torch.bfloat16),
         (reference, CPU, torch.float32),
     ):
         inputs = [part.to(place, dtype).requires_grad_() for part in qkv]

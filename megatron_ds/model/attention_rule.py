@@ -1,0 +1,34 @@
+"""What the attention of a layer computes, apart from its weights. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ds.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions (Su et al. 2021)."""
+
+    base: float
+    """Base period."""
+    size: int
+    """Dimensions of each head that are rotated."""
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """Causal attention of a layer. Layers with equal rules share tables and masks."""
+
+    rope: Rope | None = None
+    """Rotation of queries and keys. None: they are not rotated."""
+    alibi: bool = False
+    """ALiBi's bias is added to the scores."""
+
+
+def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
+    """The rule of each layer."""
+    kind, rotated = config.position_embedding_type, int(config.head_dim * config.rotary_percent)
+    rope = Rope(config.rotary_base, rotated) if kind == "rope" else None
+    return (AttentionRule(rope, kind == "alibi"),) * config.num_layers
