@@ -69,7 +69,7 @@ def beam_search(
     weight = next(model.parameters())
     width, penalty = config.width, config.length_penalty
     capacity = len(prompt) + config.max_new_tokens - 1
-    cache = PreallocatedCache(model.config.num_layers, width, capacity, weight)
+    cache = PreallocatedCache(width, capacity, weight)
     beams, ended = [Hypothesis([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
     for _ in range(config.max_new_tokens):

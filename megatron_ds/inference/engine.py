@@ -71,9 +71,7 @@ class GenerationEngine:
         has_inference_mode = is_host(weight.device.type) and not is_trained
         self._without_gradients = torch.inference_mode if has_inference_mode else torch.no_grad
         self._use_cache = use_cache
-        self._cache = cache = PreallocatedCache(
-            model.config.num_layers, slots, capacity, weight, has_spare=use_graphs
-        )
+        self._cache = cache = PreallocatedCache(slots, capacity, weight, has_spare=use_graphs)
         self._decoder = Decoder(model, cache, DecodeGraphs(model, cache) if use_graphs else None)
         self._partial: TextSequence | None = None
         """Prompt being prefilled in chunks; occupies the slot after the running sequences."""

@@ -2,18 +2,18 @@
 
 A cache has slots for texts of different lengths. Its views implement `model.attention.
 KeyValueCache`: each is one forward pass's part of the cache. On CPUs it is in fp32, and attention
-to it is batch-invariant where the activations are narrower. The first keys determine this rank's
-number of heads.
+to it is batch-invariant where the activations are narrower. The first keys and values of a layer
+determine the number and sizes of this rank's heads.
 
-Shapes: B texts, k this rank's key-value heads, S new tokens, L keys, D head size.
+Shapes: B texts, k this rank's key-value heads, S new tokens, L keys, D head size, which may differ
+between keys and values.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,12 +29,9 @@ FILLED_TOKENS = 64
 class PreallocatedCache:
     """The cache of all layers of a model. The texts in use have the first slots."""
 
-    def __init__(
-        self, layers: int, slots: int, capacity: int, like: Tensor, *, has_spare: bool = False
-    ) -> None:
+    def __init__(self, slots: int, capacity: int, like: Tensor, *, has_spare: bool = False) -> None:
         """
         Args:
-            layers: Number of layers.
             slots: Number of texts.
             capacity: Number of tokens of a text.
             like: A tensor on the model's device and of the type of its activations.
@@ -48,12 +45,11 @@ class PreallocatedCache:
         self._dtype = torch.float32 if is_host(like.device.type) else like.dtype
         self.is_wider = self._dtype != like.dtype
         """Than the activations."""
-        self._layers = layers
         self.capacity = capacity
         self._places = slots + has_spare
         self._capacity = round_up(capacity, KEY_BLOCK)
         self._finite = 0
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def view(self, first: int, tokens: Sequence[int], queries: int | None = None) -> CacheView:
         """A pass of new tokens of some texts.
@@ -90,24 +86,39 @@ class PreallocatedCache:
         multiple = max(KEY_BLOCK, 1 << (keys - 1).bit_length() >> 3)
         return min(round_up(keys, multiple), self._capacity)
 
-    def buffers(self, layer: int, like: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, each [slots, k, capacity, D], finite up to a length."""
-        if not self._buffers:
-            shape = (self._places, like.shape[1], self._capacity, like.shape[3])
-            empty = partial(like.new_empty, shape, dtype=self._dtype)
-            self._buffers = [(empty(), empty()) for _ in range(self._layers)]
+    def buffers(self, layer: int, k: Tensor, v: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, each [slots, k, capacity, D], finite up to a length.
+
+        Args:
+            layer: Number of the layer.
+            k: New keys of the layer, [B, k, S, D].
+            v: New values.
+            end: The length.
+        """
         if self._finite < end:
             # A text does not see what longer texts have beyond its end, but 0 x NaN is NaN. All of
             # the memory is not filled at once, because a CPU provides what is used.
             start, self._finite = self._finite, min(self._capacity, end + FILLED_TOKENS)
-            for part in itertools.chain.from_iterable(self._buffers):
+            for part in self._parts():
                 part[:, :, start : self._finite] = 0
+        if layer not in self._buffers:
+            keys, values = (
+                new.new_empty(
+                    (self._places, new.shape[1], self._capacity, new.shape[3]), dtype=self._dtype
+                )
+                for new in (k, v)
+            )
+            keys[:, :, : self._finite] = values[:, :, : self._finite] = 0
+            self._buffers[layer] = keys, values
         return self._buffers[layer]
+
+    def _parts(self) -> Iterator[Tensor]:
+        return itertools.chain.from_iterable(self._buffers.values())
 
     def clear(self, slot: int) -> None:
         """Removes a text whose keys or values may not be finite."""
         self.lengths[slot] = 0
-        for part in itertools.chain.from_iterable(self._buffers):
+        for part in self._parts():
             part[slot, :, : self._finite] = 0
 
     def copy(self, source: int, target: int, length: int | None = None) -> None:
@@ -115,13 +126,13 @@ class PreallocatedCache:
         length = self.lengths[source] if length is None else length
         self.lengths[target] = length
         if source != target:
-            for part in itertools.chain.from_iterable(self._buffers):
+            for part in self._parts():
                 part[target, :, :length] = part[source, :, :length]
 
     def reorder(self, slots: Sequence[int]) -> None:
         """The texts of these slots, some of them several times, take the first slots."""
         end, order = max(self.lengths[slot] for slot in slots), to_device(slots, self.device)
-        for part in itertools.chain.from_iterable(self._buffers):
+        for part in self._parts():
             part[: len(slots), :, :end] = part[order, :, :end]
         self.lengths[: len(slots)] = [self.lengths[slot] for slot in slots]
 
@@ -155,7 +166,7 @@ class CacheView:
             Views of the keys and values of the texts, each [B, k, L, D]. What a text does not have
             is arbitrary but finite.
         """
-        keys, values = self.cache.buffers(layer, k, self.num_keys)
+        keys, values = self.cache.buffers(layer, k, v, self.num_keys)
         if self.slots_B is None or self.positions_BS is None:
             new = slice(self.length, self.length + k.shape[2])
             keys[self.texts, :, new], values[self.texts, :, new] = k, v

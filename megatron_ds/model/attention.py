@@ -79,7 +79,6 @@ class Attention(nn.Module):
         checkpointing: ActivationCheckpointing | None,
     ) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.group = group
         self.rng = rng
@@ -87,6 +86,8 @@ class Attention(nn.Module):
         self.elementwise = EAGER
         spec = AttentionSpec(config)
         self.local_sizes = [size // group.size for size in spec.sections]
+        kv_heads = config.kv_heads // group.size
+        self.local_heads = [config.num_attention_heads // group.size, kv_heads, kv_heads]
         name = f"layers.{layer}.attention"
         self.qkv = ColumnParallelLinear(*spec.layer(name, "qkv"), group=group, init=init)
         self.proj = RowParallelLinear(*spec.layer(name, "proj"), group=group, init=init)
@@ -101,14 +102,14 @@ class Attention(nn.Module):
 
     def project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, n, S, D], keys and values [B, k, S, D], rotated."""
-        q_size, kv_size, _ = self.local_sizes
+        sizes, heads = self.local_sizes, self.local_heads
         projected = self.qkv(x_SBH)
         if rotation is None:
-            q, k, v = (self._heads(part) for part in projected.split(self.local_sizes, dim=-1))
+            q, k, v = map(_heads, projected.split(sizes, dim=-1), heads)
         else:
-            qk, v = map(self._heads, projected.split([q_size + kv_size, kv_size], dim=-1))
-            qk = self.elementwise.rotate(qk, rotation)
-            q, k = qk.split([q_size // self.head_dim, kv_size // self.head_dim], dim=2)
+            parts = projected.split([sizes[0] + sizes[1], sizes[2]], dim=-1)
+            qk, v = _heads(parts[0], heads[0] + heads[1]), _heads(parts[1], heads[2])
+            q, k = self.elementwise.rotate(qk, rotation).split(heads[:2], dim=2)
         return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
@@ -127,10 +128,6 @@ class Attention(nn.Module):
         """Whether the ranks must draw different masks, because the heads are sharded over them."""
         return self.dropout > 0.0 and self.group.size > 1
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """[S, B, n x D] to [S, B, n, D]."""
-        return x.view(*x.shape[:-1], -1, self.head_dim)
-
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
         if not self.training:
             return core.attend(q, k, v, 0.0)
@@ -138,3 +135,8 @@ class Attention(nn.Module):
             return core.attend(q, k, v, self.dropout)
         with self.rng.fork_tp_rng():
             return core.attend(q, k, v, self.dropout)
+
+
+def _heads(x: Tensor, count: int) -> Tensor:
+    """[S, B, n x D] to [S, B, n, D]."""
+    return x.view(*x.shape[:-1], count, -1)

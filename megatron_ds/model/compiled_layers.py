@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_ds.model.elementwise import largest_error, loss_results
-from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import Keys
+from megatron_ds.model.gpt import GPTModel, keys_of
 from megatron_ds.parallel.fused_linear_cross_entropy import EAGER, LossKernels
 
 TOLERANCE = 3e-2
@@ -53,9 +52,7 @@ def _results(model: GPTModel, micro_batch: int, kernels: LossKernels) -> Iterato
     if packing is not None:
         tokens = torch.full((micro_batch, length), packing.eod + 1, device=device)
         packed = packing.find_documents(tokens, micro_batch)
-    positions_BS = None if packed is None else packed.positions_BS
-    has_documents = packing is not None and packing.reset_attention
-    keys = Keys(length, x.dtype, device, has_documents, packed, positions_BS)
+    keys = keys_of(x, length, packed)
     for block in model.blocks()[:1]:
         y = block(x, model.positions.contexts([block.rule], keys)[block.rule])
         (gradient,) = torch.autograd.grad(y, x, x.detach())

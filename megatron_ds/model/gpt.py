@@ -23,7 +23,7 @@ from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.layers import BUILT_IN, CustomParts, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
 from megatron_ds.model.output_layer import OutputLayer, TokenLoss
-from megatron_ds.model.packed_attention import Keys, PackingOptions
+from megatron_ds.model.packed_attention import Keys, PackedBatchInfo, PackingOptions
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -39,6 +39,23 @@ DENSE = MoEConfig()
 EAGER_TEXT = "nothing (eager)"
 EMBEDDING = -1
 """Number of the embedding among the layers, for its dropout."""
+
+
+def keys_of(
+    x: Tensor, queries: int, packed: PackedBatchInfo | None, cache: KeyValueCache | None = None
+) -> Keys:
+    """What a pass with activations like these brings to attention.
+
+    Args:
+        x: Activations.
+        queries: Tokens of the pass, of all sequence-parallel ranks.
+        packed: Their documents, if boundaries matter.
+        cache: Keys and values of earlier tokens.
+    """
+    has_documents = packed is not None and packed.options.reset_attention
+    positions_BS = getattr(cache or packed, "positions_BS", None)
+    cached = () if cache is None else (cache.length, cache.num_keys, cache.is_wider)
+    return Keys(queries, x.dtype, x.device, has_documents, packed, positions_BS, *cached)
 
 
 class GPTModel(nn.Module):
@@ -163,9 +180,7 @@ class GPTModel(nn.Module):
             own_BS = None if positions_BS is None else positions_BS[:, local]
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
-        pass_of = x_SBH.dtype, x_SBH.device, packing is not None and packing.reset_attention
-        cached = () if cache is None else (offset, cache.num_keys, cache.is_wider)
-        keys, blocks = Keys(length, *pass_of, packed, positions_BS, *cached), self.blocks(stage)
+        keys, blocks = keys_of(x_SBH, length, packed, cache), self.blocks(stage)
         contexts = self.positions.contexts([block.rule for block in blocks], keys)
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(blocks, x_SBH, contexts, cache, dropout)

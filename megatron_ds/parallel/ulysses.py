@@ -5,7 +5,8 @@ sequence, so around it the ranks exchange slices of all heads for all slices of 
 all-to-all calls. Everything else is computed for the slice alone.
 
 Shapes: B micro-batch, S sequence, p size of the group, s = S / p, n query heads before the
-exchange, k key-value heads, h heads after it, D head size.
+exchange, k key-value heads, h heads after it, D head size, which may differ between keys and
+values.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ def gather_sequence(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tens
     if group.size == 1:
         return q, k, v
     parts = [_by_destination(x, group.size) for x in (q, k, v)]
-    received = _exchange(torch.cat(parts, dim=3), group)
-    heads = received.split([part.shape[3] for part in parts], dim=3)
-    return tuple(x_psBhD.flatten(0, 1).permute(1, 2, 0, 3) for x_psBhD in heads)
+    received = _exchange(torch.cat(parts, dim=3), group).flatten(0, 1)
+    heads_SBC = received.split([part.shape[3] for part in parts], dim=2)
+    pairs = zip(heads_SBC, (q, k, v), strict=True)
+    return tuple(x.unflatten(2, (-1, given.shape[3])).permute(1, 2, 0, 3) for x, given in pairs)
 
 
 def gather_heads(x: Tensor, group: Group) -> Tensor:
@@ -68,11 +70,11 @@ def gather_heads(x: Tensor, group: Group) -> Tensor:
 
 
 def _by_destination(x_BnsD: Tensor, size: int) -> Tensor:
-    """[B, n, s, D] to [p, s, B, heads per rank, D]."""
+    """[B, n, s, D] to [p, s, B, heads per rank x D]."""
     if x_BnsD.shape[1] < size:
         x_BnsD = x_BnsD.repeat_interleave(size // x_BnsD.shape[1], dim=1)
-    x_BphsD: Tensor = x_BnsD.unflatten(1, (size, -1))  # type: ignore[no-untyped-call]
-    return x_BphsD.permute(1, 3, 0, 2, 4)
+    x_sBpC: Tensor = x_BnsD.permute(2, 0, 1, 3).flatten(2).unflatten(2, (size, -1))  # type: ignore[no-untyped-call]
+    return x_sBpC.permute(2, 0, 1, 3)
 
 
 def _exchange(x: Tensor, group: Group) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ds.config import ParallelConfig
+from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
 from tests.dist import parity_cases
 from tests.dist.compare import differences, differing_bits
 from tests.dist.engine_harness import Meshes, train
@@ -79,7 +81,34 @@ def train_recording_masks(meshes: Meshes) -> tuple[Run, list[Tensor]]:
     return run, masks
 
 
+def exchange_heads(meshes: Meshes) -> list[Tensor]:
+    """Queries, keys, values and attended values of all heads, exchanged and back."""
+    group = meshes.of(ParallelConfig(ds_sequence_parallel_size=2)).sp
+    own = slice(3 * group.rank, 3 * group.rank + 3)
+    parts = [part[:, :, own] for part in PARTS]
+    q, k, v = gather_sequence(*parts, group)
+    return [q, k, v, gather_heads(torch.cat([v, 2 * v], dim=1), group)]
+
+
+PARTS = [
+    torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    for number, shape in enumerate([(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 3)])
+]
+"""Of all tokens: queries of four heads, keys and values of two, which are smaller."""
+
+
+def test_heads_of_keys_and_values_may_differ_in_size(outcomes: JobResults) -> None:
+    halves = outcomes.of("heads")
+    for number, part in enumerate(PARTS):
+        received = torch.cat([half[number] for half in halves], dim=1)
+        assert torch.equal(received, part)
+    attended = torch.cat([half[3] for half in halves], dim=2)
+    each = PARTS[2].unsqueeze(2)
+    assert torch.equal(attended, torch.cat([each, 2 * each], dim=2).flatten(1, 2))
+
+
 OTHER_JOBS = {
+    "test_heads_of_keys_and_values_may_differ_in_size": ("heads",),
     "test_dropout_equals_one_process_with_the_same_masks": ("recorded",),
     "test_recomputation_drops_what_was_dropped": ("dropout", "dropout full"),
 }
@@ -90,6 +119,7 @@ OTHER_JOBS = {
 def outcomes(request: pytest.FixtureRequest) -> JobResults:
     """The jobs of the selected tests, on one set of two ranks and one of four."""
     jobs = {name: case_training(case) for name, case in LAYOUTS.items()} | {
+        "heads": exchange_heads,
         "recorded": train_recording_masks,
         "dropout": case_training(DROPPING),
         "dropout full": case_training(DROPPING, **FULL),

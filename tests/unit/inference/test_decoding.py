@@ -150,7 +150,7 @@ def test_a_step_copies_nothing_larger_than_its_activations(
     shape: dict[str, int] = {"hidden_size": hidden, "num_attention_heads": 8, "seq_length": length}
     shape |= {"ffn_hidden_size": 4 * hidden, "max_position_embeddings": length}
     model = model_of(kind, **shape, num_layers=1).to("meta", torch.bfloat16).requires_grad_(False)
-    cache = PreallocatedCache(1, texts, length, next(model.parameters()))
+    cache = PreallocatedCache(texts, length, next(model.parameters()))
     decoder = Decoder(model, cache, None)
     sequences = [TextSequence.of([1], GenerationConfig(1, SAMPLED), 0) for _ in range(texts)]
     read: list[int] = []
@@ -171,7 +171,7 @@ def test_a_step_copies_nothing_larger_than_its_activations(
 
 
 def test_numbers_of_keys_are_few_and_not_much_larger() -> None:
-    cache = PreallocatedCache(1, 1, 8000, torch.empty(0))
+    cache = PreallocatedCache(1, 8000, torch.empty(0))
     numbers = [cache.rounded(keys) for keys in range(1, 8001)]
     assert len(set(numbers)) <= 25
     for keys, rounded in enumerate(numbers, start=1):

@@ -131,9 +131,24 @@ def test_no_token_is_fed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_keys_and_values_is_allocated_once() -> None:
-    cache, part = PreallocatedCache(1, 2, 10, torch.empty(0)), torch.ones(2, 3, 1, 4)
+    cache, part = PreallocatedCache(2, 10, torch.empty(0)), torch.ones(2, 3, 1, 4)
     kept = [tensor for _ in range(10) for tensor in cache.view(0, [1, 1]).update(0, part, part)]
     assert len({tensor.untyped_storage().data_ptr() for tensor in kept}) == 2
+
+
+def test_layers_keep_keys_and_values_of_their_own_sizes() -> None:
+    cache, drawn = PreallocatedCache(2, 10, torch.empty(0)), torch.Generator().manual_seed(0)
+    shapes = {0: ((2, 3, 4), (2, 3, 6)), 1: ((2, 1, 8), (2, 1, 2))}  # texts, heads, head size
+    new = {
+        layer: [torch.randn(*shape[:2], 5, shape[2], generator=drawn) for shape in both]
+        for layer, both in shapes.items()
+    }
+    for start, end in ((0, 3), (3, 5)):
+        view = cache.view(0, [end - start] * 2)
+        for layer, parts in new.items():
+            stored = view.update(layer, *(part[:, :, start:end] for part in parts))
+            for kept, part in zip(stored, parts, strict=True):
+                assert torch.equal(kept, part[:, :, :end])
 
 
 def test_texts_beside_longer_ones_see_no_memory_that_was_never_written(

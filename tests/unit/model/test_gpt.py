@@ -50,7 +50,7 @@ def test_masked_tokens_are_not_counted() -> None:
 @pytest.mark.parametrize("position", POSITIONS)
 def test_cache_gives_the_logits_of_the_full_sequence(position: str, groups: int | None) -> None:
     model = build(position_embedding_type=position, num_query_groups=groups).eval()
-    tokens, cache = some_tokens(), PreallocatedCache(2, 2, 12, torch.empty(0))
+    tokens, cache = some_tokens(), PreallocatedCache(2, 12, torch.empty(0))
     with torch.no_grad():
         parts = [
             model(part, cache=cache.view(0, [part.shape[1]] * 2))

@@ -176,7 +176,7 @@ def test_generation_ignores_document_boundaries() -> None:
     """A generator's tokens are one document."""
 
     texts, length = TOKENS.shape
-    cache = PreallocatedCache(2, texts, length, torch.empty(0))
+    cache = PreallocatedCache(texts, length, torch.empty(0))
     view = cache.view(0, [length] * texts)
     packed = build(PackingOptions(EOD, True, True))(TOKENS, cache=view)
     torch.testing.assert_close(packed, build(None)(TOKENS))
