@@ -1,4 +1,4 @@
-"""One transformer layer with pre-normalization."""
+"""One transformer layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext, Rotation
-from megatron_ds.model.spec.parts import NormSpec
+from megatron_ds.model.spec.parts import PRE_NORM, NormSpec, Residual
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
@@ -21,7 +21,7 @@ from megatron_ds.parallel.rng import RngStreams
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)): [S, B, H] to [S, B, H].
+    """x + attention(norm(x)), then x + mlp(norm(x)), or another form: [S, B, H] to [S, B, H].
 
     With sequence parallelism, [S / TP, B, H] to [S / TP, B, H].
 
@@ -33,6 +33,7 @@ class Block(nn.Module):
         init: Draws the initial weights.
         mlp: The feed-forward layer, [S, B, H] to [S, B, H].
         checkpoint_core: Recomputes the attention core. None: it is stored.
+        residual: How attention and the feed-forward layer add to the residual stream.
     """
 
     def __init__(
@@ -45,30 +46,39 @@ class Block(nn.Module):
         init: Initializer,
         mlp: nn.Module,
         checkpoint_core: ActivationCheckpointing | None,
+        residual: Residual = PRE_NORM,
     ) -> None:
         super().__init__()
         self.layer = layer
         self.rule = attention_rules(config)[layer]
         self.dropout = config.hidden_dropout
         self.group = group
-        norm, name = NormSpec(config), f"layers.{layer}"
-        self.attention_norm = build_norm(norm, f"{name}.attention_norm", group)
+        self.residual = residual
+
+        def norm(key: str, *, is_used: bool = True) -> nn.Module:
+            name = f"layers.{layer}.{key}"
+            return build_norm(NormSpec(config), name, group) if is_used else nn.Identity()
+
+        self.attention_norm = norm("attention_norm", is_used=residual.pre)
         self.attention = Attention(
             config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
-        self.mlp_norm = build_norm(norm, f"{name}.mlp_norm", group)
+        self.attention_post_norm = norm("attention_post_norm") if residual.post else None
+        has_own_norm = residual.pre and not residual.parallel
+        self.mlp_norm = norm("mlp_norm", is_used=has_own_norm)
         self.mlp = mlp
+        self.mlp_post_norm = norm("mlp_post_norm") if residual.post else None
         self.elementwise = EAGER
-        self._before_core, self._after_core = self._project, self._finish
+        self._before_core, self._after_core = self._before, self._after
 
     def forward(
         self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None = None
     ) -> Tensor:
-        q, k, v = self._before_core(x_SBH, context.rotation)
+        q, k, v, normed_SBH = self._before_core(x_SBH, context.rotation)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         attended_BnSD = self.attention.attend(q, k, v, context.core)
-        return self._after_core(x_SBH, attended_BnSD)
+        return self._after_core(x_SBH, attended_BnSD, normed_SBH)
 
     def use_elementwise(self, functions: Elementwise) -> None:
         """Set the functions that compute the elementwise parts."""
@@ -96,24 +106,38 @@ class Block(nn.Module):
         if is_graph:
             self.compile(dynamic=dynamic)
         else:
-            self._before_core = torch.compile(self._project, dynamic=dynamic)
-            self._after_core = torch.compile(self._finish, dynamic=dynamic)
+            self._before_core = torch.compile(self._before, dynamic=dynamic)
+            self._after_core = torch.compile(self._after, dynamic=dynamic)
         return is_graph
 
     def use_eager(self) -> None:
         """Undo `compile_parts`."""
         self._compiled_call_impl = None
-        self._before_core, self._after_core = self._project, self._finish
+        self._before_core, self._after_core = self._before, self._after
 
-    def _project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        return self.attention.project(self.attention_norm(x_SBH), rotation)
+    def _before(
+        self, x_SBH: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values, and what the feed-forward layer reads too, if it is parallel."""
+        normed_SBH = self.attention_norm(x_SBH)
+        qkv = self.attention.project(normed_SBH, rotation)
+        return *qkv, normed_SBH if self.residual.parallel else None
 
-    def _finish(self, x_SBH: Tensor, attended_BnSD: Tensor) -> Tensor:
-        x = self._add(x_SBH, self.attention.output(attended_BnSD))
-        return self._add(x, self.mlp(self.mlp_norm(x)))
+    def _after(self, x_SBH: Tensor, attended_BnSD: Tensor, normed_SBH: Tensor | None) -> Tensor:
+        attended_SBH = self.attention.output(attended_BnSD)
+        x_SBH = self._add(x_SBH, _normed(self.attention_post_norm, attended_SBH))
+        if normed_SBH is None:
+            normed_SBH = self.mlp_norm(x_SBH)
+        return self._add(x_SBH, _normed(self.mlp_post_norm, self.mlp(normed_SBH)))
 
     def _add(self, residual: Tensor, x: Tensor) -> Tensor:
+        if self.residual.scale != 1.0:
+            x = x * self.residual.scale
         # Every tensor-parallel rank has all of x, so the mask is that of the replicated stream.
         if self.training and self.dropout > 0.0:
             return self.elementwise.add_dropout(residual, x, self.dropout, self.group)
         return residual + x
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)

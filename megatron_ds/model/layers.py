@@ -19,7 +19,7 @@ from megatron_ds.model.mlp import MLP, TiledMLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
-from megatron_ds.model.spec.parts import NormSpec, OutputSpec
+from megatron_ds.model.spec.parts import PRE_NORM, NormSpec, OutputSpec, Residual
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.fused_linear_cross_entropy import LossFunction
@@ -56,12 +56,18 @@ class LayerBuilder:
             return (TiledMLP if self.tiled_mlp else MLP)(config, self.layer, group=group, init=init)
         return MoE(config, self.moe, self.layer, self.mesh, init=init, log=self.router_log)
 
-    def block(self, mlp: nn.Module | None = None, kind: type[Block] = Block) -> Block:
+    def block(
+        self,
+        mlp: nn.Module | None = None,
+        kind: type[Block] = Block,
+        residual: Residual = PRE_NORM,
+    ) -> Block:
         """The transformer layer.
 
         Args:
             mlp: Its feed-forward layer, [S, B, H] to [S, B, H]. None: that of the options.
             kind: Its class.
+            residual: How attention and the feed-forward layer add to the residual stream.
         """
         return kind(
             self.config,
@@ -71,6 +77,7 @@ class LayerBuilder:
             init=self.init,
             mlp=self.mlp() if mlp is None else mlp,
             checkpoint_core=self.checkpoint_core,
+            residual=residual,
         )
 
 

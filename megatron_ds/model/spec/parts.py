@@ -67,6 +67,23 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Residual:
+    """How attention and the feed-forward layer of a layer add to the residual stream."""
+
+    pre: bool = True
+    """Each reads a norm of the stream."""
+    post: bool = False
+    """A norm of each one's output is added."""
+    scale: float = 1.0
+    """Factor of what is added."""
+    parallel: bool = False
+    """Both read the same norm of the layer's input."""
+
+
+PRE_NORM = Residual()
+
+
+@dataclass(frozen=True)
 class Part:
     """A part of the model."""
 

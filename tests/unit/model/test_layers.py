@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
-from megatron_ds.model.packed_attention import PackingOptions
+from megatron_ds.model.layers import CustomParts
+from megatron_ds.model.packed_attention import Keys, PackingOptions
+from megatron_ds.model.spec.parts import Residual
 from tests.unit.model.dense import build_model, gradients
 from tests.unit.model.test_packed_attention import CONFIG, EOD, POSITIONS, TOKENS
 
@@ -55,6 +57,45 @@ def test_stages_have_canonical_names_and_share_the_tied_weight() -> None:
     assert first.keys() | second.keys() == plain.keys()
     for params in (first, second):
         assert [name for name in params if not torch.equal(params[name], plain[name])] == []
+
+
+@pytest.mark.parametrize(
+    "residual",
+    [
+        Residual(),
+        Residual(pre=False, post=True),  # OLMo 2
+        Residual(post=True, scale=0.5),
+        Residual(parallel=True),  # GPT-J
+        Residual(parallel=True, post=True),
+    ],
+)
+def test_a_layer_adds_to_the_residual_stream_in_several_forms(residual: Residual) -> None:
+    model = build_model(
+        CONFIG, parts=CustomParts(layer=lambda builder: builder.block(residual=residual))
+    )
+    with torch.no_grad():
+        for index, weight in enumerate(model.parameters()):
+            weight += 0.01 * torch.sin(torch.arange(weight.numel()) + index).view_as(weight)
+    block: Any = model.blocks()[0]
+    x = torch.randn(5, 2, CONFIG.hidden_size, generator=torch.Generator().manual_seed(0))
+    keys = Keys(5, x.dtype, x.device)
+    context = model.positions.contexts([block.rule], keys)[block.rule]
+
+    def branch(name: str, x: torch.Tensor, compute: Any) -> torch.Tensor:
+        before = "attention" if residual.parallel else name
+        y = compute(getattr(block, f"{before}_norm")(x) if residual.pre else x)
+        y = getattr(block, f"{name}_post_norm")(y) if residual.post else y
+        return residual.scale * y
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = block.attention.project(x, context.rotation)
+        return block.attention.output(context.core.attend(q, k, v, 0.0))
+
+    attended = x + branch("attention", x, attention)
+    expected = attended + branch("mlp", x if residual.parallel else attended, block.mlp)
+    torch.testing.assert_close(block(x, context), expected, rtol=1e-6, atol=1e-6)
+    norms = 2 * (residual.pre + residual.post) - (residual.pre and residual.parallel)
+    assert sum(name.endswith("norm.weight") for name, _ in block.named_parameters()) == norms
 
 
 @pytest.mark.parametrize("untied", [False, True])
