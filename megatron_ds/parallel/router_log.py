@@ -8,6 +8,7 @@ one output per layer, and the logged loss is the language model's alone.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +36,7 @@ class RouterLog:
         self.gradient_scale = 1.0
         self._shapes = shapes
         self._totals: dict[str, Tensor] = {}
-        self._count = 0
+        self._counts: Counter[str] = Counter()
         self._is_open = False
 
     @contextmanager
@@ -51,17 +52,18 @@ class RouterLog:
             self._is_open = False
 
     def record(self, values: dict[str, Tensor]) -> None:
-        """Add the values of a layer."""
+        """Add the values of a layer, which may have only some of the names."""
         if self._is_open:
-            self._count += 1
+            self._counts.update(values.keys())
             for name, value in values.items():
                 value = value.detach().float()
                 self._totals[name] = self._totals.get(name, torch.zeros_like(value)) + value
 
     def take(self) -> dict[str, Tensor]:
-        """The means over layers and micro-batches since the last call."""
-        means = {name: total / self._count for name, total in self._totals.items()}
-        self._totals, self._count = {}, 0
+        """The mean of each value over the layers that recorded it and the micro-batches since the
+        last call."""
+        means = {name: total / self._counts[name] for name, total in self._totals.items()}
+        self._totals, self._counts = {}, Counter()
         return means
 
     def take_of_stages(self, stages: Group, device: torch.device) -> dict[str, Tensor]:
@@ -76,17 +78,16 @@ class RouterLog:
         if not self._shapes:
             return {}
         sizes = [math.prod(shape) for shape in self._shapes.values()]
-        sums = torch.zeros(sum(sizes) + 1, device=device)
-        if self._count:
-            parts = [self._totals[name].flatten() for name in self._shapes]
-            sums = torch.cat([*parts, sums.new_full((1,), self._count)])
+        sums = torch.zeros(sum(sizes) + len(sizes), device=device)
+        *parts, counts = sums.split([*sizes, len(sizes)])
+        for index, (name, part) in enumerate(zip(self._shapes, parts, strict=True)):
+            if name in self._totals:
+                part += self._totals[name].flatten()
+                counts[index] += self._counts[name]
         dist.all_reduce(sums, group=stages.handle)
-        self._totals, self._count = {}, 0
-        means = (sums[:-1] / sums[-1]).split(sizes)
-        return {
-            name: mean.view(shape)
-            for (name, shape), mean in zip(self._shapes.items(), means, strict=True)
-        }
+        self._totals, self._counts = {}, Counter()
+        means = zip(self._shapes.items(), parts, counts, strict=True)
+        return {name: (part / count).view(shape) for (name, shape), part, count in means}
 
     def add_gradient(self, x: Tensor, loss: Tensor) -> Tensor:
         """Forward: x. Backward: the gradient of x, and the scaled gradient of the loss."""

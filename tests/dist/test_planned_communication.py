@@ -41,7 +41,7 @@ from tests.dist.rank_jobs import Job, JobResults, run_jobs, selected
 from tests.observed import Observed
 from tests.proofs.cases import with_proofs
 
-NEGLIGIBLE = 40
+NEGLIGIBLE = 60
 """Bytes of norms, flags, and the loads of experts."""
 LENGTH, VOCAB = 16, 256
 MODEL: dict[str, Any] = {

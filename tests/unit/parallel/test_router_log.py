@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.router_log import RouterLog, router_metrics
 
 
@@ -29,6 +31,34 @@ def test_loads_are_relative_to_a_uniform_distribution() -> None:
         "expert_load/2": 0.5,
         "expert_load/3": 1.5,
     }
+
+
+def recorded(*layers: dict[str, float]) -> RouterLog:
+    log = RouterLog({"z_loss": (), "load": (2,), "next_token_loss": ()})
+    with log.recording(training=True):
+        for layer in layers:
+            shapes = {name: () if name != "load" else (2,) for name in layer}
+            log.record({name: torch.full(shapes[name], value) for name, value in layer.items()})
+    return log
+
+
+def test_each_value_is_the_mean_over_the_layers_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = {"z_loss": 1.0, "load": 2.0}, {"z_loss": 2.0, "load": 4.0}, {"next_token_loss": 7.0}
+    means = {name: value.tolist() for name, value in recorded(*layers).take().items()}
+    assert means == {"z_loss": 1.5, "load": [3.0, 3.0], "next_token_loss": 7.0}
+
+    sums: list[torch.Tensor] = []
+
+    def all_reduce(own: torch.Tensor, group: object) -> None:
+        sums.append(own.clone())
+        own.copy_(sum(sums))  # of this stage and those before it
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    stages = [recorded(layer) for layer in layers]
+    found = [log.take_of_stages(Group((0,), 0, None), torch.device("cpu")) for log in stages]
+    assert {name: value.tolist() for name, value in found[-1].items()} == means
 
 
 def test_a_dense_model_reports_nothing() -> None:
