@@ -48,15 +48,16 @@ class SDPABackend:
         if keys.num_keys is not None and keys.positions_BS is not None:
             slopes_n = tables.slopes(rule, device)
             dtype = torch.float32 if keys.is_wider else dtype
-            bias = ragged_bias(keys.positions_BS, keys.num_keys, dtype, slopes_n)
+            bias = ragged_bias(keys.positions_BS, keys.num_keys, dtype, slopes_n, rule.window)
             return BatchInvariantAttention(bias) if keys.is_wider else SDPA(bias)
-        if rule.alibi:
+        if rule.alibi or (keys.offset == 0 and rule.is_windowed(end)):
             bias = tables.bias(rule, keys.queries, end, dtype, device)
             return SDPA(bias, backends=self.order)
         if keys.offset == 0:
             return SDPA(is_causal=True, backends=self.order)
-        # A single query sees every key, and torch has faster kernels without a mask.
-        return SDPA(None if keys.queries == 1 else visible_keys(keys.queries, end, device))
+        if keys.queries == 1 and not rule.is_windowed(end):
+            return SDPA()  # a single query sees every key, and this has faster kernels
+        return SDPA(visible_keys(keys.queries, end, device, rule.window))
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def selected_backend(
         return empty(batch, max(1, count // shards), queries, config.head_dim)
 
     q, k = heads(config.num_attention_heads), heads(config.kv_heads)
-    bias = empty(1, q.shape[1], queries, queries).detach() if rule.alibi else None
+    bias = empty(1, q.shape[1], queries, queries).detach() if rule.has_mask(queries) else None
     has_groups = q.shape[1] != k.shape[1]
     if bias is not None and not is_host(device.type):
         # The keys and values are repeated for their queries.

@@ -45,8 +45,9 @@ class MaskTables:
     def bias(
         self, rule: AttentionRule, queries: int, keys: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """The bias [n, S, L] of the last `queries` of `keys` tokens."""
-        make = partial(alibi_bias, self._slopes, queries, keys, device, dtype)
+        """The bias of the last `queries` of `keys` tokens: [n, S, L]; without ALiBi [1, S, L]."""
+        slopes = self._slopes if rule.alibi else [0.0]
+        make = partial(score_bias, slopes, queries, keys, device, dtype, rule.window)
         bias: Tensor = self._keep((rule, "bias"), (queries, keys, dtype, device), make)
         return bias
 
@@ -57,9 +58,9 @@ class MaskTables:
 
         Distances are the same in every document.
         """
-        if not rule.alibi:
-            return None
         self._longest_document = width = max(self._longest_document, longest)
+        if not rule.has_mask(width):
+            return None
         return self.bias(rule, width, width, dtype, device)
 
     def blocks(self, rule: AttentionRule, length: int, device: torch.device) -> Any:
@@ -67,7 +68,7 @@ class MaskTables:
 
         def make() -> Any:
             one_document = torch.zeros((1, length), dtype=torch.int32, device=device)
-            return block_mask(one_document, is_causal_only=True)
+            return block_mask(one_document, rule.window, is_causal_only=True)
 
         return self._keep((rule, "blocks"), (length, device), make)
 
@@ -80,14 +81,26 @@ class MaskTables:
         return self._kept[place][1]
 
 
-def visible_keys(queries: int, keys: int, device: torch.device) -> Tensor:
+def visible_keys(
+    queries: int, keys: int, device: torch.device, window: int | None = None
+) -> Tensor:
     """Causal mask of the last `queries` of `keys` tokens (aligned bottom right): [S, L] bool."""
     positions = torch.arange(keys, device=device)
-    return positions <= positions[keys - queries :].unsqueeze(1)
+    return _is_visible(positions - positions[keys - queries :].unsqueeze(1), window)
+
+
+def _is_visible(distance: Tensor, window: int | None) -> Tensor:
+    """Whether keys are visible at these distances, which are negative for earlier ones."""
+    visible = distance <= 0
+    return visible if window is None else visible & (distance > -window)
 
 
 def ragged_bias(
-    positions_BS: Tensor, keys: int, dtype: torch.dtype, slopes_n: Tensor | None = None
+    positions_BS: Tensor,
+    keys: int,
+    dtype: torch.dtype,
+    slopes_n: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """0, or minus slope x distance, where a key is visible, -inf elsewhere: [B, n or 1, S, L].
 
@@ -97,12 +110,13 @@ def ragged_bias(
         keys: Number of keys.
         dtype: Type of the result.
         slopes_n: ALiBi slopes. None: without ALiBi.
+        window: Keys that a query attends to. None: all.
     """
     distance_B1SL = (
         torch.arange(keys, device=positions_BS.device) - positions_BS[:, None, :, None]
     ).float()
     bias = distance_B1SL * (0.0 if slopes_n is None else slopes_n[:, None, None])
-    return bias.masked_fill_(distance_B1SL > 0, -torch.inf).to(dtype)
+    return bias.masked_fill_(~_is_visible(distance_B1SL, window), -torch.inf).to(dtype)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -116,12 +130,13 @@ def alibi_slopes(heads: int) -> list[float]:
     return geometric(power) + geometric(2 * power)[0::2][: heads - power]
 
 
-def alibi_bias(
+def score_bias(
     slopes: list[float],
     queries: int,
     keys: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
+    window: int | None = None,
 ) -> Tensor:
     """Minus slope x distance where a key is visible, -inf elsewhere: [n, S, L].
 
@@ -129,14 +144,16 @@ def alibi_bias(
     """
     positions = torch.arange(keys, device=device)
     distance = (positions - positions[keys - queries :].unsqueeze(1)).float()
-    distance.masked_fill_(~visible_keys(queries, keys, device), -torch.inf)
+    hidden = ~_is_visible(distance, window)
     bias = torch.empty((len(slopes), queries, keys), dtype=dtype, device=device)
     for head, slope in zip(bias, slopes, strict=True):
-        head.copy_(distance * slope)
+        head.copy_(distance * slope).masked_fill_(hidden, -torch.inf)
     return bias
 
 
-def block_mask(doc_ids_BS: Tensor, *, is_causal_only: bool = False) -> Any:
+def block_mask(
+    doc_ids_BS: Tensor, window: int | None = None, *, is_causal_only: bool = False
+) -> Any:
     """The BlockMask of causal intra-document attention.
 
     With `is_causal_only`, the tokens are one document, and the mask serves all rows.
@@ -157,12 +174,15 @@ def block_mask(doc_ids_BS: Tensor, *, is_causal_only: bool = False) -> Any:
     # if it is complete.
     same_document = first.unsqueeze(1) == last.unsqueeze(2)
     full = same_document & (keys < queries) & ((queries + 1) * BLOCK <= length)
-
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (doc_ids_BS[row, query] == doc_ids_BS[row, key])
+    if window is not None:  # from the first, or to the last, query of a block
+        needed &= (keys + 1) * BLOCK - 1 > queries * BLOCK - window
+        full &= keys * BLOCK > (queries + 1) * BLOCK - 1 - window
 
     def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
+        return _is_visible(key - query, window)
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return causal(row, head, query, key) & (doc_ids_BS[row, query] == doc_ids_BS[row, key])
 
     return BlockMask.from_kv_blocks(
         *_block_lists(needed & ~full),

@@ -25,6 +25,16 @@ class AttentionRule:
     """Rotation of queries and keys. None: they are not rotated."""
     alibi: bool = False
     """ALiBi's bias is added to the scores."""
+    window: int | None = None
+    """Keys that a query attends to: its own and those before it. None: all."""
+
+    def is_windowed(self, keys: int) -> bool:
+        """Whether the window hides some of so many keys."""
+        return self.window is not None and self.window < keys
+
+    def has_mask(self, keys: int) -> bool:
+        """Whether scores of so many keys need more than the causal mask."""
+        return self.alibi or self.is_windowed(keys)
 
 
 def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:

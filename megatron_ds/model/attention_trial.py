@@ -1,4 +1,4 @@
-"""The trial of kernels of attention at start-up: inside documents, and of ALiBi, on an accelerator.
+"""The trial at start-up of kernels for documents, ALiBi and windows, on an accelerator.
 
 Whether a kernel runs, and runs correctly, depends on the device, torch's version and the shapes, so
 it is selected only if it equals `PerDocumentBackend` in a trial of the layer's rule. On a CPU none
@@ -34,6 +34,17 @@ from megatron_ds.model.packed_attention import (
 Kind = type[VarlenKernel] | type[FlexKernel]
 TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest accepted error, relative to the norm. fp32 may be computed in TF32."""
+SLOW = {
+    "documents": "document-attention-slow",
+    "alibi": "alibi-slow",
+    "window": "window-attention-slow",
+}
+WITH_DROPOUT = {
+    "documents": "document-attention-with-dropout",
+    "alibi": "alibi-with-dropout",
+    "window": "window-attention-with-dropout",
+}
+"""Codes of problems by what the kernel would have computed."""
 EOD = 0
 """End of a document in the trial."""
 COMPARED = 1024
@@ -75,13 +86,13 @@ def select_kernel(
     kinds = candidates(rule, keys, shards, choice)
     if not kinds:
         return None, None
+    subject = "documents" if has_documents else "alibi" if rule.alibi else "window"
     if config.attention_dropout > 0.0:
-        dropped = Problem("document-attention-with-dropout")
-        return None, dropped if has_documents else Problem("alibi-with-dropout")
+        return None, Problem(WITH_DROPOUT[subject])
     reasons = []
     for kind in kinds:
         try:
-            kernel = _build(kind, device)
+            kernel = _build(kind, rule, device)
             error = _max_relative_error(kernel, rule, keys, config, micro_batch, shards)
         except Exception as refusal:  # compilers and devices raise any type
             first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
@@ -91,8 +102,7 @@ def select_kernel(
             return kernel, None
         reasons.append(f"{kind.name}: its relative error is {error:.2g}")
     text = "; ".join(reasons)
-    slow = Problem("document-attention-slow", reasons=text)
-    return None, slow if has_documents else Problem("alibi-slow", reasons=text)
+    return None, Problem(SLOW[subject], reasons=text)
 
 
 def candidates(
@@ -110,22 +120,26 @@ def candidates(
     return tuple(kind for kind in kinds if kind.supports(rule, keys))
 
 
-def _build(kind: Kind, device: torch.device) -> AttentionBackend:
+def _build(kind: Kind, rule: AttentionRule, device: torch.device) -> AttentionBackend:
     """Raises what torch raises where it lacks the function, or on this device."""
     if kind is VarlenKernel:
-        return VarlenKernel(_torch_varlen())
+        return VarlenKernel(_torch_varlen(rule.window))
     return FlexKernel(_compiled_flex(device))
 
 
-def _torch_varlen() -> VarlenAttention:
-    """Causal `varlen_attn`, whose parameters differ between torch's versions."""
+def _torch_varlen(window: int | None) -> VarlenAttention:
+    """Causal `varlen_attn`, whose parameters differ between torch's versions.
+
+    Args:
+        window: Keys that a query attends to. None: all.
+    """
     from torch.nn.attention import varlen as module
 
     varlen_attn: Any = module.varlen_attn
     names = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = (
-        {"is_causal": True} if "is_causal" in names else {"window_size": (-1, 0)}
-    )
+    causal: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if window is None and "is_causal" in names:
+        causal = {"is_causal": True}
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
         options = dict(causal)

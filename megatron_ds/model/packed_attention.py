@@ -264,12 +264,12 @@ class FlexKernel:
 
     @staticmethod
     def supports(rule: AttentionRule, keys: Keys) -> bool:
-        return keys.num_keys is None and (keys.has_documents or rule.alibi)
+        return keys.num_keys is None and (keys.has_documents or rule.has_mask(keys.queries))
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
         if keys.has_documents:
             assert keys.packed is not None
-            mask = block_mask(keys.packed.doc_ids_BS)
+            mask = block_mask(keys.packed.doc_ids_BS, rule.window)
         else:
             mask = tables.blocks(rule, keys.queries, keys.device)
         return DocumentFlexAttention(self.flex, mask, tables.slopes(rule, keys.device))

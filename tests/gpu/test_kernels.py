@@ -15,7 +15,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.inference.sampling import choose, noise_key
 from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.model.attention_cores import SDPA
-from megatron_ds.model.attention_masks import alibi_bias, ragged_bias
+from megatron_ds.model.attention_masks import ragged_bias, score_bias
 from megatron_ds.model.norm import apex_rms_norm, build_norm
 from megatron_ds.model.packed_attention import PerDocumentSDPA, document_lengths
 <<<<<<< HEAD
@@ -78,7 +78,7 @@ def test_core_equals_plain_attention(name: str, dtype: torch.dtype) -> None:
     bias = torch.zeros(S, S, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     core: SDPA | PerDocumentSDPA = SDPA(is_causal=True)
     if name == "alibi":
-        alibi = alibi_bias(SLOPES, S, S, torch.device("cpu"))
+        alibi = score_bias(SLOPES, S, S, torch.device("cpu"))
         bias = bias + alibi.double()
         core = SDPA(alibi.to(get_accelerator().current_device_name(), dtype))
     elif name == "documents":

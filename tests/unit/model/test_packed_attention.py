@@ -19,9 +19,9 @@ from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.model.attention_masks import (
     BLOCK,
     MaskTables,
-    alibi_bias,
     alibi_slopes,
     block_mask,
+    score_bias,
 )
 from megatron_ds.model.attention_rule import AttentionRule
 from megatron_ds.model.gpt import GPTModel
@@ -269,7 +269,7 @@ def test_flex_attention_equals_per_document_sdpa(groups: int, alibi: bool) -> No
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, n, length, 16, generator=generator) for n in (4, groups, groups))
     slopes = alibi_slopes(4)
-    bias = alibi_bias(slopes, length, length, CPU) if alibi else None
+    bias = score_bias(slopes, length, length, CPU) if alibi else None
     loop = PerDocumentSDPA(document_lengths(doc_ids), bias)
     slopes_n = torch.tensor(slopes) if alibi else None
     blocks = DocumentFlexAttention(flex_attention, block_mask(doc_ids), slopes_n)

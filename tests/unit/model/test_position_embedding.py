@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import SDPA, UlyssesAttention
-from megatron_ds.model.attention_masks import alibi_bias, alibi_slopes
+from megatron_ds.model.attention_masks import alibi_slopes, score_bias
 from megatron_ds.model.attention_rule import attention_rules
 from megatron_ds.model.packed_attention import Keys
 from megatron_ds.model.position_embedding import PositionEncoder, rope_table, rotate
@@ -79,9 +79,9 @@ class LiveBytes(Observed):
 def test_alibi_table_is_made_in_its_memory() -> None:
     slopes = alibi_slopes(32)
     with LiveBytes() as memory:
-        bias = alibi_bias(slopes, 64, 64, CPU, torch.bfloat16)
+        bias = score_bias(slopes, 64, 64, CPU, torch.bfloat16)
     assert bias.nbytes <= memory.peak < 1.3 * bias.nbytes
-    assert torch.equal(bias, alibi_bias(slopes, 64, 64, CPU).bfloat16())
+    assert torch.equal(bias, score_bias(slopes, 64, 64, CPU).bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
