@@ -45,6 +45,8 @@ def dense_logits(
     places = torch.arange(length)
     distance = (places.unsqueeze(1) - places).double()
     hidden_BSS = (distance < 0).unsqueeze(0)
+    left, skipped = config.window_size, config.window_attn_skip_freq
+    too_far = distance > (length if left is None else int(left.split(",")[0]))
     if documents_BS is not None:
         hidden_BSS = hidden_BSS | (documents_BS.unsqueeze(1) != documents_BS.unsqueeze(2))
     if positions_BS is None:
@@ -69,6 +71,9 @@ def dense_logits(
         return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1)
 
     def attention(x: Tensor, name: str) -> Tensor:
+        number = int(name.split(".")[1]) + 1
+        is_full = skipped is not None and number % int(skipped) == 0
+        hidden = hidden_BSS if is_full else hidden_BSS | too_far
         q, k, v = linear(x, f"{name}.qkv").split([heads * size, groups * size, groups * size], -1)
         outputs = []
         for head in range(heads):
@@ -81,7 +86,7 @@ def dense_logits(
             if config.position_embedding_type == "alibi":
                 assert heads & (heads - 1) == 0
                 scores = scores - 2.0 ** (-8.0 * (head + 1) / heads) * distance
-            kept = drop(scores.masked_fill(hidden_BSS, -math.inf).softmax(-1), f"{name}.{head}")
+            kept = drop(scores.masked_fill(hidden, -math.inf).softmax(-1), f"{name}.{head}")
             outputs.append(kept @ one_v)
         return linear(torch.cat(outputs, dim=-1), f"{name}.proj")
 

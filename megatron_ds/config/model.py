@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
-from megatron_ds.config.fields import UNSET_INT, option_field, when
+from megatron_ds.config.fields import ANY_VALUE, UNSET_INT, option_field, when
 from megatron_ds.config.problems import Problem, with_value
 
 GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu", "liglu")
 ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
+
+MAX_LAYERS = 10_000
+"""Largest number in a pattern over layers."""
+
+WINDOW = re.compile(r"\s*[\[(]?\s*(-1|\d+)\s*,\s*(?:-1|\d+)\s*[\])]?\s*")
+"""The form of `window_size`."""
 
 ROPE = when(position_embedding_type="rope")
 
@@ -60,6 +68,19 @@ class ModelConfig:
         aliases=("rotary-position-embeddings-theta",),
         above=0,
         only_with=ROPE,
+    )
+    window_size: str | None = option_field(
+        None,
+        "LEFT,RIGHT: a token attends to itself and LEFT tokens before it, -1 for all; RIGHT has no "
+        "effect, because attention is causal (default: all)",
+        metavar="LEFT,RIGHT",
+    )
+    window_attn_skip_freq: str | None = option_field(
+        None,
+        "layers without the window: N for every N-th layer, counted from 1, or a list with 0 for "
+        "these layers and 1 for the others, such as ([1]*3+[0])*4",
+        metavar="PATTERN",
+        only_with=when(window_size=ANY_VALUE),
     )
     normalization: str = option_field(
         "LayerNorm",
@@ -141,6 +162,30 @@ class ModelConfig:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
+    def window(self) -> int | None:
+        """Keys that a token attends to in layers with a window, its own included; None: all."""
+        if self.window_size is None:
+            return None
+        values = WINDOW.fullmatch(self.window_size)
+        if values is None:
+            raise ValueError
+        return None if values[1] == "-1" else int(values[1]) + 1
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        pattern, layers = self.window_attn_skip_freq, range(1, self.num_layers + 1)
+        if pattern is None:
+            has_window = [1 for _ in layers]
+        elif pattern.strip().isdecimal():
+            has_window = [layer % int(pattern) for layer in layers]
+        else:
+            has_window = layer_pattern(pattern)
+        return tuple(
+            self.window if has else None for _, has in zip(layers, has_window, strict=True)
+        )
+
+    @property
     def is_gated(self) -> bool:
         return self.activation in GLU_ACTIVATIONS
 
@@ -203,6 +248,7 @@ class ModelConfig:
             if tp_size > 1:
                 yield from self._tensor_parallel_problems(tp_size)
         yield from self.padding_problems(tp_size)
+        yield from self._window_problems()
         if (
             self.position_embedding_type == "learned_absolute"
             and 0 < (self.max_position_embeddings or 0) < self.seq_length
@@ -232,6 +278,17 @@ class ModelConfig:
                 settings=self,
                 valid=list_numbers(divisors(heads)),
             )
+
+    def _window_problems(self) -> Iterator[Problem]:
+        try:
+            _ = self.window
+        except ValueError:
+            return (yield Problem("window-malformed", settings=self))
+        try:
+            _ = self.windows
+        except (ValueError, TypeError, SyntaxError, ZeroDivisionError):
+            number = self.num_layers
+            yield Problem("window-pattern-malformed", settings=self, num_layers=number)
 
     def _rope_problems(self) -> Iterator[Problem]:
         rotated = int(self.head_dim * self.rotary_percent)
@@ -273,3 +330,27 @@ class ModelConfig:
                 nearest_multiples=nearest_multiples(value, tp_size),
                 valid=list_numbers(valid),
             )
+
+
+def layer_pattern(text: str) -> list[int]:
+    """A value of each layer, from an expression of lists, sums and repetitions: ([1]*3+[0])*4.
+
+    Raises:
+        SyntaxError: If it is no expression.
+        TypeError: If its value is no list.
+        ValueError: If it has other operations or values.
+    """
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(int() as number) if number <= MAX_LAYERS:
+                return number
+            case ast.List(elements):
+                return [value(each) for each in elements]
+            case ast.BinOp(left, ast.Add(), right):
+                return value(left) + value(right)
+            case ast.BinOp(left, ast.Mult(), right):
+                return value(left) * value(right)
+        raise ValueError
+
+    return [*value(ast.parse(text.strip(), mode="eval").body)]

@@ -37,8 +37,11 @@ class AttentionRule:
         return self.alibi or self.is_windowed(keys)
 
 
+PLAIN = AttentionRule()
+
+
 def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
     """The rule of each layer."""
     kind, rotated = config.position_embedding_type, int(config.head_dim * config.rotary_percent)
     rope = Rope(config.rotary_base, rotated) if kind == "rope" else None
-    return (AttentionRule(rope, kind == "alibi"),) * config.num_layers
+    return tuple(AttentionRule(rope, kind == "alibi", window) for window in config.windows)

@@ -34,17 +34,6 @@ from megatron_ds.model.packed_attention import (
 Kind = type[VarlenKernel] | type[FlexKernel]
 TOLERANCES = {torch.float32: 5e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest accepted error, relative to the norm. fp32 may be computed in TF32."""
-SLOW = {
-    "documents": "document-attention-slow",
-    "alibi": "alibi-slow",
-    "window": "window-attention-slow",
-}
-WITH_DROPOUT = {
-    "documents": "document-attention-with-dropout",
-    "alibi": "alibi-with-dropout",
-    "window": "window-attention-with-dropout",
-}
-"""Codes of problems by what the kernel would have computed."""
 EOD = 0
 """End of a document in the trial."""
 COMPARED = 1024
@@ -86,23 +75,43 @@ def select_kernel(
     kinds = candidates(rule, keys, shards, choice)
     if not kinds:
         return None, None
-    subject = "documents" if has_documents else "alibi" if rule.alibi else "window"
+    subject = 0 if has_documents else 1 if rule.alibi else 2
     if config.attention_dropout > 0.0:
-        return None, Problem(WITH_DROPOUT[subject])
+        dropped = (
+            Problem("document-attention-with-dropout"),
+            Problem("alibi-with-dropout"),
+            Problem("window-attention-with-dropout"),
+        )
+        return None, dropped[subject]
+    trial = rule, keys, config, micro_batch, shards
     reasons = []
     for kind in kinds:
-        try:
-            kernel = _build(kind, rule, device)
-            error = _max_relative_error(kernel, rule, keys, config, micro_batch, shards)
-        except Exception as refusal:  # compilers and devices raise any type
-            first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
-            reasons.append(f"{kind.name}: {first_sentence or type(refusal).__name__}")
-            continue
-        if error <= TOLERANCES[dtype]:  # not if the error is nan
+        kernel, reason = _try(kind, *trial)
+        if kernel is not None:
             return kernel, None
-        reasons.append(f"{kind.name}: its relative error is {error:.2g}")
+        reasons.append(f"{kind.name}: {reason}")
     text = "; ".join(reasons)
-    return None, Problem(SLOW[subject], reasons=text)
+    slow = (
+        Problem("document-attention-slow", reasons=text),
+        Problem("alibi-slow", reasons=text),
+        Problem("window-attention-slow", reasons=text),
+    )
+    return None, slow[subject]
+
+
+def _try(
+    kind: Kind, rule: AttentionRule, keys: Keys, config: ModelConfig, micro_batch: int, shards: int
+) -> tuple[AttentionBackend | None, str]:
+    """The kernel, or None and why it is not used."""
+    try:
+        kernel = _build(kind, rule, keys.device)
+        error = _max_relative_error(kernel, rule, keys, config, micro_batch, shards)
+    except Exception as refusal:  # compilers and devices raise any type
+        first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
+        return None, first_sentence or type(refusal).__name__
+    if error <= TOLERANCES[keys.dtype]:  # not if the error is nan
+        return kernel, ""
+    return None, f"its relative error is {error:.2g}"
 
 
 def candidates(

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.optimizer import MUON_BATCH
+from megatron_ds.model.attention_rule import attention_rules
 from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
 from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
 from megatron_ds.model.stages import layers_per_stage, rank_layers
@@ -342,6 +343,9 @@ class _Sizes:
         if model.position_embedding_type == "alibi":
             heads = model.num_attention_heads // (run.tp_size * run.sp_size)
             ends += heads * model.seq_length**2 * run.element
+        elif run.on_cpu:  # masks of windows
+            keys, rules = model.seq_length, dict.fromkeys(attention_rules(model))
+            ends += sum(rule.is_windowed(keys) for rule in rules) * keys**2 * run.element
         if recompute.tiled_mlp:
             inner = FeedForwardSpec(model).inner(run)
             ends += inner // num_tiles(self.tokens, model.hidden_size)

@@ -53,6 +53,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "learned": {"position_embedding_type": "learned_absolute"},
     "rope": {"position_embedding_type": "rope", "rotary_percent": 0.5},
     "alibi": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "window": {
+        "position_embedding_type": "rope",
+        "window_size": "3,0",
+        "window_attn_skip_freq": "2",
+    },
     "gqa": {"position_embedding_type": "rope", "num_query_groups": 2},
     "swiglu": {
         "position_embedding_type": "rope",

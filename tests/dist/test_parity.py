@@ -28,7 +28,7 @@ REPEATED = "repeated"
 
 CASES = (
     Case(2, 0, 2, 4, "rope", "adamw"),
-    Case(2, 1, 1, 4, "rope", "adamw"),
+    Case(2, 1, 1, 4, "window", "adamw"),
     Case(2, 2, 2, 1, "tied", "sgd"),
     Case(2, 3, 1, 1, "gqa", "adamw"),
     Case(2, 3, 2, 4, "untied", "sgd"),

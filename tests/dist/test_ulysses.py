@@ -38,7 +38,7 @@ LAYOUTS = {
     "zero2 alibi": Case(2, 2, 1, 4, "alibi", "adamw", FULL, sp=2),
     "zero2 documents": Case(2, 2, 1, 1, "learned", "sgd", DOCUMENTS, sp=2, ends=0.2),
     "zero3 gqa": Case(2, 3, 1, 1, "gqa", "adamw", sp=2),
-    "zero3 documents": Case(2, 3, 1, 4, "rope", "adamw", POSITIONS, sp=2, ends=0.2),
+    "zero3 documents": Case(2, 3, 1, 4, "window", "adamw", POSITIONS, sp=2, ends=0.2),
     "zero3 four gqa": Case(4, 3, 1, 1, "gqa", "adamw", sp=4),
 }
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}

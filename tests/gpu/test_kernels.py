@@ -18,12 +18,8 @@ from megatron_ds.model.attention_cores import SDPA
 from megatron_ds.model.attention_masks import ragged_bias, score_bias
 from megatron_ds.model.norm import apex_rms_norm, build_norm
 from megatron_ds.model.packed_attention import PerDocumentSDPA, document_lengths
-<<<<<<< HEAD
-from megatron_ds.model.position_embedding import alibi_bias, ragged_bias
 from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.parallel.mesh import Mesh
-=======
->>>>>>> 1d34c712 (Give each layer an attention rule, and select what computes it from one ordered table of backends)
 
 pytestmark = [
     pytest.mark.gpu(reason="kernels of the device are compared with the CPU"),

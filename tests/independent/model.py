@@ -36,6 +36,8 @@ DEFAULTS = {
     "num_query_groups": None,
     "kv_channels": None,
     "embed_layernorm": False,
+    "window_size": None,
+    "window_attn_skip_freq": None,
     "gelu_approximation": None,
     "untie_embeddings_and_output_weights": False,
     "disable_bias_linear": False,

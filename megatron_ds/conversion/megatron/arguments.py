@@ -142,7 +142,22 @@ def _read_qkv_bias(args: ConfigValues) -> Fields:
     return {} if has_biases else {"add_qkv_bias": bool(args.values.get("add_qkv_bias"))}
 
 
+def _read_windows(args: ConfigValues) -> Fields:
+    size, pattern = (args.values.get(name) for name in ("window_size", "window_attn_skip_freq"))
+    return {
+        "window_size": ",".join(map(str, size)) if size else None,
+        "window_attn_skip_freq": str(pattern) if pattern else None,
+    }
+
+
+def _write_windows(model: ModelConfig) -> dict[str, Any]:
+    pattern = model.window_attn_skip_freq and [int(window is not None) for window in model.windows]
+    size = None if model.window is None else (model.window - 1, 0)
+    return {"window_size": size, "window_attn_skip_freq": pattern}
+
+
 ROWS = (
+    Row(_read_windows, _write_windows),
     Row(_read_parts, ignored(**TABLES["constant"]).write),
     Row(_read_activation, _write_activation),
     Row(_read_positions, _write_positions),

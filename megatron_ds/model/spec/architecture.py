@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig
+from megatron_ds.model.attention_rule import AttentionRule, attention_rules
 from megatron_ds.model.spec.parts import (
     AttentionSpec,
     EmbeddingSpec,
@@ -143,12 +144,14 @@ def model_spec(
     """
     rows, norm = model.padded_vocab(tp_size), NormSpec(model)
     embedding = Layer("embedding", {"": EmbeddingSpec(model, rows)})
-    block = {"attention_norm": norm, "attention": AttentionSpec(model), "mlp_norm": norm}
     dense, sparse = FeedForwardSpec(model), ExpertsSpec(model, moe)
-    blocks = (
-        Layer(f"layers.{layer}", {**block, "mlp": sparse if moe.has_experts(layer) else dense})
-        for layer in range(model.num_layers)
-    )
+
+    def block(layer: int, rule: AttentionRule) -> Layer:
+        mixer = {"attention_norm": norm, "attention": AttentionSpec(model, rule)}
+        mlp = sparse if moe.has_experts(layer) else dense
+        return Layer(f"layers.{layer}", {**mixer, "mlp_norm": norm, "mlp": mlp})
+
+    blocks = map(block, range(model.num_layers), attention_rules(model))
     word = embedding.weights["embedding.word.weight"]
     tied = () if model.untie_embeddings_and_output_weights else (word,)
     head = Layer("head", {"": OutputSpec(model, rows)}, tied)

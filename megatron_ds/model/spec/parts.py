@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import counted
+from megatron_ds.model.attention_rule import PLAIN, AttentionRule
 from megatron_ds.parallel.weights import (
     GATE_UP,
     QUERY_KEY_VALUE,
@@ -160,6 +161,9 @@ class NormSpec(Part):
 class AttentionSpec(Part):
     """Self-attention: the fused projection of queries, keys and values, and the output's."""
 
+    rule: AttentionRule = PLAIN
+    """What it computes besides."""
+
     @property
     def sections(self) -> tuple[int, int, int]:
         """Rows of the projections of queries, keys and values."""
@@ -175,6 +179,7 @@ class AttentionSpec(Part):
         yield from linear_weights("proj", shape, columns, bias=model.add_bias_linear, std=std)
 
     def products(self, keys: int) -> int:
+        keys = min(keys, self.rule.window or keys)
         return super().products(keys) + 2 * keys * self.sections[0]  # q k^T and softmax x v
 
     def describe(self) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_ds.config import GROUPS, ModelConfig, flag_of
 from megatron_ds.config.fields import option_fields
+from tests.problems import codes
 
 MODEL = ModelConfig(num_layers=2, hidden_size=48, num_attention_heads=6, seq_length=16)
 
@@ -27,6 +28,46 @@ def test_default_sizes_are_derived():
     assert dataclasses.replace(swiglu, activation="geglu").mlp_hidden_size == 4096
     assert swiglu.head_dim == 64
     assert swiglu.kv_heads == 16
+
+
+@pytest.mark.parametrize(
+    ("size", "pattern", "expected"),
+    [
+        (None, None, [None] * 6),
+        ("-1,0", None, [None] * 6),
+        ("127,0", None, [128] * 6),
+        ("(127, 127)", "3", [128, 128, None] * 2),
+        ("0,-1", "1", [None] * 6),
+        ("7,0", "([1]*2+[0])*2", [8, 8, None] * 2),
+        ("[7, 0]", "[True]*5+[False]", [8] * 5 + [None]),
+        ("7,0", "[0]+[1]*5", [None, *[8] * 5]),
+    ],
+)
+def test_each_layer_has_a_window(size, pattern, expected):
+    """With the meaning of Megatron: the tokens before a token, and the layers without a window."""
+    model = dataclasses.replace(
+        MODEL, num_layers=6, window_size=size, window_attn_skip_freq=pattern
+    )
+    assert list(model.problems(1)) == []
+    assert list(model.windows) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "pattern", "expected"),
+    [
+        *(
+            (size, None, "window-malformed")
+            for size in ("", "7", "7,0,0", "-2,0", "a,0", "(7.5,0)")
+        ),
+        *(
+            ("7,0", pattern, "window-pattern-malformed")
+            for pattern in ("", "0", "[1]", "[1]*3", "1+1", "[1]*'a'", "f()", "[1", "2**9", "-1")
+        ),
+    ],
+)
+def test_a_window_of_another_form_is_a_problem(size, pattern, expected):
+    model = dataclasses.replace(MODEL, window_size=size, window_attn_skip_freq=pattern)
+    assert codes(model.problems(1)) == [expected]
 
 
 def test_each_field_has_its_own_flag():

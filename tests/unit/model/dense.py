@@ -54,12 +54,21 @@ def dense_flex(
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
 
 
-def dense_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
+def dense_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    longest: int,
+    window: int | None = None,
+) -> Tensor:
     """Variable-length attention that computes every score, on any device."""
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
     at = torch.arange(q.shape[0], dtype=starts.dtype)
     document = torch.searchsorted(starts, at, right=True)
-    visible = (document.unsqueeze(1) == document) & (at.unsqueeze(1) >= at)
+    distance = at.unsqueeze(1) - at
+    visible = (document.unsqueeze(1) == document) & (distance >= 0)
+    visible &= distance < (longest if window is None else window)
     q, k, v = (part.transpose(0, 1) for part in (q, k, v))
     scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
     return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v).transpose(0, 1)

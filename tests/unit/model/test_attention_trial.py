@@ -59,7 +59,7 @@ def select(
     **options: Any,
 ) -> tuple[Any, list[str]]:
     """The name of the selected kernel, and the code of the reason why none was."""
-    monkeypatch.setattr(attention_trial, "_torch_varlen", lambda: varlen)
+    monkeypatch.setattr(attention_trial, "_torch_varlen", lambda window: varlen)
     monkeypatch.setattr(attention_trial, "_compiled_flex", lambda device: flex)
     config = dataclasses.replace(CONFIG, **options)
     kernel, reason = select_for(config, 2, 1, dtype, CPU)
@@ -140,6 +140,29 @@ def test_alibi_has_a_kernel_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None
     assert codes([reason]) == ["alibi-with-dropout"]
 
 
+def test_a_window_has_a_kernel_that_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial is one of the layer's rule: causal attention without the window is rejected."""
+
+    def without_window(*qkv: Tensor, block_mask: Any, **options: Any) -> Tensor:
+        block_mask.mask_mod = lambda row, head, query, key: key <= query
+        return dense_flex(*qkv, block_mask=block_mask, **options)
+
+    shape = {"window_size": "3,0", "seq_length": 64}
+    config = dataclasses.replace(CONFIG, **shape)
+    for flex, expected in ((dense_flex, []), (without_window, ["window-attention-slow"])):
+        monkeypatch.setattr(attention_trial, "_compiled_flex", lambda _, flex=flex: flex)
+        _, reason = select_for(config, 2, 1, torch.float32, CPU, has_documents=False)
+        assert codes([] if reason is None else [reason]) == expected
+    dropping = dataclasses.replace(config, attention_dropout=0.1)
+    _, reason = select_for(dropping, 2, 1, torch.float32, CPU, has_documents=False)
+    assert codes([reason]) == ["window-attention-with-dropout"]
+    windowed = partial(dense_varlen, window=4)
+    found, _ = select(monkeypatch, windowed, dense_flex, **shape)
+    assert found == "torch's varlen_attn"
+    found, _ = select(monkeypatch, dense_varlen, dense_flex, **shape)
+    assert found == "torch's flex_attention"
+
+
 def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
     kernel, reason = select_for(CONFIG, 2, 1, torch.bfloat16, CPU)
     assert kernel is None
@@ -147,15 +170,23 @@ def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "expected"),
+    ("window", "parameters", "expected"),
     [
-        ("is_causal=False", {"is_causal": True}),
-        ("*, window_size=(-1, -1)", {"window_size": (-1, 0)}),
-        ("*, window_size=(-1, -1), enable_gqa=False", {"window_size": (-1, 0), "enable_gqa": True}),
+        (None, "is_causal=False", {"is_causal": True}),
+        (None, "*, window_size=(-1, -1)", {"window_size": (-1, 0)}),
+        (4, "*, is_causal=False, window_size=(-1, -1)", {"window_size": (3, 0)}),
+        (
+            None,
+            "*, window_size=(-1, -1), enable_gqa=False",
+            {"window_size": (-1, 0), "enable_gqa": True},
+        ),
     ],
 )
 def test_varlen_attention_is_causal_in_every_version_of_torch(
-    parameters: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    window: int | None,
+    parameters: str,
+    expected: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch.nn.attention import varlen
 
@@ -164,7 +195,7 @@ def test_varlen_attention_is_causal_in_every_version_of_torch(
     exec(f"def attend({arguments}, {parameters}): seen.update(locals())", names)
     monkeypatch.setattr(varlen, "varlen_attn", names["attend"])
     q, k, starts = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8), torch.tensor([0, 3])
-    TORCH_VARLEN()(q, k, k, starts, 3)
+    TORCH_VARLEN(window)(q, k, k, starts, 3)
     seen = names["seen"]
     assert (seen.pop("cu_seq_q") is starts, seen.pop("cu_seq_k") is starts) == (True, True)
     assert (seen.pop("max_q"), seen.pop("max_k")) == (3, 3)
@@ -204,15 +235,15 @@ def test_kernel_equals_attention_on_the_cpu(kind: Any, groups: int) -> None:
         for heads in (4, groups, groups)
     ]
     grad = torch.randn(2, 4, length, 64, generator=generator).bfloat16()
+    rule = attention_rules(CONFIG)[0]
     try:
-        kernel = attention_trial._build(kind, device)
+        kernel = attention_trial._build(kind, rule, device)
     except ImportError:
         pytest.skip(f"this version of torch has no {kind.name}")
     packing = PackingOptions(EOD, False, True)
     packed = packing.find_documents(tokens.to(device), max_documents=2 + int((tokens == EOD).sum()))
     reference = PerDocumentSDPA(document_lengths(packed.doc_ids_BS))
     results = []
-    rule = attention_rules(CONFIG)[0]
     keys = Keys(length, torch.bfloat16, device, True, packed)
     for core, place, dtype in (
         (kernel.core(rule, keys, MaskTables([])), device, torch.bfloat16),

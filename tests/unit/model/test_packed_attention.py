@@ -8,6 +8,7 @@ attention: `dense_flex` and `dense_varlen` replace them and compute every score.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,21 +90,24 @@ def test_documents_and_positions_are_those_of_the_split_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "recompute"),
+    ("kernel", "recompute", "window"),
     [
-        (None, None),
-        (None, "selective"),
-        (FlexKernel(dense_flex), "full"),
-        (VarlenKernel(dense_varlen), "selective"),
+        (None, None, None),
+        (None, "selective", 3),
+        (FlexKernel(dense_flex), "full", None),
+        (FlexKernel(dense_flex), None, 3),
+        (VarlenKernel(dense_varlen), "selective", None),
+        (VarlenKernel(partial(dense_varlen, window=3)), None, 3),
     ],
 )
 @pytest.mark.parametrize("position", POSITIONS)
 def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
-    position: str, kernel: Any, recompute: str | None
+    position: str, kernel: Any, recompute: str | None, window: int | None
 ) -> None:
     if isinstance(kernel, VarlenKernel) and position == "alibi":
         pytest.skip("variable-length attention has no bias")
-    options: dict[str, Any] = {"position_embedding_type": position}
+    size = None if window is None else f"{window - 1},0"
+    options: dict[str, Any] = {"position_embedding_type": position, "window_size": size}
     if position == "rope":
         options |= {"num_query_groups": 2, "rotary_percent": 0.5}
     packed = build(PackingOptions(EOD, True, True), recompute=recompute, kernel=kernel, **options)
@@ -128,16 +132,23 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_alibi_in_the_kernel_equals_its_bias() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"position_embedding_type": "alibi"},
+        {"position_embedding_type": "none", "window_size": "3,0"},
+        {"position_embedding_type": "alibi", "window_size": "3,0"},
+    ],
+)
+def test_masks_in_the_kernel_equal_their_bias(options: dict[str, Any]) -> None:
     """Also where positions restart, and for several lengths in turn."""
-    options: dict[str, Any] = {"position_embedding_type": "alibi", "num_query_groups": 2}
     calls: list[Any] = []
 
     def flex(*qkv: Any, **given: Any) -> Any:
         calls.append(given["block_mask"])
         return dense_flex(*qkv, **given)
 
-    config = dataclasses.replace(CONFIG, **options)
+    config = dataclasses.replace(CONFIG, num_query_groups=2, **options)
     attention = computed_by(FlexKernel(flex), config)
     packing = PackingOptions(EOD, True, False)
     model, plain = build_model(config, packing=packing, attention=attention), build_model(config)
@@ -246,12 +257,13 @@ def random_doc_ids(rows: int, length: int) -> torch.Tensor:
     return (torch.rand(rows, length, generator=generator) < 0.01).cumsum(1, dtype=torch.int32)
 
 
+@pytest.mark.parametrize("window", [None, 1, 90, BLOCK, BLOCK + 1, 2 * BLOCK + 1])
 @pytest.mark.parametrize("length", [1, 100, BLOCK, 3 * BLOCK, 4 * BLOCK + 5])
-def test_block_mask_equals_that_of_create_block_mask(length: int) -> None:
+def test_block_mask_equals_that_of_create_block_mask(length: int, window: int | None) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
     doc_ids = random_doc_ids(3, length)
-    ours = block_mask(doc_ids)
+    ours = block_mask(doc_ids, window)
     theirs = create_block_mask(ours.mask_mod, 3, None, length, length, device="cpu")
     assert ours.shape == theirs.shape
     for kind in ("kv", "full_kv", "q", "full_q"):

@@ -3,6 +3,7 @@ transformers' models with the same weights."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from megatron_ds.config.model import ACTIVATIONS, ModelConfig
 from megatron_ds.conversion.huggingface.read_write import open_hf
+from megatron_ds.inference.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
 from tests.unit.conversion.hf_models import random_model
@@ -46,6 +48,33 @@ def assert_equal(found: Tensor, expected: Tensor) -> None:
     assert expected.abs().max() > 1.0
     error = (found.double() - expected.double()).abs().max() / expected.abs().max()
     assert error < 1e-5, error
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("pattern", [None, "2"])
+def test_windows_are_those_of_a_dense_forward_pass(position: str, pattern: str | None) -> None:
+    """Also for tokens that continue a cache, of texts with equal and with different lengths."""
+    options = {"window_size": "3,0", "window_attn_skip_freq": pattern, "num_query_groups": 2}
+    model = build(position_embedding_type=position, **options)
+    expected = dense_logits(model.config, dict(model.named_parameters()), TOKENS)
+    assert_equal(logits(model), expected)
+    everything = dataclasses.replace(model.config, window_size=None)
+    full = dense_logits(everything, dict(model.named_parameters()), TOKENS)
+    assert torch.allclose(full[:, :4], expected[:, :4])
+    assert not torch.allclose(full[:, 4:], expected[:, 4:], rtol=0.01)
+    cache = PreallocatedCache(2, LENGTH, torch.empty(0))
+    found = torch.zeros(2, LENGTH, VOCAB)
+    with torch.no_grad():
+        for start, end in ((0, 5), (5, 8), (8, 9)):
+            view = cache.view(0, [end - start] * 2)
+            found[:, start:end] = model(TOKENS[:, start:end], cache=view)[..., :VOCAB]
+        cache.lengths[1] = 6
+        for step in range(3):
+            at = torch.tensor([[9 + step], [6 + step]])
+            values = model(TOKENS.gather(1, at), cache=cache.view(0, [1, 1]))[:, 0, :VOCAB]
+            found[torch.arange(2), at[:, 0]] = values
+    assert_equal(found[0], expected[0])
+    assert_equal(found[1, :9], expected[1, :9])
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -59,12 +59,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "alibi": {"position_embedding_type": "alibi"},
     "alibi, grouped queries": {"position_embedding_type": "alibi", "num_query_groups": 2},
     "grouped queries": {"num_query_groups": 2},
+    "windows": {"window_size": "40,0", "window_attn_skip_freq": "2"},
     "swiglu, RMSNorm": {"activation": "swiglu", "normalization": "RMSNorm"},
     "reglu": {"activation": "reglu"},
     "liglu": {"activation": "liglu"},
     "squared relu": {"activation": "squared-relu"},
 }
-OF_ATTENTION = {"attention_dropout", "position_embedding_type", "num_query_groups"}
+OF_ATTENTION = {
+    *("attention_dropout", "position_embedding_type", "num_query_groups"),
+    *("window_size", "window_attn_skip_freq"),
+}
 COUNTED = [
     *((name, False, None) for name in MODELS),
     *((name, True, None) for name, model in MODELS.items() if model.keys() <= OF_ATTENTION),
