@@ -221,6 +221,7 @@ class ModelConfig:
         """The fields whose defaults follow from others, with the values that the model uses."""
         has_table = self.position_embedding_type == "learned_absolute"
         return {
+            "window_size": None if self.window is None else f"{self.window - 1},0",
             "ffn_hidden_size": self.mlp_hidden_size,
             "kv_channels": self.head_dim,
             "num_query_groups": self.kv_heads,

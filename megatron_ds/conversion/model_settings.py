@@ -35,10 +35,6 @@ class ModelSettings:
     """Values by field of `TokenizerConfig`, with the paths of existing files; empty if unknown."""
     special_ids: Mapping[str, Any] = field(default_factory=dict)
     """Token ids by name, such as `eos_token_id`, as far as they are known."""
-    longest_sequence: int | None = None
-    """Tokens up to which the model computes what the original does. None: any number."""
-    max_positions: int | None = None
-    """Tokens that the original accepts, if it computes them with a window. None: `seq_length`."""
     model_type: str | None = None
     """Name of the family in Hugging Face's library; None for a model of another origin."""
     generation: Mapping[str, Any] = field(default_factory=dict)

@@ -121,11 +121,15 @@ def _parts_of(values: Mapping[str, Any], path: Path) -> dict[str, tuple[str, ...
 def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
     try:
         # Absent from folders of older versions.
-        values = {"generation": {}, "max_positions": None, **values}
+        values = {"generation": {}, **values}
         names = [item.name for item in dataclasses.fields(ModelSettings)]
         settings = ModelSettings(**{name: values[name] for name in names})
         if not isinstance(settings.generation, dict):
             raise TypeError(f"generation is {settings.generation!r}")
+        if (window := values.get("longest_sequence")) is not None:
+            # Older versions had no windows, and limited the length of sequences instead.
+            fixed = {**settings.fixed, "window_size": f"{window - 1},0"}
+            settings = dataclasses.replace(settings, fixed=fixed)
         tokenizer = dict(settings.tokenizer)
         if tokenizer:
             tokenizer = with_copies(tokenizer, path / TOKENIZER)
@@ -155,10 +159,9 @@ def _check_types(settings: ModelSettings) -> None:
         for kind in (ModelConfig, MoEConfig, TokenizerConfig)
         for name, hint in typing.get_type_hints(kind).items()
     }
-    own = {"longest_sequence": int | None, "max_positions": int | None, "model_type": str | None}
-    hints |= own
+    hints |= {"model_type": str | None}
     values = {**settings.fixed, **settings.defaults, **settings.tokenizer}
-    values |= {name: getattr(settings, name) for name in own}
+    values["model_type"] = settings.model_type
     for name, value in values.items():
         hint = hints[name]
         choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

@@ -117,9 +117,7 @@ def _length_problems(
 ) -> Iterator[Problem]:
     """Why a run cannot have its sequence length."""
     settings, path = source.settings, source.path
-    longest, saved = settings.longest_sequence, settings.defaults.get("seq_length", length)
-    if longest is not None and length > longest:
-        yield Problem("foreign-window-exceeded", path=path, length=length, longest=longest)
+    saved = settings.defaults.get("seq_length", length)
     if continued is not None and continued.consumed_samples and length != saved:
         yield Problem("foreign-length-differs", "seq_length", path=path, saved=saved)
 

@@ -133,7 +133,6 @@ def write_weights(folder: Path, options: Options, weights: Weights) -> Path:
         "defaults": {"seq_length": config.seq_length},
         "tokenizer": {},
         "special_ids": {},
-        "longest_sequence": None,
         "model_type": None,
         "may_have_padding": False,
         "parts": parts,

@@ -45,7 +45,6 @@ class Family:
     grouped_qkv: bool = False
     is_transposed: bool = False
     buffers: Sequence[str] = ()
-    default_window: int | None = None
 
 
 def _gelu(kind: str) -> dict[str, Any]:
@@ -193,7 +192,18 @@ LLAMA = (
     Row(_read_biases, _write_biases),
     ignored(pretraining_tp=1),
 )
-MISTRAL = (*LLAMA_ROWS, KV_HEADS, LENGTH, always(**WITHOUT_BIAS))
+
+
+def _read_window(config: ConfigValues) -> dict[str, Any]:
+    """The tokens that a position attends to, its own included; null: all."""
+    window = config.number("sliding_window", int, 4096)
+    if window is not None and window < 1:
+        config.lack("attention to no token", "sliding_window", window)
+    return {} if window is None else {"window_size": f"{window - 1},0"}
+
+
+WINDOW = Row(_read_window, lambda model: {"sliding_window": model.window})
+MISTRAL = (*LLAMA_ROWS, KV_HEADS, LENGTH, WINDOW, always(**WITHOUT_BIAS))
 QWEN2 = (
     *LLAMA_ROWS,
     KV_HEADS,

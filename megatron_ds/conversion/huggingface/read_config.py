@@ -70,18 +70,9 @@ def settings_of(family: Family, config: ConfigValues) -> ModelSettings:
     fields: dict[str, Any] = {}
     for row in family.rows:
         fields |= row.read(config)
-    window, positions = family.default_window, None
-    if window is not None:
-        window = config.number("sliding_window", int, window)
-    if window is not None:
-        positions = fields["seq_length"]
-        fields["seq_length"] = min(positions, window)
     model = ModelConfig(**fields)
     if not config.lacking and (problems := [*field_problems(model), *model.problems(1)]):
         shown = "; ".join(problem.render() for problem in problems)
         raise user_error("foreign-file-unreadable", path=config.path, error=shown)
     settings = ModelSettings.of(model, MoEConfig(), None, None)
-    kind = config.get("model_type")
-    return dataclasses.replace(
-        settings, longest_sequence=window, max_positions=positions, model_type=kind
-    )
+    return dataclasses.replace(settings, model_type=config.get("model_type"))

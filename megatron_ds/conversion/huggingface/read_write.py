@@ -138,10 +138,6 @@ def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, di
         values: dict[str, Any] = {"model_type": kind, "architectures": [family.architecture]}
         for row in family.rows:
             values |= row.write(settings.model)
-        if family.default_window is not None:
-            values["sliding_window"] = settings.longest_sequence
-            if settings.max_positions is not None:
-                values["max_position_embeddings"] = settings.max_positions
         differences = _differences(family, values, settings)
         if not differences:
             dtypes = {tensor.dtype for tensor in source.tensors.values()}

@@ -47,7 +47,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         **LLAMA, attention_bias=True, mlp_bias=True, head_dim=6, tie_word_embeddings=True
     ),
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
-    "mistral-window": lambda: transformers.MistralConfig(**LLAMA, sliding_window=12),
+    "mistral-window": lambda: transformers.MistralConfig(**LLAMA, sliding_window=5),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
     "bloom": lambda: transformers.BloomConfig(**SIZES),
     "falcon": lambda: transformers.FalconConfig(**SIZES, **SEQUENTIAL),

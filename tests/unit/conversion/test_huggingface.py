@@ -22,7 +22,7 @@ from megatron_ds.conversion.huggingface.read_write import (
 from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
-from megatron_ds.conversion.weights_locations import HF_CONFIG, is_hf
+from megatron_ds.conversion.weights_locations import HF_CONFIG, SETTINGS, is_hf
 from tests.problems import raises_problem
 from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.conversion.hf_models import (
@@ -359,17 +359,34 @@ def test_a_tensor_has_the_values_of_its_shape(tmp_path: Path) -> None:
         open_hf(tmp_path)
 
 
-def test_a_window_limits_the_sequence_length(tmp_path: Path) -> None:
+def test_a_window_is_an_option_of_the_model(tmp_path: Path) -> None:
     source = open_hf(saved(tmp_path / "a", "mistral-window"))
-    settings = source.settings
-    assert settings.longest_sequence == settings.model.seq_length == 12
+    assert (source.settings.model.window_size, source.settings.model.seq_length) == ("4,0", 64)
     write_weights_folder(source, tmp_path / "ours")
     write_hf(open_weights_folder(tmp_path / "ours"), tmp_path / "again")
     config = load_strictly(tmp_path / "again").config
-    assert (config.sliding_window, config.max_position_embeddings) == (12, 64)
-    settings = open_hf(saved(tmp_path / "b", "mistral")).settings
-    assert settings.longest_sequence is None
-    assert settings.model.seq_length == 64
+    assert (config.sliding_window, config.max_position_embeddings) == (5, 64)
+    folder = saved(tmp_path / "b", "mistral")
+    assert open_hf(folder).settings.model.window_size is None
+    change_config(folder, sliding_window=...)
+    assert open_hf(folder).settings.model.window == 4096
+    change_config(folder, sliding_window=0)
+    with raises_problem("hf-parts-lacking", contains="sliding_window"):
+        open_hf(folder)
+
+
+def test_a_window_in_some_layers_is_no_mistral(tmp_path: Path) -> None:
+    options = {**LLAMA_LIKE, "window_size": "4,0", "window_attn_skip_freq": "2"}
+    with raises_problem("hf-no-family", contains="window_attn_skip_freq"):
+        write_hf(random_source(ModelConfig(**SMALL, **options)), tmp_path)
+
+
+def test_a_folder_of_a_version_without_windows_has_its_window(tmp_path: Path) -> None:
+    write_weights_folder(open_hf(saved(tmp_path / "a", "mistral")), tmp_path / "ours")
+    values = json.loads((tmp_path / "ours" / SETTINGS).read_text())
+    text = json.dumps({**values, "longest_sequence": 12, "max_positions": 64})
+    (tmp_path / "ours" / SETTINGS).write_text(text)
+    assert open_weights_folder(tmp_path / "ours").settings.model.window == 12
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from tests.unit.tokenizer.test_tokenizers import gpt2_files
 
 @pytest.fixture(params=["hf", "native"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A Mistral with a window of 12 tokens, and the native folder of its weights."""
+    """A Mistral with a window of 5 tokens, and the native folder of its weights."""
     random_model("mistral-window").save_pretrained(tmp_path / "hf")
     write_weights_folder(open_hf(tmp_path / "hf"), tmp_path / "native")
     return tmp_path / str(request.param)
@@ -51,7 +51,8 @@ def test_options_of_the_model_come_from_the_folder(folder: Path, prefix: bool) -
     assert loaded.folders.load == Location(folder)
     expected = open_hf(folder.with_name("hf")).settings.model
     assert config.model == dataclasses.replace(expected, vocab_size=0)
-    assert (config.model.seq_length, config.model.hidden_dropout) == (12, 0.0)
+    assert (config.model.seq_length, config.model.hidden_dropout) == (64, 0.0)
+    assert config.model.window_size == "4,0"
     assert config.origins["num_layers"] == f"from {folder}"
 
 
@@ -67,11 +68,6 @@ def test_given_options_are_kept_and_contradictions_name_both_values(folder: Path
     (base,) = [problem for problem in problems if "rotary_base" in problem.fields]
     assert "10000.0" in base
     assert "500.0" in base
-
-
-def test_sequences_are_not_longer_than_the_window(folder: Path) -> None:
-    _, _, problems = make_plan(run_of(folder, seq_length=13))
-    assert codes(problems) == ["foreign-window-exceeded"]
 
 
 @pytest.mark.parametrize(

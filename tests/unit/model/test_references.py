@@ -108,7 +108,7 @@ def test_default_gelu_depends_on_the_bias(bias: bool, kind: str | None) -> None:
     assert_equal(logits(model), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox", "bloom"])
+@pytest.mark.parametrize("family", ["mistral-window", "gpt2", "gpt-neox", "bloom"])
 def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     """The gradient of every parameter, to 1e-5 of its largest element."""
     theirs = random_model(family)
