@@ -288,8 +288,7 @@ class ModelConfig:
         try:
             _ = self.windows
         except (ValueError, TypeError, SyntaxError, ZeroDivisionError):
-            number = self.num_layers
-            yield Problem("window-pattern-malformed", settings=self, num_layers=number)
+            yield Problem("window-pattern-malformed", settings=self, layers=self.num_layers)
 
     def _rope_problems(self) -> Iterator[Problem]:
         rotated = int(self.head_dim * self.rotary_percent)

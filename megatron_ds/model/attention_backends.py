@@ -26,7 +26,7 @@ from megatron_ds.model.attention_cores import (
     backends_in_order,
     name_of,
 )
-from megatron_ds.model.attention_masks import MaskTables, ragged_bias, visible_keys
+from megatron_ds.model.attention_masks import MaskTables, ragged_bias
 from megatron_ds.model.attention_rule import AttentionRule
 from megatron_ds.model.packed_attention import AttentionBackend, Keys, PerDocumentBackend
 
@@ -45,19 +45,18 @@ class SDPABackend:
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
         end, dtype, device = keys.offset + keys.queries, keys.dtype, keys.device
-        if keys.num_keys is not None and keys.positions_BS is not None:
-            slopes_n = tables.slopes(rule, device)
-            dtype = torch.float32 if keys.is_wider else dtype
-            bias = ragged_bias(keys.positions_BS, keys.num_keys, dtype, slopes_n, rule.window)
-            return BatchInvariantAttention(bias) if keys.is_wider else SDPA(bias)
-        if rule.alibi or (keys.offset == 0 and rule.is_windowed(end)):
-            bias = tables.bias(rule, keys.queries, end, dtype, device)
-            return SDPA(bias, backends=self.order)
-        if keys.offset == 0:
-            return SDPA(is_causal=True, backends=self.order)
-        if keys.queries == 1 and not rule.is_windowed(end):
-            return SDPA()  # a single query sees every key, and this has faster kernels
-        return SDPA(visible_keys(keys.queries, end, device, rule.window))
+        positions_BS, num_keys = keys.positions_BS, keys.num_keys
+        if num_keys is None or positions_BS is None:
+            if keys.offset == 0:
+                bias = tables.bias(rule, end, dtype, device) if rule.has_mask(end) else None
+                return SDPA(bias, is_causal=bias is None, backends=self.order)
+            if keys.queries == 1 and not rule.has_mask(end):
+                return SDPA()  # a single query sees every key, and this has faster kernels
+            positions_BS, num_keys = torch.arange(keys.offset, end, device=device)[None], end
+        dtype = torch.float32 if keys.is_wider else dtype
+        slopes_n = tables.slopes(rule, device)
+        bias = ragged_bias(positions_BS, num_keys, dtype, slopes_n, rule.window)
+        return BatchInvariantAttention(bias) if keys.is_wider else SDPA(bias)
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,12 @@ class MaskTables:
         return self.device_slopes if rule.alibi else None
 
     def bias(
-        self, rule: AttentionRule, queries: int, keys: int, dtype: torch.dtype, device: torch.device
+        self, rule: AttentionRule, length: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """The bias of the last `queries` of `keys` tokens: [n, S, L]; without ALiBi [1, S, L]."""
+        """The bias of so many tokens: [n, S, S]; without ALiBi [1, S, S]."""
         slopes = self._slopes if rule.alibi else [0.0]
-        make = partial(score_bias, slopes, queries, keys, device, dtype, rule.window)
-        bias: Tensor = self._keep((rule, "bias"), (queries, keys, dtype, device), make)
+        make = partial(score_bias, slopes, length, device, dtype, rule.window)
+        bias: Tensor = self._keep((rule, "bias"), (length, dtype, device), make)
         return bias
 
     def document_bias(
@@ -61,7 +61,7 @@ class MaskTables:
         self._longest_document = width = max(self._longest_document, longest)
         if not rule.has_mask(width):
             return None
-        return self.bias(rule, width, width, dtype, device)
+        return self.bias(rule, width, dtype, device)
 
     def blocks(self, rule: AttentionRule, length: int, device: torch.device) -> Any:
         """The BlockMask of complete samples, kept while their length stays the same."""
@@ -79,14 +79,6 @@ class MaskTables:
             self._kept.pop(place, None)  # freed before the next one is allocated
             self._kept[place] = key, make()
         return self._kept[place][1]
-
-
-def visible_keys(
-    queries: int, keys: int, device: torch.device, window: int | None = None
-) -> Tensor:
-    """Causal mask of the last `queries` of `keys` tokens (aligned bottom right): [S, L] bool."""
-    positions = torch.arange(keys, device=device)
-    return _is_visible(positions - positions[keys - queries :].unsqueeze(1), window)
 
 
 def _is_visible(distance: Tensor, window: int | None) -> Tensor:
@@ -132,20 +124,19 @@ def alibi_slopes(heads: int) -> list[float]:
 
 def score_bias(
     slopes: list[float],
-    queries: int,
-    keys: int,
+    length: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
 ) -> Tensor:
-    """Minus slope x distance where a key is visible, -inf elsewhere: [n, S, L].
+    """Minus slope x distance where a key is visible, -inf elsewhere: [n, S, S].
 
     Computed in fp32, one head at a time, because the table of all heads can be large.
     """
-    positions = torch.arange(keys, device=device)
-    distance = (positions - positions[keys - queries :].unsqueeze(1)).float()
+    positions = torch.arange(length, device=device)
+    distance = (positions - positions.unsqueeze(1)).float()
     hidden = ~_is_visible(distance, window)
-    bias = torch.empty((len(slopes), queries, keys), dtype=dtype, device=device)
+    bias = torch.empty((len(slopes), length, length), dtype=dtype, device=device)
     for head, slope in zip(bias, slopes, strict=True):
         head.copy_(distance * slope).masked_fill_(hidden, -torch.inf)
     return bias

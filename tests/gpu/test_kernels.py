@@ -74,7 +74,7 @@ def test_core_equals_plain_attention(name: str, dtype: torch.dtype) -> None:
     bias = torch.zeros(S, S, dtype=torch.float64).masked_fill(hidden, -torch.inf)
     core: SDPA | PerDocumentSDPA = SDPA(is_causal=True)
     if name == "alibi":
-        alibi = score_bias(SLOPES, S, S, torch.device("cpu"))
+        alibi = score_bias(SLOPES, S, torch.device("cpu"))
         bias = bias + alibi.double()
         core = SDPA(alibi.to(get_accelerator().current_device_name(), dtype))
     elif name == "documents":

@@ -34,6 +34,7 @@ from tests.unit.conversion.hf_models import (
     random_model,
 )
 from tests.unit.conversion.models import SMALL, assert_same_tensors, logits, random_source
+from tests.unit.conversion.test_weights_folder import write_settings
 from tests.unit.tokenizer.test_tokenizers import END, gpt2_files
 
 LLAMA_LIKE = {
@@ -384,8 +385,7 @@ def test_a_window_in_some_layers_is_no_mistral(tmp_path: Path) -> None:
 def test_a_folder_of_a_version_without_windows_has_its_window(tmp_path: Path) -> None:
     write_weights_folder(open_hf(saved(tmp_path / "a", "mistral")), tmp_path / "ours")
     values = json.loads((tmp_path / "ours" / SETTINGS).read_text())
-    text = json.dumps({**values, "longest_sequence": 12, "max_positions": 64})
-    (tmp_path / "ours" / SETTINGS).write_text(text)
+    write_settings(tmp_path / "ours", values | {"longest_sequence": 12, "max_positions": 64})
     assert open_weights_folder(tmp_path / "ours").settings.model.window == 12
 
 

@@ -281,7 +281,7 @@ def test_flex_attention_equals_per_document_sdpa(groups: int, alibi: bool) -> No
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, n, length, 16, generator=generator) for n in (4, groups, groups))
     slopes = alibi_slopes(4)
-    bias = score_bias(slopes, length, length, CPU) if alibi else None
+    bias = score_bias(slopes, length, CPU) if alibi else None
     loop = PerDocumentSDPA(document_lengths(doc_ids), bias)
     slopes_n = torch.tensor(slopes) if alibi else None
     blocks = DocumentFlexAttention(flex_attention, block_mask(doc_ids), slopes_n)

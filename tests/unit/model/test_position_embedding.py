@@ -79,9 +79,9 @@ class LiveBytes(Observed):
 def test_alibi_table_is_made_in_its_memory() -> None:
     slopes = alibi_slopes(32)
     with LiveBytes() as memory:
-        bias = score_bias(slopes, 64, 64, CPU, torch.bfloat16)
+        bias = score_bias(slopes, 64, CPU, torch.bfloat16)
     assert bias.nbytes <= memory.peak < 1.3 * bias.nbytes
-    assert torch.equal(bias, score_bias(slopes, 64, 64, CPU).bfloat16())
+    assert torch.equal(bias, score_bias(slopes, 64, CPU).bfloat16())
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
