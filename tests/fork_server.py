@@ -16,6 +16,7 @@ line:
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -223,12 +224,20 @@ def fork_ranks(
     for environment, log in zip(environments, logs, strict=True):
         pid = os.fork()
         if pid == 0:
+            end_with_parent()
             os.setpgid(0, pids[0] if pids else 0)
             os.chdir(folder)
             run_script(script, argv, environment, log)
         os.setpgid(pid, pids[0] if pids else pid)
         pids.append(pid)
     return pids
+
+
+def end_with_parent() -> None:
+    """Ends this process with the server, also where a signal ends the server."""
+    if sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
 
 
 def run_script(script: str, argv: list[str], environment: dict[str, str], log: str) -> NoReturn:
