@@ -82,7 +82,7 @@ def reads_of_steps(
 ) -> Counter[str]:
     """Where two steps of the training loop inside a log interval, and an evaluation, read values.
 
-    Collectives of the package itself over all ranks count as "all_reduce by PLACE".
+    All-reductions of the package itself that are not asynchronous count as "all_reduce by PLACE".
     """
     ends = ExitConditions(LoggingConfig(), 100, StopRequest(), None, 0.0)
     workload = ThroughputModel(lambda _: 1, config.model.seq_length, mesh.world_size)
@@ -112,7 +112,8 @@ def reads_of_steps(
 
     def count_and_reduce(*args: Any, **options: Any) -> object:
         place = caller()
-        if place.startswith("megatron_ds") and "parallel" not in place:
+        is_own = place.startswith("megatron_ds") and "parallel" not in place
+        if is_own and not options.get("async_op"):
             places[f"all_reduce by {place}"] += 1
         return all_reduce(*args, **options)
 
