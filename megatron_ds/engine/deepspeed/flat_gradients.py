@@ -105,8 +105,8 @@ class FlatGradients:
         self._is_early = max(self._added.values(), default=0) <= self._passes
 
     @torch.no_grad()
-    def _step_flat(self, closure: None = None) -> None:
-        """DeepSpeed's step with a norm and clipping in few kernels."""
+    def complete(self) -> None:
+        """Wait for the sums of this step, and make them means."""
         optimizer = self._optimizer
         for work in self._works:
             work.wait()
@@ -114,6 +114,12 @@ class FlatGradients:
             ranks = dist.get_world_size(optimizer.dp_process_group)
             torch._foreach_mul_(optimizer.fp32_groups_gradients_flat, 1.0 / ranks)
         self._works.clear()
+
+    @torch.no_grad()
+    def _step_flat(self, closure: None = None) -> None:
+        """DeepSpeed's step with a norm and clipping in few kernels."""
+        optimizer = self._optimizer
+        self.complete()
         norm = self._measure(self._sums.get)
         if optimizer.clip_grad > 0:  # what a norm that is not finite scales is dropped
             clip(optimizer.fp32_groups_gradient_flat_partition, norm, optimizer.clip_grad)
