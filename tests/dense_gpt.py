@@ -80,6 +80,8 @@ def dense_logits(
             group = head // (heads // groups)
             one_q = q[..., head * size : (head + 1) * size]
             one_k, one_v = (part[..., group * size : (group + 1) * size] for part in (k, v))
+            if config.qk_layernorm:
+                one_q, one_k = norm(one_q, f"{name}.q_norm"), norm(one_k, f"{name}.k_norm")
             if config.position_embedding_type == "rope":
                 one_q, one_k = rotate(one_q), rotate(one_k)
             scores = one_q @ one_k.transpose(1, 2) / math.sqrt(size)

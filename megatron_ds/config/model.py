@@ -82,6 +82,9 @@ class ModelConfig:
         metavar="PATTERN",
         only_with=when(window_size=ANY_VALUE),
     )
+    qk_layernorm: bool = option_field(
+        False, "normalize the queries and keys of each head, before they are rotated"
+    )
     normalization: str = option_field(
         "LayerNorm",
         "type of normalization",
@@ -247,7 +250,7 @@ class ModelConfig:
         if all(size is None or size > 0 for size in sizes):
             yield from self._shape_problems()
             if tp_size > 1:
-                yield from self._tensor_parallel_problems(tp_size)
+                yield from _tensor_parallel_problems(self, tp_size)
         yield from self.padding_problems(tp_size)
         yield from self._window_problems()
         if (
@@ -301,35 +304,36 @@ class ModelConfig:
                 nearest_multiples=nearest_multiples(rotated, 2),
             )
 
-    def _tensor_parallel_problems(self, tp_size: int) -> Iterator[Problem]:
-        """Check that heads, query groups and MLP divide evenly over tensor-parallel ranks.
 
-        The vocabulary always fits: it is padded to a multiple of the tensor-parallel size.
-        """
-        valid = [
-            size
-            for size in divisors(self.num_attention_heads)
-            if self.kv_heads % size == 0 and self.mlp_hidden_size % size == 0
-        ]
-        for name, value in (
-            ("num_attention_heads", self.num_attention_heads),
-            ("num_query_groups", self.num_query_groups),
-            ("ffn_hidden_size", self.mlp_hidden_size),
-        ):
-            if value is None or value % tp_size == 0:
-                continue
-            is_derived = getattr(self, name) is None
-            origin = f" (from {with_value(self, 'hidden_size')})" if is_derived else ""
-            yield Problem(
-                "not-divisible-by-tensor-parallel-size",
-                name,
-                "tensor_model_parallel_size",
-                value=value,
-                origin=origin,
-                tp_size=tp_size,
-                nearest_multiples=nearest_multiples(value, tp_size),
-                valid=list_numbers(valid),
-            )
+def _tensor_parallel_problems(model: ModelConfig, tp_size: int) -> Iterator[Problem]:
+    """Check that heads, query groups and MLP divide evenly over tensor-parallel ranks.
+
+    The vocabulary always fits: it is padded to a multiple of the tensor-parallel size.
+    """
+    valid = [
+        size
+        for size in divisors(model.num_attention_heads)
+        if model.kv_heads % size == 0 and model.mlp_hidden_size % size == 0
+    ]
+    for name, value in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_query_groups", model.num_query_groups),
+        ("ffn_hidden_size", model.mlp_hidden_size),
+    ):
+        if value is None or value % tp_size == 0:
+            continue
+        is_derived = getattr(model, name) is None
+        origin = f" (from {with_value(model, 'hidden_size')})" if is_derived else ""
+        yield Problem(
+            "not-divisible-by-tensor-parallel-size",
+            name,
+            "tensor_model_parallel_size",
+            value=value,
+            origin=origin,
+            tp_size=tp_size,
+            nearest_multiples=nearest_multiples(value, tp_size),
+            valid=list_numbers(valid),
+        )
 
 
 def layer_pattern(text: str) -> list[int]:

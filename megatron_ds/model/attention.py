@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.attention_cores import AttentionCore
 from megatron_ds.model.elementwise import EAGER
+from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import Rotation
 from megatron_ds.model.spec.parts import AttentionSpec
 from megatron_ds.model.weight_init import Initializer
@@ -91,6 +92,10 @@ class Attention(nn.Module):
         name = f"layers.{layer}.attention"
         self.qkv = ColumnParallelLinear(*spec.layer(name, "qkv"), group=group, init=init)
         self.proj = RowParallelLinear(*spec.layer(name, "proj"), group=group, init=init)
+        self.has_norms = bool(spec.norms)
+        if self.has_norms:
+            norms = (build_norm(norm, f"{name}.{key}", group) for key, norm in spec.norms.items())
+            self.q_norm, self.k_norm = norms
 
     @property
     def is_traceable(self) -> bool:
@@ -101,10 +106,15 @@ class Attention(nn.Module):
         return self.checkpointing is None and not self._has_own_stream
 
     def project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, n, S, D], keys and values [B, k, S, D], rotated."""
+        """Normalized, rotated queries [B, n, S, D] and keys [B, k, S, D], and values, as keys."""
         sizes, heads = self.local_sizes, self.local_heads
         projected = self.qkv(x_SBH)
-        if rotation is None:
+        if self.has_norms:
+            q, k, v = map(_heads, projected.split(sizes, dim=-1), heads)
+            q, k = self.q_norm(q), self.k_norm(k)
+            if rotation is not None:
+                q, k = (self.elementwise.rotate(part, rotation) for part in (q, k))
+        elif rotation is None:
             q, k, v = map(_heads, projected.split(sizes, dim=-1), heads)
         else:
             parts = projected.split([sizes[0] + sizes[1], sizes[2]], dim=-1)

@@ -58,11 +58,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_size": "3,0",
         "window_attn_skip_freq": "2",
     },
-    "gqa": {"position_embedding_type": "rope", "num_query_groups": 2},
+    "gqa": {"position_embedding_type": "rope", "num_query_groups": 2, "qk_layernorm": True},
     "swiglu": {
         "position_embedding_type": "rope",
         "activation": "swiglu",
         "normalization": "RMSNorm",
+        "qk_layernorm": True,
         "add_bias_linear": False,
     },
     "tied": {"position_embedding_type": "none", "untie_embeddings_and_output_weights": False},

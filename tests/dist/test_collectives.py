@@ -75,7 +75,7 @@ WORLDS = {
     "zero1 ep8 tp2 sequence parallel": 1024,
 }
 """Ranks of each layout."""
-PROOFS = ("zero3 sp4, llama",)
+PROOFS = ("zero0 fp32", "zero2 sp2 tp2", "zero3 sp4, llama")
 CASES = [pytest.param(name, marks=[pytest.mark.proof] if name in PROOFS else []) for name in WORLDS]
 Rows = list[tuple[Message, str]]
 """The messages of a rank, in order, with the names of their groups."""

@@ -36,6 +36,7 @@ DEFAULTS = {
     "num_query_groups": None,
     "kv_channels": None,
     "embed_layernorm": False,
+    "qk_layernorm": False,
     "window_size": None,
     "window_attn_skip_freq": None,
     "gelu_approximation": None,

@@ -204,18 +204,29 @@ def _read_window(config: ConfigValues) -> dict[str, Any]:
 
 WINDOW = Row(_read_window, lambda model: {"sliding_window": model.window})
 MISTRAL = (*LLAMA_ROWS, KV_HEADS, LENGTH, WINDOW, always(**WITHOUT_BIAS))
+WITHOUT_WINDOW = only("use_sliding_window", "sliding-window attention in some layers", False, False)
 QWEN2 = (
     *LLAMA_ROWS,
     KV_HEADS,
     LENGTH,
     always(**WITHOUT_BIAS, add_qkv_bias=True),
-    only("use_sliding_window", "sliding-window attention in some layers", False, False),
+    WITHOUT_WINDOW,
+)
+QWEN3 = (
+    *LLAMA_ROWS,
+    KV_HEADS,
+    LENGTH,
+    number("head_dim", "kv_channels", int, 128),
+    always(**WITHOUT_BIAS, qk_layernorm=True),
+    only("attention_bias", PART_OF_BIASES, False, False),
+    WITHOUT_WINDOW,
 )
 ROWS = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
+    "qwen3": QWEN3,
     "gpt_neox": GPT_NEOX,
     "bloom": BLOOM,
     "falcon": FALCON,
@@ -227,7 +238,8 @@ def _families() -> Iterator[tuple[str, Family]]:
     """The families of families.toml."""
     table = read_table(__file__)
     for name, own in table.items():
-        entry = table.get(own.pop("like", ""), {}) | own
+        like = table.get(own.pop("like", ""), {})
+        entry = like | own | {"inner": like.get("inner", {}) | own.get("inner", {})}
         yield name, Family(rows=ROWS[name], **entry)
 
 
@@ -235,7 +247,6 @@ FAMILIES = dict(_families())
 """By `model_type`, in the order in which an export tries them."""
 QK_NORM = "normalization of queries and keys"
 LACKING = {
-    "qwen3": (QK_NORM,),
     "olmo2": (QK_NORM, "norms after attention and MLP instead of before"),
     "olmo": ("LayerNorm without weights",),
     "gemma": ("scaled embeddings", "norm weights with an offset of 1"),

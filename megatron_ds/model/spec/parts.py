@@ -147,14 +147,21 @@ class NormSpec(Part):
         return self.model.normalization
 
     def saved(self, run: Pass) -> int:
-        tokens = run.tokens // run.shards
+        return self.computed(run.tokens // run.shards, run) + (
+            0 if self._is_composed(run) and run.element < FP32 else run.residual
+        )
+
+    def computed(self, vectors: int, run: Pass) -> int:
+        """Bytes of so many vectors that are saved, without the input."""
         if self.model.normalization == "LayerNorm":
-            return run.residual + 2 * tokens * FP32
-        saved = run.residual + tokens * FP32
-        if run.on_cpu:  # torch composes RMSNorm of several operations
-            saved += run.residual
-            saved += tokens * self.model.hidden_size * (FP32 if run.element < FP32 else 0)
-        return saved
+            return 2 * vectors * FP32
+        elements = vectors * (self.size or self.model.hidden_size) * self._is_composed(run)
+        copies = run.element if run.element == FP32 else FP32 + 2 * run.element
+        return vectors * FP32 + elements * copies
+
+    def _is_composed(self, run: Pass) -> bool:
+        """Whether torch composes it of several operations, on a copy of the input in fp32."""
+        return run.on_cpu and self.model.normalization == "RMSNorm"
 
 
 @dataclass(frozen=True)
@@ -177,6 +184,15 @@ class AttentionSpec(Part):
         yield from linear_weights("qkv", shape, rows, bias=model.qkv_bias, std=std)
         shape, std = (hidden, sections[0]), self.residual_std
         yield from linear_weights("proj", shape, columns, bias=model.add_bias_linear, std=std)
+        for name, norm in self.norms.items():
+            yield from norm.named(name).values()
+
+    @property
+    def norms(self) -> dict[str, NormSpec]:
+        """Norms of the queries and keys of a head, by name; a rank's heads give a part of their
+        gradients."""
+        norm = NormSpec(self.model, self.model.head_dim, Partial.ALWAYS)
+        return {"q_norm": norm, "k_norm": norm} if self.model.qk_layernorm else {}
 
     def products(self, keys: int) -> int:
         keys = min(keys, self.rule.window or keys)
@@ -185,7 +201,8 @@ class AttentionSpec(Part):
     def describe(self) -> str:
         heads, groups = self.model.num_attention_heads, self.model.kv_heads
         shown = f"{counted(heads, 'head')} of {self.model.head_dim}"
-        return shown if groups == heads else f"{shown} in {groups} groups"
+        shown += "" if groups == heads else f" in {groups} groups"
+        return f"{shown}, {NormSpec(self.model).describe()} of q and k" if self.norms else shown
 
     def saved(self, run: Pass) -> int:
         """Attention per document is estimated for samples of one document."""
@@ -193,11 +210,15 @@ class AttentionSpec(Part):
         q, kv = self.exchanged(run.tp_size, run.sp_size)
         # The projected queries, keys and values; the output, which the next projection reads.
         saved = run.residual + run.mask + size * (2 * q + 2 * kv)
+        for norm, heads in zip(self.norms.values(), (q, kv), strict=False):
+            saved += norm.computed(run.tokens * heads // model.head_dim, run)
         # A fused kernel saves no scores. A CPU has none with dropout.
         is_fused = model.attention_dropout == 0 or not run.on_cpu
+        is_changed = bool(self.norms) or model.position_embedding_type == "rope"
         if run.sp_size > 1 or (run.is_per_document and run.saves_core and is_fused):
             saved += size * q  # outputs before the exchange of heads, or of each document
-        elif model.position_embedding_type == "rope" and (is_fused or not run.saves_core):
+            saved += size * (q + 2 * kv) if self.norms else 0  # inputs of the norms
+        elif is_changed and (is_fused or not run.saves_core):
             saved += size * (q + kv)  # otherwise counted with the scores
         return saved + (self._core(run, is_fused) if run.saves_core else 0)
 

@@ -45,6 +45,7 @@ MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
     "rotary_percent": (0.5, ROPE),
     "rotary_base": (500.0, ROPE),
     "window_size": ("3,0", {}),
+    "qk_layernorm": (True, {}),
     "window_attn_skip_freq": ("2", {"window_size": "3,0"}),
     "normalization": ("RMSNorm", {}),
     "norm_epsilon": (0.01, {}),

@@ -49,6 +49,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
     "mistral-window": lambda: transformers.MistralConfig(**LLAMA, sliding_window=5),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=6),
     "bloom": lambda: transformers.BloomConfig(**SIZES),
     "falcon": lambda: transformers.FalconConfig(**SIZES, **SEQUENTIAL),
     "falcon-heads": lambda: transformers.FalconConfig(

@@ -278,7 +278,6 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "mish"}, "mish"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"model_type": "qwen3"}, "queries and keys"),
         ("llama", {"model_type": "olmo2"}, "instead of before"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
         ("falcon", {"parallel_attn": True}, "parallel_attn"),
@@ -397,6 +396,7 @@ def test_a_folder_of_a_version_without_windows_has_its_window(tmp_path: Path) ->
         ({"position_embedding_type": "rope", "rotary_percent": 0.25}, "gpt_neox"),
         (LLAMA_LIKE, "llama"),
         ({**LLAMA_LIKE, "add_qkv_bias": True}, "qwen2"),
+        ({**LLAMA_LIKE, "qk_layernorm": True}, "qwen3"),
         ({"position_embedding_type": "alibi", "embed_layernorm": True}, "bloom"),
         (
             {"position_embedding_type": "rope", "add_bias_linear": False, "num_query_groups": 1},

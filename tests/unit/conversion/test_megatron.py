@@ -354,7 +354,7 @@ def write(
         ("apply_residual_connection_post_layernorm", True),
         ("num_experts", [4]),
         ("num_experts", 8),
-        ("qk_layernorm", True),
+        ("qk_l2_norm", True),
         ("multi_latent_attention", True),
         ("rotary_interleaved", True),
         ("normalization", "L2Norm"),

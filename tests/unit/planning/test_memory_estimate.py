@@ -61,6 +61,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped queries": {"num_query_groups": 2},
     "windows": {"window_size": "40,0", "window_attn_skip_freq": "2"},
     "swiglu, RMSNorm": {"activation": "swiglu", "normalization": "RMSNorm"},
+    "norms of queries and keys": {"qk_layernorm": True, "num_query_groups": 2},
+    "norms, rope": {
+        "qk_layernorm": True,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+    },
     "reglu": {"activation": "reglu"},
     "liglu": {"activation": "liglu"},
     "squared relu": {"activation": "squared-relu"},
