@@ -58,7 +58,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_size": "3,0",
         "window_attn_skip_freq": "2",
     },
-    "gqa": {"position_embedding_type": "rope", "num_query_groups": 2, "qk_layernorm": True},
+    "gqa": {
+        "position_embedding_type": "rope",
+        "num_query_groups": 2,
+        # Without biases: that of keys hardly changes a softmax; its gradient is rounding noise.
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+    },
     "swiglu": {
         "position_embedding_type": "rope",
         "activation": "swiglu",
