@@ -273,6 +273,7 @@ def describe_kernel(
             text += f": {selected_backend(rule, config, batch, shards, dtype, device, order)}"
             text += "" if is_host(device.type) else f" (first of {', '.join(map(name_of, order))})"
         else:
-            text += " within documents" if has_documents else " with ALiBi"
+            subject = "ALiBi" if rule.alibi else "windows"
+            text += " within documents" if has_documents else f" with {subject}"
         texts.append(text)
     return ", ".join(dict.fromkeys(texts))

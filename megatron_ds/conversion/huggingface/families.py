@@ -245,9 +245,11 @@ def _families() -> Iterator[tuple[str, Family]]:
 
 FAMILIES = dict(_families())
 """By `model_type`, in the order in which an export tries them."""
-QK_NORM = "normalization of queries and keys"
 LACKING = {
-    "olmo2": (QK_NORM, "norms after attention and MLP instead of before"),
+    "olmo2": (
+        "normalization of queries and keys over all heads",
+        "norms after attention and MLP instead of before",
+    ),
     "olmo": ("LayerNorm without weights",),
     "gemma": ("scaled embeddings", "norm weights with an offset of 1"),
     "phi": (PARALLEL,),

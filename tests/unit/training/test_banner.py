@@ -277,3 +277,7 @@ def test_the_order_of_kernels_is_shown() -> None:
     kernel = FlexKernel(dense_flex)
     assert "flex_attention with ALiBi" in describe("meta", None, kernel)
     assert "flex_attention within documents" in describe("meta", per_document, kernel)
+    windows = dataclasses.replace(config, window_size="3,0")
+    meta, attention = torch.device("meta"), computed_by(kernel, windows)
+    shown = describe_kernel(windows, 2, 1, torch.bfloat16, meta, None, attention)
+    assert shown == "torch's flex_attention with windows"
