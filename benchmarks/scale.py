@@ -47,8 +47,6 @@ from megatron_ds.fileio.atomic import FileRecord
 
 HERE = Path(__file__).resolve().parent.parent
 SIZES = (8, 64, 256, 1024, 4096)
-COMPLETE = 1024
-"""Ranks of which all are started; of other numbers two hosts are."""
 GLOO_SIZES = (8, 16, 32, 64, 128)
 TP, PP = 8, 4
 SEQ_LENGTH = 2048
@@ -129,7 +127,7 @@ def start_calls(sizes: Sequence[int]) -> Curve:
         for world_size in sizes:
             count_start_calls(flags, folder, 1, world_size)  # builds the indexes
             hosts = max(1, world_size // RANKS_PER_HOST)
-            measured = hosts if world_size == COMPLETE else min(hosts, 2)
+            measured = min(hosts, 2)
             per_host, samples, start = [], set(), time.perf_counter()
             for host in range(measured):
                 first = host * RANKS_PER_HOST

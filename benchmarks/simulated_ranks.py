@@ -2,7 +2,7 @@
 
 `RankThreads` are ranks as threads with a store in this process, for what ranks say to each other.
 `count_start_calls` forks the ranks of a host, which start up to their datasets without a process
-group, and counts their calls of the file system. Both are used by tests.
+group, and counts their calls of the file system.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.shared_folders import SharedFolders
 from megatron_ds.config import Config
-from megatron_ds.data.build_datasets import build_datasets, build_once_per_host
+from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.launch import distributed, environment, roll_call, software
@@ -288,8 +288,7 @@ def _start(variables: Mapping[str, str], flags: Sequence[str], folder: Path, res
 
         def train(config: Config, inputs: preflight.RunInputs, *rest: object) -> int:
             config = config.with_vocab(inputs.tokenizer.vocab_size)
-            build = functools.partial(
-                build_datasets,
+            datasets = build_datasets(
                 inputs.data,
                 seq_length=config.model.seq_length,
                 seed=config.runtime.seed,
@@ -297,18 +296,10 @@ def _start(variables: Mapping[str, str], flags: Sequence[str], folder: Path, res
                 tokenizer_fingerprint=inputs.tokenizer.fingerprint.digest,
                 vocab_size=inputs.tokenizer.vocab_size,
             )
-            assert inputs.host is not None
-            datasets = build_once_per_host(build, inputs.host)
             assert datasets.train is not None
             sample = datasets.train[int(variables["RANK"])]
             counted = Counter({**calls, "sample": int(sample.sum())})
             (results / f"{rank}.json").write_text(json.dumps(counted))
-            if rank == "0":  # the other processes of the host still read from this one
-                others = int(variables["LOCAL_WORLD_SIZE"])
-                while len(list(results.glob("*.json"))) < others and not any(
-                    results.glob("*.error")
-                ):
-                    threading.Event().wait(0.01)
             os._exit(0)
 
         process.train = train

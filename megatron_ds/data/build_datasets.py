@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from megatron_ds.data.blended_dataset import (
     SingleSourceOrder,
 )
 from megatron_ds.data.gpt_dataset import NumberedDataset, TokenDataset
-from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache, Arrays
+from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache
 from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.lazy_indexes import (
     LazyIndexes,
@@ -48,7 +48,6 @@ from megatron_ds.data.remote.token_cache import is_url
 from megatron_ds.data.sample_index import samples_per_source, total_samples
 from megatron_ds.data.usage_report import FileUsage, describe_change
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
-from megatron_ds.fileio.host_reader import HostReader
 
 OPENED_AT_START = 1 << 26
 """Samples of a blend up to which all indexes are built at start, in seconds and about 1 GB."""
@@ -103,7 +102,6 @@ def build_datasets(
     fallback_cache: str | None = None,
     history: BlendHistory | None = None,
     consumed: int = 0,
-    indexes: dict[str, Arrays] | None = None,
 ) -> Datasets:
     """Builds the datasets of train, valid and test, with their indexes cached on disk.
 
@@ -119,15 +117,13 @@ def build_datasets(
         fallback_cache: Folder for the indexes if the folder of the data is not writable.
         history: Blend history of the run that is resumed.
         consumed: Its consumed samples. If the blend has changed, the new one begins there.
-        indexes: Entries of the index cache that are already open; those that are opened are added.
 
     Raises:
         UserError: If a flag is invalid, a file is damaged, or a split has no tokens.
     """
     raise_if_any(files.problems)
     builder = _DatasetBuilder(
-        *(files, seq_length, seed, tokenizer_fingerprint, vocab_size, fallback_cache),
-        indexes={} if indexes is None else indexes,
+        files, seq_length, seed, tokenizer_fingerprint, vocab_size, fallback_cache
     )
     train: TokenDataset | None = None
     progress: BlendProgress | None = None
@@ -150,24 +146,6 @@ def build_datasets(
     )
 
 
-def build_once_per_host(build: Callable[..., Datasets], host: HostReader) -> Datasets:
-    """The datasets, whose indexes one process of the host finds or builds for all.
-
-    Args:
-        build: `build_datasets` with all arguments but `indexes`.
-        host: The processes of the host, which all call this.
-    """
-    built: list[Datasets] = []
-
-    def open_indexes() -> dict[str, Arrays]:
-        opened: dict[str, Arrays] = {}
-        built.append(build(indexes=opened))
-        return opened
-
-    indexes = host.read(open_indexes)
-    return built[0] if built else build(indexes=indexes)
-
-
 @dataclass(frozen=True)
 class _DatasetBuilder:
     files: DataFiles
@@ -176,8 +154,6 @@ class _DatasetBuilder:
     tokenizer_fingerprint: str
     vocab_size: int
     fallback_cache: str | None
-    indexes: dict[str, Arrays]
-    """Entries of the index cache that are open."""
     usage: list[FileUsage] = field(default_factory=list)
     """Usage of the datasets built so far."""
     opened: dict[str, tuple[IndexedDataset, str]] = field(default_factory=dict)
@@ -404,7 +380,7 @@ class _DatasetBuilder:
             folders = [Path(folder)]
             if self.fallback_cache and not self.files.config.data_cache_path:
                 folders.append(Path(self.fallback_cache))
-            self.caches[folder] = ArrayCache(folders, self.indexes)
+            self.caches[folder] = ArrayCache(folders)
         return self.caches[folder]
 
 

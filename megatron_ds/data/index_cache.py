@@ -42,12 +42,10 @@ class ArrayCache:
 
     Args:
         folders: Searched in order. A missing entry is built in the first that is writable.
-        opened: Entries that are open already, by name; those that are opened are added.
     """
 
-    def __init__(self, folders: list[Path], opened: dict[str, Arrays] | None = None) -> None:
+    def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
-        self._opened = opened
 
     def get_or_build(
         self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]
@@ -64,15 +62,6 @@ class ArrayCache:
                 builds them does not finish.
         """
         name = _entry_name(kind, key)
-        if self._opened is None:
-            return self._get_or_build(name, key, build)
-        if name not in self._opened:
-            self._opened[name] = self._get_or_build(name, key, build)
-        return self._opened[name]
-
-    def _get_or_build(
-        self, name: str, key: Mapping[str, Any], build: Callable[[], Arrays]
-    ) -> Arrays:
         for folder in self._folders:
             arrays = _load(folder, name)
             if arrays is not None:

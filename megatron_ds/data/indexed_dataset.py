@@ -21,7 +21,6 @@ import os
 import stat
 import struct
 import warnings
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -121,12 +120,6 @@ class IndexedDataset:
     def version(self) -> str:
         """Entity tag of a URL; empty for a path."""
         return self.content.file.version.tag if isinstance(self.content, RemoteContent) else ""
-
-    def reduce_mapped(self) -> tuple[Any, ...]:
-        """As `__reduce__`, for a process that is handed the mapped files."""
-        if self.cache is not None:
-            return self.__reduce__()
-        return object.__new__, (IndexedDataset,), vars(self)
 
     def get(self, index: int) -> Tokens:
         """Tokens of a sequence, read-only."""

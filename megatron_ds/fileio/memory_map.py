@@ -30,8 +30,7 @@ def map_file(file: IO[Any], *, writable: bool = False) -> npt.NDArray[np.uint8]:
     Raises:
         OSError: If the system cannot map the file.
     """
-    status = os.fstat(file.fileno())
-    size = status.st_size
+    size = os.fstat(file.fileno()).st_size
     if size == 0:
         return np.zeros(0, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -42,34 +41,15 @@ def map_file(file: IO[Any], *, writable: bool = False) -> npt.NDArray[np.uint8]:
     address = libc.mmap(None, size, access, mmap.MAP_SHARED, file.fileno(), 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return np.asarray(MappedFile(address, status, file.name, writable, libc.munmap))
+    return np.asarray(_MappedMemory(address, size, writable, libc.munmap))
 
 
-def mapped_file(array: npt.NDArray[Any]) -> MappedFile | None:
-    """The file whose content an array is a part of."""
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    return base if isinstance(base, MappedFile) else None
-
-
-class MappedFile:
-    """Base object of arrays over a mapped file; unmaps when the last of them is deleted.
-
-    Attributes:
-        address: Of the first byte in memory.
-    """
+class _MappedMemory:
+    """Base object of arrays over a mapped file; unmaps when the last of them is deleted."""
 
     def __init__(
-        self,
-        address: int,
-        status: os.stat_result,
-        name: str,
-        writable: bool,
-        unmap: Callable[[int, int], int],
+        self, address: int, size: int, writable: bool, unmap: Callable[[int, int], int]
     ) -> None:
-        self.address, self._name, self._status = address, name, status
-        size = status.st_size
         self.__array_interface__ = {
             "version": 3,
             "data": (address, not writable),
@@ -78,16 +58,3 @@ class MappedFile:
         }
         # At exit, arrays may still be in use; the system unmaps then.
         weakref.finalize(self, unmap, address, size).atexit = False
-
-    def open(self) -> int:
-        """Opens the file again, to hand it over to another process.
-
-        Raises:
-            OSError: If it is not there any more, or another one.
-        """
-        descriptor = os.open(self._name, os.O_RDONLY)
-        status = os.fstat(descriptor)
-        if os.path.samestat(status, self._status) and status.st_size == self._status.st_size:
-            return descriptor
-        os.close(descriptor)
-        raise OSError(f"{self._name} was replaced")

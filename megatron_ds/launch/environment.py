@@ -55,16 +55,6 @@ def local_world_size() -> int | None:
     return None
 
 
-def run_on_host() -> str:
-    """Identifies this run, in its current attempt, among the runs of a host whose processes see the
-    same files: containers may share the host's network and have files of their own."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    mounts = ""
-    with suppress(OSError):
-        mounts = os.readlink("/proc/self/ns/mnt")
-    return " ".join([rendezvous(), mounts, *(os.environ.get(name, "") for name in names)])
-
-
 def elastic_run() -> str:
     """The id of the rendezvous by which torchrun starts the ranks again; "" if it has none."""
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")

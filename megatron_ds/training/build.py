@@ -18,13 +18,12 @@ from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.problems import user_error
-from megatron_ds.data.build_datasets import Datasets, build_datasets, build_once_per_host
+from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.map_dataset import build_own_datasets
 from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.evaluation.in_training import TaskEvaluation
-from megatron_ds.fileio.host_reader import HostReader
 from megatron_ds.launch import device, distributed, output
 from megatron_ds.launch.lifecycle import ProcessLifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
@@ -249,8 +248,7 @@ def _build_data(parts: RunParts, start: _Start) -> Datasets:
             history=history,
             consumed=start.state.consumed_samples,
         )
-    build = functools.partial(
-        build_datasets,
+    data = build_datasets(
         inputs.data,
         seq_length=config.model.seq_length,
         seed=config.runtime.seed,
@@ -261,7 +259,6 @@ def _build_data(parts: RunParts, start: _Start) -> Datasets:
         history=history,
         consumed=start.state.consumed_samples,
     )
-    data = build_once_per_host(build, inputs.host or HostReader())
     lines = [*summary(data.usage, None if save is None else str(save / USAGE_FILE))]
     if data.progress is not None and len(data.progress.history.phases) > 1:
         lines.append(describe_blend(data.progress.history))

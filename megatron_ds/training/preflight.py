@@ -20,7 +20,6 @@ from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from megatron_ds.engine.ds_config.generate import bucket_warnings
-from megatron_ds.fileio.host_reader import HostReader
 from megatron_ds.launch import device, environment
 from megatron_ds.loading import initial_load
 from megatron_ds.loading.plan import LoadPlan
@@ -37,8 +36,6 @@ class RunInputs:
     plan: LoadPlan
     tokenizer: Tokenizer
     data: DataFiles
-    host: HostReader | None = None
-    """Reads further files once per host."""
 
 
 def check(

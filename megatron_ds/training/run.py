@@ -6,9 +6,7 @@ Owns the order of these. Imports no torch before the settings are right.
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,6 @@ from megatron_ds.cli.arguments import Warn
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.fileio.host_reader import HostReader
 from megatron_ds.launch import environment, rank_log
 from megatron_ds.launch.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
@@ -48,12 +45,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
     with process_lifecycle() as life:
         environment.adopt_ranks()
         environment.prepare_environment()  # before the checks import libraries
-        host = _host_reader(words)
-        config, inputs = host.read(
-            lambda: _read_settings(words, extensions, life.roll_call),
-            # The checkpoint of another program may be weights in memory.
-            may_send=lambda read: read[1] is not None and read[1].plan.imported is None,
-        )
+        config, inputs = _read_settings(words, extensions, life.roll_call)
         if config.runtime.dry_run is not None:
             _print_plan(config, config.runtime.dry_run)
             return
@@ -64,27 +56,15 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         from megatron_ds.training import process  # torch takes seconds to import
 
         startup.mark("libraries")
-        inputs = dataclasses.replace(inputs, host=host)
         code = process.train(config, inputs, extensions, life, startup)
     if code:
         sys.exit(code)
 
 
-def _host_reader(words: Sequence[str]) -> HostReader:
-    """The processes of this host, if they were started with the same flags and folders."""
-    flags = map(environment.expand_variables, words)  # a folder may contain $RANK
-    return HostReader(
-        environment.run_on_host(),
-        environment.local_rank(),
-        environment.local_world_size() or 1,
-        repr([os.getcwd(), tempfile.gettempdir(), environment.world_size(), *flags]),
-    )
-
-
 def _read_settings(
     words: Sequence[str], extensions: Extensions, roll_call: RollCall
 ) -> tuple[Config, RunInputs | None]:
-    """Reads and checks the settings and what they name, on one process of a host if possible.
+    """Reads and checks the settings and what they name.
 
     Args:
         words: The flags.
