@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -12,7 +11,11 @@ from torch.profiler import profile, record_function, supported_activities
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.launch.device import memory_history
-from megatron_ds.training.profile_report import STEP, Report
+
+STEP = "iteration"
+"""Regions of a step are called by it and a number."""
+ROWS = 40
+"""Of the summary."""
 
 
 class ProfilerSession:
@@ -20,8 +23,8 @@ class ProfilerSession:
 
     Args:
         engine: Whose steps are measured.
-        folder: Of the files `NAME.trace.json`, `NAME.summary.txt`, `NAME.summary.json` and, on
-            a device that records the history of its memory, `NAME.memory.pickle`.
+        folder: Of the files `NAME.trace.json`, `NAME.summary.txt` and, on a device that records the
+            history of its memory, `NAME.memory.pickle`.
         name: Of the files.
         write: Prints the summary.
     """
@@ -31,7 +34,6 @@ class ProfilerSession:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._write = folder / name, write
-        self._regions: set[str] = set()
         self._step: AbstractContextManager[object] | None = None
         self._number = 0
         with ExitStack() as stack:
@@ -39,13 +41,13 @@ class ProfilerSession:
             self._profile = stack.enter_context(
                 profile(activities=supported_activities(), profile_memory=True, acc_events=True)
             )
-            stack.enter_context(engine.marked(self._open))
+            stack.enter_context(engine.marked(record_function))
             self._installed = stack.pop_all()
 
     def next_step(self, iteration: int) -> None:
         self._end_step()
         self._number += 1
-        self._step = self._open(f"{STEP} {iteration}")
+        self._step = record_function(f"{STEP} {iteration}")
         self._step.__enter__()
 
     def finish(self) -> None:
@@ -53,23 +55,19 @@ class ProfilerSession:
         self._installed.close()
         trace = self._file("trace.json")
         self._profile.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-        report = Report.of(events, self._regions, self._number)
-        text = f"profile of {self._number} steps: {trace}\n{report.text()}"
+        averages = self._profile.key_averages()
+        has_device = any(row.self_device_time_total for row in averages)
+        time = "self_device_time_total" if has_device else "self_cpu_time_total"
+        table = averages.table(time, row_limit=ROWS, max_name_column_width=32)
+        text = f"profile of {self._number} steps: {trace}\n{table.rstrip()}"
         with atomic_write(self._file("summary.txt")) as file:
             file.write(f"{text}\n".encode())
-        with atomic_write(self._file("summary.json")) as file:
-            file.write(json.dumps(report.to_dict(), indent=1).encode())
         self._write(text)
 
     def _end_step(self) -> None:
         if self._step is not None:
             self._step.__exit__(None, None, None)
             self._step = None
-
-    def _open(self, region: str) -> AbstractContextManager[object]:
-        self._regions.add(region)
-        return record_function(region)
 
     def _file(self, kind: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{kind}")

@@ -76,16 +76,9 @@ def test_what_is_measured_changes_nothing(
         assert found["MLP"] == found["MLP backward"] == found["attention backward"] == 4
         assert found["all_reduce[tp]"] > 8
         assert found["batch-generator"] == 2
-        summary = json.loads(path.with_suffix(".summary.json").read_text())
-        assert summary["steps"] == 1
-        rows = summary["regions"]
-        whole = rows[f"iteration {iteration}"]["total"]
-        assert sum(row["own"] for row in rows.values()) == pytest.approx(whole, rel=0.01)
-        assert all(row["own"] >= -1e-3 for row in rows.values())
-        assert summary["peak_bytes"] > 10_000
-        assert sum(row["peak_bytes"] for row in rows.values()) == summary["peak_bytes"]
-    assert "own %" in first
-    assert "own %" in second
+        assert "all_reduce[tp]" in path.with_suffix(".summary.txt").read_text()
+    assert "Self CPU %" in first
+    assert "Self CPU %" in second
 
     assert "(min, max) time across ranks (ms):\n    step ...." in first
     for name in ("forward-compute", "backward-compute", "optimizer", "all_reduce[tp]"):

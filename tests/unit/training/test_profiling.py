@@ -1,4 +1,4 @@
-"""Which steps are profiled, and what the report reads from a trace."""
+"""Which steps are profiled, and what is written of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.launch import output
 from megatron_ds.launch.device import memory_history
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.profile_report import OUTSIDE, Report
 from megatron_ds.training.profiling import Profiling, open_profiling, profile_folder
 
 PROFILER = "megatron_ds.training.profiler"
@@ -132,12 +131,9 @@ def test_a_session_writes_a_trace_and_a_summary_of_its_steps(tmp_path: Path) -> 
     events = json.loads((tmp_path / "p.trace.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
     assert sorted(names) == ["iteration 7", "iteration 8", "product", "product"]
-    summary = json.loads((tmp_path / "p.summary.json").read_text())
-    assert summary["steps"] == 2
-    product = summary["regions"]["product"]
-    assert product["calls"] == 2
-    # Of the second product three matrices, and of the first its result.
-    assert product["peak_bytes"] == summary["peak_bytes"] == 4 * 2**20
+    rows = {line.split()[0]: line.split() for line in written[0].splitlines() if line.strip()}
+    assert rows["product"][-1] == "2"  # calls
+    assert "aten::mm" in rows
     assert (tmp_path / "p.summary.txt").read_text() == f"{written[0]}\n"
     assert "memory.pickle" not in str(list(tmp_path.iterdir()))
 
@@ -175,66 +171,3 @@ def test_the_folder_is_given_or_next_to_other_files() -> None:
     assert profile_folder(config_with(profile_dir="p", tensorboard_dir="t"), save) == Path("p")
     assert profile_folder(config_with(tensorboard_dir="t"), save) == Path("t/profile")
     assert profile_folder(config_with(), save) == Path("s/profile")
-
-
-def span(name: str, start: float, length: float, *, tid: int = 1, device: bool = False) -> Any:
-    category = "gpu_user_annotation" if device else "user_annotation"
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length, "tid": tid}
-
-
-def allocation(time: float, address: int, size: int, kind: int = 0) -> Any:
-    values = {"Addr": address, "Bytes": size, "Device Type": kind}
-    return {"ph": "i", "name": "[memory]", "ts": time, "args": values}
-
-
-TRACE = [
-    span("iteration 5", 0, 100),
-    span("layer 0", 10, 30),
-    span("attention", 12, 8),
-    span("layer 1", 40, 20),
-    span("attention", 41, 9, tid=2),  # as the backward pass of an accelerator
-    span("aten::mm", 42, 1),
-    span("layer 1", 42, 10, device=True),
-    allocation(11, 1, 100),
-    allocation(13, 2, 40),
-    allocation(15, 2, -40),
-    allocation(45, 3, 50),
-    allocation(46, 4, -7),  # allocated before the profile
-    allocation(47, 3, 60),  # its end is missing
-    allocation(105, 5, 5),
-    allocation(106, 1, -100),
-]
-NAMES = {"iteration 5", "layer 0", "layer 1", "attention"}
-
-
-def test_own_time_is_without_the_regions_inside() -> None:
-    rows = Report.of(TRACE, NAMES, 1).rows
-    assert {name: (row.calls, row.total, row.own) for name, row in rows.items() if row.calls} == {
-        "iteration 5": (1, 100, 50),
-        "layer 0": (1, 30, 22),
-        "layer 1": (1, 20, 11),
-        "attention": (2, 17, 17),
-    }
-    assert {name: row.device for name, row in rows.items() if row.device} == {"layer 1": 10}
-
-
-def test_memory_at_the_peak_belongs_to_the_region_that_allocated_it() -> None:
-    report = Report.of(TRACE, NAMES, 1)
-    assert report.peak_bytes == 165
-    found = {name: row.peak_bytes for name, row in report.rows.items() if row.peak_bytes}
-    assert found == {"layer 0": 100, "attention": 60, OUTSIDE: 5}
-
-
-def test_memory_is_that_of_the_accelerator_if_there_is_one() -> None:
-    assert Report.of([*TRACE, allocation(20, 9, 11, kind=1)], NAMES, 1).peak_bytes == 11
-
-
-def test_layers_are_one_line_of_the_table() -> None:
-    lines = Report.of(TRACE, NAMES, 2).text().splitlines()
-    assert [line[:32].strip() for line in lines[1:-1]] == [
-        *("region", "iteration", "layer", "attention"),
-        OUTSIDE,
-    ]
-    layer = lines[3].split()
-    assert layer[:5] == ["layer", "1.0", "0.025", "0.017", "33.0"]
-    assert lines[-1] == "peak of the memory allocated in the profile (MB): 0.00"
