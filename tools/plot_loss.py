@@ -1,4 +1,4 @@
-"""Plot the loss curves of runs as a figure and as text.
+"""Plot the loss curves of runs.
 
 Reads the metrics.jsonl that a run writes next to its checkpoints.
 """
@@ -19,17 +19,16 @@ from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.reports.charts import loss_chart
 from megatron_ds.reports.history import AXES, names_of, read_run, run_problems, runs_field
-from megatron_ds.reports.text_plot import chart
 
 SUFFIXES = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Plots the loss curves of runs as text, and as a figure with --output."""
+    """Plots the loss curves of runs; tools/watch.py --once shows one in a terminal."""
 
     runs: tuple[str, ...] = runs_field(aliases=("metrics",))
-    output: str | None = option_field(None, f"output file ({' '.join(SUFFIXES)})", metavar="FILE")
+    output: str = option_field("loss.png", f"output file ({' '.join(SUFFIXES)})", metavar="FILE")
     x: str = option_field(
         "iteration",
         "horizontal axis; time is that of the training steps",
@@ -48,8 +47,6 @@ class Options:
 
     def problems(self) -> Iterator[Problem]:
         yield from run_problems("runs", self.runs)
-        if self.output is None:
-            return
         yield from output_problems("output", self.output)
         if not self.output.lower().endswith(SUFFIXES):
             yield Problem("plot-suffix", output=self.output, suffixes=" ".join(SUFFIXES))
@@ -60,18 +57,14 @@ class Options:
 def work(options: Options) -> None:
     paths = list(dict.fromkeys(options.runs))
     runs = dict(zip(names_of(paths), map(read_run, map(Path, paths)), strict=True))
-    for name, curves in runs.items():
-        print(f"{name}\n" if len(runs) > 1 else "", end="")
-        print(chart(curves, options.baseline, options.baseline_name))
-    if options.output is not None:
-        from megatron_ds.reports import figures
+    from megatron_ds.reports import figures  # matplotlib takes half a second to import
 
-        shown = loss_chart(runs, options.x, options.smoothing)
-        title, baselines = options.title or ", ".join(runs), {}
-        if options.baseline is not None:
-            baselines[f"{options.baseline_name}: {options.baseline:.2f}"] = options.baseline
-        figures.save(replace(shown, title=title, baselines=baselines), Path(options.output))
-        print(f"wrote {options.output}")
+    shown = loss_chart(runs, options.x, options.smoothing)
+    title, baselines = options.title or ", ".join(runs), {}
+    if options.baseline is not None:
+        baselines[f"{options.baseline_name}: {options.baseline:.2f}"] = options.baseline
+    figures.save(replace(shown, title=title, baselines=baselines), Path(options.output))
+    print(f"wrote {options.output}")
 
 
 main = cli.program(Options, work)

@@ -52,19 +52,14 @@ def metrics(path: Path) -> Path:
     return path
 
 
-def test_loss_is_plotted_to_terminal_and_png(tmp_path: Path, run: Run) -> None:
+def test_loss_is_plotted(tmp_path: Path, run: Run) -> None:
     curve = metrics(tmp_path / "metrics.jsonl")
     picture = tmp_path / "loss.png"
 
     printed = run("--metrics", curve, "--output", picture, "--baseline", 6.5).out
-    rows = [line.partition("|")[2] for line in printed.splitlines() if "|" in line]
-    first_dots = [row.index(".") for row in rows if "." in row]
 
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert first_dots == sorted(first_dots)
-    assert len(first_dots) > 10
-    assert sum(row.count("-") > 40 for row in rows) == 1
-    assert sum("o" in row for row in rows) == 1
+    assert printed == f"wrote {picture}\n"
 
 
 def run_folder(folder: Path, iterations: range, loaded: str | None = None) -> Path:
