@@ -153,7 +153,7 @@ def test_a_table_has_the_history_of_the_records(tmp_path: Path) -> None:
     logger.log_eval(losses[1])
     logger.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    rows = [{k: v for k, v in json.loads(line).items() if v is not None} for line in lines]
+    rows = [{k: "nan" if v is None else v for k, v in json.loads(line).items()} for line in lines]
     with (tmp_path / "table").open("w", newline="") as file:
         table_of_rows = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row))
         table_of_rows.writeheader()
