@@ -461,7 +461,9 @@ struct Views {
 bool waits(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   if (op.hasTag(at::Tag::data_dependent_output)) return true;
   if (!op.hasTag(at::Tag::dynamic_output_shape)) return false;
-  if (op.schema().name() != "aten::index") return true;
+  const auto& name = op.schema().name();
+  if (name == "aten::repeat_interleave") return arguments.back().isNone();  // no output_size
+  if (name != "aten::index") return true;
   for (const std::optional<Tensor>& index : arguments[1].toOptionalTensorVector())
     if (index && index->defined() &&
         (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte))
@@ -653,6 +655,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("resize_", resize);
   library.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   library.impl("record_stream", record_stream);
+  // Torch's own reads the ends of the groups, as the kernels of devices do not.
+  library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
 TORCH_LIBRARY(fakedev, library) {
