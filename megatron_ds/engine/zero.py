@@ -159,11 +159,10 @@ class ZeroEngine:
             for name, parameter in self._named_parameters
             if (spec := shard_spec(parameter)) is not None
         }
-        return {
-            name: spec
-            for stage in gather_objects(specs, self._mesh.pp)
-            for name, spec in stage.items()
-        }
+        merged: dict[str, ShardSpec] = {}
+        for stage in gather_objects(specs, self._mesh.pp):
+            merged |= stage
+        return merged
 
     def sharded_experts(self) -> tuple[str, ...]:
         stages = gather_objects(self._experts.names, self._mesh.pp)
@@ -450,12 +449,10 @@ def watch_gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[
         is_finite = gradient.isfinite().all()
         finite[name] = finite.get(name, is_finite) & is_finite
 
-    hooks = [parameter.register_hook(partial(record, name)) for name, parameter in parameters]
-    try:
+    with ExitStack() as hooks:
+        for name, parameter in parameters:
+            hooks.callback(parameter.register_hook(partial(record, name)).remove)
         yield finite
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _read_step(batches: Iterator[DeviceBatch], plan: StepPlan) -> Iterator[DeviceBatch]:

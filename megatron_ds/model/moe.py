@@ -152,16 +152,9 @@ class MoE(nn.Module):
         return F.pad(y_AH, (0, 0, 0, len(x_AH) - len(y_AH)))
 
     def _record(self, routing: Routing, dropped: Tensor) -> None:
-        load_E = routing.load_E
-        self.log.record(
-            {
-                "load_balancing_loss": routing.aux_loss,
-                "z_loss": routing.z_loss,
-                "dropped": dropped,
-                "load": load_E,
-                "largest": load_E.max(),
-            }
-        )
+        losses = {"load_balancing_loss": routing.aux_loss, "z_loss": routing.z_loss}
+        loads = {"load": routing.load_E, "largest": routing.load_E.max()}
+        self.log.record({**losses, "dropped": dropped, **loads})
 
 
 class Router(nn.Module):

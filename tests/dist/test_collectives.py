@@ -31,7 +31,9 @@ from tests.dist.test_planned_communication import (
     PP,
     SP,
     TP,
+    WAIT,
     balanced,
+    calls_after_norm,
     config_of,
     engine_and_step,
 )
@@ -104,8 +106,12 @@ def messages_of(config: Config, rank: int, world: int) -> tuple[int, Rows]:
             # The first step is different: ZeRO-3 learns the order of the layers in it.
             take_step()
             log.sent.clear()
+            has_flat = config.deepspeed.zero_stage == 1 and config.precision.bf16
+            calls = calls_after_norm(engine) if has_flat else Counter()
             result = take_step()
         assert not result.skipped
+        assert calls.pop(WAIT, 0) == has_flat
+        assert has_flat <= calls.total() <= 20, calls  # experts gather four flat tensors
         engine._engine.destroy()
         return mesh.pp.rank, [(each, axis_of(each, mesh)) for each in log.sent]
 

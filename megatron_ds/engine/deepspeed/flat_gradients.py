@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.utils import all_gather_into_tensor_dp_groups
 from torch import Tensor, nn
 
 from megatron_ds.engine.deepspeed.patches import replaced
@@ -65,6 +66,9 @@ class FlatGradients:
         sums = chain.from_iterable(optimizer.fp32_groups_gradients)
         self._sums: dict[nn.Parameter, Tensor] = dict(zip(parameters, sums, strict=True))
         optimizer._update_hp_grad, optimizer.step = self._accumulate, self._step_flat
+        flats = optimizer.fp32_groups_gradients_flat
+        optimizer.clear_hp_grads = lambda: torch._foreach_zero_(flats)
+        optimizer.update_lp_params = self._update_weights
         if dist.get_world_size(optimizer.dp_process_group) == 1 or _is_mean(engine):
             self._slices = sorted(_slices(engine), key=lambda part: part.place)
             engine.buffered_allreduce_fallback = self._finish
@@ -107,12 +111,11 @@ class FlatGradients:
     @torch.no_grad()
     def complete(self) -> None:
         """Wait for the sums of this step, and make them means."""
-        optimizer = self._optimizer
         for work in self._works:
             work.wait()
         if self._works:
-            ranks = dist.get_world_size(optimizer.dp_process_group)
-            torch._foreach_mul_(optimizer.fp32_groups_gradients_flat, 1.0 / ranks)
+            ranks = dist.get_world_size(self._optimizer.dp_process_group)
+            torch._foreach_mul_(self._optimizer.fp32_groups_gradients_flat, 1.0 / ranks)
         self._works.clear()
 
     @torch.no_grad()
@@ -130,6 +133,15 @@ class FlatGradients:
             replaced(optimizer, "clip_grad", 0.0),
         ):
             self._step(closure)
+
+    @torch.no_grad()
+    def _update_weights(self) -> None:
+        """Round the master weights by one kernel, and gather them."""
+        optimizer = self._optimizer
+        groups, parts = optimizer.real_dp_process_group, optimizer.bf16_partitioned_groups
+        own = [each[dist.get_rank(group)] for each, group in zip(parts, groups, strict=True)]
+        torch._foreach_copy_(own, optimizer.fp32_groups_flat_partition)
+        all_gather_into_tensor_dp_groups(optimizer.bf16_groups_flat, parts, groups)
 
 
 def _is_mean(engine: Any) -> bool:
