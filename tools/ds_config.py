@@ -1,17 +1,18 @@
 #!/usr/bin/env python
-"""DeepSpeed's JSON: generate and validate it, without starting a run."""
+"""DeepSpeed's JSON: generate, explain and validate it, without starting a run."""
 
 from __future__ import annotations
 
 if __name__ == "__main__":
     import start_tool
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli import arguments
@@ -22,6 +23,7 @@ from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.engine.ds_config import explain
 from megatron_ds.engine.ds_config.file import parse_file, read_file
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
@@ -56,6 +58,29 @@ class Generate:
 
 
 @dataclass(frozen=True)
+class Explain:
+    """Explains the DeepSpeed JSON of a run's command line, or single keys.
+
+    For every key of the JSON: its value, its origin (a flag, a line of a file, a default, or what
+    it is derived from) and what it does. With names of keys or blocks and no flags, what is known
+    of them: type, flags and DeepSpeed's default.
+
+        python tools/ds_config.py explain --world-size 8 FLAGS OF pretrain_gpt.py
+
+        python tools/ds_config.py explain zero_optimization.stage gradient_clipping
+
+    All other flags are those of pretrain_gpt.py.
+    """
+
+    PROGRAM: ClassVar[str] = f"{PROGRAM} explain"
+    keys: tuple[str, ...] = option_field(
+        (), "keys or blocks (default: all of the JSON)", nargs="*", metavar="KEY", positional=True
+    )
+    world_size: int = option_field(1, "number of processes of the run", minimum=1)
+    print_json: bool = option_field(False, "print JSON", flag="json")
+
+
+@dataclass(frozen=True)
 class Validate:
     """Reports all problems of a DeepSpeed file, with their lines.
 
@@ -84,6 +109,21 @@ def generate(options: Generate, training: Sequence[str]) -> None:
         print(f"{key:<{width}}  {source}", file=sys.stderr)
 
 
+def explain_keys(options: Explain, training: Sequence[str]) -> None:
+    names = [key for name in options.keys for key in explain.find(name)]
+    if options.keys and not training:
+        found = [explain.facts(key) for key in dict.fromkeys(names)]
+        print(json.dumps(found, indent=1) if options.print_json else "\n".join(map(_lines, found)))
+        return
+    config, generated = _generated(training, options.world_size)
+    rows = [row for row in explain.rows(config, generated) if not options.keys or row.key in names]
+    if options.print_json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    else:
+        shown = [(row.key, json.dumps(row.value), row.origin, row.description) for row in rows]
+        _print_table(("key", "value", "origin", "what it does"), shown)
+
+
 def validate(options: Validate, training: Sequence[str]) -> None:
     file = parse_file(options.file)
     argv = [*training, "--deepspeed_config", options.file]
@@ -107,6 +147,7 @@ def validate(options: Validate, training: Sequence[str]) -> None:
 
 COMMANDS: Commands = {
     "generate": (Generate, generate),
+    "explain": (Explain, explain_keys),
     "validate": (Validate, validate),
 }
 
@@ -165,6 +206,31 @@ def _implied_world_size(file: DeepSpeedFile) -> int:
     if file.get("train_batch_size") is None:
         ranks = size("zero_optimization.zero_hpz_partition_size")
     return max(1, ranks)
+
+
+def _lines(fact: dict[str, Any]) -> str:
+    """What is known of a key, as the JSON has it."""
+    known = {name: value for name, value in fact.items() if value not in (None, [])}
+    shown = (value if isinstance(value, str) else json.dumps(value) for value in known.values())
+    return "".join(f"{name}: {value}\n" for name, value in zip(known, shown, strict=True))
+
+
+def _print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table that fills a terminal; without one, a line for each row."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*titles, box=None, padding=(0, 2, 0, 0))
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows) if rows else ():
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
 
 
 def main(argv: Sequence[str]) -> int:

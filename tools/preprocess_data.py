@@ -27,7 +27,7 @@ from megatron_ds.config.problems import Problem, UserError, collect, counted, ra
 from megatron_ds.launch import environment, output
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
-from megatron_ds.preprocess.sentence_splitter import Splitter, build_splitter
+from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.preprocess.shards import Shard, shard_problems
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
@@ -46,9 +46,12 @@ class SentenceOptions:
         False, "keep the whitespace and line breaks after each sentence", only_with=IF_SPLIT
     )
     lang: str = option_field(
-        "english",
-        "language of the text, as named by nltk",
-        metavar="NAME",
+        "english", "language of the text, as named by nltk", metavar="NAME", only_with=IF_SPLIT
+    )
+    sentence_splitter: str = option_field(
+        SPLITTERS[0],
+        "nltk's punkt, which requires its model of the language, or built-in rules",
+        choices=SPLITTERS,
         only_with=IF_SPLIT,
     )
 
@@ -56,7 +59,7 @@ class SentenceOptions:
         """Raises UserError: If the splitter is not installed or does not know the language."""
         if not self.split_sentences:
             return None
-        return build_splitter(self.lang, self.keep_newlines)
+        return choose_splitter(self.lang, self.keep_newlines, self.sentence_splitter)
 
 
 @dataclass(frozen=True)

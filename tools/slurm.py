@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Runs of pretrain_gpt.py as jobs of Slurm, which continue until the run is complete.
+"""Runs of pretrain_gpt.py as jobs of Slurm: submits one, shows its state, follows its output.
 
 The job's file is examples/slurm/pretrain_gpt.sbatch with the settings of the run. Slurm's own
 programs do everything else.
@@ -10,6 +10,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start_tool
 
+import itertools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ from megatron_ds.config.fields import UNSET_INT, option_field
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.reports.history import run_problems
-from megatron_ds.reports.live import Follower
+from megatron_ds.reports.live import Follower, frame
 from megatron_ds.training.run import complete_settings
 
 PROGRAM = "slurm.py"
@@ -52,6 +54,7 @@ ENDS = (
 """Statuses after which another attempt would end equally, or that a user has asked for."""
 FUTILE = 3
 """Attempts in a row that end with the same newest checkpoint, after which there is no other."""
+POLL_S, STATE_S = 0.5, 5.0
 NEXT_LINE = " \\\n    "
 SBATCH_SET = {
     "nodes": "nodes",
@@ -136,6 +139,27 @@ class Submit:
         if not (least.isdecimal() and (most or least).isdecimal() and int(least)):
             return range(0)
         return range(int(least), int(most or least) + 1)
+
+
+@dataclass(frozen=True)
+class Status:
+    """Shows the job of a run, how its attempts have ended, and the progress of the run."""
+
+    PROGRAM: ClassVar[str] = f"{PROGRAM} status"
+    run: str = option_field(
+        "", "--save folder of the run", metavar="RUN", positional=True, required=True
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        yield from run_problems("run", [self.run] if self.run else [], may_start=True)
+
+
+@dataclass(frozen=True)
+class Tail(Status):
+    """Follows the output of a run's job until the job or Ctrl-C ends it."""
+
+    PROGRAM: ClassVar[str] = f"{PROGRAM} tail"
+    lines: int = option_field(20, "number of lines to begin with", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -355,6 +379,43 @@ def _reason_to_end(options: Restart, run: Path, iteration: int) -> str:
     return "" if state in ("RUNNING", None) else f"it is {state}"  # such as cancelled
 
 
+def status(options: Status, _: Sequence[str]) -> None:
+    from rich.console import Console
+
+    run = Path(options.run)
+    job = _require_job(run)
+    fields = _job_fields(job)
+    if fields:
+        place = f" on {fields['NodeList']}" if fields["JobState"] == "RUNNING" else ""
+        place = place or (f" ({fields['Reason']})" if fields["JobState"] == "PENDING" else "")
+        restarts, used, limit = (fields[key] for key in ("Restarts", "RunTime", "TimeLimit"))
+        print(f"job {job}: {fields['JobState']}{place}, {used} of {limit}, {restarts} restarts")
+    else:
+        print(f"job {job}: Slurm does not know it any more")
+    for each in _records(run):
+        if each["event"] == "end" and each["job"] == job:
+            print(f"  attempt ended with status {each['status']} at iteration {each['iteration']}")
+    follower, console = Follower(run), Console(highlight=False)
+    follower.poll()
+    console.print(frame(run.resolve().name, follower, console.width, has_dots=False))
+
+
+def tail(options: Tail, _: Sequence[str]) -> None:
+    run = Path(options.run)
+    job, path, offset = _require_job(run), run / OUTPUT, 0
+    for number in itertools.count():
+        is_alive = number % (STATE_S / POLL_S) or _job_fields(job).get("JobState") in ALIVE
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(offset)
+                text = b"".join(deque(file, None if number else options.lines))
+                offset = file.tell()
+            print(text.decode(errors="replace"), end="", flush=True)
+        if not is_alive:
+            return
+        time.sleep(POLL_S)
+
+
 def _slurm(*words: object) -> str:
     """The output of a program of Slurm.
 
@@ -406,8 +467,17 @@ def _last_job(run: Path) -> str | None:
     return jobs[-1] if jobs else None
 
 
+def _require_job(run: Path) -> str:
+    job = _last_job(run)
+    if job is None:
+        raise user_error("slurm-no-job", "run", run=run)
+    return job
+
+
 COMMANDS: Commands = {
     "submit": (Submit, submit),
+    "status": (Status, status),
+    "tail": (Tail, tail),
     "restart": (Restart, restart),
 }
 

@@ -32,7 +32,7 @@ class Options:
 
     run: str = option_field(
         "",
-        "--save folder, metrics.jsonl or CSV table of the run",
+        "--save folder, metrics.jsonl or table (--metrics-csv) of the run",
         metavar="RUN",
         positional=True,
         required=True,

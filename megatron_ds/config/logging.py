@@ -186,6 +186,9 @@ class LoggingConfig:
         "file for metrics, one JSON record per step (default: metrics.jsonl in --save, if given)",
         metavar="FILE",
     )
+    metrics_csv: str | None = option_field(
+        None, "file for metrics as a table, one row per step (default: none)", metavar="FILE"
+    )
     wandb_project: str | None = option_field(
         None, "project of Weights & Biases to log to (default: none)", metavar="NAME"
     )
@@ -255,8 +258,10 @@ class LoggingConfig:
             yield Problem("nothing-to-evaluate")
         yield from folder_problems("tensorboard_dir", self.tensorboard_dir)
         yield from folder_problems("log_dir", self.log_dir)
-        if self.metrics_jsonl is not None:
-            yield from _new_file_problems("metrics_jsonl", self.metrics_jsonl)
+        for name in ("metrics_jsonl", "metrics_csv"):
+            yield from _new_file_problems(name, getattr(self, name))
+        if None is not self.metrics_csv == self.metrics_jsonl:
+            yield Problem("metrics-in-one-file", path=self.metrics_csv)
 
     def _profile_problems(self, world_size: int, *, saves: bool) -> Iterator[Problem]:
         start, end = self.profile_step_start, self.profile_step_end
@@ -271,8 +276,10 @@ class LoggingConfig:
         yield from folder_problems("profile_dir", self.profile_dir)
 
 
-def _new_file_problems(name: str, path: str) -> Iterator[Problem]:
+def _new_file_problems(name: str, path: str | None) -> Iterator[Problem]:
     """Why a file of an option cannot be written, whether it exists or not."""
+    if path is None:
+        return
     if os.path.isdir(path):
         yield from file_problems(name, path)
         return

@@ -1,7 +1,7 @@
 """Sentence splitting, for models such as BERT and T5 that are trained on sentences.
 
-The sentences are those of nltk's punkt, which is imported when a splitter is built. Knows no
-tokenizer and no token files.
+Owns the choice of the splitter: nltk's punkt, or on request the rules of `sentence_rules.py`. nltk
+is imported only when punkt is used. Knows no tokenizer and no token files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any, Protocol
 
 from megatron_ds.config.problems import user_error
 from megatron_ds.data.tokenizer_metadata import SplitterDescription
+from megatron_ds.preprocess import sentence_rules
 
+SPLITTERS = ("punkt", "rules")
+RULES_LANGUAGES = (
+    *("chinese", "czech", "danish", "dutch", "english", "estonian", "finnish", "french", "german"),
+    *("greek", "italian", "japanese", "malayalam", "norwegian", "polish", "portuguese", "russian"),
+    *("slovene", "spanish", "swedish", "turkish"),
+)
+"""Languages of nltk's models, by nltk's names, and two that need no abbreviations."""
 DATA = "punkt_tab"
 """Name of nltk's data set."""
 DOWNLOAD = f"python -m nltk.downloader {DATA}"
@@ -34,6 +42,32 @@ class Splitter(Protocol):
 
         With `keep_newlines`, each but the last includes the whitespace after it.
         """
+
+
+class RuleSplitter:
+    """Splits sentences by the built-in rules."""
+
+    def __init__(self, lang: str, keep_newlines: bool) -> None:
+        self._lang, self._keep = lang, keep_newlines
+
+    @property
+    def description(self) -> SplitterDescription:
+        version = sentence_rules.VERSION
+        return {"splitter": "rules", "version": version, "keep_newlines": self._keep}
+
+    def __str__(self) -> str:
+        foreign = "" if self._lang == "english" else ", which know only English abbreviations"
+        return f"the built-in rules{foreign}"
+
+    def __call__(self, text: str) -> list[str]:
+        if not self._keep:
+            return [text[begin:end] for begin, end, _ in sentence_rules.spans(text)]
+        spans = [(begin, following) for begin, _, following in sentence_rules.spans(text)]
+        sentences = [text[begin:following] for begin, following in spans]
+        if spans:  # as punkt: whitespace before the first sentence is kept, after the last not
+            sentences[0] = text[: spans[0][0]] + sentences[0]
+            sentences[-1] = sentences[-1].rstrip()
+        return sentences
 
 
 class PunktSplitter:
@@ -77,16 +111,23 @@ class PunktSplitter:
         return sentences
 
 
-def build_splitter(lang: str, keep_newlines: bool) -> Splitter:
+def choose_splitter(lang: str, keep_newlines: bool, splitter: str = SPLITTERS[0]) -> Splitter:
     """The splitter of a run.
 
     Args:
         lang: Language, by nltk's name.
         keep_newlines: Whether a sentence includes the whitespace after it.
+        splitter: One of `SPLITTERS`.
 
     Raises:
-        UserError: If nltk or its model of the language is missing or damaged.
+        UserError: If the splitter is not available for the language.
     """
+    if splitter == "rules":
+        if lang not in RULES_LANGUAGES:
+            raise user_error(
+                "no-sentence-rules-for-language", lang=lang, rules=", ".join(RULES_LANGUAGES)
+            )
+        return RuleSplitter(lang, keep_newlines)
     try:
         return PunktSplitter(lang, keep_newlines)
     except ImportError as error:

@@ -46,7 +46,7 @@ SYNONYMS = {
 runs_field = functools.partial(
     option_field,
     (),
-    "--save folder, metrics.jsonl or CSV table of each run; a run that continues "
+    "--save folder, metrics.jsonl or table (--metrics-csv) of each run; a run that continues "
     "another one begins with its curve",
     nargs="*",
     metavar="RUN",

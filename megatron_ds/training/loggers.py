@@ -1,4 +1,5 @@
-"""The loggers that the flags of a run select: console, JSONL, TensorBoard, Weights & Biases.
+"""The loggers that the flags of a run select: console, JSONL and CSV files,
+TensorBoard, Weights & Biases.
 
 The console's lines have the fields, order and number formats of Megatron-LM and its forks, or a
 short form for people.
@@ -18,6 +19,7 @@ from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.train_state import TrainState
+from megatron_ds.training.csv_logger import CsvTable
 from megatron_ds.training.extensions import OpenLogger, qualified_name
 from megatron_ds.training.jsonl_logger import JsonLines
 from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
@@ -125,6 +127,12 @@ def open_loggers(
     path = jsonl_path(config, save)
     if path is not None:
         loggers.append(JsonLines(path, state.iteration, warn=write))
+    if config.logging.metrics_csv is not None:
+        table = functools.partial(
+            CsvTable, Path(config.logging.metrics_csv), state.iteration, warn=write
+        )
+        name = f"{option('metrics_csv')} {config.logging.metrics_csv}"
+        loggers.append(BestEffortLogger(table, name, warn=write))
     if config.logging.tensorboard_dir is not None:
         # Importing TensorBoard takes a second, and most runs do not use it.
         from megatron_ds.training.tensorboard_logger import TensorBoard

@@ -97,6 +97,8 @@ def test_help_and_problems_load_no_torch(command: str, status: int, shown: str) 
 def test_preprocessing_imports_what_it_uses() -> None:
     code = """
 import sys, megatron_ds.preprocess.pipeline, megatron_ds.tokenizer.gpt2
+from megatron_ds.preprocess.sentence_splitter import choose_splitter
+choose_splitter("english", False, "rules")("A b. C.")
 slow = ("torch", "transformers", "deepspeed", "rich", "nltk")
 sys.exit(str([name for name in slow if name in sys.modules] or ""))
 """

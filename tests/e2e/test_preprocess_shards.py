@@ -21,6 +21,7 @@ from megatron_ds.fileio import resumable
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, preprocess
+from megatron_ds.preprocess.sentence_splitter import choose_splitter
 from megatron_ds.preprocess.shard_files import shard_folder
 from megatron_ds.preprocess.sharded import ShardedRun, preprocess_shard
 from megatron_ds.preprocess.shards import Shard
@@ -36,7 +37,6 @@ from tests.preprocess_runs import (
 )
 from tests.problems import codes, printed_codes, raises_problem
 from tests.proofs.cases import with_proofs
-from tests.sentences import Lines
 from tools import preprocess_data
 
 
@@ -94,7 +94,8 @@ def test_shards_of_all_formats_have_the_bytes_of_one_process(tmp_path: Path, cou
 def test_sentences_are_those_of_one_process(tmp_path: Path) -> None:
     text = "".join(json.dumps({"text": "1 2\n\n3 4\n\n" * (at % 4)}) + "\n" for at in range(40))
     (tmp_path / "in.jsonl").write_text(text)
-    given = of_paths(tmp_path, "in.jsonl", json_keys=("text",), splitter=Lines())
+    splitter = choose_splitter("english", False, "rules")
+    given = of_paths(tmp_path, "in.jsonl", json_keys=("text",), splitter=splitter)
     _, wanted = run_uninterrupted(given)
     run_shards(given, shards_of(3))
     assert output_files(tmp_path) == wanted

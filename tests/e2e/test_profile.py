@@ -1,7 +1,8 @@
-"""Timings, norms and a profile change nothing in the training, and are resumed."""
+"""Timings, norms, a CSV table and a profile change nothing in the training, and are resumed."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections import Counter
@@ -40,12 +41,13 @@ def settings(base: Settings) -> Settings:
 def test_what_is_measured_changes_nothing(
     launcher: Launcher, settings: Settings, tmp_path: Path
 ) -> None:
-    plain, save = tmp_path / "plain", tmp_path / "run"
+    plain, save, table = tmp_path / "plain", tmp_path / "run", tmp_path / "metrics.csv"
     launcher.start({**settings, "save": plain}, ranks=2).succeed()
     measured = {
         **settings,
         "save": save,
         "load": save,
+        "metrics_csv": table,
         "eval_iters": 1,
         "profile": True,
         "profile_step_start": 1,
@@ -95,3 +97,10 @@ def test_what_is_measured_changes_nothing(
         assert (step["iteration"] % 2 == 0) == ("layer_grad_norm/0" in step)
         assert step["num_zeros_in_grad"] > 0
     assert " | num zeros: " in second
+
+    with table.open(newline="") as file:
+        rows_of_table = list(csv.DictReader(file))
+    logged = [row for row in rows_of_table if row["lm_loss"]]
+    assert [int(row["iteration"]) for row in logged] == [1, 2, 3, 4]
+    assert [float(row["lm_loss"]) for row in logged] == [step["lm_loss"] for step in steps(save)]
+    assert [row["iteration"] for row in rows_of_table if row["validation_loss"]] == [str(LAST)]

@@ -30,9 +30,8 @@ from megatron_ds.data.validation import DataFiles
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
-from megatron_ds.preprocess.sentence_splitter import Splitter
+from megatron_ds.preprocess.sentence_splitter import Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
-from tests.sentences import Marks
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore:::megatron")]
 
@@ -159,7 +158,7 @@ def test_preprocessed_files_are_theirs(
     megatron: SimpleNamespace, tmp_path: Path, kind: str, append_eod: bool, sentences: bool
 ) -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, **KINDS[kind]))
-    splitter = Marks() if sentences else None
+    splitter = choose_splitter("english", False, "rules") if sentences else None
     options = PreprocessOptions(
         InputSpec((str(CORPUS / "corpus.jsonl"),)), str(tmp_path / "my"), append_eod=append_eod,
         workers=2, chunk_size=3, splitter=splitter,
@@ -182,7 +181,7 @@ def test_their_t5_samples_are_neighbouring_sentences_of_one_document(
     kind = "BertWordPieceLowerCase"
     options = PreprocessOptions(
         InputSpec((str(path),)), str(tmp_path / "my-t5"),
-        splitter=Marks(),
+        splitter=choose_splitter("english", False, "rules"),
     )  # fmt: skip
     preprocess(options, build_tokenizer(TokenizerConfig(tokenizer_type=kind, **KINDS[kind])))
     data = megatron.indexed.IndexedDataset(str(tmp_path / "my-t5_text_sentence"))

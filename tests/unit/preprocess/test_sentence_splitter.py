@@ -1,4 +1,4 @@
-"""Sentence splitting: sentence ends, losslessness, errors, token files."""
+"""Sentence splitting: sentence ends, losslessness, choice of the splitter, token files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megatron_ds.fileio import resumable
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
-from megatron_ds.preprocess.sentence_splitter import Splitter, build_splitter
+from megatron_ds.preprocess.sentence_splitter import RuleSplitter, Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.preprocess_runs import (
@@ -39,8 +39,48 @@ from tests.preprocess_runs import (
 )
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
-from tests.sentences import Lines, Marks, write_punkt_model
 from tests.token_files import reference_bytes
+
+MARKED = [
+    "It rains.| It pours.| The old man snores.",
+    "Dr. Smith met Mrs. J. R. Jones, Ph.D. and left.| They spoke.",
+    "Pi is 3.14.| That is near 22/7.| Is it?| Yes!| No?!| Maybe.",
+    'He said: "Go home!"| She asked "Why?" and stayed.| (He went.)| She did not.',
+    '"Really?" he asked.| "No!" she said.',
+    "Wait... what?| Well...| Yes.| So… no…| Never.",
+    "See fig. 3, p. 12 and vol. 2 of No. 7.| No.| I will not.",
+    "The U.S. Army came.| He lives in the U.S.| The army left at 5 p.m.| It was late.",
+    "Acme Inc. Ltd. makes bolts, nuts etc. and more.| It sells bolts, etc.| They are good.",
+    "1. First point.| 2. Second point.|\n  3. Third\n a. one",
+    "A title|\n\nThe text begins.| It ends.|\n \t\n\r\nA second title",
+    "一。|二！|三？|「四。」|五",
+    "यह एक है।| यह दो है।",
+    "So do I.| You do.| Plan by J. Doe, e.g. this one, i.e. That.",
+    "no capitals here. really none!| none?| no",
+    "e.g.Example.com is a site.Another is not.",
+    "«Oui.»| «Non.»| [Sic.]| —Then he left.",
+    "  Spaces around.|   And between.  ",
+    "...",
+    "!",
+]
+"""Texts with | between sentences."""
+
+
+@pytest.mark.parametrize("marked", MARKED)
+def test_sentence_rules(marked: str) -> None:
+    parts, text = marked.split("|"), marked.replace("|", "")
+    assert RuleSplitter("english", keep_newlines=False)(text) == [part.strip() for part in parts]
+    # Whitespace belongs to the sentence before it; after the last one it is dropped.
+    kept = RuleSplitter("english", keep_newlines=True)(text)
+    assert "".join(kept) == text.rstrip()
+    assert [one.rstrip() for one in kept] == [parts[0].rstrip(), *(s.strip() for s in parts[1:])]
+
+
+@pytest.mark.parametrize("text", ["", " \n ", "\u2029"])
+@pytest.mark.parametrize("keep", [False, True])
+def test_blank_text_has_no_sentences(text: str, keep: bool) -> None:
+    assert RuleSplitter("english", keep)(text) == []
+
 
 TEXTS = st.lists(
     st.sampled_from([*".!?…。！\"')]”（A B aI12é", "\n", "\n\n", "\t", "\r\n", "Mr", "e.g", "the"])
@@ -49,12 +89,35 @@ TEXTS = st.lists(
 ).map("".join)
 
 
+def check_lossless(text: str, plain: list[str], kept: list[str]) -> None:
+    """Only whitespace is dropped; with `keep_newlines`, only that at the end."""
+    assert all(one and one == one.strip() for one in plain)
+    assert "".join(kept) == text.rstrip()
+    assert [one.strip() for one in kept] == plain
+    assert "".join("".join(plain).split()) == "".join(text.split())
+
+
+@given(text=TEXTS)
+@settings(max_examples=120, deadline=None, derandomize=True, database=None)
+def test_rules_lose_no_text(text: str) -> None:
+    check_lossless(text, RuleSplitter("english", False)(text), RuleSplitter("english", True)(text))
+
+
 @pytest.fixture(scope="module")
 def nltk_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A punkt model of the language `small` in nltk's data."""
-    folder = tmp_path_factory.mktemp("nltk")
-    write_punkt_model(folder)
-    return folder
+    punkt = pytest.importorskip("nltk.tokenize.punkt")
+    text = " ".join(
+        f"The man saw approx. {n} birds. A bird sang to approx. {n} men. Then the birds left."
+        for n in range(40)
+    )
+    folder = tmp_path_factory.mktemp("nltk") / "tokenizers"
+    parameters = punkt.PunktTrainer(text).get_params()
+    (folder / "punkt_tab" / "small").mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nltk.data.path", [str(folder.parent)])  # nltk writes nowhere else
+        punkt.save_punkt_params(parameters, dir=str(folder / "punkt_tab" / "small"))
+    return folder.parent
 
 
 @pytest.fixture
@@ -67,7 +130,7 @@ PUNKT = 'A man saw approx. 5 birds. They sang.\n\nHe "went." He came.  So?  Yes'
 
 @pytest.mark.usefixtures("with_models")
 def test_punkt_splits_as_in_megatron() -> None:
-    plain, kept = (build_splitter("small", keep) for keep in (False, True))
+    plain, kept = (choose_splitter("small", keep) for keep in (False, True))
     # As in Megatron, whitespace after a closing quote is dropped.
     spaced = ["A man saw approx. 5 birds. ", "They sang.\n\n", 'He "went."', "He came.  "]
     spaced += ["So?  ", "Yes"]
@@ -78,7 +141,7 @@ def test_punkt_splits_as_in_megatron() -> None:
     assert str(plain) == "nltk's punkt (small, punkt_tab)"
 
 
-load_once = functools.cache(build_splitter)
+load_once = functools.cache(choose_splitter)
 
 
 @pytest.mark.usefixtures("with_models")
@@ -91,12 +154,19 @@ def test_punkt_loses_no_text(text: str) -> None:
 
 
 @pytest.mark.usefixtures("with_models")
-def test_language_without_a_punkt_model_is_an_error_that_names_the_download() -> None:
+def test_language_without_a_punkt_model_is_an_error_that_names_both_ways_out() -> None:
     for lang in ("english", "klingon", "../small", "", "small/../small"):
-        with raises_problem("punkt-unavailable", "lang") as raised:
-            build_splitter(lang, False)
-        for value in ("only small", "nltk.downloader punkt_tab"):
+        with raises_problem("punkt-unavailable", "lang", "sentence_splitter") as raised:
+            choose_splitter(lang, False)
+        for value in ("only small", "nltk.downloader punkt_tab", "--sentence-splitter rules"):
             assert value in raised.problem
+
+
+def test_rules_are_used_only_on_request() -> None:
+    for lang in ("english", "german"):
+        assert isinstance(choose_splitter(lang, False, "rules"), RuleSplitter)
+    with raises_problem("no-sentence-rules-for-language", "lang", "sentence_splitter"):
+        choose_splitter("small", False, "rules")
 
 
 @pytest.mark.usefixtures("with_models")
@@ -106,10 +176,10 @@ def test_damaged_model_is_an_error(nltk_data: Path) -> None:
     try:
         (folder / "ortho_context.tab").write_bytes(b"\xff\xfe")
         with raises_problem("punkt-model-damaged", contains="broken"):
-            build_splitter("broken", False)
+            choose_splitter("broken", False)
         (folder / "ortho_context.tab").unlink()
         with raises_problem("punkt-model-damaged", contains="ortho_context.tab"):
-            build_splitter("broken", False)
+            choose_splitter("broken", False)
     finally:
         shutil.rmtree(folder)
 
@@ -117,7 +187,16 @@ def test_damaged_model_is_an_error(nltk_data: Path) -> None:
 def test_punkt_without_nltk_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)
     with raises_problem("punkt-unavailable", contains="pip install '.[preprocess]'"):
-        build_splitter("english", False)
+        choose_splitter("english", False)
+
+
+class Lines:
+    """A splitter whose sentences are lines, including blank ones."""
+
+    description: dict[str, Any] = {"splitter": "lines"}  # noqa: RUF012
+
+    def __call__(self, text: str) -> list[str]:
+        return text.split("\n")
 
 
 def as_megatron(
@@ -219,7 +298,7 @@ def test_t5_data_of_the_tutorial_equal_megatrons(
     tokenizer = build_tokenizer(TokenizerConfig(vocab_file=vocab, **known))
     with open(shared_data / "openwebtext-1000.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line, _ in zip(file, range(25), strict=False)]
-    splitter = Marks(keep)
+    splitter = choose_splitter("english", keep, "rules")
     rows = [{"text": text} for text in texts]
     given = options(tmp_path, rows, name="my-t5", append_eod=True, workers=2, splitter=splitter)
     preprocess(given, tokenizer)
@@ -273,7 +352,7 @@ def test_resume_requires_the_same_splitter(tmp_path: Path, monkeypatch: pytest.M
     chosen = dataclasses.replace(chosen, output_prefix=str(tmp_path / "out"))
     _, expected = run_uninterrupted(chosen)
     interrupt(chosen, 4)
-    for other in (None, Marks()):
+    for other in (None, RuleSplitter("english", False)):
         with raises_problem("resumed-run-differs", contains='"splitter": "lines"'):
             resume(chosen, splitter=other)
     resume(chosen, workers=2, chunk_size=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.reports.history import Evaluation, RunReader, names_of, read_history, read_run
+from megatron_ds.training.csv_logger import CsvTable
 from megatron_ds.training.jsonl_logger import JsonLines
 from tests.problems import raises_problem
 from tests.unit.reports.run_files import CONFIG, event, lines, start, steps, write_run
@@ -146,18 +146,13 @@ def test_a_table_has_the_history_of_the_records(tmp_path: Path) -> None:
     losses = [evaluation(2), evaluation(4, "test", "code")]
     skipped = step(2, lm_loss=float("nan"), skipped=True)
     records = [step(1), skipped, step(3), step(4, extras={"aux": 0.5})]
-    logger = JsonLines(tmp_path / "metrics.jsonl", 0)
-    logger.log_steps(records[:2])
-    logger.log_eval(losses[0])
-    logger.log_steps(records[2:])
-    logger.log_eval(losses[1])
-    logger.close()
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    rows = [{k: "nan" if v is None else v for k, v in json.loads(line).items()} for line in lines]
-    with (tmp_path / "table").open("w", newline="") as file:
-        table_of_rows = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row))
-        table_of_rows.writeheader()
-        table_of_rows.writerows(rows)
+    loggers = [CsvTable(tmp_path / "table", 0), JsonLines(tmp_path / "metrics.jsonl", 0)]
+    for logger in loggers:
+        logger.log_steps(records[:2])
+        logger.log_eval(losses[0])
+        logger.log_steps(records[2:])
+        logger.log_eval(losses[1])
+        logger.close()
     table, history = map(read_history, (tmp_path / "table", tmp_path / "metrics.jsonl"))
     assert table.evaluations == history.evaluations
     assert len(table.evaluations) == 2

@@ -23,8 +23,8 @@ from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
+from megatron_ds.preprocess.sentence_splitter import RuleSplitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
-from tests.sentences import Marks
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
 TIKTOKEN = {"tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 10}
@@ -65,7 +65,7 @@ def texts() -> list[str]:
         return [json.loads(line)["text"] for line in file]
 
 
-def make(kind: str, prefix: Path, splitter: Marks | None = None) -> Path:
+def make(kind: str, prefix: Path, splitter: RuleSplitter | None = None) -> Path:
     """Writes the token files of the corpus, for NullTokenizer those of its code points."""
     path = FOLDER / "corpus.jsonl"
     if kind == "NullTokenizer":
@@ -82,7 +82,8 @@ def make_all(folder: Path) -> dict[str, Path]:
     """Writes all token files; returns their prefixes by golden name."""
     made = {kind: make(kind, folder / kind) for kind in FILES}
     for kind, keep_newlines in SENTENCES.items():
-        made[f"{kind}_sentence"] = make(kind, folder / kind, Marks(keep_newlines))
+        splitter = RuleSplitter("english", keep_newlines)
+        made[f"{kind}_sentence"] = make(kind, folder / kind, splitter)
     return made
 
 

@@ -1,4 +1,4 @@
-"""tools/ds_config.py generates and validates DeepSpeed files."""
+"""tools/ds_config.py generates, explains and validates DeepSpeed files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.cli.arguments import build_config
+from megatron_ds.config.deepspeed_file import leaves
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
 from tools import ds_config
@@ -106,7 +107,7 @@ def test_origin_of_each_value_is_printed(
     assert "[ds-scheduler-translated]" in printed
 
 
-@pytest.mark.parametrize("command", ["generate", "validate"])
+@pytest.mark.parametrize("command", ["generate", "explain", "validate"])
 def test_all_contradictions_are_reported(
     command: str, line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +116,39 @@ def test_all_contradictions_are_reported(
         flags = [line[-1], *line[:-2], *flags[-4:]]
     assert ds_config.main([command, *flags]) == 2
     assert capsys.readouterr().err.count("[ds-key-contradicts-flag]") == 2
+
+
+def test_explanation_has_every_key_of_the_json(
+    line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    ds_config.main(["explain", "--json", *line])
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    ds_config.main(line)
+    generated = json.loads(capsys.readouterr().out)
+    assert rows["gradient_clipping"]["value"] == generated["gradient_clipping"] == 0.5
+    assert [*rows] == leaves(generated)
+
+    ds_config.main(["explain", "stage", "gradient_clipping", *line])
+    table = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in table[1:]] == [
+        ["gradient_clipping", "0.5"],
+        ["zero_optimization.stage", "3"],
+    ]
+    assert table[1].endswith("0 disables it.")
+
+
+def test_keys_are_explained_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ds_config.main(["explain", "gradient_clipping"]) == 0
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "type: number",
+        'flags: ["--clip-grad"]',
+        "deepspeed_default: 1.0",
+        "",
+    ]
+    assert ds_config.main(["explain", "curriculum_learning.schedule_config", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 6
+    assert ds_config.main(["explain", "gradient_cliping"]) == 2
+    assert "did you mean 'gradient_clipping'" in capsys.readouterr().err
 
 
 def test_validation_reports_all_problems_with_their_lines(
@@ -189,7 +223,7 @@ def test_unreadable_files_are_reported(
     ("argv", "shown"),
     [
         (["validat", "x"], "did you mean 'validate'"),
-        (["x.json"], "valid: generate, validate"),
+        (["x.json"], "valid: generate, explain, validate"),
         (["validate"], "FILE"),
         (["generate", *FLAGS.split(), "--deepspeed_config", "none.json"], "No such file"),
     ],
@@ -205,12 +239,16 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert ds_config.main(["--help"]) == ds_config.main([]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n  {command} " in shown for command in ds_config.COMMANDS)
-    assert ds_config.main(["generate", "--help"]) == 0
+    assert ds_config.main(["explain", "--help"]) == 0
     assert "--world-size" in capsys.readouterr().out
 
 
 def test_commands_need_neither_torch_nor_much_time(line: list[str]) -> None:
-    lines = [" ".join(["generate", *line]), f"validate {line[-1]}"]
+    lines = [
+        " ".join(["generate", *line]),
+        " ".join(["explain", *line]),
+        f"validate {line[-1]}",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *lines],
         cwd=REPOSITORY,

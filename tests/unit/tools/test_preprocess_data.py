@@ -20,7 +20,6 @@ from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress
 from tests.problems import printed_codes
-from tests.sentences import write_punkt_model
 from tests.token_files import write_texts
 from tests.unit.tools.conftest import Run
 from tools import inspect_dataset, preprocess_data
@@ -264,36 +263,32 @@ def test_time_line_lists_all_stages() -> None:
     )
 
 
-def test_sentences_are_split(
-    tmp_path: Path,
-    run: Run,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sentences_are_split(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_texts(tmp_path / "in.jsonl", ["1 2! 3."])
     out = ("--input", path, "--output-prefix", tmp_path / "out", "--append-eod")
     bert = ("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", GOLDEN / "vocab.txt")
-    write_punkt_model(tmp_path)
-    monkeypatch.setattr("nltk.data.path", [str(tmp_path)])
-    split = ("--split-sentences", "--lang", "small")
+    split = ("--split-sentences", "--lang", "danish", "--sentence-splitter", "rules")
     printed = run(*out, *bert, *split, "--keep-newlines")
     prefix = str(tmp_path / "out_text_sentence")
     assert f"wrote {prefix}.bin and .idx" in printed.out
     assert " s, splitting sentences 0." in printed.out
-    assert printed.err == "sentences are split by nltk's punkt (small, punkt_tab)\n"
+    assert printed.err == (
+        "sentences are split by the built-in rules, which know only English abbreviations\n"
+    )
     assert IndexedDataset(prefix).document_index.tolist() == [0, 2]
     assert inspect_dataset.main([prefix, "--json"]) == 0
-    sentences = json.loads(capsys.readouterr().out)["sentences"]
-    assert (sentences["splitter"], sentences["lang"]) == ("punkt", "small")
+    sentences = {"splitter": "rules", "version": 1, "keep_newlines": True}
+    assert json.loads(capsys.readouterr().out)["sentences"] == sentences
     assert inspect_dataset.main([prefix]) == 0
-    assert "sentences split by: splitter punkt, lang small, " in capsys.readouterr().out
+    shown = "sentences split by: splitter rules, version 1, keep_newlines True"
+    assert shown in capsys.readouterr().out
 
 
 def test_sentence_flags_are_validated(tmp_path: Path, run: Run) -> None:
-    unused = ("--keep-newlines", "--lang", "english")
+    unused = ("--keep-newlines", "--lang", "english", "--sentence-splitter", "rules")
     warnings = run(*corpus(tmp_path), *NULL, *unused, "--append-eod").err
     assert printed_codes(warnings) == ["no-effect"]
-    assert all(name in warnings for name in ("--keep-newlines", "--lang"))
+    assert all(name in warnings for name in ("--keep-newlines", "--lang", "--sentence-splitter"))
     wrong = ("--split-sentences", "--lang", "klingon", "--workers", 0)
     error = run(*corpus(tmp_path), *NULL, *wrong, status=2).err
     assert "--lang" in error

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.reports.run_files import event, start, write_run
+from tests.unit.reports.run_files import event, start, steps, write_run
 from tools import slurm
 
 TOOL = slurm
@@ -183,3 +183,20 @@ def test_the_job_uses_the_most_nodes_on_which_the_run_can_train(
     assert trains.startswith("srun --nodes=2 --ntasks-per-node=2 --cpus-per-task=4 ")
     assert trains.endswith(f"--vocab-size 120 --save {tmp_path} --load {tmp_path}")
     assert requeues == "scontrol requeue 7"
+
+
+def test_status_and_tail_show_job_and_run(run: Any, programs: Programs, tmp_path: Path) -> None:
+    assert "[slurm-no-job]" in run("status", tmp_path, status=2).err
+    write_run(tmp_path, steps(range(1, 5)), [start(0)])
+    ends = {"event": "end", "job": "7", "status": 143, "iteration": 4}
+    records = [{"event": "submit", "job": "7"}, ends]
+    (tmp_path / "slurm.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in records))
+    (tmp_path / "slurm.out").write_text("one\ntwo\nthree\n")
+    shown = run("status", tmp_path).out
+    assert "job 7: RUNNING on n[1-2], 00:01 of 08:00, 2 restarts" in shown
+    assert "attempt ended with status 143 at iteration 4" in shown
+    assert "iteration 4 of 8" in shown
+    programs.set_state("PENDING")
+    assert "job 7: PENDING (BeginTime)" in run("status", tmp_path).out
+    programs.set_state("COMPLETED")
+    assert run("tail", tmp_path, "--lines", 2).out == "two\nthree\n"

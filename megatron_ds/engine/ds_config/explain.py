@@ -1,0 +1,123 @@
+"""What the keys of DeepSpeed files do, and where the values of a run come from.
+
+The descriptions are in descriptions.toml. Does not import deepspeed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ds.config import Config, flag_of
+from megatron_ds.config.data_files import read_table
+from megatron_ds.config.deepspeed_file import Json, get, leaves
+from megatron_ds.config.problems import user_error, with_default_flags
+from megatron_ds.engine.ds_config import keys
+from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
+from megatron_ds.engine.ds_config.file import did_you_mean
+from megatron_ds.engine.ds_config.generate import value_origins
+from megatron_ds.engine.ds_config.values import KINDS
+
+TABLES = read_table(__file__, "descriptions.toml")
+DESCRIPTIONS: dict[str, str] = TABLES["keys"]
+"""What each supported key does."""
+DERIVED: dict[str, str] = TABLES["derived"]
+"""Key -> what its value follows from if nothing gives it."""
+FIELDS: dict[str, str] = TABLES["flags"]
+"""Generated keys that files cannot set -> field."""
+TYPES: dict[str, str] = TABLES["types"]
+"""Name of a kind of value -> its description."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A value of a run's configuration, with its origin and what it does."""
+
+    key: str
+    value: Any
+    origin: str
+    description: str
+
+
+def rows(config: Config, generated: Json) -> list[Row]:
+    """Explain the values of a configuration.
+
+    Args:
+        config: Configuration of a command line, which `merge_file` has filled.
+        generated: Its DeepSpeed configuration.
+    """
+    given = value_origins(config)
+    names: dict[str, list[str]] = {key: [name] for key, name in FIELDS.items()}
+    for key, name, _ in mappings(config):
+        names.setdefault(key, []).append(name)
+    given |= {
+        key: as_flag(name, field_value(config, name), flag_of)
+        for key, name in FIELDS.items()
+        if name in config.given
+    }
+    result = []
+    for key in leaves(generated):
+        value = get(generated, key)
+        if key in given:
+            origin = given[key]
+        elif key in DERIVED:
+            origin = f"derived from {DERIVED[key]}"
+        elif key in names:
+            origin = f"default of {', '.join(map(flag_of, names[key]))}"
+        elif keys.DEFAULTS.get(key) == value:
+            origin = "default of DeepSpeed"
+        else:
+            default = json.dumps(keys.DEFAULTS.get(key))
+            origin = f"default of megatron_ds (DeepSpeed's: {default})"
+        result.append(Row(key, value, with_default_flags(origin), DESCRIPTIONS.get(key, "")))
+    return result
+
+
+def find(name: str) -> list[str]:
+    """The known keys of a name: the key itself, the keys of a block, or those with this last part.
+
+    Raises:
+        UserError: If there are none.
+    """
+    known = known_keys()
+    found = [key for key in known if key == name or key.startswith(f"{name}.")]
+    found = found or [key for key in known if key.endswith(f".{name}")]
+    if not found:
+        lasts = {key.rpartition(".")[2] for key in known}
+        raise user_error("ds-key-unknown", key=name, hint=did_you_mean(name, {*known, *lasts}))
+    return found
+
+
+def known_keys() -> list[str]:
+    """All keys that a file may have, that are generated, or that once were valid."""
+    return [*dict.fromkeys([*DESCRIPTIONS, *_other_keys()])]
+
+
+def _other_keys() -> dict[str, str]:
+    """Keys that are not supported, or no longer valid -> what became of them."""
+    switches = {old: f"former form of {new}" for old, (new, _) in keys.OLD_SWITCHES.items()}
+    return {
+        **{key: f"not supported: {reason}" for key, reason in keys.REFUSED.items()},
+        **{key: f"no effect: {reason}" for key, reason in keys.IGNORED_KEYS.items()},
+        **{old: f"former name of {new}" for old, new in keys.RENAMED.items()},
+        **switches,
+        keys.OLD_PIN_KEY: "former name of pin_memory in offload_optimizer and offload_param",
+    }
+
+
+def facts(key: str) -> dict[str, Any]:
+    """What is known of a key: description, type, flags and default."""
+    block, _, last = key.rpartition(".")
+    kinds = {convert: name for name, convert in KINDS.items()}
+    kind = (keys.BLOCKS.get(block, {}) if block else keys.TOP_KEYS).get(last)
+    flags = [flag_of(name) for other, name, _ in mappings(Config()) if other == key]
+    flags += [flag_of(FIELDS[key])] if key in FIELDS else []
+    return {
+        "key": key,
+        "description": DESCRIPTIONS.get(key) or _other_keys().get(key, ""),
+        "type": TYPES[kinds[kind]] if kind else None,
+        "flags": [with_default_flags(flag) for flag in dict.fromkeys(flags)],
+        "derived_from": DERIVED.get(key),
+        "deepspeed_default": keys.DEFAULTS.get(key),
+    }
