@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from megatron_ds.launch import program_start
+    from megatron_ds.launch.process import program_start
 
     program_start.begin()
 

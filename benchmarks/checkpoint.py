@@ -351,7 +351,7 @@ def build_engine_and_manager(shape: Shape, folder: Path, *, zero_stage: int) -> 
     device = start_process_group(1)
     import dataclasses
 
-    from megatron_ds.checkpoint.collective_io import CollectiveIO
+    from megatron_ds.checkpoint.files.collective_io import CollectiveIO
     from megatron_ds.checkpoint.manager import CheckpointManager
     from megatron_ds.config import CheckpointConfig, TokenizerConfig
     from megatron_ds.engine.build import build_engine

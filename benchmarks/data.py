@@ -37,14 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import Contender, Work, in_turn, this_machine, versions, write_json
 from megatron_ds.config import DataConfig
-from megatron_ds.data.blend_schedule import blend_order
+from megatron_ds.data.blend.blend_schedule import blend_order
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
-from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, total_samples
+from megatron_ds.data.token_files.indexed_dataset import HEADER, MAGIC, IndexedDataset
+from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.data.validation import DataFiles
 
 SEQUENCE = 1024

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import this_machine, versions, write_json
-from megatron_ds.model.packed_attention import PerDocumentSDPA, document_lengths
+from megatron_ds.model.attention.packed import PerDocumentSDPA, document_lengths
 
 LOOP, MASKED, CAUSAL = "per document", "dense mask", "causal"
 

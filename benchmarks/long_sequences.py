@@ -29,8 +29,8 @@ import torch.distributed as dist
 from benchmarks.common import this_machine, versions, write_json
 from megatron_ds.config import ModelConfig, RecomputeConfig
 from megatron_ds.launch.device import PeakMemory
+from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams

@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.common import Contender, Work, in_turn, this_machine, versions, write_json
 from benchmarks.data import MICRO_BATCH, SEQUENCE, VOCABULARY, close, report, write_tokens
 from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading
-from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.remote.block_cache import BLOCK_BYTES
 from megatron_ds.data.remote.token_cache import TokenCache
 from megatron_ds.data.sample_index import build_indexes
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from tests.object_server import BUCKET, FolderServer
 
 TARGET = 0.8

@@ -38,9 +38,9 @@ from benchmarks.simulated_ranks import (
     say_where,
     write_shared_files,
 )
-from megatron_ds.checkpoint.file_assignment import FileAssignment
+from megatron_ds.checkpoint.files.file_assignment import FileAssignment
 from megatron_ds.checkpoint.metadata import manifest_text
-from megatron_ds.data.blend_schedule import FAIR, blend_order
+from megatron_ds.data.blend.blend_schedule import FAIR, blend_order
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.sample_index import build_indexes, index_bytes
 from megatron_ds.fileio.atomic import FileRecord
@@ -266,7 +266,7 @@ def manifest(size: int) -> dict[str, float]:
 
 def small_run(hidden: int) -> dict[str, float]:
     """The checkpoint and the logs of a run of one process and 20 steps."""
-    from megatron_ds.data.indexed_writer import pair_writer
+    from megatron_ds.data.token_files.indexed_writer import pair_writer
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -25,6 +25,7 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from megatron_ds import extend, schedules
+from megatron_ds.checkpoint.folders.shared_folders import SharedFolders
 from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.metadata import (
@@ -35,18 +36,18 @@ from megatron_ds.checkpoint.metadata import (
     RunRecord,
     manifest_text,
 )
-from megatron_ds.checkpoint.shared_folders import SharedFolders
 from megatron_ds.config import Config
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.launch import distributed, environment, roll_call, software
-from megatron_ds.launch.host_variables import HostVariables
-from megatron_ds.launch.liveness import HostLocation, ProcessHandle
-from megatron_ds.launch.roll_call import RollCall
+from megatron_ds.launch import environment, software
+from megatron_ds.launch.ranks import distributed, roll_call
+from megatron_ds.launch.ranks.host_variables import HostVariables
+from megatron_ds.launch.ranks.roll_call import RollCall
+from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
 from megatron_ds.planning import host_checks  # which the checks import, with torch
 from megatron_ds.train_state import TrainState
-from megatron_ds.training import preflight
+from megatron_ds.training.start import preflight
 
 RANKS_PER_HOST = 8
 PREPARED = (host_checks,)

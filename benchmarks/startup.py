@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import this_machine, versions, write_json
-from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.data.token_files.indexed_writer import pair_writer
 
 HERE = Path(__file__).resolve().parent.parent
 MODEL = (

@@ -541,7 +541,8 @@ def _model_config(shape: Shape) -> Any:
 def start_process_group(threads: int) -> Any:
     """Set up a process group of one process and the number of threads; return the device."""
     from megatron_ds.config import RuntimeConfig
-    from megatron_ds.launch import distributed, environment
+    from megatron_ds.launch import environment
+    from megatron_ds.launch.ranks import distributed
 
     environment.prepare_environment()
     here = distributed.init_distributed(RuntimeConfig())

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from megatron_ds import schedules
 from megatron_ds.config import Config
 from megatron_ds.config.fields import exclusive_problem, in_effect
+from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS
 from megatron_ds.config.problems import Problem, option, with_value
-from megatron_ds.config.schedule import SCHEDULE_LENGTHS
 from megatron_ds.schedules import ScheduleLength, in_lr_units
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.cleaning.options import CleaningOptions
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
 
 
 def write(path: Path, *documents: object) -> Path:

@@ -330,7 +330,7 @@ def _before_writing(name: str) -> Callable[[Fault, Action], None]:
     """Before a text file of the save of iteration `number`."""
 
     def install(fault: Fault, action: Action) -> None:
-        from megatron_ds.checkpoint import local_files
+        from megatron_ds.checkpoint.files import local_files
 
         tag = f"global_step{fault.number}"
 
@@ -345,7 +345,7 @@ def _before_writing(name: str) -> Callable[[Fault, Action], None]:
 
 def _before_rename(fault: Fault, action: Action) -> None:
     """The checkpoint of iteration `number` is complete under its temporary name."""
-    from megatron_ds.checkpoint import local_files
+    from megatron_ds.checkpoint.files import local_files
 
     def is_due(temporary: Path, target: Path) -> bool:
         return target.name == f"global_step{fault.number}"

@@ -26,7 +26,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    """Dotted name: `megatron_ds.data.indexed_dataset`."""
+    """Dotted name: `megatron_ds.data.token_files.indexed_dataset`."""
     parts = path.relative_to(REPOSITORY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

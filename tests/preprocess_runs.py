@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.tokenizer.null import NullTokenizer

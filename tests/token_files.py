@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.data.token_files.indexed_writer import pair_writer
 
 
 def write_pair(

@@ -15,8 +15,13 @@ from typing import ClassVar
 from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config import Config
-from megatron_ds.config.checkpoint import FORMAT_SYNONYMS, FORMATS, missing_folder, split_location
 from megatron_ds.config.fields import no_effect_problem, option_field, option_group, when
+from megatron_ds.config.options.checkpoint import (
+    FORMAT_SYNONYMS,
+    FORMATS,
+    missing_folder,
+    split_location,
+)
 from megatron_ds.config.problems import Problem, renaming_fields
 
 MEGATRON_FORMATS = ("megatron", "torch_dist")

@@ -25,9 +25,9 @@ from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import user_error
 from megatron_ds.launch.environment import prepare_environment
-from megatron_ds.preprocess.document_readers import DocumentReader
-from megatron_ds.preprocess.inputs import InputSpec
-from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
+from megatron_ds.preprocess.documents.document_readers import DocumentReader
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUTPUTS = (

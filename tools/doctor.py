@@ -25,7 +25,7 @@ from megatron_ds.cli.doctor.tiny import shrink
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.engine.ds_config.merge import merge_file
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -19,9 +19,9 @@ from megatron_ds.cli import arguments
 from megatron_ds.cli.command import print_warning, table_of
 from megatron_ds.cli.subcommands import Commands, run_command
 from megatron_ds.config import Config
-from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import option_field
+from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_config import explain
 from megatron_ds.engine.ds_config.file import parse_file, read_file

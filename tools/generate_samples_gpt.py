@@ -44,17 +44,17 @@ from megatron_ds.inference.cli import (
     open_checkpoint,
     run_program,
 )
+from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.prompts import (
     Prompt,
     encode_prompts,
     read_prompt_file,
     replace_text_file,
 )
-from megatron_ds.inference.sampling_params import SamplingParams
 from megatron_ds.launch import environment
 
 if TYPE_CHECKING:
-    from megatron_ds.inference.sequences import GenerationConfig
+    from megatron_ds.inference.generation.sequences import GenerationConfig
     from megatron_ds.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 1024
@@ -134,7 +134,7 @@ class Options(GenerationOptions):
 
     def generation_config(self, model: ModelConfig, eod: int) -> GenerationConfig:
         """How prompts are continued: up to the training run's length without --out-seq-length."""
-        from megatron_ds.inference.sequences import GenerationConfig
+        from megatron_ds.inference.generation.sequences import GenerationConfig
 
         max_length = model.seq_length if self.out_seq_length is None else None
         new_tokens = self.out_seq_length or DEFAULT_NEW_TOKENS
@@ -196,7 +196,7 @@ def run(options: Options) -> None:
         UserError: If options and checkpoint do not fit.
     """
     from megatron_ds.inference.generate import continue_prompts
-    from megatron_ds.inference.sequences import prompt_problems
+    from megatron_ds.inference.generation.sequences import prompt_problems
 
     source, model_config, tokenizer = open_checkpoint(options)
     config = options.generation_config(model_config, tokenizer.eod)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ds import cli
 from megatron_ds.cli.progress import tensor_progress
-from megatron_ds.config.checkpoint import split_location
 from megatron_ds.config.fields import option_field
+from megatron_ds.config.options.checkpoint import split_location
 from megatron_ds.config.problems import Problem, counted
 
 if TYPE_CHECKING:  # torch takes seconds to import

@@ -1,6 +1,6 @@
 """Show the content of a pair of token files (.bin and .idx), check it, compare it with another.
 
-The command line of `megatron_ds.data.token_file_stats`.
+The command line of `megatron_ds.data.token_files.token_file_stats`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from megatron_ds import cli
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, counted, user_error
-from megatron_ds.data.blend_spec import SPLITS
+from megatron_ds.data.blend.blend_spec import SPLITS
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.remote.token_cache import TokenCache
-from megatron_ds.data.token_file_stats import check, compare, document, summarize, summary_lines
-from megatron_ds.data.tokenizer_metadata import read_sentence_splitter
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.token_file_stats import (
+    check,
+    compare,
+    document,
+    summarize,
+    summary_lines,
+)
+from megatron_ds.data.token_files.tokenizer_metadata import read_sentence_splitter
 from megatron_ds.data.validation import DataFiles
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 

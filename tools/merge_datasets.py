@@ -1,6 +1,6 @@
 """Merge token files (.bin and .idx) into one pair.
 
-The command line of `megatron_ds.data.merge`.
+The command line of `megatron_ds.data.token_files.merge`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, counted
-from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
+from megatron_ds.data.token_files.merge import MergeProgress, merge, prefixes_in
 from megatron_ds.launch import output
 
 

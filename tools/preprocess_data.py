@@ -25,9 +25,9 @@ from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, UserError, collect, counted, raise_if_any
 from megatron_ds.launch import environment, output
+from megatron_ds.preprocess.documents.sentence_splitter import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, describe_rejects, preprocess
-from megatron_ds.preprocess.sentence_splitter import SPLITTERS, Splitter, choose_splitter
 from megatron_ds.preprocess.shards import Shard, shard_problems
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.fast_backend import BACKENDS, select_backend
@@ -215,7 +215,7 @@ def run(
     shards, part = options.shards, options.shards.part
     if not shards.is_used:
         return preprocess(settings, tokenizer, report, log)
-    from megatron_ds.launch import ray_cluster
+    from megatron_ds.launch.ranks import ray_cluster
     from megatron_ds.preprocess import sharded
     from megatron_ds.preprocess.shard_files import settle_count
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Serve a trained GPT over HTTP, as Megatron's text generation server does (PUT /api).
 
-The command line of `megatron_ds.inference.server`. Runs with python, or as several processes
-(torchrun, deepspeed), which share the model by tensor parallelism; the first one serves, the others
-wait for its work.
+The command line of `megatron_ds.inference.serving.server`. Runs with python, or as several
+processes (torchrun, deepspeed), which share the model by tensor parallelism; the first one serves,
+the others wait for its work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_ds.config.checks import file_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.inference import api_schema
 from megatron_ds.inference.cli import (
     GenerationOptions,
     loaded_model,
@@ -32,6 +31,7 @@ from megatron_ds.inference.cli import (
     open_checkpoint,
     run_program,
 )
+from megatron_ds.inference.serving import api_schema
 from megatron_ds.launch import environment, output
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.reports.history import METRICS, Points, read_run
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     import socket
 
     from megatron_ds.conversion.source import SourceCheckpoint
-    from megatron_ds.inference.scheduler import Scheduler
-    from megatron_ds.inference.service import TextGenerationService
+    from megatron_ds.inference.serving.scheduler import Scheduler
+    from megatron_ds.inference.serving.service import TextGenerationService
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 CURVE_POINTS = 300
@@ -140,15 +140,20 @@ def run(options: Options) -> None:
     Raises:
         UserError: If options do not fit the checkpoint or the machine.
     """
-    from megatron_ds.inference.server import listen
+    from megatron_ds.inference.serving.server import listen
 
     # Before the model is loaded, so that an occupied port is reported immediately.
     listener = listen(options.host, options.port) if environment.rank() == 0 else None
     keys = read_keys(options.api_key_file)
-    from megatron_ds.inference.engine import GenerationEngine
-    from megatron_ds.inference.scheduler import Scheduler
-    from megatron_ds.inference.service import TextGenerationService, max_sequence_length
-    from megatron_ds.inference.tp_group import TpGroupBroken, TpLink, end_with_launchers, follow
+    from megatron_ds.inference.generation.engine import GenerationEngine
+    from megatron_ds.inference.generation.tp_group import (
+        TpGroupBroken,
+        TpLink,
+        end_with_launchers,
+        follow,
+    )
+    from megatron_ds.inference.serving.scheduler import Scheduler
+    from megatron_ds.inference.serving.service import TextGenerationService, max_sequence_length
 
     end_with_launchers()
     source, config, tokenizer = open_checkpoint(options)
@@ -186,12 +191,12 @@ def serve(
     keys: Collection[str],
 ) -> None:
     """Serves on the first rank until a signal."""
-    from megatron_ds.inference.access import is_loopback
-    from megatron_ds.inference.chat_api import ChatApi
-    from megatron_ds.inference.completions_api import CompletionsApi
-    from megatron_ds.inference.interfaces import Api
-    from megatron_ds.inference.megatron_api import MegatronApi
-    from megatron_ds.inference.server import ServerOptions, TextServer
+    from megatron_ds.inference.serving.access import is_loopback
+    from megatron_ds.inference.serving.chat_api import ChatApi
+    from megatron_ds.inference.serving.completions_api import CompletionsApi
+    from megatron_ds.inference.serving.interfaces import Api
+    from megatron_ds.inference.serving.megatron_api import MegatronApi
+    from megatron_ds.inference.serving.server import ServerOptions, TextServer
     from megatron_ds.tokenizer.chat_template import read_chat_template
 
     host, port = listener.getsockname()[:2]

@@ -31,8 +31,8 @@ from megatron_ds.cli import arguments
 from megatron_ds.cli.command import print_warning, table_of
 from megatron_ds.cli.subcommands import Commands, run_command
 from megatron_ds.config import Config, yaml_file
-from megatron_ds.config.checkpoint import is_url
 from megatron_ds.config.fields import UNSET_INT, option_field
+from megatron_ds.config.options.checkpoint import is_url
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.reports.history import run_problems

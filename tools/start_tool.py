@@ -13,7 +13,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from collections.abc import Callable, Sequence
 
-from megatron_ds.launch import program_start
+from megatron_ds.launch.process import program_start
 
 program_start.begin()
 

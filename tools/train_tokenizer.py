@@ -21,9 +21,9 @@ from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import option_field, option_group, when
 from megatron_ds.config.problems import Problem, counted, user_error
 from megatron_ds.launch import output
-from megatron_ds.preprocess.document_readers import DocumentReader
-from megatron_ds.preprocess.inputs import InputSpec
-from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
+from megatron_ds.preprocess.documents.document_readers import DocumentReader
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.tokenizer import train
 
 FLAGS = {

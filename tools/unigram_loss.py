@@ -19,8 +19,8 @@ import numpy.typing as npt
 from megatron_ds import cli
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import user_error
-from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import parse_split, split_bounds
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 
 Tokens = npt.NDArray[np.integer]
 

@@ -13,8 +13,8 @@ from benchmarks.accelerator.models import GptSize
 from benchmarks.accelerator.processes import Row
 from megatron_ds.config import ModelConfig
 from megatron_ds.inference.generate import generate
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.data.token_files.indexed_writer import pair_writer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -22,9 +22,9 @@ from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
 )
 from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, flag_of
-from megatron_ds.config.data import SPLIT_DATA_FIELDS
+from megatron_ds.config.options.data import SPLIT_DATA_FIELDS
+from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, default_flag, option
-from megatron_ds.config.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
 from megatron_ds.engine.ds_config.generate import PARTITION_KEYS
 from megatron_ds.tokenizer import TokenizerFingerprint

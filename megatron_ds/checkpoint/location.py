@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds.config import CheckpointConfig
-from megatron_ds.config.checkpoint import split_location
+from megatron_ds.config.options.checkpoint import split_location
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.universal.folders import is_universal, source_folder
 from megatron_ds.config import Config, DataConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.engine.deepspeed.partitions import FlatPartition
 from megatron_ds.engine.ds_config.generate import partition_keys
 from megatron_ds.fileio.atomic import FileRecord

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ds.checkpoint import local_files, metadata
+from megatron_ds.checkpoint import metadata
 from megatron_ds.checkpoint.compatibility import (
     changed_settings,
     layout_changes,
@@ -17,7 +17,8 @@ from megatron_ds.checkpoint.compatibility import (
     resume_conflicts,
     tokenizer_conflicts,
 )
-from megatron_ds.checkpoint.file_assignment import FileAssignment
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.file_assignment import FileAssignment
 from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.folders.run_lock import RunLock
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.location import RunFolders
-from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.store.claim import RunStores
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem

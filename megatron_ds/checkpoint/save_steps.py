@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.checkpoint import local_files
-from megatron_ds.checkpoint.collective_io import CollectiveIO, Outcome, RankWork
-from megatron_ds.checkpoint.local_files import Retention
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO, Outcome, RankWork
+from megatron_ds.checkpoint.files.local_files import Retention
+from megatron_ds.checkpoint.folders.run_lock import RunLock
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     POINTER_PENDING,
@@ -31,7 +32,6 @@ from megatron_ds.checkpoint.metadata import (
     RunRecord,
     manifest_text,
 )
-from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.protocol import Snapshot
 from megatron_ds.fileio.atomic import FileRecord

@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron_ds.checkpoint import local_files, metadata
+from megatron_ds.checkpoint import metadata
+from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.metadata import (
     Checkpoint,
@@ -37,7 +38,7 @@ from megatron_ds.checkpoint.save_steps import SaveInProgress, SaveSteps
 from megatron_ds.checkpoint.store import save as store_save
 from megatron_ds.checkpoint.store.save import StoreSaveSteps
 from megatron_ds.config.problems import Problem
-from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.train_state import TrainState
 

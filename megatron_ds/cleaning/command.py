@@ -24,7 +24,7 @@ from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, collect, counted
 from megatron_ds.launch import environment
-from megatron_ds.preprocess.inputs import (
+from megatron_ds.preprocess.documents.inputs import (
     COMPRESSIONS,
     OUTPUT_SUFFIXES,
     QUARANTINE,
@@ -151,7 +151,7 @@ def _clean_shards(
 ) -> Counts | None:
     """Clean one shard, or all with Ray. None if other processes have to complete the output."""
     from megatron_ds.cleaning import sharded
-    from megatron_ds.launch import ray_cluster
+    from megatron_ds.launch.ranks import ray_cluster
     from megatron_ds.preprocess.shard_files import settle_count
 
     def report(documents: int, input_bytes: int) -> None:

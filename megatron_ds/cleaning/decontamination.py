@@ -16,9 +16,14 @@ from megatron_ds.cleaning.deduplication import WORD
 from megatron_ds.cleaning.stages import Document, Dropped, SplitInto
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import PROBLEMS_SHOWN, Problem, raise_if_any, user_error
-from megatron_ds.preprocess.document_readers import DocumentReader
-from megatron_ds.preprocess.inputs import STDIN, InputSpec
-from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, fields_of, texts_of
+from megatron_ds.preprocess.documents.document_readers import DocumentReader
+from megatron_ds.preprocess.documents.inputs import STDIN, InputSpec
+from megatron_ds.preprocess.documents.parsing import (
+    RejectedDocument,
+    TextFields,
+    fields_of,
+    texts_of,
+)
 
 SENTENCE_ENDS = ".!?。！？\n"
 SENTENCE_END = re.compile(f"[{re.escape(SENTENCE_ENDS)}]")

@@ -22,10 +22,10 @@ from megatron_ds.config.checks import folder_problems, replaced_file_problems
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import PROBLEMS_SHOWN, Problem, user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
-from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
-from megatron_ds.preprocess.formats import RawDocument
-from megatron_ds.preprocess.inputs import InputSpec
-from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
+from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.documents.formats import RawDocument
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.preprocess.worker_pool import Workers
 
 KEPT = "kept"

@@ -23,7 +23,7 @@ from megatron_ds.config.checks import folder_problems, replaced_file_problems
 from megatron_ds.config.fields import field_problems, no_effect_problem, option_field, option_group
 from megatron_ds.config.problems import Problem, collect, option, raise_if_any
 from megatron_ds.fileio.resumable import COMPRESSORS
-from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
+from megatron_ds.preprocess.documents.inputs import QUARANTINE, InputSpec
 from megatron_ds.tokenizer import build_tokenizer
 
 STAGES = ("url", "fix", "length", "language", "exact", "near", "decontaminate")

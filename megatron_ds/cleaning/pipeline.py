@@ -26,9 +26,9 @@ from megatron_ds.cleaning.stages import (
 from megatron_ds.cleaning.stats import Counts, StageCounts
 from megatron_ds.config.problems import user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
-from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
-from megatron_ds.preprocess.formats import RawDocument, content_size
-from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
+from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.documents.formats import RawDocument, content_size
+from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.preprocess.worker_pool import Workers
 
 CHUNK_BYTES = 1 << 19

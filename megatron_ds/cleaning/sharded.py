@@ -29,9 +29,9 @@ from megatron_ds.cleaning.stats import Counts
 from megatron_ds.cleaning.traces import pack, unpack
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.fileio.resumable import LENGTH, ResumableOutput, pack_record
-from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
-from megatron_ds.preprocess.formats import content_size
-from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
+from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.documents.formats import content_size
+from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.shard_files import RunShards, ShardFiles, remove_shards, shard_prefix
 from megatron_ds.preprocess.shards import Shard, shard_problems
 from megatron_ds.preprocess.worker_pool import Workers

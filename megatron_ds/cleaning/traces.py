@@ -12,7 +12,7 @@ import msgpack
 
 from megatron_ds.cleaning.pipeline import DocumentTrace, TextChanged, TracedDocument
 from megatron_ds.cleaning.stages import Dropped, NeedsUniqueKey
-from megatron_ds.preprocess.parsing import RejectedDocument
+from megatron_ds.preprocess.documents.parsing import RejectedDocument
 
 SURROGATES = "surrogatepass"
 """Names of files and rejected lines may contain lone surrogates."""

@@ -18,8 +18,8 @@ from megatron_ds.config.checks import replaced_file_problems
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.resumable import ResumableOutput
-from megatron_ds.preprocess.formats import INVALID_TEXT
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.formats import INVALID_TEXT
+from megatron_ds.preprocess.documents.inputs import InputSpec
 
 KEPT = "kept"
 COMMIT_URLS = 100_000

@@ -26,8 +26,8 @@ from megatron_ds.cli.scan import scan
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch.exit_codes import SettingsRejected
-from megatron_ds.launch.liveness import find_launchers
 from megatron_ds.launch.software import version_text
+from megatron_ds.launch.watch.liveness import find_launchers
 
 VERSION = "--version"
 FIRST_RANK_TIMEOUT_S = 10.0

@@ -20,8 +20,9 @@ from megatron_ds.cli.help import tool_help
 from megatron_ds.cli.scan import scan
 from megatron_ds.config.fields import field_problems, ineffective, option_fields
 from megatron_ds.config.problems import Problem, UserError, counted
-from megatron_ds.launch import output, program_start
+from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.process import program_start
 
 HELP_ALL = "--help-all"
 HELP = ("--help", "-h", HELP_ALL)

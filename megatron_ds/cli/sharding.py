@@ -105,7 +105,7 @@ def connect_ray(
         workers: Worker processes of a shard, if they were given; by default a node's cores.
         log: Takes messages.
     """
-    from megatron_ds.launch.ray_cluster import RayCluster
+    from megatron_ds.launch.ranks.ray_cluster import RayCluster
 
     with RayCluster(str(options.ray)) as cluster:
         cores = workers if "workers" in options.given else min(cluster.cores)

@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ds.config.checkpoint import CheckpointConfig
 from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
-from megatron_ds.config.data import DataConfig
-from megatron_ds.config.deepspeed import DeepSpeedConfig
-from megatron_ds.config.deepspeed_file import DeepSpeedFile
 from megatron_ds.config.fields import field_problems, in_effect, ineffective, option_fields
-from megatron_ds.config.logging import LoggingConfig
-from megatron_ds.config.model import ModelConfig
-from megatron_ds.config.moe import MoEConfig
-from megatron_ds.config.optimizer import OptimizerConfig
-from megatron_ds.config.parallel import ParallelConfig
-from megatron_ds.config.precision import PrecisionConfig
+from megatron_ds.config.model.model import ModelConfig
+from megatron_ds.config.model.moe import MoEConfig
+from megatron_ds.config.options.checkpoint import CheckpointConfig
+from megatron_ds.config.options.data import DataConfig
+from megatron_ds.config.options.deepspeed import DeepSpeedConfig
+from megatron_ds.config.options.deepspeed_file import DeepSpeedFile
+from megatron_ds.config.options.logging import LoggingConfig
+from megatron_ds.config.options.optimizer import OptimizerConfig
+from megatron_ds.config.options.parallel import ParallelConfig
+from megatron_ds.config.options.precision import PrecisionConfig
+from megatron_ds.config.options.recompute import RecomputeConfig
+from megatron_ds.config.options.runtime import RuntimeConfig
+from megatron_ds.config.options.schedule import ScheduleConfig
+from megatron_ds.config.options.tokenizer import TokenizerConfig
 from megatron_ds.config.problems import Problem, option, with_value
-from megatron_ds.config.recompute import RecomputeConfig
-from megatron_ds.config.runtime import RuntimeConfig
-from megatron_ds.config.schedule import ScheduleConfig
-from megatron_ds.config.tokenizer import TokenizerConfig
 
 __all__ = [
     "GROUPS",

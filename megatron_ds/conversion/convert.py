@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.full_weights import load_full_weights
+from megatron_ds.checkpoint.files.full_weights import load_full_weights
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.registry import open_source

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.full_weights import files_with_weights, lazy_full_weights
-from megatron_ds.checkpoint.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.files.full_weights import files_with_weights, lazy_full_weights
+from megatron_ds.checkpoint.files.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.files.native_settings import (
+    find_universal,
+    model_config,
+    moe_config,
+    select_native,
+    tokenizer_config,
+)
+from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     MANIFEST,
@@ -23,14 +31,6 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     run_folder,
 )
-from megatron_ds.checkpoint.native_settings import (
-    find_universal,
-    model_config,
-    moe_config,
-    select_native,
-    tokenizer_config,
-)
-from megatron_ds.checkpoint.output_folder import OnTensor
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.config.problems import Problem, UserError, user_error

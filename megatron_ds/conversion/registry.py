@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.checkpoint.metadata import MANIFEST, RUN
-from megatron_ds.checkpoint.output_folder import OnTensor
-from megatron_ds.config.checkpoint import FORMATS as NAMES
+from megatron_ds.config.options.checkpoint import FORMATS as NAMES
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.conversion.huggingface.read_write import open_hf, write_hf
 from megatron_ds.conversion.inspect.verify import (

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_ds.checkpoint.output_folder import OnTensor
+from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.model_settings import read_json_object
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders

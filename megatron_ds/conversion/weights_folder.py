@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.checkpoint.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.files.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.checkpoint.metadata import MANIFEST, TOKENIZER, manifest_text, read_manifest
-from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.model_settings import ModelSettings, read_json_object

@@ -2,12 +2,11 @@
 
 The data flow, in the order of the files:
 
-    indexed_dataset                       a pair of token files
+    token_files/                          pairs of token files
     remote/                               the cache of pairs by URL on the disk of a node
     sample_index, index_cache             which tokens make sample i
     gpt_dataset                           samples of one file
-    blend_spec, blend_schedule, blended_dataset, blend_history
-                                          blends of files, and their continuation on resume
+    blend/                                blends of files, and their continuation on resume
     validation                            checks of flags and files
     build_datasets                        train, valid and test
     micro_batches                         batches of one data-parallel rank

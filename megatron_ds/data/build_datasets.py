@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ds.config.problems import Problem, UserError, raise_if_any, user_error
-from megatron_ds.data.blend_history import (
+from megatron_ds.data.blend.blend_history import (
     BlendHistory,
     LengthPeriod,
     SourceId,
@@ -26,27 +26,27 @@ from megatron_ds.data.blend_history import (
     with_copy_numbers,
     with_requests,
 )
-from megatron_ds.data.blend_schedule import FAIR, blend_order, order_version
-from megatron_ds.data.blend_spec import SPLITS, BlendSource, DatasetGroup
-from megatron_ds.data.blended_dataset import (
+from megatron_ds.data.blend.blend_schedule import FAIR, blend_order, order_version
+from megatron_ds.data.blend.blend_spec import SPLITS, BlendSource, DatasetGroup
+from megatron_ds.data.blend.blended_dataset import (
     BlendedDataset,
     BlendOrder,
     ConcatDataset,
     SingleSourceOrder,
 )
+from megatron_ds.data.blend.megatron_blend import core_samples_per_source, normalized
+from megatron_ds.data.blend.usage_report import FileUsage, describe_change
 from megatron_ds.data.gpt_dataset import NumberedDataset, TokenDataset
 from megatron_ds.data.index_cache import CACHE_FOLDER, ArrayCache
-from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.lazy_indexes import (
     LazyIndexes,
     LazyRemainingIndexes,
     LazySampleIndexes,
     OpenedFile,
 )
-from megatron_ds.data.megatron_blend import core_samples_per_source, normalized
 from megatron_ds.data.remote.token_cache import is_url
 from megatron_ds.data.sample_index import samples_per_source, total_samples
-from megatron_ds.data.usage_report import FileUsage, describe_change
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, empty_selection, out_of_vocabulary
 
 OPENED_AT_START = 1 << 26

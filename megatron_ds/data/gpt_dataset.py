@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
 from megatron_ds.data.remote.block_cache import USED
 from megatron_ds.data.remote.token_cache import Item, RemoteTokens, TokenCache
 from megatron_ds.data.sample_index import IntArray, SampleIndexes
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, Tokens
 
 SampleArray = npt.NDArray[np.int32]
 MAX_TOKEN = int(np.iinfo(np.int32).max)

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from megatron_ds.config.problems import UserError, user_error
-from megatron_ds.data.blend_spec import BlendSource
+from megatron_ds.data.blend.blend_spec import BlendSource
 from megatron_ds.data.gpt_dataset import GPTDataset, RemainingDataset, RemainingIndexes
 from megatron_ds.data.index_cache import ArrayCache, Arrays
-from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import (
     SampleIndexes,
     build_indexes,
@@ -24,6 +23,7 @@ from megatron_ds.data.sample_index import (
     shuffle_dtype,
     total_samples,
 )
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 
 INDEX_FORMAT = 1
 """Version of the indexes: to be increased if the same inputs give other indexes."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.data.blend_history import BlendHistory, SourceId, resume_history
-from megatron_ds.data.blend_schedule import FAIR, order_version
-from megatron_ds.data.blended_dataset import SingleSourceOrder
+from megatron_ds.data.blend.blend_history import BlendHistory, SourceId, resume_history
+from megatron_ds.data.blend.blend_schedule import FAIR, order_version
+from megatron_ds.data.blend.blended_dataset import SingleSourceOrder
 from megatron_ds.data.build_datasets import BlendProgress, Datasets
 from megatron_ds.data.dataset_request import BuildDataset, DatasetRequest, MapStyle
 from megatron_ds.data.gpt_dataset import SampleArray, TokenDataset

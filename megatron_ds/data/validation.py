@@ -14,11 +14,11 @@ import xxhash
 
 from megatron_ds.config import DataConfig, flag_of
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.blend_spec import SPLITS, DatasetGroup, DocumentSelection, read_groups
-from megatron_ds.data.indexed_dataset import IndexedDataset, Tokens
+from megatron_ds.data.blend.blend_spec import SPLITS, DatasetGroup, DocumentSelection, read_groups
+from megatron_ds.data.blend.usage_report import join_limited
 from megatron_ds.data.remote.token_cache import RemoteTokens, TokenCache, is_url
-from megatron_ds.data.tokenizer_metadata import tokenizer_mismatch
-from megatron_ds.data.usage_report import join_limited
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, Tokens
+from megatron_ds.data.token_files.tokenizer_metadata import tokenizer_mismatch
 from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 
 MAX_BLOCKS_PER_FILE = 64

@@ -39,17 +39,17 @@ from megatron_ds.engine.pipeline_module import PipelineStage, build_stage
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.launch.cpp_ops import build as build_cpp_ops
-from megatron_ds.model.attention_backends import AttentionOptions
-from megatron_ds.model.attention_cores import order_of
-from megatron_ds.model.attention_rule import AttentionRule, attention_rules
-from megatron_ds.model.attention_trial import select_kernel
-from megatron_ds.model.compiled_layers import try_layers
-from megatron_ds.model.elementwise import compile_elementwise
+from megatron_ds.model.attention.backends import AttentionOptions
+from megatron_ds.model.attention.cores import order_of
+from megatron_ds.model.attention.packed import AttentionBackend, PackingOptions
+from megatron_ds.model.attention.rule import AttentionRule, attention_rules
+from megatron_ds.model.attention.trial import select_kernel
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
+from megatron_ds.model.kernels.compiled_layers import try_layers
+from megatron_ds.model.kernels.elementwise import compile_elementwise
 from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.model.mlp import TiledMLP
 from megatron_ds.model.moe import try_grouped_products
-from megatron_ds.model.packed_attention import AttentionBackend, PackingOptions
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.half_products import replace_slow_products
 from megatron_ds.parallel.mesh import Mesh, Mpu

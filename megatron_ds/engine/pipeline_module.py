@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_ds.config import Config
 from megatron_ds.engine.deepspeed.patches import replace_pipeline_grid
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.model.attention_backends import AttentionOptions
+from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.stages import ENDS, layers_per_stage, stage_slices

@@ -17,9 +17,9 @@ from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.regions import Open
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.model.attention_backends import AttentionOptions
+from megatron_ds.model.attention.backends import AttentionOptions
+from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.weights import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
 

@@ -55,11 +55,11 @@ from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.engine.timers import StepTimers
 from megatron_ds.fileio.swap_folder import SwapFolder
-from megatron_ds.model.attention_backends import AttentionOptions
+from megatron_ds.model.attention.backends import AttentionOptions
+from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.inference_form import inference_form
 from megatron_ds.model.output_layer import TokenLoss
-from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams

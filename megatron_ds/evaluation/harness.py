@@ -33,9 +33,9 @@ from megatron_ds.evaluation.options import ModelOptions, Options
 from megatron_ds.evaluation.scoring import ScoredText, Scorer
 from megatron_ds.inference.cli import broadcast_from_rank0, loaded_model, open_checkpoint
 from megatron_ds.inference.generate import generate
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig
-from megatron_ds.inference.stop_rules import StopStrings
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig
+from megatron_ds.inference.generation.stop_rules import StopStrings
 from megatron_ds.launch import environment
 from megatron_ds.parallel.rng import stable_seed
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from megatron_ds.config.logging import FILE_TASKS
+from megatron_ds.config.options.logging import FILE_TASKS
 from megatron_ds.config.problems import user_error
 from megatron_ds.evaluation.scoring import Score, ScoredText, windows
 from megatron_ds.tokenizer import Tokenizer

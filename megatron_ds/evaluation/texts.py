@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.evaluation.tasks import Text
-from megatron_ds.preprocess.document_readers import DocumentReader
-from megatron_ds.preprocess.inputs import STDIN, InputSpec
-from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
+from megatron_ds.preprocess.documents.document_readers import DocumentReader
+from megatron_ds.preprocess.documents.inputs import STDIN, InputSpec
+from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
 from megatron_ds.tokenizer import Tokenizer
 
 VALID_DATA = "valid_data"

@@ -1,6 +1,6 @@
 """The public names of an own layer; importing them imports torch."""
 
-from megatron_ds.model.attention import KeyValueCache
+from megatron_ds.model.attention.self_attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.layers import LayerBuilder
 from megatron_ds.model.mlp import MLP

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from megatron_ds.cli.command import fail, parse, table_of
 from megatron_ds.config import Config, ModelConfig, flag_of
-from megatron_ds.config.checkpoint import missing_folder, split_location
 from megatron_ds.config.fields import option_field, option_group
+from megatron_ds.config.options.checkpoint import missing_folder, split_location
 from megatron_ds.config.problems import Problem, option
-from megatron_ds.launch import distributed, environment, output
+from megatron_ds.launch import environment, output
+from megatron_ds.launch.ranks import distributed
 
 if TYPE_CHECKING:
     from megatron_ds.conversion.source import SourceCheckpoint
@@ -201,7 +202,7 @@ def loaded_model(
     """
     from megatron_ds.conversion.registry import open_source
     from megatron_ds.inference import load_checkpoint
-    from megatron_ds.inference.packed_weights import pack_weights
+    from megatron_ds.inference.generation.packed_weights import pack_weights
     from megatron_ds.model.moe import try_grouped_products
     from megatron_ds.parallel.half_products import replace_slow_products
     from megatron_ds.parallel.mesh import Mesh

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron_ds.config.problems import raise_if_any
-from megatron_ds.inference.engine import GenerationEngine
-from megatron_ds.inference.sequences import GenerationConfig, TextSequence, prompt_problems
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.generation.sequences import (
+    GenerationConfig,
+    TextSequence,
+    prompt_problems,
+)
 from megatron_ds.model.gpt import GPTModel
 
 ShouldContinue = Callable[[], bool]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ds.checkpoint.full_weights import load_full_weights
+from megatron_ds.checkpoint.files.full_weights import load_full_weights
 from megatron_ds.config import ModelConfig, TokenizerConfig
 from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.conversion.native import DTYPES

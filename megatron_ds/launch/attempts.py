@@ -12,7 +12,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ds.launch.liveness import ProcessHandle
+from megatron_ds.launch.watch.liveness import ProcessHandle
 
 FUTILE = 3
 """Attempts that fail equally, after which there is no other."""

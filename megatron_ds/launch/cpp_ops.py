@@ -25,8 +25,8 @@ from pathlib import Path
 
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.launch.environment import local_rank, world_size
-from megatron_ds.launch.liveness import HostLocation
 from megatron_ds.launch.output import print_error, waiting_for, with_rank_prefix
+from megatron_ds.launch.watch.liveness import HostLocation
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 PROCESSES = Path("/proc")

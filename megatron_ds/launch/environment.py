@@ -16,7 +16,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_ds.launch import rank_variables
+from megatron_ds.launch.ranks import rank_variables
 
 GIVEN_LOCAL_RANK = "MEGATRON_DS_LOCAL_RANK"
 """The local rank of the launcher, whose variable `use_device` changes."""

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.launch import program_start
 from megatron_ds.launch.environment import host_suffix, local_rank, rank, world_size
 from megatron_ds.launch.exit_codes import ExitCode
+from megatron_ds.launch.process import program_start
 
 DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 SILENT_WAIT_S = 5.0

@@ -28,7 +28,13 @@ from megatron_ds.checkpoint.store.mirror import (
     staging_folder,
 )
 from megatron_ds.config import CheckpointConfig
-from megatron_ds.config.checkpoint import FORMATS, hub_model, is_remote, is_url, split_location
+from megatron_ds.config.options.checkpoint import (
+    FORMATS,
+    hub_model,
+    is_remote,
+    is_url,
+    split_location,
+)
 from megatron_ds.config.problems import Problem, UserError, renaming_fields, user_error
 from megatron_ds.conversion.weights_locations import HF_CONFIG
 from megatron_ds.fileio.file_lock import WaitPolicy, locked

@@ -17,8 +17,8 @@ from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, saved_config
 from megatron_ds.checkpoint.metadata import TOKENIZER, Checkpoint
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.fields import no_effect_problem
+from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, UserError, option, user_error
-from megatron_ds.config.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.tokenizer.stored_files import with_copies
 

@@ -21,7 +21,13 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
 from megatron_ds.config import CheckpointConfig, Config
-from megatron_ds.config.checkpoint import FORMATS, TAG, hub_model, missing_folder, split_location
+from megatron_ds.config.options.checkpoint import (
+    FORMATS,
+    TAG,
+    hub_model,
+    missing_folder,
+    split_location,
+)
 from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any, renaming_fields
 from megatron_ds.conversion.huggingface.read_config import read_settings
 from megatron_ds.conversion.megatron.detect import detect_megatron

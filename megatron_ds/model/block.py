@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention import Attention, KeyValueCache
-from megatron_ds.model.attention_rule import attention_rules
-from megatron_ds.model.elementwise import EAGER, Elementwise
+from megatron_ds.model.attention.rule import attention_rules
+from megatron_ds.model.attention.self_attention import Attention, KeyValueCache
+from megatron_ds.model.kernels.elementwise import EAGER, Elementwise
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm

@@ -14,16 +14,16 @@ from functools import partial
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig, MoEConfig, RecomputeConfig
-from megatron_ds.model.attention import KeyValueCache
-from megatron_ds.model.attention_backends import CALLERS, AttentionOptions
-from megatron_ds.model.attention_rule import AttentionRule
+from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
+from megatron_ds.model.attention.packed import Keys, PackedBatchInfo, PackingOptions
+from megatron_ds.model.attention.rule import AttentionRule
+from megatron_ds.model.attention.self_attention import KeyValueCache
 from megatron_ds.model.block import Block
-from megatron_ds.model.elementwise import Elementwise
 from megatron_ds.model.embedding import Embedding
+from megatron_ds.model.kernels.elementwise import Elementwise
 from megatron_ds.model.layers import BUILT_IN, CustomParts, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
 from megatron_ds.model.output_layer import OutputLayer, TokenLoss
-from megatron_ds.model.packed_attention import Keys, PackedBatchInfo, PackingOptions
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_ds.config import MoEConfig
-from megatron_ds.model.attention_cores import VARYING_SIZES, backends_in_order
+from megatron_ds.model.attention.cores import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.position_embedding import PositionEncoder
 from megatron_ds.parallel.mesh import Group, Mesh

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.elementwise import EAGER
+from megatron_ds.model.kernels.elementwise import EAGER
 from megatron_ds.model.spec.parts import FeedForwardSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.chunks import num_tiles

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.problems import Problem
-from megatron_ds.model.elementwise import EAGER, TOLERANCE
+from megatron_ds.model.kernels.elementwise import EAGER, TOLERANCE
 from megatron_ds.model.spec.parts import ExpertsSpec
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.collectives import (

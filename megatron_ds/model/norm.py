@@ -8,7 +8,7 @@ from enum import StrEnum
 import torch
 from torch import nn
 
-from megatron_ds.model.apex import apex_class
+from megatron_ds.model.kernels.apex import apex_class
 from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import declare

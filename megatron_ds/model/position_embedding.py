@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention_backends import CALLERS, AttentionOptions
-from megatron_ds.model.attention_cores import AttentionCore, UlyssesAttention
-from megatron_ds.model.attention_masks import MaskTables, alibi_slopes
-from megatron_ds.model.attention_rule import AttentionRule, Rope
-from megatron_ds.model.packed_attention import Keys
+from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
+from megatron_ds.model.attention.cores import AttentionCore, UlyssesAttention
+from megatron_ds.model.attention.masks import MaskTables, alibi_slopes
+from megatron_ds.model.attention.packed import Keys
+from megatron_ds.model.attention.rule import AttentionRule, Rope
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.ulysses import local_slice
 

@@ -143,9 +143,9 @@ def _attention_problems(
         return
     import torch
 
-    from megatron_ds.model.attention_backends import selected_backend
-    from megatron_ds.model.attention_cores import order_of
-    from megatron_ds.model.attention_rule import attention_rules
+    from megatron_ds.model.attention.backends import selected_backend
+    from megatron_ds.model.attention.cores import order_of
+    from megatron_ds.model.attention.rule import attention_rules
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes[config.precision.name]

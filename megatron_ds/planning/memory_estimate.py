@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
-from megatron_ds.config.optimizer import MUON_BATCH
-from megatron_ds.model.attention_rule import attention_rules
+from megatron_ds.config.options.optimizer import MUON_BATCH
+from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
 from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
 from megatron_ds.model.stages import layers_per_stage, rank_layers

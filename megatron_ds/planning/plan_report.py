@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config
+from megatron_ds.config.options.schedule import SUFFIXES
 from megatron_ds.config.problems import counted
-from megatron_ds.config.schedule import SUFFIXES
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.planning.plan import AXES, Link, Plan, make_plan

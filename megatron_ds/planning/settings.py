@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds.config import Config
-from megatron_ds.config.data import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS
+from megatron_ds.config.options.data import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS
 from megatron_ds.config.problems import Problem, with_default_flags
 from megatron_ds.engine.ds_config.fields import as_flag
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.config.problems import user_error
-from megatron_ds.data.indexed_dataset import token_dtype
-from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
-from megatron_ds.preprocess.parsing import (
+from megatron_ds.data.token_files.indexed_dataset import token_dtype
+from megatron_ds.preprocess.documents.formats import RawDocument, UnreadableDocument
+from megatron_ds.preprocess.documents.parsing import (
     EMPTY_TEXT,
     REFUSED_TEXT,
     RejectedDocument,
@@ -25,7 +25,7 @@ from megatron_ds.preprocess.parsing import (
     texts_of,
     utf8_size,
 )
-from megatron_ds.preprocess.sentence_splitter import Splitter
+from megatron_ds.preprocess.documents.sentence_splitter import Splitter
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.tokenizer import Tokenizer
 

@@ -11,9 +11,9 @@ from megatron_ds.config.checks import prefix_problems
 from megatron_ds.config.fields import field_problems, option_field, option_group
 from megatron_ds.config.problems import Problem
 from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX
-from megatron_ds.preprocess.inputs import QUARANTINE, InputSpec
-from megatron_ds.preprocess.parsing import TextFields
-from megatron_ds.preprocess.sentence_splitter import Splitter
+from megatron_ds.preprocess.documents.inputs import QUARANTINE, InputSpec
+from megatron_ds.preprocess.documents.parsing import TextFields
+from megatron_ds.preprocess.documents.sentence_splitter import Splitter
 from megatron_ds.preprocess.shards import Shard
 
 

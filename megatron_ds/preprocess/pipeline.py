@@ -27,16 +27,16 @@ from megatron_ds.config.problems import (
     raise_if_any,
     user_error,
 )
-from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
-from megatron_ds.data.indexed_writer import TokenFileWriter, WriteCounts
-from megatron_ds.data.tokenizer_metadata import metadata_json
+from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
+from megatron_ds.data.token_files.indexed_writer import TokenFileWriter, WriteCounts
+from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import ResumableOutput
-from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.documents.formats import content_size
+from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
+from megatron_ds.preprocess.documents.parsing import BROKEN_JSON, RejectedDocument, texts_of
 from megatron_ds.preprocess.encoder import Chunk, EncodedChunk, Encoder
-from megatron_ds.preprocess.formats import content_size
-from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.options import PreprocessOptions
-from megatron_ds.preprocess.parsing import BROKEN_JSON, RejectedDocument, texts_of
 from megatron_ds.preprocess.shards import lines_before, slices
 from megatron_ds.preprocess.stage_timer import StageTimer
 from megatron_ds.preprocess.worker_pool import Workers

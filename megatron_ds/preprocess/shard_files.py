@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.fileio.atomic import write_atomically
 from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX, ResumableOutput, complete_progress
-from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX
+from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.shards import Shard
 
 T = TypeVar("T")

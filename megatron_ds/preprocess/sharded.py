@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config.problems import raise_if_any, user_error
-from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.tokenizer_metadata import metadata_json
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import ResumableOutput, complete_progress
-from megatron_ds.preprocess.document_readers import ReadPosition
-from megatron_ds.preprocess.inputs import PROGRESS_SUFFIX, QUARANTINE
+from megatron_ds.preprocess.documents.document_readers import ReadPosition
+from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX, QUARANTINE
+from megatron_ds.preprocess.documents.parsing import RejectedDocument
 from megatron_ds.preprocess.options import PreprocessOptions
-from megatron_ds.preprocess.parsing import RejectedDocument
 from megatron_ds.preprocess.pipeline import (
     REJECTED,
     Progress,

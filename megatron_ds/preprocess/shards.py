@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.preprocess.inputs import InputFile, InputSpec, format_of
+from megatron_ds.preprocess.documents.inputs import InputFile, InputSpec, format_of
 
 READ_BYTES = 1 << 20
 

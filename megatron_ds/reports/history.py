@@ -23,7 +23,7 @@ import numpy.typing as npt
 from megatron_ds.checkpoint.metadata import RUN, iteration_of, list_checkpoints
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.training.events import EVENTS
+from megatron_ds.training.loggers.events import EVENTS
 
 METRICS = "metrics.jsonl"
 """File of a --save folder."""

@@ -8,8 +8,8 @@ import json
 import warnings
 from collections.abc import Sequence
 
+from megatron_ds.config.options.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.config.problems import Problem, option, user_error
-from megatron_ds.config.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.tokenizer.base import Tokenizer, import_library, library_errors, read_bytes
 
 DEFAULT_VOCAB_SIZE = 1 << 17

@@ -18,14 +18,15 @@ from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import Checkpoint
 from megatron_ds.config import Config
 from megatron_ds.config.problems import user_error
+from megatron_ds.data.blend.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.data.build_datasets import Datasets, build_datasets
 from megatron_ds.data.map_dataset import build_own_datasets
-from megatron_ds.data.usage_report import USAGE_FILE, describe_blend, summary
 from megatron_ds.engine.build import build_engine
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.evaluation.in_training import TaskEvaluation
-from megatron_ds.launch import device, distributed, output
-from megatron_ds.launch.lifecycle import ProcessLifecycle
+from megatron_ds.launch import device, output
+from megatron_ds.launch.process.lifecycle import ProcessLifecycle
+from megatron_ds.launch.ranks import distributed
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.model.layers import CustomParts
@@ -33,10 +34,10 @@ from megatron_ds.model.spec.architecture import run_spec
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.planning.memory_estimate import planned_memory
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.events import EventLog
 from megatron_ds.training.exit_conditions import ExitConditions
 from megatron_ds.training.extensions import Extensions
-from megatron_ds.training.loggers import (
+from megatron_ds.training.loggers.events import EventLog
+from megatron_ds.training.loggers.selection import (
     Console,
     ShortConsole,
     is_short,
@@ -44,10 +45,10 @@ from megatron_ds.training.loggers import (
     time_details,
 )
 from megatron_ds.training.metrics import Metrics, ThroughputModel
-from megatron_ds.training.preflight import RunInputs
-from megatron_ds.training.profiling import open_profiling
+from megatron_ds.training.profile.profiling import open_profiling
 from megatron_ds.training.records import Logger
-from megatron_ds.training.startup_report import (
+from megatron_ds.training.start.preflight import RunInputs
+from megatron_ds.training.start.startup_report import (
     FirstStepsReport,
     StartReport,
     log_timestamp,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.stop_request import StopReason, StopRequest
+from megatron_ds.launch.process.stop_request import StopReason, StopRequest
 
 
 @dataclass(frozen=True)

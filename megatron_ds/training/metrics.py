@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch import output
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
+from megatron_ds.training.profile.stragglers import slowest_rank
 from megatron_ds.training.records import (
     SPLITS,
     EvalRecord,
@@ -23,7 +24,6 @@ from megatron_ds.training.records import (
     StepRecord,
     TaskRecord,
 )
-from megatron_ds.training.stragglers import slowest_rank
 
 MeanOverDp = Callable[[list[float]], list[float]]
 """Element-wise mean of a list over the data-parallel ranks; collective."""

@@ -11,30 +11,31 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
-from megatron_ds.checkpoint.folder_checks import claimed_folders
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.folders.folder_checks import claimed_folders
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
 from megatron_ds.checkpoint.store.claim import claimed_stores
 from megatron_ds.config import Config
 from megatron_ds.engine.deepspeed.patches import require_precision
-from megatron_ds.launch import distributed, output
+from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.hang_watch import HangWatch
-from megatron_ds.launch.host_watch import HostWatch
-from megatron_ds.launch.lifecycle import ProcessLifecycle
-from megatron_ds.launch.rank_end import POLL_S
+from megatron_ds.launch.process.lifecycle import ProcessLifecycle
+from megatron_ds.launch.process.rank_end import POLL_S
+from megatron_ds.launch.process.stop_request import StopReason
+from megatron_ds.launch.ranks import distributed
 from megatron_ds.launch.startup_timer import StartupTimer
-from megatron_ds.launch.stop_request import StopReason
+from megatron_ds.launch.watch.hang_watch import HangWatch
+from megatron_ds.launch.watch.host_watch import HostWatch
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.tokenizer.stored_files import read_files
 from megatron_ds.training.build import RunParts, build_trainer
-from megatron_ds.training.events import EventLog
 from megatron_ds.training.extensions import Extensions
-from megatron_ds.training.loggers import owned_tensorboard_folder
-from megatron_ds.training.preflight import RunInputs
-from megatron_ds.training.startup_report import StartReport
+from megatron_ds.training.loggers.events import EventLog
+from megatron_ds.training.loggers.selection import owned_tensorboard_folder
+from megatron_ds.training.start.preflight import RunInputs
+from megatron_ds.training.start.startup_report import StartReport
 from megatron_ds.training.trainer import Trainer
 
 

@@ -15,16 +15,17 @@ from megatron_ds.cli.arguments import Warn
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
-from megatron_ds.launch import environment, rank_log
-from megatron_ds.launch.lifecycle import process_lifecycle
+from megatron_ds.launch import environment
+from megatron_ds.launch.process import rank_log
+from megatron_ds.launch.process.lifecycle import process_lifecycle
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.loading.plan import LoadPlan, continue_schedule, make_plan
 from megatron_ds.planning.settings import without_tokenizer
 from megatron_ds.training.extensions import Extensions
 
 if TYPE_CHECKING:
-    from megatron_ds.launch.roll_call import RollCall
-    from megatron_ds.training.preflight import RunInputs
+    from megatron_ds.launch.ranks.roll_call import RollCall
+    from megatron_ds.training.start.preflight import RunInputs
 
 
 def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
@@ -85,7 +86,7 @@ def _read_settings(
 
     def check(config: Config, size: int, is_sound: bool, warn: Warn) -> list[Problem]:
         """Checks files and machine; imported here, after --help has been answered."""
-        from megatron_ds.training import preflight
+        from megatron_ds.training.start import preflight
 
         problems, inputs = preflight.check(config, plans[0], size, is_sound, warn)
         opened.append(inputs)
@@ -127,7 +128,7 @@ def complete_settings(
 def _describe(
     roll_call: RollCall, config: Config, plan: LoadPlan, inputs: RunInputs | None
 ) -> None:
-    from megatron_ds.training import rank_settings  # after --help has been answered
+    from megatron_ds.training.start import rank_settings
 
     rank_settings.describe(roll_call, config, plan, inputs)
 

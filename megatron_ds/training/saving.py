@@ -13,7 +13,7 @@ from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, option
-from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import output
 from megatron_ds.train_state import TrainState

@@ -16,7 +16,7 @@ from megatron_ds import schedules
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
@@ -25,16 +25,16 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.evaluation.in_training import Stopped, TaskEvaluation
 from megatron_ds.launch import output
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted
-from megatron_ds.launch.hang_watch import HangWatch
+from megatron_ds.launch.watch.hang_watch import HangWatch
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan, StepResult, TrainState
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 from megatron_ds.training.extensions import Callback
 from megatron_ds.training.metrics import Metrics
-from megatron_ds.training.profiling import Profiling
+from megatron_ds.training.profile.profiling import Profiling
 from megatron_ds.training.saving import Saver
 from megatron_ds.training.skipped_steps import SkippedSteps
-from megatron_ds.training.startup_report import FirstStepsReport, log_timestamp
+from megatron_ds.training.start.startup_report import FirstStepsReport, log_timestamp
 
 MICRO_BATCHES_PER_CALL = 4
 """Micro-batches that are evaluated between two checks for a request to stop."""

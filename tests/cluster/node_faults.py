@@ -9,7 +9,8 @@ import time
 from typing import Any
 
 from megatron_ds.fileio import visibility
-from megatron_ds.launch import device, distributed
+from megatron_ds.launch import device
+from megatron_ds.launch.ranks import distributed
 
 CLOCK_S = 3600.0
 FAULTS = os.environ.get("NODE_FAULTS", "").split()

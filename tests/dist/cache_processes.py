@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from megatron_ds.config import DataConfig
 from megatron_ds.config.problems import UserError
-from megatron_ds.data import blend_schedule, index_cache
+from megatron_ds.data import index_cache
+from megatron_ds.data.blend import blend_schedule
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.validation import DataFiles
 from megatron_ds.fileio.file_lock import WaitPolicy

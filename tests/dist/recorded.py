@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from megatron_ds.model.attention import Attention
-from megatron_ds.model.attention_cores import AttentionCore
+from megatron_ds.model.attention.cores import AttentionCore
+from megatron_ds.model.attention.self_attention import Attention
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.moe import Router

@@ -18,9 +18,9 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from megatron_ds.config import Config, ModelConfig, OptimizerConfig
-from megatron_ds.model.attention_backends import AttentionOptions
+from megatron_ds.model.attention.backends import AttentionOptions
+from megatron_ds.model.attention.packed import FlexKernel, PackingOptions
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import router_metrics

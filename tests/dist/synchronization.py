@@ -22,7 +22,7 @@ import megatron_ds
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import Engine
-from megatron_ds.launch.stop_request import StopRequest
+from megatron_ds.launch.process.stop_request import StopRequest
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.exit_conditions import ExitConditions

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds.config import LoggingConfig
-from megatron_ds.launch.distributed import create_host_group
-from megatron_ds.launch.stop_request import StopReason, StopRequest
+from megatron_ds.launch.process.stop_request import StopReason, StopRequest
+from megatron_ds.launch.ranks.distributed import create_host_group
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.training.build import mean_over_group
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision

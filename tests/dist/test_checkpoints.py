@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from torch.distributed import distributed_c10d
 
-from megatron_ds.checkpoint import local_files
-from megatron_ds.checkpoint.collective_io import CollectiveIO
-from megatron_ds.checkpoint.folder_checks import claimed_folders
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.folders.folder_checks import claimed_folders
+from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, read_manifest
 from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
-from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.engine.deepspeed import checkpoint_io
 from megatron_ds.fileio.atomic import FileRecord

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.packed_attention import PackingOptions, VarlenKernel
+from megatron_ds.model.attention.packed import PackingOptions, VarlenKernel
 from tests.unit.model.dense import build_model, computed_by, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG
 

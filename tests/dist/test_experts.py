@@ -21,8 +21,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
-from megatron_ds.checkpoint.full_weights import lazy_full_weights
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.full_weights import lazy_full_weights
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, read_manifest, read_run
 from megatron_ds.config import CheckpointConfig

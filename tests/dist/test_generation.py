@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from megatron_ds.inference.generate import generate
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.parallel.mesh import Mesh
 from tests.distributed import run_ranks
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.config import (
     CheckpointConfig,

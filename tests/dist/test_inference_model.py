@@ -12,7 +12,7 @@ import torch
 from megatron_ds.evaluation import scoring
 from megatron_ds.evaluation.scoring import ScoredText, Scorer
 from megatron_ds.inference.generate import GenerationConfig, generate
-from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams

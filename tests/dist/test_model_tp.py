@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ds.config.model import ACTIVATIONS, ModelConfig
+from megatron_ds.config.model.model import ACTIVATIONS, ModelConfig
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh

@@ -9,8 +9,8 @@ import pytest
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
-from megatron_ds.data.indexed_writer import pair_writer
 from megatron_ds.data.micro_batches import MicroBatchIterator
+from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.data.validation import DataFiles
 
 SAMPLES = 24

@@ -37,9 +37,10 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
 )
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
-from megatron_ds.checkpoint.full_weights import lazy_full_weights
-from megatron_ds.checkpoint.local_files import find_damaged_files
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.full_weights import lazy_full_weights
+from megatron_ds.checkpoint.files.local_files import find_damaged_files
+from megatron_ds.checkpoint.files.native_reader import SavedStates
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
@@ -48,7 +49,6 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     read_run,
 )
-from megatron_ds.checkpoint.native_reader import SavedStates
 from megatron_ds.checkpoint.universal.folders import SUFFIX
 from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified
 from megatron_ds.config import CheckpointConfig, Config, support_matrix

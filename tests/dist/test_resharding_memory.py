@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from megatron_ds.checkpoint.files.native_reader import SavedStates
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import list_checkpoints
-from megatron_ds.checkpoint.native_reader import SavedStates
 from megatron_ds.checkpoint.universal.folders import SUFFIX
 from megatron_ds.checkpoint.universal.reader import UniversalStates
 from megatron_ds.checkpoint.universal.writer import convert_checkpoint, open_verified

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_ds.launch import roll_call
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.host_differences import Verdict
-from megatron_ds.launch.roll_call import HostsDiffer, RollCall
+from megatron_ds.launch.ranks import roll_call
+from megatron_ds.launch.ranks.host_differences import Verdict
+from megatron_ds.launch.ranks.roll_call import HostsDiffer, RollCall
 from tests.distributed import run_ranks
 from tests.fork_server import free_port
 from tests.problems import printed_codes

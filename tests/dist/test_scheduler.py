@@ -10,13 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ds.inference import tp_group
-from megatron_ds.inference.beam import BeamSearchConfig
-from megatron_ds.inference.engine import GenerationEngine
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.scheduler import Failed, Finished, Scheduler
-from megatron_ds.inference.service import GenerationJob, TextGenerationService
-from megatron_ds.inference.tp_group import TpGroupBroken, TpLink
+from megatron_ds.inference.generation import tp_group
+from megatron_ds.inference.generation.beam import BeamSearchConfig
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.tp_group import TpGroupBroken, TpLink
+from megatron_ds.inference.serving.scheduler import Failed, Finished, Scheduler
+from megatron_ds.inference.serving.service import GenerationJob, TextGenerationService
 from megatron_ds.parallel.mesh import Mesh
 from tests.distributed import run_ranks
 from tests.unit.inference.models import EOD, model_of

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     check_names,
@@ -23,7 +24,6 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     read_run,
 )
-from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from tests.e2e.runs import (

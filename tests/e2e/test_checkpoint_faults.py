@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints, read_run
-from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.launch.exit_codes import ExitCode
 from tests.e2e.runs import (
     ENDLESS,

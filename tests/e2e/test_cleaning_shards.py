@@ -16,7 +16,7 @@ from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.cleaning.sharded import ShardedCleaning, clean_shard
 from megatron_ds.cleaning.stats import Counts
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.shard_files import shard_folder
 from megatron_ds.preprocess.shards import Shard
 from tests.cleaning_runs import corpus, everything, files, write

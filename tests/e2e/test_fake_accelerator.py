@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.inference.beam import BeamSearchConfig, beam_search
 from megatron_ds.inference.generate import continue_prompts
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig
+from megatron_ds.inference.generation.beam import BeamSearchConfig, beam_search
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig
 from tests.distributed import run_ranks
 from tests.e2e.runs import (
     REPOSITORY,
@@ -226,8 +226,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.8},
     "forbidden tokens": {"greedy": True},
 }
-CHOICE = "copy megatron_ds/inference/engine.py _sample"
-BEAMS = "copy megatron_ds/inference/beam.py _best_extensions"
+CHOICE = "copy megatron_ds/inference/generation/engine.py _sample"
+BEAMS = "copy megatron_ds/inference/generation/beam.py _best_extensions"
 Generated = tuple[list[list[int]], Counter[str], dict[str, int]]
 """Texts, reads by kind and place, and what the device has counted."""
 
@@ -273,7 +273,7 @@ def test_decoding_waits_once_for_each_token() -> None:
     """And copies no numbers of the host from memory that is not pinned; top-p waits more often."""
     ((found, expected),) = run_ranks(generate, 1, device.library())
     reads = {name: each for name, (_, each, _) in found.items()}
-    assert reads["top-p"].pop("aten::nonzero megatron_ds/inference/sampling.py draw") > 0
+    assert reads["top-p"].pop("aten::nonzero megatron_ds/inference/generation/sampling.py draw") > 0
     places = {**dict.fromkeys(SAMPLING, CHOICE), "beams": BEAMS}
     assert reads == {name: {place: NEW_TOKENS} for name, place in places.items()}
     for name, (texts, _, counts) in found.items():

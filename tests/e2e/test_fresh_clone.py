@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from tests.e2e.runs import REPOSITORY, Launcher, Run, free_port, losses
 from tests.fork_server import clean_environment
 from tools import make_corpus

@@ -38,8 +38,8 @@ load(f"megatron_ds.{name}" for name in (
 ))
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training import loggers
-loggers.open_loggers(Config(), TrainState(), world_size=1, dp_size=1, save=None, write=print)
+from megatron_ds.training.loggers import selection
+selection.open_loggers(Config(), TrainState(), world_size=1, dp_size=1, save=None, write=print)
 assert "tensorboard" not in sys.modules
 del sys.modules["deepspeed"]
 import deepspeed
@@ -97,7 +97,7 @@ def test_help_and_problems_load_no_torch(command: str, status: int, shown: str) 
 def test_preprocessing_imports_what_it_uses() -> None:
     code = """
 import sys, megatron_ds.preprocess.pipeline, megatron_ds.tokenizer.gpt2
-from megatron_ds.preprocess.sentence_splitter import choose_splitter
+from megatron_ds.preprocess.documents.sentence_splitter import choose_splitter
 choose_splitter("english", False, "rules")("A b. C.")
 slow = ("torch", "transformers", "deepspeed", "rich", "nltk")
 sys.exit(str([name for name in slow if name in sys.modules] or ""))

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.config.problems import UserError
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.fileio import resumable
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.faults import is_killed_at

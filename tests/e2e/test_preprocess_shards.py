@@ -18,10 +18,10 @@ from pyarrow import parquet
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.fileio import resumable
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.sentence_splitter import choose_splitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, preprocess
-from megatron_ds.preprocess.sentence_splitter import choose_splitter
 from megatron_ds.preprocess.shard_files import shard_folder
 from megatron_ds.preprocess.sharded import ShardedRun, preprocess_shard
 from megatron_ds.preprocess.shards import Shard

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint import shared_folders
+from megatron_ds.checkpoint.folders import shared_folders
 from megatron_ds.checkpoint.local import nodes
 from tests.e2e.runs import ENDLESS, RANKS, TIMING_KEYS, Launcher, Record, Run, Settings
 from tests.object_server import BUCKET, s3_server

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.inference.api_schema import Defaults
+from megatron_ds.inference.serving.api_schema import Defaults
 from tests.e2e.runs import DEADLINE, Launcher, Settings
 from tests.e2e.servers import Server
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.config.deepspeed_file import get, leaves
+from megatron_ds.config.options.deepspeed_file import get, leaves
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config.problems import UserError
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import pipeline as module
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.parsing import REFUSED_TEXT
 from megatron_ds.preprocess.options import PreprocessOptions
-from megatron_ds.preprocess.parsing import REFUSED_TEXT
 from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.preprocess.worker_pool import Workers
 from megatron_ds.tokenizer.null import NullTokenizer

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_ds.inference import server as server_module
-from megatron_ds.inference.api_schema import Defaults, GenerationRequest, read, read_fields
-from megatron_ds.inference.chat_api import ChatApi, ChatRequest
-from megatron_ds.inference.completions_api import CompletionRequest, CompletionsApi
-from megatron_ds.inference.engine import GenerationEngine
-from megatron_ds.inference.megatron_api import MegatronApi
-from megatron_ds.inference.scheduler import Scheduler
-from megatron_ds.inference.server import ServerOptions, TextServer, listen
-from megatron_ds.inference.service import TextGenerationService
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.serving import server as server_module
+from megatron_ds.inference.serving.api_schema import Defaults, GenerationRequest, read, read_fields
+from megatron_ds.inference.serving.chat_api import ChatApi, ChatRequest
+from megatron_ds.inference.serving.completions_api import CompletionRequest, CompletionsApi
+from megatron_ds.inference.serving.megatron_api import MegatronApi
+from megatron_ds.inference.serving.scheduler import Scheduler
+from megatron_ds.inference.serving.server import ServerOptions, TextServer, listen
+from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.tokenizer.chat_template import ChatTemplate
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON, REJECTED, read_or_error
 from tests.unit.inference.models import model_of

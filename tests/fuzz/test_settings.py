@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.blend_spec import DatasetGroup, parse_blend
+from megatron_ds.data.blend.blend_spec import DatasetGroup, parse_blend
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.sample_index import parse_split, split_bounds
 from megatron_ds.data.validation import DataFiles

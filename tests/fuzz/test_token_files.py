@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.gpt_dataset import GPTDataset
-from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.sample_index import build_indexes
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, REJECTED, read_or_error
 from tests.problems import raises_problem
 from tests.token_files import write_pair

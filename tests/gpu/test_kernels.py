@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.func import functional_call
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.inference.sampling import choose, noise_key
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.model.attention_cores import SDPA
-from megatron_ds.model.attention_masks import ragged_bias, score_bias
+from megatron_ds.inference.generation.sampling import choose, noise_key
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.model.attention.cores import SDPA
+from megatron_ds.model.attention.masks import ragged_bias, score_bias
+from megatron_ds.model.attention.packed import PerDocumentSDPA, document_lengths
 from megatron_ds.model.norm import apex_rms_norm, build_norm
-from megatron_ds.model.packed_attention import PerDocumentSDPA, document_lengths
 from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.parallel.mesh import Mesh
 

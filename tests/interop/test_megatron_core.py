@@ -18,19 +18,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig, TokenizerConfig
-from megatron_ds.data.blend_schedule import blend_order
+from megatron_ds.data.blend.blend_schedule import blend_order
+from megatron_ds.data.blend.megatron_blend import normalized
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import GPTDataset
-from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
-from megatron_ds.data.indexed_writer import pair_writer
-from megatron_ds.data.megatron_blend import normalized
-from megatron_ds.data.merge import merge
 from megatron_ds.data.sample_index import build_indexes
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, token_dtype
+from megatron_ds.data.token_files.indexed_writer import pair_writer
+from megatron_ds.data.token_files.merge import merge
 from megatron_ds.data.validation import DataFiles
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.sentence_splitter import Splitter, choose_splitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
-from megatron_ds.preprocess.sentence_splitter import Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 pytestmark = [pytest.mark.interop, pytest.mark.filterwarnings("ignore:::megatron")]

@@ -49,7 +49,7 @@ from triton.backends.compiler import GPUTarget
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.model.block import Block
-from megatron_ds.model.elementwise import activate, add_dropout
+from megatron_ds.model.kernels.elementwise import activate, add_dropout
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.position_embedding import AttentionContext, rope_table, rotate
 from megatron_ds.model.weight_init import Initializer

@@ -53,7 +53,7 @@ ALLOWED = {
 ONLY_IN = {
     "argparse": "conversion/megatron/write_common.py",
     "deepspeed": "engine/ checkpoint/universal/ launch/",
-    "fastapi starlette uvicorn": "inference/server.py inference/access.py",
+    "fastapi starlette uvicorn": "inference/serving/server.py inference/serving/access.py",
     "os.environ os.environb os.getenv os.putenv os.unsetenv": "launch/",
     "pretrain_gpt tools benchmarks tests": "",
     "torch.cuda": "launch/device.py",
@@ -66,11 +66,10 @@ NEVER_IN = {
         checkpoint/selection.py checkpoint/store/ config/ fileio/ train_state.py schedules.py
         schedule_validation.py extend/__init__.py
         training/extensions.py training/records.py training/run.py
-        data/blend_schedule.py data/blend_spec.py
-        data/build_datasets.py data/child_process.py data/index_cache.py data/indexed_dataset.py
-        data/loader_process.py data/merge.py data/sample_index.py data/token_file_stats.py
-        data/tokenizer_metadata.py data/remote/ data/validation.py preprocess/
-        reports/ training/events.py model/spec/ model/stages.py parallel/weights.py""",
+        data/blend/blend_schedule.py data/blend/blend_spec.py data/build_datasets.py
+        data/child_process.py data/index_cache.py data/loader_process.py data/remote/
+        data/sample_index.py data/token_files/ data/validation.py preprocess/
+        reports/ training/loggers/events.py model/spec/ model/stages.py parallel/weights.py""",
     "torch.distributed deepspeed megatron_ds.parallel": "data/ preprocess/ tokenizer/ cleaning/ "
     "fileio/",
 }

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint import local_files
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.exchange import Transfer, exchange
 from megatron_ds.checkpoint.local.nodes import Nodes
 from megatron_ds.checkpoint.metadata import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.fileio.atomic import FileRecord, fsync_file, name_in_errors
 
 CHUNK = 2**24

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 
 TOKEN = ".node-"
 """Prefix of the file by which a rank is found."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from megatron_ds.checkpoint import run_lock
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.folders import run_lock
+from megatron_ds.checkpoint.folders.run_lock import RunLock
 from megatron_ds.checkpoint.local.nodes import Nodes
 from megatron_ds.checkpoint.location import Location, RunFolders
-from megatron_ds.checkpoint.run_lock import RunLock
 from megatron_ds.checkpoint.store import mirror as staging
 from megatron_ds.checkpoint.store.fetch import StoreFolder
 from megatron_ds.checkpoint.store.lock import StoreLockFile

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from megatron_ds.checkpoint import local_files, metadata
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint import metadata
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.nodes import Nodes
 from megatron_ds.checkpoint.metadata import MANIFEST, find_record_damage, read_manifest
 from megatron_ds.checkpoint.store import mirror as staging

@@ -12,7 +12,7 @@ import itertools
 import time
 from contextlib import suppress
 
-from megatron_ds.checkpoint.run_lock import LOCK
+from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.fileio.object_store import ObjectStore
 
 SETTLE_S = 1.0

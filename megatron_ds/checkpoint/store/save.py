@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ds.checkpoint import local_files
-from megatron_ds.checkpoint.collective_io import RankWork
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.collective_io import RankWork
+from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     POINTER_PENDING,
@@ -32,7 +33,6 @@ from megatron_ds.checkpoint.metadata import (
     list_checkpoints,
     read_manifest,
 )
-from megatron_ds.checkpoint.run_lock import LOCK
 from megatron_ds.checkpoint.save_steps import SaveSteps, Steps
 from megatron_ds.checkpoint.store.fetch import StoreFolder
 from megatron_ds.checkpoint.store.mirror import CHECKPOINT_FOLDER, METRICS

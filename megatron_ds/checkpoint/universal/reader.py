@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_ds.checkpoint.files.native_reader import COUNTERS, SavedStates
 from megatron_ds.checkpoint.metadata import Checkpoint
-from megatron_ds.checkpoint.native_reader import COUNTERS, SavedStates
 from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, STATES, STEP, ZERO
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors

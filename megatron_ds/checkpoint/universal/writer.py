@@ -20,7 +20,10 @@ import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from torch import Tensor
 
-from megatron_ds.checkpoint.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.files.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.files.native_reader import SavedStates
+from megatron_ds.checkpoint.files.native_settings import model_config
+from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
     MANIFEST,
@@ -33,9 +36,6 @@ from megatron_ds.checkpoint.metadata import (
     read_manifest,
     read_run,
 )
-from megatron_ds.checkpoint.native_reader import SavedStates
-from megatron_ds.checkpoint.native_settings import model_config
-from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
 from megatron_ds.checkpoint.universal.folders import (
     FP32,
     OPTIMIZER_STATE,

@@ -20,7 +20,7 @@ from megatron_ds.cli.doctor.shell import Reading
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.deepspeed_file import get, leaves
+from megatron_ds.config.options.deepspeed_file import get, leaves
 from megatron_ds.config.problems import user_error
 
 FILES = (".toml", ".yaml", ".yml", ".json")

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_ds.cli.doctor.diagnosis import flags_of, joined
 from megatron_ds.cli.doctor.frameworks import tables
 from megatron_ds.config import Config
-from megatron_ds.config.deepspeed_file import pop
+from megatron_ds.config.options.deepspeed_file import pop
 
 LARGEST_AXIS = 2
 """Ranks of a parallel axis."""

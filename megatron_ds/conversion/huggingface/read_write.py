@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.output_folder import OnTensor, output_folder
+from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues

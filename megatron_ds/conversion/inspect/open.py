@@ -18,7 +18,7 @@ from megatron_ds.config import GROUPS
 from megatron_ds.conversion.inspect.verify import files_of
 from megatron_ds.conversion.registry import AUTO, Warn, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
-from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES, TensorReaders
 
 WEIGHT = "weight"

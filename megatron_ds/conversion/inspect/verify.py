@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ds.checkpoint import local_files, metadata, selection
+from megatron_ds.checkpoint import metadata, selection
+from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     POINTER_PENDING,

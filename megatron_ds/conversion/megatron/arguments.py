@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.data_files import read_table
+from megatron_ds.config.options.tokenizer import TOKENIZERS
 from megatron_ds.config.problems import Problem, user_error
-from megatron_ds.config.tokenizer import TOKENIZERS
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues, Fields, Row, ignored
 from megatron_ds.conversion.megatron.names import QkvOrder, RowOrders
 from megatron_ds.conversion.safe_unpickle import StandIn

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.output_folder import output_folder
+from megatron_ds.checkpoint.folders.output_folder import output_folder
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.conversion.megatron.arguments import lacking_parts, model_arguments

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_ds.checkpoint.output_folder import OnTensor
+from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.conversion.megatron.names import megatron_name
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.write_common import (

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron_ds.checkpoint.output_folder import OnTensor
+from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config import ModelConfig
 from megatron_ds.conversion.megatron.names import megatron_name
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ds.config import Config, flag_of
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.deepspeed_file import Json, get, leaves
+from megatron_ds.config.options.deepspeed_file import Json, get, leaves
 from megatron_ds.config.problems import user_error, with_default_flags
 from megatron_ds.engine.ds_config import keys
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings

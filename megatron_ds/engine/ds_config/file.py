@@ -17,7 +17,15 @@ from typing import Any
 import hjson
 from hjson.decoder import HjsonDecodeError, scanKeyName
 
-from megatron_ds.config.deepspeed_file import DeepSpeedFile, Json, get, has, leaves, pop, put
+from megatron_ds.config.options.deepspeed_file import (
+    DeepSpeedFile,
+    Json,
+    get,
+    has,
+    leaves,
+    pop,
+    put,
+)
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.engine.ds_config.keys import (
     BLOCKS,

@@ -13,9 +13,9 @@ from importlib.metadata import version
 from typing import Any
 
 from megatron_ds.config import Config, PrecisionConfig, flag_of
-from megatron_ds.config.deepspeed_file import Json, leaves
 from megatron_ds.config.devices import HOST, is_host
 from megatron_ds.config.fields import in_effect
+from megatron_ds.config.options.deepspeed_file import Json, leaves
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.keys import PASSED_KEYS, TABLES

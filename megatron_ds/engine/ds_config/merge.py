@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import Config, flag_of, support_matrix
-from megatron_ds.config.deepspeed_file import DeepSpeedFile, get
 from megatron_ds.config.fields import in_effect
+from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, get
 from megatron_ds.config.problems import Problem, UserError, option
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config import schedules as ds_schedules

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ds.config import Config
-from megatron_ds.config.deepspeed_file import DeepSpeedFile, get, has
+from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, get, has
 from megatron_ds.config.problems import Problem, option
 
 TRANSLATED = ("WarmupLR", "WarmupDecayLR")

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_ds.config.devices import is_host
-from megatron_ds.model.apex import apex_class
+from megatron_ds.model.kernels.apex import apex_class
 
 
 class AdamKernel(StrEnum):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from megatron_ds.config.optimizer import MUON_BATCH
+from megatron_ds.config.options.optimizer import MUON_BATCH
 from megatron_ds.engine.optimizers.distributed_matrices import DistributedMatrices, MatrixShard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

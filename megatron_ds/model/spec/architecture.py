@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig
-from megatron_ds.model.attention_rule import AttentionRule, attention_rules
+from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.spec.parts import (
     AttentionSpec,
     EmbeddingSpec,

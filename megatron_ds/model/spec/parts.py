@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import counted
-from megatron_ds.model.attention_rule import PLAIN, AttentionRule
+from megatron_ds.model.attention.rule import PLAIN, AttentionRule
 from megatron_ds.parallel.weights import (
     GATE_UP,
     QUERY_KEY_VALUE,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.config import GROUPS, CheckpointConfig, Config, ModelConfig, ScheduleConfig
 from megatron_ds.parallel.mesh import Mesh

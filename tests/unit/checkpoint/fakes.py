@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ds.checkpoint.files.native_reader import SavedStates
 from megatron_ds.checkpoint.manager import CheckpointManager
-from megatron_ds.checkpoint.native_reader import SavedStates
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig
 from megatron_ds.engine.deepspeed.checkpoint_io import DeepSpeedSnapshot
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace

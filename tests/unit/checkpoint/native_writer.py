@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ds.checkpoint.files.local_files import write_json, write_pointers
 from megatron_ds.checkpoint.lineage import Lineage
-from megatron_ds.checkpoint.local_files import write_json, write_pointers
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
     RUN,
@@ -28,7 +28,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.config import Config, DataConfig, ModelConfig, MoEConfig, ScheduleConfig
 from megatron_ds.conversion.source import declared_weights
-from megatron_ds.data.blend_history import BlendHistory, BlendPhase, SourceId, SourceProgress
+from megatron_ds.data.blend.blend_history import BlendHistory, BlendPhase, SourceId, SourceProgress
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.deepspeed.partitions import FlatPartition, ParameterPlace
 from megatron_ds.parallel.sharding import take_shard

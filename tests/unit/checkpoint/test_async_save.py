@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint import local_files, run_lock, saving
+from megatron_ds.checkpoint import saving
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.folders import run_lock
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
 from megatron_ds.checkpoint.save_steps import SaveError

@@ -21,10 +21,10 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from megatron_ds.checkpoint import local_files
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.native_settings import select_native
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text
-from megatron_ds.checkpoint.native_settings import select_native
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.universal.folders import POINTER
 from megatron_ds.config.problems import UserError

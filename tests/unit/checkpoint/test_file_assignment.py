@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_ds.checkpoint.file_assignment import FileAssignment
+from megatron_ds.checkpoint.files.file_assignment import FileAssignment
 
 OPTIMIZER = {
     (dp, tp): f"zero_pp_rank_{dp}_mp_rank_{tp:02d}_optim_states.pt"

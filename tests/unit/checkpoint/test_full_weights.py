@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ds.checkpoint.full_weights import Weights, lazy_full_weights, load_full_weights
+from megatron_ds.checkpoint.files.full_weights import Weights, lazy_full_weights, load_full_weights
 from megatron_ds.checkpoint.lineage import Lineage
 from megatron_ds.checkpoint.metadata import Checkpoint, DataOrder, ParallelLayout, RunRecord
 from megatron_ds.config import Config, ScheduleConfig

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint import local_files
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.native_settings import select_native
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import POINTER_PENDING
-from megatron_ds.checkpoint.native_settings import select_native
 from tests.unit.checkpoint.fakes import (
     Crash,
     FakeEngine,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.checkpoint.local.checkpoints import LocalCheckpoints
 from megatron_ds.checkpoint.local.nodes import ABANDONED_S, TOKEN, Nodes
 from megatron_ds.checkpoint.manager import CheckpointManager

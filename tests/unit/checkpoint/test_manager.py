@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import xxhash
 
-from megatron_ds.checkpoint import local_files
+from megatron_ds.checkpoint.files import local_files
+from megatron_ds.checkpoint.files.native_reader import SavedStates
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import manifest_text, read_manifest
-from megatron_ds.checkpoint.native_reader import SavedStates
 from megatron_ds.config import Config, DataConfig, OptimizerConfig, PrecisionConfig, RuntimeConfig
 from megatron_ds.config.problems import UserError
-from megatron_ds.data.blend_history import SourceId, resume_history
+from megatron_ds.data.blend.blend_history import SourceId, resume_history
 from megatron_ds.train_state import TrainState
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (

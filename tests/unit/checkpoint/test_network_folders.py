@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint import local_files
+from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import REPLACED
 from megatron_ds.checkpoint.save_steps import SaveError, SaveSteps

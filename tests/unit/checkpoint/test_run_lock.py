@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.checkpoint import run_lock
-from megatron_ds.checkpoint.run_lock import LOCK, Owner, acquire
+from megatron_ds.checkpoint.folders import run_lock
+from megatron_ds.checkpoint.folders.run_lock import LOCK, Owner, acquire
 from megatron_ds.checkpoint.save_steps import SaveError
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import FakeSnapshot, Managers, names_in, save

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron_ds.checkpoint.folders.shared_folders import SharedFolders
 from megatron_ds.checkpoint.location import RunFolders
-from megatron_ds.checkpoint.shared_folders import SharedFolders
 from megatron_ds.config import CheckpointConfig
 from megatron_ds.fileio import visibility
 from tests.problems import codes, fields

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.checkpoint.files.native_settings import select_native, tokenizer_config
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import Checkpoint, read_manifest
-from megatron_ds.checkpoint.native_settings import select_native, tokenizer_config
 from megatron_ds.checkpoint.run_checkpoints import StoredTokenizer
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.conversion.model_settings import ModelSettings

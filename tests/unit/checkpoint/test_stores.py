@@ -18,12 +18,12 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from megatron_ds.checkpoint import run_lock
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.native_settings import select_native
+from megatron_ds.checkpoint.folders import run_lock
+from megatron_ds.checkpoint.folders.run_lock import LOCK, acquire_lock
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import list_checkpoints, manifest_text, read_manifest
-from megatron_ds.checkpoint.native_settings import select_native
-from megatron_ds.checkpoint.run_lock import LOCK, acquire_lock
 from megatron_ds.checkpoint.save_steps import SaveError
 from megatron_ds.checkpoint.store import lock as store_lock
 from megatron_ds.checkpoint.store.claim import claimed_stores

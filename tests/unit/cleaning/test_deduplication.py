@@ -26,8 +26,8 @@ from megatron_ds.cleaning.find_duplicates import (
     SignedDocument,
 )
 from megatron_ds.cleaning.stages import Document
-from megatron_ds.preprocess.formats import RawDocument
-from megatron_ds.preprocess.parsing import RejectedDocument
+from megatron_ds.preprocess.documents.formats import RawDocument
+from megatron_ds.preprocess.documents.parsing import RejectedDocument
 from tests.problems import codes
 
 WORDS = [f"word{number}" for number in range(5000)]

@@ -24,7 +24,7 @@ from megatron_ds.cleaning.stats import Counts, StageCounts
 from megatron_ds.cleaning.url_lists import UrlListOptions
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.problems import UserError
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
 from tests.problems import codes, fields, raises_problem

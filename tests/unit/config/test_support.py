@@ -12,7 +12,7 @@ import pytest
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config, support_matrix
 from megatron_ds.config.fields import option_fields
-from megatron_ds.config.optimizer import OptimizerConfig
+from megatron_ds.config.options.optimizer import OptimizerConfig
 from megatron_ds.config.problems import Problem
 from megatron_ds.config.support_matrix import AXES, RULES, Layout, Rule
 from megatron_ds.engine.ds_config.merge import merge_file

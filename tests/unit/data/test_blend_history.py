@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.data.blend_history import (
+from megatron_ds.data.blend.blend_history import (
     BlendHistory,
     BlendPhase,
     SourceId,
@@ -20,7 +20,7 @@ from megatron_ds.data.blend_history import (
     with_copy_numbers,
     with_requests,
 )
-from megatron_ds.data.blend_schedule import blend_order
+from megatron_ds.data.blend.blend_schedule import blend_order
 from megatron_ds.data.sample_index import build_indexes, total_samples
 
 ORDER = 2

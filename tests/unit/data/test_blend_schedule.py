@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ds.data import blend_schedule as module
-from megatron_ds.data.blend_schedule import NEVER, blend_order
-from megatron_ds.data.blended_dataset import BlendOrder
+from megatron_ds.data.blend import blend_schedule as module
+from megatron_ds.data.blend.blend_schedule import NEVER, blend_order
+from megatron_ds.data.blend.blended_dataset import BlendOrder
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.sample_index import samples_per_source
 

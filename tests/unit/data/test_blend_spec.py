@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data.blend_spec import (
+from megatron_ds.data.blend.blend_spec import (
     ALL_DOCUMENTS,
     BlendSource,
     DatasetGroup,

@@ -16,11 +16,11 @@ import pytest
 from megatron_ds.config import DataConfig
 from megatron_ds.data import build_datasets as module
 from megatron_ds.data import lazy_indexes
-from megatron_ds.data.blend_history import BlendHistory
+from megatron_ds.data.blend.blend_history import BlendHistory
 from megatron_ds.data.build_datasets import Datasets, FileUsage, build_datasets
 from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from megatron_ds.data import validation
-from megatron_ds.data.blend_schedule import blend_order
-from megatron_ds.data.blended_dataset import BlendedDataset, SingleSourceOrder
+from megatron_ds.data.blend.blend_schedule import blend_order
+from megatron_ds.data.blend.blended_dataset import BlendedDataset, SingleSourceOrder
 from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading
-from megatron_ds.data.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from megatron_ds.data.sample_index import SampleIndexes, build_indexes, build_sample_index
+from megatron_ds.data.token_files.indexed_dataset import HEADER, MAGIC, IndexedDataset
 from tests.problems import raises_problem
 from tests.token_files import write_pair
 

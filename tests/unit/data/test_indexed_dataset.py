@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ds.data import indexed_writer
-from megatron_ds.data.indexed_dataset import IndexedDataset, token_dtype
-from megatron_ds.data.indexed_writer import pair_writer
+from megatron_ds.data.token_files import indexed_writer
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, token_dtype
+from megatron_ds.data.token_files.indexed_writer import pair_writer
 from tests.problems import raises_problem
 from tests.token_files import write_pair, write_reference
 
@@ -76,7 +76,7 @@ def test_failed_writer_keeps_the_older_pair(tmp_path: Path) -> None:
 def test_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
     code = (
         "import os, signal\n"
-        "from megatron_ds.data.indexed_writer import pair_writer\n"
+        "from megatron_ds.data.token_files.indexed_writer import pair_writer\n"
         f"with pair_writer({str(tmp_path / 'p')!r}, 'uint16') as writer:\n"
         "    writer.add_documents([7] * 100000, [100000])\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

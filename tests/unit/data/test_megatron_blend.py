@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig
-from megatron_ds.data import blend_schedule, megatron_blend
-from megatron_ds.data.blend_schedule import blend_order, order_version
-from megatron_ds.data.blended_dataset import BlendOrder
+from megatron_ds.data.blend import blend_schedule, megatron_blend
+from megatron_ds.data.blend.blend_schedule import blend_order, order_version
+from megatron_ds.data.blend.blended_dataset import BlendOrder
+from megatron_ds.data.blend.megatron_blend import core_samples_per_source, normalized
 from megatron_ds.data.build_datasets import Datasets
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.megatron_blend import core_samples_per_source, normalized
 from tests.token_files import write_pair
 from tests.unit.data.test_blend_schedule import WEIGHTS
 from tests.unit.data.test_build_datasets import datasets

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.config.problems import UserError
-from megatron_ds.data import indexed_writer
-from megatron_ds.data.indexed_writer import WriteCounts
-from megatron_ds.data.merge import MergeProgress, merge, prefixes_in
+from megatron_ds.data.token_files import indexed_writer
+from megatron_ds.data.token_files.indexed_writer import WriteCounts
+from megatron_ds.data.token_files.merge import MergeProgress, merge, prefixes_in
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.data import token_file_stats as module
-from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.token_file_stats import (
+from megatron_ds.data.token_files import token_file_stats as module
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.token_file_stats import (
     FirstDifference,
     LengthBin,
     check,

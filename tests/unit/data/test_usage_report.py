@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_ds.data.blend_history import SourceId, record_consumed, resume_history, with_requests
-from megatron_ds.data.usage_report import FileUsage, describe_blend, describe_change, summary
+from megatron_ds.data.blend.blend_history import (
+    SourceId,
+    record_consumed,
+    resume_history,
+    with_requests,
+)
+from megatron_ds.data.blend.usage_report import FileUsage, describe_blend, describe_change, summary
 
 MANY = 2500
 

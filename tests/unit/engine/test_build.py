@@ -23,11 +23,11 @@ from megatron_ds.config import (
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine import build
 from megatron_ds.engine.build import selective_recompute_note
-from megatron_ds.model import attention_trial
-from megatron_ds.model.attention_cores import name_of
-from megatron_ds.model.elementwise import EAGER, Elementwise
+from megatron_ds.model.attention.cores import name_of
+from megatron_ds.model.attention.packed import FlexKernel, PackingOptions, VarlenKernel
+from megatron_ds.model.attention.self_attention import trial as attention_trial
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import FlexKernel, PackingOptions, VarlenKernel
+from megatron_ds.model.kernels.elementwise import EAGER, Elementwise
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import codes
 from tests.unit.model.dense import build_model, computed_by, dense_flex, dense_varlen, gradients

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.config.deepspeed_file import leaves
+from megatron_ds.config.options.deepspeed_file import leaves
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_config.explain import (
     DERIVED,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.config import deepspeed_file
 from megatron_ds.config.checks import json_remedy
-from megatron_ds.config.deepspeed_file import leaves
+from megatron_ds.config.options import deepspeed_file
+from megatron_ds.config.options.deepspeed_file import leaves
 from megatron_ds.config.problems import UserError
 from megatron_ds.engine.ds_config.file import _key_lines, parse_file
 from megatron_ds.engine.ds_config.generate import (

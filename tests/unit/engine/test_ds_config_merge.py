@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.config.deepspeed_file import get, leaves
+from megatron_ds.config.options.deepspeed_file import get, leaves
 from megatron_ds.engine.ds_config.fields import MAPPINGS
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file

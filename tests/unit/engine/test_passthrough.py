@@ -14,7 +14,7 @@ from deepspeed.compile import util
 from deepspeed.runtime.superoffload import superoffload_stage3
 
 from megatron_ds.config import support_matrix
-from megatron_ds.config.deepspeed_file import get
+from megatron_ds.config.options.deepspeed_file import get
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.passthrough import (

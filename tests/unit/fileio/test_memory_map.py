@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_ds.data.index_cache import ArrayCache
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.fileio.memory_map import map_file
 from tests.token_files import write_pair
 

@@ -9,9 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ds.inference.engine import GenerationEngine
-from megatron_ds.inference.scheduler import Event, Failed, Finished, NewToken, Scheduler, Ticket
-from megatron_ds.inference.service import GenerationJob
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.serving.scheduler import (
+    Event,
+    Failed,
+    Finished,
+    NewToken,
+    Scheduler,
+    Ticket,
+)
+from megatron_ds.inference.serving.service import GenerationJob
 from megatron_ds.tokenizer import Tokenizer
 from tests.unit.inference.models import EOD, VOCAB
 

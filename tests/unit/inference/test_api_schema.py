@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.config.problems import UserError
-from megatron_ds.inference.api_schema import Defaults, GenerationRequest, read
+from megatron_ds.inference.serving.api_schema import Defaults, GenerationRequest, read
 from tests.problems import codes, raises_problem
 
 FIELDS = {field.name for field in dataclasses.fields(GenerationRequest)}

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ds.inference.beam import BeamSearchConfig, Hypothesis, beam_search
 from megatron_ds.inference.generate import generate
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig
+from megatron_ds.inference.generation.beam import BeamSearchConfig, Hypothesis, beam_search
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
 from tests.unit.inference.models import KINDS, VOCAB, model_of, result_of

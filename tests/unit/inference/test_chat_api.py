@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.inference.api_schema import Defaults
-from megatron_ds.inference.chat_api import ChatApi
-from megatron_ds.inference.completions_api import CompletionsApi
-from megatron_ds.inference.service import TextGenerationService
+from megatron_ds.inference.serving.api_schema import Defaults
+from megatron_ds.inference.serving.chat_api import ChatApi
+from megatron_ds.inference.serving.completions_api import CompletionsApi
+from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer.chat_template import ChatTemplate
 from tests.problems import raises_problem

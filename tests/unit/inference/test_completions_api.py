@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_ds.config.problems import UserError
-from megatron_ds.inference.api_schema import Defaults
-from megatron_ds.inference.completions_api import CompletionsApi
-from megatron_ds.inference.engine import GenerationEngine
-from megatron_ds.inference.scheduler import Finished
-from megatron_ds.inference.sequences import TextSequence
-from megatron_ds.inference.service import TextGenerationService
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.generation.sequences import TextSequence
+from megatron_ds.inference.serving.api_schema import Defaults
+from megatron_ds.inference.serving.completions_api import CompletionsApi
+from megatron_ds.inference.serving.scheduler import Finished
+from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import codes, fields, raises_problem
 from tests.unit.inference.models import EOD, VOCAB, model_of

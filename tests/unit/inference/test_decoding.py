@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ds.inference import engine as engine_module
-from megatron_ds.inference import kv_cache
-from megatron_ds.inference.decoding import Decoder
-from megatron_ds.inference.engine import GenerationEngine
 from megatron_ds.inference.generate import continue_prompts
-from megatron_ds.inference.kv_cache import PreallocatedCache
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig, TextSequence
-from megatron_ds.model import attention_cores
+from megatron_ds.inference.generation import engine as engine_module
+from megatron_ds.inference.generation import kv_cache
+from megatron_ds.inference.generation.decoding import Decoder
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.generation.kv_cache import PreallocatedCache
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
+from megatron_ds.model.attention.self_attention import cores as attention_cores
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel import embedding
 from tests.fake_accelerator import graphs
@@ -187,7 +187,7 @@ def test_the_chosen_ids_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> N
         copied.append(numbers)
         return copy(numbers, device)
 
-    monkeypatch.setattr("megatron_ds.inference.decoding.to_device", observed)
+    monkeypatch.setattr("megatron_ds.inference.generation.decoding.to_device", observed)
     config = GenerationConfig(12, SamplingParams(greedy=True), EOD + 100)
     texts = continue_prompts(model_of("rope-gqa"), [[1, 2, 3], [4, 5]], config)
     assert copied == [[3, 5]]

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.inference import engine as engine_module
-from megatron_ds.inference.engine import GenerationEngine
 from megatron_ds.inference.generate import continue_prompts
-from megatron_ds.inference.packed_weights import pack_weights
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig, TextSequence
-from megatron_ds.model import attention_cores
+from megatron_ds.inference.generation import engine as engine_module
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.generation.packed_weights import pack_weights
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
+from megatron_ds.model.attention.self_attention import cores as attention_cores
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 

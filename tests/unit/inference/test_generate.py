@@ -12,9 +12,9 @@ import torch
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.inference.generate import Cancelled, generate
-from megatron_ds.inference.kv_cache import FILLED_TOKENS, PreallocatedCache
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig
+from megatron_ds.inference.generation.kv_cache import FILLED_TOKENS, PreallocatedCache
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import codes
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_ds.inference.generate import continue_prompts
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig, Scores
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig, Scores
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
 from tests.unit.inference.models import KINDS, VOCAB, model_of
@@ -24,7 +24,7 @@ def score(model: GPTModel, ids: list[int], top_n: int = 0) -> Scores:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_equal_the_full_forward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ds.inference.engine.SCORED_TOKENS", 5)
+    monkeypatch.setattr("megatron_ds.inference.generation.engine.SCORED_TOKENS", 5)
     model = model_of(kind)
     with torch.no_grad():
         expected = model(torch.tensor([IDS]))[0].log_softmax(dim=-1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_ds.inference import packed_weights
-from megatron_ds.inference.packed_weights import PackedProduct, pack_weights
+from megatron_ds.inference.generation import packed_weights
+from megatron_ds.inference.generation.packed_weights import PackedProduct, pack_weights
 from tests.unit.inference.models import KINDS, model_of
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8]])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ds.inference import sampling as sampling_module
-from megatron_ds.inference.sampling import (
+from megatron_ds.inference.generation import sampling as sampling_module
+from megatron_ds.inference.generation.sampling import (
     GAMMA,
     candidates,
     choose,
@@ -18,7 +18,7 @@ from megatron_ds.inference.sampling import (
     noise_key,
     random_bits,
 )
-from megatron_ds.inference.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sampling_params import SamplingParams
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
 """Probabilities of six tokens; the fourth is padding."""

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from megatron_ds.config.problems import UserError, user_error
-from megatron_ds.inference.beam import BeamSearchConfig, Hypothesis
-from megatron_ds.inference.engine import GenerationEngine
 from megatron_ds.inference.generate import Cancelled
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.scheduler import (
+from megatron_ds.inference.generation.beam import BeamSearchConfig, Hypothesis
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import TextSequence
+from megatron_ds.inference.generation.tp_group import TpGroupBroken
+from megatron_ds.inference.serving.scheduler import (
     Event,
     Failed,
     Finished,
@@ -23,9 +25,7 @@ from megatron_ds.inference.scheduler import (
     TimedOut,
     TooManyWaiting,
 )
-from megatron_ds.inference.sequences import TextSequence
-from megatron_ds.inference.service import GenerationJob, TextGenerationService
-from megatron_ds.inference.tp_group import TpGroupBroken
+from megatron_ds.inference.serving.service import GenerationJob, TextGenerationService
 from megatron_ds.model.gpt import GPTModel
 from tests.unit.inference.models import EOD, model_of
 from tests.unit.inference.schedulers import (

@@ -21,10 +21,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.inference import server
 from megatron_ds.inference.generate import Cancelled
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.scheduler import (
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
+from megatron_ds.inference.generation.tp_group import TpGroupBroken
+from megatron_ds.inference.serving import server
+from megatron_ds.inference.serving.scheduler import (
     Event,
     Failed,
     Finished,
@@ -33,9 +35,7 @@ from megatron_ds.inference.scheduler import (
     TimedOut,
     TooManyWaiting,
 )
-from megatron_ds.inference.sequences import GenerationConfig, TextSequence
-from megatron_ds.inference.server import ServerOptions, TextServer, listen
-from megatron_ds.inference.tp_group import TpGroupBroken
+from megatron_ds.inference.serving.server import ServerOptions, TextServer, listen
 from tests.problems import raises_problem
 
 

@@ -13,11 +13,11 @@ import torch
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import UserError
-from megatron_ds.inference.api_schema import Defaults
-from megatron_ds.inference.engine import GenerationEngine
-from megatron_ds.inference.megatron_api import MegatronApi
-from megatron_ds.inference.scheduler import Finished
-from megatron_ds.inference.service import (
+from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.serving.api_schema import Defaults
+from megatron_ds.inference.serving.megatron_api import MegatronApi
+from megatron_ds.inference.serving.scheduler import Finished
+from megatron_ds.inference.serving.service import (
     GenerationJob,
     TextGenerationService,
     max_sequence_length,

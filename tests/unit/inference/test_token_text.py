@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from megatron_ds.inference.stop_rules import StopStrings
-from megatron_ds.inference.token_text import TokenText
+from megatron_ds.inference.generation.stop_rules import StopStrings
+from megatron_ds.inference.generation.token_text import TokenText
 from megatron_ds.tokenizer import Tokenizer
 from tests.unit.inference.schedulers import PARTS, ByteTokenizer
 from tests.unit.tokenizer.test_golden import FILES, texts, tokenizer_of

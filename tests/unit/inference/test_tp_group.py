@@ -6,8 +6,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from megatron_ds.inference import tp_group
-from megatron_ds.inference.tp_group import TpLink
+from megatron_ds.inference.generation import tp_group
+from megatron_ds.inference.generation.tp_group import TpLink
 
 
 def test_one_process_communicates_with_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch import attempts
-from megatron_ds.launch.liveness import ProcessHandle
+from megatron_ds.launch.watch.liveness import ProcessHandle
 
 AGENT = ProcessHandle(12345, "678")
 SHAPES, DISK = "0: the shapes differ", "20: the disk is full"

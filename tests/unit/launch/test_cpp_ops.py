@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron_ds.launch import cpp_ops, output
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM
-from megatron_ds.launch.liveness import HostLocation, ProcessHandle
+from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
 from tests.problems import codes, raises_problem
 
 

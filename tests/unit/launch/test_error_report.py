@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.launch.error_report import is_collective_error, make_report
 from megatron_ds.launch.exit_codes import ExitCode, RunAborted, SettingsRejected
+from megatron_ds.launch.process.error_report import is_collective_error, make_report
 from tests.problems import printed_codes
 
 

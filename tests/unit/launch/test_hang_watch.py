@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ds.launch import distributed, hang_watch
-from megatron_ds.launch.distributed import ExitBoard
-from megatron_ds.launch.hang_watch import HangReport, HangWatch, hang_problem, ranks_text
+from megatron_ds.launch.ranks import distributed
+from megatron_ds.launch.ranks.distributed import ExitBoard
+from megatron_ds.launch.watch import hang_watch
+from megatron_ds.launch.watch.hang_watch import HangReport, HangWatch, hang_problem, ranks_text
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_ds.config.problems import PROBLEMS_SHOWN
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.host_differences import (
+from megatron_ds.launch.ranks.host_differences import (
     CLOCKS_APART_S,
     RankEntry,
     Verdict,

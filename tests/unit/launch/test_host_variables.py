@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.launch import liveness
-from megatron_ds.launch.host_variables import HostVariables, describe, find_missing
-from megatron_ds.launch.liveness import ProcessHandle
+from megatron_ds.launch.ranks.host_variables import HostVariables, describe, find_missing
+from megatron_ds.launch.watch import liveness
+from megatron_ds.launch.watch.liveness import ProcessHandle
 
 AGENT = ("--world_info=eyJh", "--master_addr=10.0.0.1", "--master_port=29500")
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from megatron_ds.launch import host_watch
-from megatron_ds.launch.distributed import ExitBoard
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.host_watch import HostWatch
-from megatron_ds.launch.liveness import HostLocation, ProcessHandle, RankExit
+from megatron_ds.launch.ranks.distributed import ExitBoard
+from megatron_ds.launch.watch import host_watch
+from megatron_ds.launch.watch.host_watch import HostWatch
+from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle, RankExit
 
 HOSTS = "aabbc"
 LOCATIONS = {rank: HostLocation(host, ProcessHandle(rank, None)) for rank, host in enumerate(HOSTS)}

@@ -7,9 +7,10 @@ import json
 
 import pytest
 
-from megatron_ds.launch import launched_hosts, liveness
-from megatron_ds.launch.launched_hosts import LaunchWatch, describe, hosts_of_ranks
-from megatron_ds.launch.liveness import ProcessHandle, find_launchers
+from megatron_ds.launch.ranks import launched_hosts
+from megatron_ds.launch.ranks.launched_hosts import LaunchWatch, describe, hosts_of_ranks
+from megatron_ds.launch.watch import liveness
+from megatron_ds.launch.watch.liveness import ProcessHandle, find_launchers
 
 WORLD = base64.urlsafe_b64encode(json.dumps({"a": [0, 1], "b": [0], "c": [2]}).encode()).decode()
 KEY = [f"--world_info={WORLD}", "--master_addr=a", "--master_port=1"]

@@ -15,9 +15,9 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_ds.config.problems import Problem
-from megatron_ds.launch import liveness
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.liveness import (
+from megatron_ds.launch.watch import liveness
+from megatron_ds.launch.watch.liveness import (
     HostLocation,
     ProcessHandle,
     describe_death,

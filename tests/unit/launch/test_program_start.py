@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.launch import program_start
+from megatron_ds.launch.process import program_start
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BEGIN = ("program_start.begin()", "import start_tool\n")
@@ -73,7 +73,7 @@ def test_programs_without_the_environment_say_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_handled", [False, True])
 def test_early_ctrl_c_ends_without_a_traceback(is_handled: bool) -> None:
     code = (
-        "import signal, os; from megatron_ds.launch import program_start as p; p.begin();"
+        "import signal, os; from megatron_ds.launch.process import program_start as p; p.begin();"
         f"{'p.finish();' if is_handled else ''} os.kill(os.getpid(), signal.SIGINT)"
     )
     done = subprocess.run(

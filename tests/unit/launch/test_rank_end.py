@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.launch import rank_end
-from megatron_ds.launch.error_report import ErrorReport
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.host_differences import Verdict
-from megatron_ds.launch.liveness import RankExit
-from megatron_ds.launch.rank_end import (
+from megatron_ds.launch.process import rank_end
+from megatron_ds.launch.process.error_report import ErrorReport
+from megatron_ds.launch.process.rank_end import (
     RankEnd,
     verdict_after_peer,
     verdict_of_error,
     verdict_of_hang,
 )
-from megatron_ds.launch.roll_call import RollCall
+from megatron_ds.launch.ranks.host_differences import Verdict
+from megatron_ds.launch.ranks.roll_call import RollCall
+from megatron_ds.launch.watch.liveness import RankExit
 
 OWN = ErrorReport("failed: own", ExitCode.ERROR, "own text", "Traceback\n")
 COMMON = ErrorReport("ended: common", ExitCode.SKIPPED_STEPS, "common text", is_common=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.launch.rank_variables import (
+from megatron_ds.launch.ranks.rank_variables import (
     DEFAULT_PORT,
     PORTS,
     Environment,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.launch import ray_cluster
-from megatron_ds.launch.ray_cluster import RayCluster
+from megatron_ds.launch.ranks import ray_cluster
+from megatron_ds.launch.ranks.ray_cluster import RayCluster
 from tests.problems import raises_problem
 
 

@@ -18,12 +18,13 @@ import torch
 
 from megatron_ds.config import RuntimeConfig
 from megatron_ds.config.problems import Problem, UserError
-from megatron_ds.data.blend_schedule import blend_order
+from megatron_ds.data.blend.blend_schedule import blend_order
 from megatron_ds.data.gpt_dataset import GPTDataset
-from megatron_ds.launch import device, distributed, environment, output, startup_timer
-from megatron_ds.launch.liveness import HostLocation, ProcessHandle
+from megatron_ds.launch import device, environment, output, startup_timer
+from megatron_ds.launch.ranks import distributed
 from megatron_ds.launch.startup_timer import StartupTimer, process_age
-from megatron_ds.training.jsonl_logger import JsonLines
+from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
+from megatron_ds.training.loggers.jsonl_logger import JsonLines
 from tests.problems import raises_problem
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.launch import distributed, liveness
-from megatron_ds.launch.liveness import HostLocation, ProcessHandle
+from megatron_ds.launch.ranks import distributed
+from megatron_ds.launch.watch import liveness
+from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
 
 
 def location(host: str, *cores: int) -> HostLocation:

@@ -6,10 +6,11 @@ import threading
 
 import pytest
 
-from megatron_ds.launch import lifecycle, roll_call, time_limits
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.lifecycle import ProcessLifecycle
-from megatron_ds.launch.roll_call import RollCall
+from megatron_ds.launch.process import lifecycle, time_limits
+from megatron_ds.launch.process.lifecycle import ProcessLifecycle
+from megatron_ds.launch.ranks import roll_call
+from megatron_ds.launch.ranks.roll_call import RollCall
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.loading import initial_load, plan
 from megatron_ds.loading.initial_load import InitialLoad
 from megatron_ds.tokenizer.null import NullTokenizer
-from megatron_ds.training import preflight
 from megatron_ds.training.run import complete_settings
+from megatron_ds.training.start import preflight
 from tests.unit.checkpoint.fakes import Managers, run_of, save
 from tests.unit.conversion.models import SMALL, random_source
 

@@ -18,7 +18,7 @@ from megatron_ds.checkpoint.location import Location
 from megatron_ds.checkpoint.metadata import MANIFEST, Checkpoint, manifest_text, read_manifest
 from megatron_ds.checkpoint.store.mirror import STAGING_LOCK
 from megatron_ds.config import CheckpointConfig, Config, ModelConfig, TokenizerConfig
-from megatron_ds.config.checkpoint import FORMATS
+from megatron_ds.config.options.checkpoint import FORMATS
 from megatron_ds.conversion.huggingface.read_write import open_hf
 from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.weights_folder import write_weights_folder

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.model.attention_backends import AttentionOptions
-from megatron_ds.model.attention_rule import attention_rules
+from megatron_ds.model.attention.backends import AttentionOptions
+from megatron_ds.model.attention.packed import AttentionBackend
+from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import AttentionBackend
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ds.model import attention_cores
-from megatron_ds.model.attention_cores import (
+from megatron_ds.model.attention.cores import (
     BACKENDS,
     FIXED_SIZES,
     SDPA,
@@ -22,8 +21,9 @@ from megatron_ds.model.attention_cores import (
     BatchInvariantAttention,
     Order,
 )
-from megatron_ds.model.attention_masks import ragged_bias
-from megatron_ds.model.packed_attention import PerDocumentSDPA
+from megatron_ds.model.attention.masks import ragged_bias
+from megatron_ds.model.attention.packed import PerDocumentSDPA
+from megatron_ds.model.attention.self_attention import cores as attention_cores
 
 HEAD_SIZE = 8
 

@@ -12,11 +12,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model import attention_trial
-from megatron_ds.model.attention_masks import BLOCK, MaskTables
-from megatron_ds.model.attention_rule import attention_rules
-from megatron_ds.model.attention_trial import candidates, select_kernel
-from megatron_ds.model.packed_attention import (
+from megatron_ds.model.attention.masks import BLOCK, MaskTables
+from megatron_ds.model.attention.packed import (
     FlexKernel,
     Keys,
     PackingOptions,
@@ -24,6 +21,9 @@ from megatron_ds.model.packed_attention import (
     VarlenKernel,
     document_lengths,
 )
+from megatron_ds.model.attention.rule import attention_rules
+from megatron_ds.model.attention.self_attention import trial as attention_trial
+from megatron_ds.model.attention.trial import candidates, select_kernel
 from tests.problems import codes
 from tests.unit.model.dense import dense_flex, dense_varlen
 from tests.unit.model.test_packed_attention import CONFIG, CPU, EOD, POSITIONS

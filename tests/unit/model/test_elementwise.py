@@ -12,7 +12,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from megatron_ds.model.elementwise import EAGER, Elementwise, add_dropout, compile_elementwise
+from megatron_ds.model.kernels.elementwise import (
+    EAGER,
+    Elementwise,
+    add_dropout,
+    compile_elementwise,
+)
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import codes
 from tests.unit.model.dense import build_model, gradients

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ds.config.model import ModelConfig
-from megatron_ds.inference.kv_cache import PreallocatedCache
+from megatron_ds.config.model.model import ModelConfig
+from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 from tests.problems import raises_problem
 from tests.unit.model.dense import TINY, build_model

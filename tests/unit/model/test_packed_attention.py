@@ -16,17 +16,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.inference.kv_cache import PreallocatedCache
-from megatron_ds.model.attention_masks import (
+from megatron_ds.inference.generation.kv_cache import PreallocatedCache
+from megatron_ds.model.attention.masks import (
     BLOCK,
     MaskTables,
     alibi_slopes,
     block_mask,
     score_bias,
 )
-from megatron_ds.model.attention_rule import AttentionRule
-from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import (
+from megatron_ds.model.attention.packed import (
     DocumentFlexAttention,
     FlexKernel,
     Keys,
@@ -37,6 +35,8 @@ from megatron_ds.model.packed_attention import (
     find_documents,
     sequence_starts,
 )
+from megatron_ds.model.attention.rule import AttentionRule
+from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
 from tests.unit.model.dense import (
     TINY,

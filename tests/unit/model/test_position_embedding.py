@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention_cores import SDPA, UlyssesAttention
-from megatron_ds.model.attention_masks import alibi_slopes, score_bias
-from megatron_ds.model.attention_rule import attention_rules
-from megatron_ds.model.packed_attention import Keys
+from megatron_ds.model.attention.cores import SDPA, UlyssesAttention
+from megatron_ds.model.attention.masks import alibi_slopes, score_bias
+from megatron_ds.model.attention.packed import Keys
+from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.position_embedding import PositionEncoder, rope_table, rotate
 from megatron_ds.parallel.mesh import Group, Mesh
 from tests.observed import Observed

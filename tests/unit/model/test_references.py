@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.config.model import ACTIVATIONS, ModelConfig
+from megatron_ds.config.model.model import ACTIVATIONS, ModelConfig
 from megatron_ds.conversion.huggingface.read_write import open_hf
-from megatron_ds.inference.kv_cache import PreallocatedCache
+from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
 from tests.dense_gpt import dense_logits
 from tests.unit.conversion.hf_models import random_model

@@ -25,8 +25,8 @@ from megatron_ds.config import (
     RecomputeConfig,
     ScheduleConfig,
 )
+from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.packed_attention import PackingOptions
 from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
 from megatron_ds.model.spec.parts import FP32
 from megatron_ds.model.stages import stage_slices

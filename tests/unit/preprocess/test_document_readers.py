@@ -25,11 +25,11 @@ from pyarrow import parquet
 
 from megatron_ds.cleaning.command import files_of
 from megatron_ds.config.fields import ineffective
-from megatron_ds.preprocess import formats
-from megatron_ds.preprocess.document_readers import START, DocumentReader, ReadPosition
-from megatron_ds.preprocess.formats import RawDocument, UnreadableDocument
-from megatron_ds.preprocess.inputs import InputSpec
-from megatron_ds.preprocess.parsing import RejectedDocument, TextFields, texts_of
+from megatron_ds.preprocess.documents import formats
+from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
+from megatron_ds.preprocess.documents.formats import RawDocument, UnreadableDocument
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
 from tests.problems import codes, raises_problem
 
 TEXTS = [

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.preprocess import parsing as module
-from megatron_ds.preprocess.formats import INVALID_TEXT, RawDocument
-from megatron_ds.preprocess.parsing import (
+from megatron_ds.preprocess.documents import parsing as module
+from megatron_ds.preprocess.documents.formats import INVALID_TEXT, RawDocument
+from megatron_ds.preprocess.documents.parsing import (
     BROKEN_JSON,
     MISSING_KEY,
     WRONG_TYPE,

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.problems import PROBLEMS_SHOWN, UserError
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess import pipeline as module
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.tokenizer import build_tokenizer

@@ -18,15 +18,19 @@ from hypothesis import strategies as st
 
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.data.build_datasets import build_datasets
-from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.data.merge import merge
-from megatron_ds.data.tokenizer_metadata import read_sentence_splitter, read_tokenizer
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.merge import merge
+from megatron_ds.data.token_files.tokenizer_metadata import read_sentence_splitter, read_tokenizer
 from megatron_ds.data.validation import DataFiles
 from megatron_ds.fileio import resumable
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.sentence_splitter import (
+    RuleSplitter,
+    Splitter,
+    choose_splitter,
+)
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
-from megatron_ds.preprocess.sentence_splitter import RuleSplitter, Splitter, choose_splitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
 from tests.preprocess_runs import (

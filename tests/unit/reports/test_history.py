@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_ds.reports.history import Evaluation, RunReader, names_of, read_history, read_run
-from megatron_ds.training.csv_logger import CsvTable
-from megatron_ds.training.jsonl_logger import JsonLines
+from megatron_ds.training.loggers.csv_logger import CsvTable
+from megatron_ds.training.loggers.jsonl_logger import JsonLines
 from tests.problems import raises_problem
 from tests.unit.reports.run_files import CONFIG, event, lines, start, steps, write_run
 from tests.unit.training.logger_records import evaluation, step

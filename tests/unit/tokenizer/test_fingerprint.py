@@ -14,9 +14,13 @@ from megatron_ds.checkpoint.location import RunFolders
 from megatron_ds.cli.arguments import build_config
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
-from megatron_ds.data.indexed_dataset import TOKENIZER_SUFFIX, IndexedDataset
-from megatron_ds.data.indexed_writer import pair_writer
-from megatron_ds.data.tokenizer_metadata import merged_metadata, read_tokenizer, tokenizer_mismatch
+from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX, IndexedDataset
+from megatron_ds.data.token_files.indexed_writer import pair_writer
+from megatron_ds.data.token_files.tokenizer_metadata import (
+    merged_metadata,
+    read_tokenizer,
+    tokenizer_mismatch,
+)
 from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.tokenizer.base import JsonTokenizer
@@ -24,7 +28,7 @@ from megatron_ds.tokenizer.fingerprint import TokenizerFingerprint
 from megatron_ds.tokenizer.gpt2 import END_OF_TEXT
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer
 from megatron_ds.tokenizer.null import NullTokenizer
-from megatron_ds.training.preflight import check
+from megatron_ds.training.start.preflight import check
 from tests.problems import raises_problem
 from tests.token_files import write_pair
 from tests.unit.tokenizer.test_golden import FILES, FOLDER, tokenizer_of

@@ -18,12 +18,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ds.config.tokenizer import TOKENIZERS, TokenizerConfig
-from megatron_ds.data.indexed_dataset import IndexedDataset
-from megatron_ds.preprocess.inputs import InputSpec
+from megatron_ds.config.options.tokenizer import TOKENIZERS, TokenizerConfig
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from megatron_ds.preprocess.documents.inputs import InputSpec
+from megatron_ds.preprocess.documents.sentence_splitter import RuleSplitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
-from megatron_ds.preprocess.sentence_splitter import RuleSplitter
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.checkpoint import FORMATS
+from megatron_ds.config.options.checkpoint import FORMATS
 from megatron_ds.conversion import convert, registry
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_write import write_hf

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.cli.arguments import build_config
-from megatron_ds.config.deepspeed_file import leaves
+from megatron_ds.config.options.deepspeed_file import leaves
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
 from tools import ds_config

@@ -17,10 +17,10 @@ import pytest
 from megatron_ds import cli
 from megatron_ds.config import ModelConfig, RuntimeConfig
 from megatron_ds.inference.cli import loaded_model, model_conflicts
+from megatron_ds.inference.generation.sampling_params import SamplingParams
+from megatron_ds.inference.generation.sequences import GenerationConfig
 from megatron_ds.inference.prompts import Prompt, read_prompt_file
-from megatron_ds.inference.sampling_params import SamplingParams
-from megatron_ds.inference.sequences import GenerationConfig
-from megatron_ds.launch import distributed
+from megatron_ds.launch.ranks import distributed
 from megatron_ds.tokenizer import Tokenizer
 from tests.problems import codes, fields, printed_codes, raises_problem
 from tools import generate_samples_gpt as tool

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from tests.problems import printed_codes
 from tests.token_files import write_texts
 from tests.unit.tools.conftest import Run, closed_stdout

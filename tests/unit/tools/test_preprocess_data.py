@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 
-from megatron_ds.data.indexed_dataset import IndexedDataset
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import Progress
 from tests.problems import printed_codes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds import cli
-from megatron_ds.inference.api_schema import Defaults
+from megatron_ds.inference.serving.api_schema import Defaults
 from tests.problems import printed_codes, raises_problem
 from tools import run_text_generation_server as tool
 

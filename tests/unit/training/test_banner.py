@@ -12,10 +12,10 @@ import torch
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.config import CheckpointConfig, Config, ScheduleConfig
 from megatron_ds.engine.protocol import EngineSettings, LossScaleSettings
-from megatron_ds.launch.distributed import ProcessContext
-from megatron_ds.model.attention_backends import AttentionOptions
-from megatron_ds.model.attention_cores import FIXED_SIZES
-from megatron_ds.model.packed_attention import FlexKernel, PackingOptions
+from megatron_ds.launch.ranks.distributed import ProcessContext
+from megatron_ds.model.attention.backends import AttentionOptions
+from megatron_ds.model.attention.cores import FIXED_SIZES
+from megatron_ds.model.attention.packed import FlexKernel, PackingOptions
 from megatron_ds.model.spec.architecture import is_matrix, model_spec
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
@@ -23,8 +23,8 @@ from megatron_ds.planning.memory_estimate import estimate
 from megatron_ds.planning.memory_inputs import MemoryInputs
 from megatron_ds.schedules import total_iterations
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.banner import BannerData, banner
-from megatron_ds.training.startup_report import StartReport, describe_kernel
+from megatron_ds.training.start.banner import BannerData, banner
+from megatron_ds.training.start.startup_report import StartReport, describe_kernel
 from tests.unit.model.dense import computed_by, dense_flex
 
 CONFIG = Config().with_values(

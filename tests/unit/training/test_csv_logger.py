@@ -9,8 +9,8 @@ import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.csv_logger import CsvTable
-from megatron_ds.training.loggers import open_loggers
+from megatron_ds.training.loggers.csv_logger import CsvTable
+from megatron_ds.training.loggers.selection import open_loggers
 from megatron_ds.training.records import metrics_of
 from tests.problems import printed_codes
 from tests.unit.training.logger_records import evaluation, step, task_results

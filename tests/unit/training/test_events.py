@@ -11,7 +11,7 @@ import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.launch import output
-from megatron_ds.training.events import EVENTS, EventLog
+from megatron_ds.training.loggers.events import EVENTS, EventLog
 from tests.problems import printed_codes
 from tests.unit.training.logger_records import documented
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ds.config import LoggingConfig
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.launch.stop_request import StopReason, StopRequest
+from megatron_ds.launch.process.stop_request import StopReason, StopRequest
 from megatron_ds.training import exit_conditions
 from megatron_ds.training.exit_conditions import ExitConditions, StopDecision
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.training.jsonl_logger import JsonLines
+from megatron_ds.training.loggers.jsonl_logger import JsonLines
 from tests.problems import printed_codes
 from tests.unit.training.logger_records import documented, evaluation, step, task_results
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from megatron_ds.checkpoint.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.config import Config, LoggingConfig
 from megatron_ds.fileio.file_lock import WaitPolicy
 from megatron_ds.train_state import TrainState
-from megatron_ds.training import loggers
-from megatron_ds.training.loggers import (
+from megatron_ds.training.loggers.selection import (
     Console,
     ShortConsole,
     evaluation_block,
@@ -29,6 +28,7 @@ from megatron_ds.training.loggers import (
     short_interval_line,
     time_details,
 )
+from megatron_ds.training.loggers.selection import selection as loggers
 from megatron_ds.training.records import IntervalRecord, Logger
 from tests.problems import raises_problem
 from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results

@@ -32,8 +32,8 @@ from megatron_ds.loading.plan import LoadPlan
 from megatron_ds.planning import swap_disk
 from megatron_ds.tokenizer.null import NullTokenizer
 from megatron_ds.train_state import TrainState
-from megatron_ds.training import preflight, rank_settings
 from megatron_ds.training.run import complete_settings
+from megatron_ds.training.start import preflight, rank_settings
 from tests.problems import codes, fields
 from tests.token_files import write_pair
 from tests.unit.checkpoint.fakes import records_of

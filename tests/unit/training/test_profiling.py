@@ -18,9 +18,9 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.launch import output
 from megatron_ds.launch.device import memory_history
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.profiling import Profiling, open_profiling, profile_folder
+from megatron_ds.training.profile.profiling import Profiling, open_profiling, profile_folder
 
-PROFILER = "megatron_ds.training.profiler"
+PROFILER = "megatron_ds.training.profile.profiler"
 
 
 def config_with(**logging: object) -> Config:
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None
 
 
 def test_a_session_writes_a_trace_and_a_summary_of_its_steps(tmp_path: Path) -> None:
-    from megatron_ds.training.profiler import ProfilerSession
+    from megatron_ds.training.profile.profiler import ProfilerSession
 
     opened: list[Any] = []
 

@@ -13,8 +13,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
+from megatron_ds.training.loggers.tensorboard_logger import SETTINGS_FILE, TensorBoard
 from megatron_ds.training.records import SPLITS, EvalRecord, IntervalRecord, StepRecord, TaskRecord
-from megatron_ds.training.tensorboard_logger import SETTINGS_FILE, TensorBoard
 from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results
 
 MEMORY = {"mem-reserved-bytes": 5, "mem-allocated-bytes": 4, "mem-allocated-count": 3}

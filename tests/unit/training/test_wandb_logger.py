@@ -12,7 +12,7 @@ import pytest
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.loggers import BestEffortLogger, open_loggers
+from megatron_ds.training.loggers.selection import BestEffortLogger, open_loggers
 from tests.problems import codes
 from tests.unit.training.logger_records import evaluation, step, task_results
 

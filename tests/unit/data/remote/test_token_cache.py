@@ -16,10 +16,10 @@ import pytest
 from megatron_ds.config import DataConfig
 from megatron_ds.data.build_datasets import build_datasets
 from megatron_ds.data.gpt_dataset import TokenDataset
-from megatron_ds.data.indexed_dataset import IndexedDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.remote import fetcher
 from megatron_ds.data.remote.token_cache import TokenCache
+from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems
 from megatron_ds.fileio import object_store
 from tests.object_server import FolderServer

@@ -1,0 +1,1 @@
+"""Files of a checkpoint: which rank writes what, reading, and full weights."""

@@ -1,0 +1,1 @@
+"""Folders of checkpoints: claiming, locking and checking them, on shared file systems too."""

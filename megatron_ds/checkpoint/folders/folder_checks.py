@@ -1,0 +1,51 @@
+"""Claims the folder of a run before it trains: one run owns it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.folders import run_lock
+from megatron_ds.checkpoint.folders.run_lock import RunLock
+from megatron_ds.checkpoint.location import RunFolders
+from megatron_ds.config.problems import user_error
+
+
+@contextmanager
+def claimed_folders(
+    folders: RunFolders, ranks: CollectiveIO, log: Callable[[str], None]
+) -> Iterator[RunLock | None]:
+    """Owns --save inside, unless it is a URL. Collective.
+
+    Args:
+        folders: The folders.
+        ranks: All ranks.
+        log: Prints a line on one rank.
+
+    Yields:
+        The lock of --save, on the first rank.
+
+    Raises:
+        UserError: If --save cannot be created, or another run owns it.
+        OSError: If --save cannot be written.
+    """
+    lock: RunLock | None = None
+
+    def own(save: Path) -> None:
+        nonlocal lock
+        try:
+            save.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise user_error("save-folder-not-created", folder=save, error=error) from None
+        lock = run_lock.acquire(save, log)
+
+    try:
+        if folders.save is not None and folders.save.url is None:
+            ranks.run_on_rank0(functools.partial(own, folders.save.folder))
+        yield lock
+    finally:
+        if lock is not None:
+            lock.release()

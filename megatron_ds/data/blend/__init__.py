@@ -1,0 +1,1 @@
+"""Blends of token files: their specification, their schedule and their continuation on resume."""

@@ -1,0 +1,169 @@
+"""Reports: samples and epochs of each token file, and changes of the blend on resume.
+
+Knows counts, but no files.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_ds.config.problems import Problem, counted
+from megatron_ds.data.blend.blend_history import BlendHistory, BlendPhase
+
+USAGE_FILE = "data_usage.json"
+"""Name of the file that lists all token files."""
+MAX_LISTED = 12
+"""Most files of a split that are printed, the largest first."""
+MAX_NAMED = 6
+"""Most sources named in a line."""
+
+
+@dataclass(frozen=True)
+class FileUsage:
+    """Samples that a token file contributes to a split, or to a group of it, in the entire run.
+
+    Attributes:
+        split: train, valid or test.
+        prefix: Path of the pair of token files.
+        weight: Its weight in the blend; the weights of a blend sum to 1.
+        samples: Number of samples.
+        epochs: Passes over its documents.
+        group: Name of the group, if the user gave one.
+    """
+
+    split: str
+    prefix: str
+    weight: float
+    samples: int
+    epochs: float
+    group: str = ""
+
+    @property
+    def label(self) -> str:
+        """Split and group, for messages."""
+        return f"{self.split} {self.group}" if self.group else self.split
+
+    def __str__(self) -> str:
+        if not self.weight:
+            return f"{self.label}: {self.prefix}, weight 0: not read"
+        return (
+            f"{self.label}: {self.prefix}, weight {self.weight:.6g}: "
+            f"{counted(self.samples, 'sample')}, {self.epochs:.3g} epochs"
+        )
+
+
+def summary(usage: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
+    """Lines with the largest files of each split; the others are summed up.
+
+    Args:
+        usage: All files.
+        full_list: Path of the file that lists all of them, if there is one.
+    """
+    is_limited = False
+    for label, group in itertools.groupby(usage, lambda file: file.label):
+        files = sorted(group, key=lambda file: -file.samples)
+        is_limited = is_limited or len(files) > MAX_LISTED
+        yield from map(str, files[:MAX_LISTED])
+        rest = [file for file in files[MAX_LISTED:] if file.weight]
+        unread = len(files[MAX_LISTED:]) - len(rest)
+        if rest:
+            epochs = [file.epochs for file in rest]
+            files_left = counted(len(rest), "more file")
+            samples = counted(sum(file.samples for file in rest), "sample")
+            yield (
+                f"{label}: {files_left}, total weight {sum(f.weight for f in rest):.6g}: "
+                f"{samples}, {min(epochs):.3g} to {max(epochs):.3g} "
+                "epochs"
+            )
+        if unread:
+            yield f"{label}: {counted(unread, 'file')} of weight 0, not read"
+    if is_limited:
+        yield f"all files: {full_list}" if full_list else "--save lists all files"
+
+
+def describe_blend(history: BlendHistory) -> str:
+    """One line with the sources and weights of the training data."""
+    now = history.current
+    line = f"training data, {len(now.sources)} sources: {_blend(history, now)}"
+    later = [phase.first_sample for phase in history.phases if phase.first_sample]
+    if later:
+        line += f"; changed after {join_limited([f'{first:,}' for first in later])} samples"
+    return line
+
+
+def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
+    """Lines on what a resumed run reads differently; empty if nothing changes."""
+    lines = []
+    was, now = before.current, after.current
+    if before.order != after.order:
+        lines.append(f"WARNING: {Problem('blend-schedule-changed').render()}")
+    is_of_other_length = before.seq_length != after.seq_length
+    if is_of_other_length:
+        changed = Problem(
+            "sequence-length-changed",
+            num_samples=now.first_sample,
+            before=before.seq_length,
+            now=after.seq_length,
+        )
+        lines.append(f"WARNING: {changed.render()}")
+    if now is not was and not (is_of_other_length and _same_blend(before, after)):
+        lines += [
+            f"WARNING: {Problem('blend-changed', num_samples=now.first_sample).render()}",
+            f"    before: {_blend(before, was)}",
+            f"    now:    {_blend(after, now)}",
+            *(f"    {line}" for line in _source_changes(before, after)),
+        ]
+    known = {n: source.requests for n, source in enumerate(before.sources) if source.requests}
+    longer = [n for n in now.sources if n in known and known[n] != after.sources[n].requests]
+    if longer and not is_of_other_length:
+        names = join_limited([after.sources[number].identity.name for number in longer])
+        lines.append(
+            f" > more samples are needed than the indexes of the previous run have: {names} "
+            f"{'continues' if len(longer) == 1 else 'continue'} with the remaining ones, then with "
+            "newly shuffled epochs"
+        )
+    return lines
+
+
+def _same_blend(before: BlendHistory, after: BlendHistory) -> bool:
+    was, now = before.current, after.current
+    return (was.sources, was.weights) == (now.sources, now.weights)
+
+
+def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:
+    old, new = set(before.current.sources), set(after.current.sources)
+    sources = after.sources
+    known = {number for number, source in enumerate(before.sources) if source.all_consumed}
+    names = {source.identity.name for source in before.sources}
+    kept = sorted(new & known)
+    if kept:
+        yield "continued: " + join_limited(
+            [f"{sources[n].identity.name} at its sample {sources[n].all_consumed}" for n in kept]
+        )
+    gone = sorted(old - new)
+    if gone:
+        yield "no longer read: " + join_limited(
+            [f"{sources[n].identity.name}, after {sources[n].all_consumed} samples" for n in gone]
+        )
+    fresh = sorted(new - known)
+    if fresh:
+        yield "new: " + join_limited([sources[n].identity.name for n in fresh])
+    other = sorted({sources[n].identity.name for n in new if n >= len(before.sources)} & names)
+    if other:
+        yield (f"same name, but different documents: {join_limited(other)}: text may be repeated")
+
+
+def _blend(history: BlendHistory, phase: BlendPhase) -> str:
+    pairs = zip(phase.sources, phase.weights, strict=True)
+    ordered = sorted(pairs, key=lambda pair: -pair[1])
+    return join_limited(
+        [f"{history.sources[number].identity.name} {weight:.6g}" for number, weight in ordered]
+    )
+
+
+def join_limited(words: Sequence[str], limit: int = MAX_NAMED) -> str:
+    """A list of the first `limit` words, and the number of the others."""
+    more = len(words) - limit
+    return ", ".join(words) if more <= 0 else f"{', '.join(words[:limit])} and {more} more"

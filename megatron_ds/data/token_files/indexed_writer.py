@@ -1,0 +1,266 @@
+"""Writer of Megatron's pair of token files; `indexed_dataset.py` describes the format.
+
+Knows no tokenizers, samples or torch.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.data.token_files.indexed_dataset import (
+    DTYPE_CODES,
+    HEADER,
+    MAGIC,
+    TOKENIZER_SUFFIX,
+    VERSION,
+    IndexedDataset,
+    IntArray,
+    Tokens,
+    sequence_offsets,
+)
+from megatron_ds.fileio.atomic import StrPath, fsync_file, fsync_path, name_in_errors
+from megatron_ds.fileio.file_lock import is_at, lock_now
+
+DOC_INDEX_SUFFIX = ".documents.partial"
+"""Suffix of the temporary file of the document index while a pair is written."""
+
+BLOCK_ITEMS = 1 << 16
+"""Tokens or index entries written at once."""
+
+
+class WriteCounts(NamedTuple):
+    """Tokens, sequences and documents written to a pair."""
+
+    tokens: int = 0
+    sequences: int = 0
+    documents: int = 0
+
+
+NOTHING_WRITTEN = WriteCounts()
+
+
+class TokenFileWriter:
+    """Writes sequences and documents to the three files from which a pair is made.
+
+    Memory use is constant: the index is written as it grows, lengths in their final place and the
+    document index to a separate file, and is assembled in blocks.
+
+    Args:
+        prefix: Path of the pair, for messages.
+        dtype: Storage type of the tokens, see `token_dtype`.
+        files: The `.bin` file, the `.idx` file and the document index, open for reading and
+            writing, at the end of what `written` counts. The caller syncs and names them.
+        written: Counts of the content that the files have already.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        dtype: npt.DTypeLike,
+        files: Sequence[BinaryIO],
+        written: WriteCounts = NOTHING_WRITTEN,
+    ) -> None:
+        self.prefix = prefix
+        self.dtype = _checked_dtype(prefix, dtype)
+        self.files = files
+        self.written = written
+        _, self._index, self._documents = files
+        if written == NOTHING_WRITTEN:
+            with name_in_errors(self._index.name):
+                self._index.truncate(HEADER.size)  # room for the header
+                self._index.seek(HEADER.size)
+
+    def add_documents(
+        self, tokens: npt.ArrayLike, lengths: npt.ArrayLike, sequences: npt.ArrayLike | None = None
+    ) -> None:
+        """Appends documents.
+
+        Args:
+            tokens: [sum of lengths] integers, the concatenated sequences.
+            lengths: [n], tokens of each sequence.
+            sequences: [d], sequences of each document; None for one per document.
+
+        Raises:
+            ValueError: If the arguments do not agree.
+            UserError: If a token does not fit the dtype, or a sequence has more than 2^31 - 1.
+        """
+        array, sizes = np.asarray(tokens), np.asarray(lengths, dtype=np.int64)
+        counts = np.ones_like(sizes) if sequences is None else np.asarray(sequences, np.int64)
+        if (sizes.sum(), counts.sum()) != (array.size, sizes.size):
+            raise ValueError(
+                f"{self.prefix}: {array.size} tokens in {sizes.size} sequences, but the lengths "
+                f"give {sizes.sum()} tokens and the documents {counts.sum()} sequences"
+            )
+        if sizes.max(initial=0) > np.iinfo(np.int32).max:
+            raise user_error("sequence-too-long", prefix=self.prefix, max=sizes.max())
+        self._add(_cast_checked(array, self.dtype, self.prefix), sizes, np.cumsum(counts))
+
+    def add_dataset(self, data: IndexedDataset) -> None:
+        """Appends all sequences and documents of another pair of the same dtype."""
+        if data.dtype != self.dtype:
+            raise ValueError(f"{data.prefix} holds {data.dtype}, not {self.dtype}")
+        nothing = np.zeros(0, np.int64)
+        ends = data.document_index[1:]
+        # Document ends count from the pair's first sequence, so its sequences are added last.
+        for first in range(0, data.tokens.size, BLOCK_ITEMS):
+            self._add(data.tokens[first : first + BLOCK_ITEMS], nothing, nothing)
+        for first in range(0, len(ends), BLOCK_ITEMS):
+            self._add(data.tokens[:0], nothing, ends[first : first + BLOCK_ITEMS])
+        for first in range(0, len(data), BLOCK_ITEMS):
+            self._add(data.tokens[:0], data.lengths[first : first + BLOCK_ITEMS], nothing)
+
+    def _add(self, tokens: Tokens, lengths: IntArray, ends: IntArray) -> None:
+        """Appends tokens of this dtype, sequence lengths, and document ends, which count from the
+        next sequence to be added."""
+        parts = (tokens, lengths.astype("<i4"), (ends + self.written.sequences).astype("<i8"))
+        for file, part in zip(self.files, parts, strict=True):
+            with name_in_errors(file.name):
+                file.write(np.ascontiguousarray(part).data)
+        added = zip(self.written, parts, strict=True)
+        self.written = WriteCounts(*(before + part.size for before, part in added))
+
+    def finish(self) -> None:
+        """Completes the index: adds pointers, documents and the header to the lengths.
+
+        Raises:
+            OSError: If a file cannot be written, with its name.
+        """
+        for file in self.files:
+            with name_in_errors(file.name):
+                file.flush()
+        with name_in_errors(self._index.name):
+            self._complete_index()
+
+    def _complete_index(self) -> None:
+        _, sequences, documents = self.written
+        self._index.truncate(HEADER.size + 4 * sequences)
+        self._index.seek(0, os.SEEK_END)
+        end = 0
+        with open(self._index.name, "rb") as lengths:
+            lengths.seek(HEADER.size)
+            for sizes in _read_blocks(lengths, "<i4", sequences):
+                pointers = sequence_offsets(sizes, self.dtype.itemsize) + end
+                self._index.write(pointers.astype("<i8").tobytes())
+                end = int(pointers[-1]) + int(sizes[-1]) * self.dtype.itemsize
+        self._index.write(np.zeros(1, "<i8").tobytes())
+        with open(self._documents.name, "rb") as ends:
+            for block in _read_blocks(ends, "<i8", documents):
+                self._index.write(block.tobytes())
+        # The header comes last: an interrupted index begins with zeros and is never taken for one.
+        self._index.seek(0)
+        head = HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], sequences, documents + 1)
+        self._index.write(head)
+
+
+@contextmanager
+def pair_writer(
+    prefix: StrPath, dtype: npt.DTypeLike, tokenizer_metadata: bytes | None = None
+) -> Iterator[TokenFileWriter]:
+    """Writes a pair of token files, which get their names only when they are complete.
+
+    Leaving the `with` block by an exception removes the files. A killed process leaves files that
+    end in `.partial`; the next writer of the same prefix overwrites them.
+
+    Args:
+        prefix: Path of the pair without `.bin` and `.idx`.
+        dtype: Storage type of the tokens, see `token_dtype`.
+        tokenizer_metadata: Content of the file that records the tokenizer; None for no such file.
+
+    Yields:
+        The writer.
+
+    Raises:
+        UserError: If another process writes the same prefix.
+        OSError: If the disk does, with the name of the file.
+    """
+    prefix = os.fspath(prefix)
+    dtype = _checked_dtype(prefix, dtype)
+    files = [_open_locked(prefix + ".bin.partial", prefix)]
+    try:
+        files[0].truncate(0)
+        for suffix in (".idx.partial", DOC_INDEX_SUFFIX):
+            files.append(open(prefix + suffix, "w+b"))  # noqa: SIM115
+        writer = TokenFileWriter(prefix, dtype, files)
+        yield writer
+        writer.finish()
+        for file in files[:2]:
+            fsync_file(file)
+        suffixes = [".bin", ".idx"]
+        if tokenizer_metadata is not None:
+            path = f"{prefix}{TOKENIZER_SUFFIX}.partial"
+            with name_in_errors(path), open(path, "wb") as file:
+                file.write(tokenizer_metadata)
+                fsync_file(file)
+            suffixes.insert(1, TOKENIZER_SUFFIX)
+        # An older index must never describe the new tokens, not even for a moment.
+        for suffix in (".idx", TOKENIZER_SUFFIX):
+            Path(prefix + suffix).unlink(missing_ok=True)
+        for suffix in suffixes:
+            os.replace(f"{prefix}{suffix}.partial", prefix + suffix)
+        Path(prefix + DOC_INDEX_SUFFIX).unlink()
+        fsync_path(os.path.dirname(prefix) or ".")
+    except BaseException:
+        for suffix in (".bin", ".idx", TOKENIZER_SUFFIX):
+            Path(f"{prefix}{suffix}.partial").unlink(missing_ok=True)
+        Path(prefix + DOC_INDEX_SUFFIX).unlink(missing_ok=True)
+        raise
+    finally:
+        for file in files:
+            with suppress(OSError):  # closing flushes, which fails on a full disk
+                file.close()
+
+
+def _checked_dtype(prefix: str, dtype: npt.DTypeLike) -> np.dtype[np.generic]:
+    checked = np.dtype(dtype).newbyteorder("<")
+    if checked not in DTYPE_CODES:
+        raise ValueError(
+            f"{prefix}: tokens cannot be stored as {checked}; supported: "
+            f"{', '.join(map(str, DTYPE_CODES))}"
+        )
+    return checked
+
+
+def _cast_checked(tokens: Tokens, dtype: np.dtype[np.generic], prefix: str) -> Tokens:
+    if tokens.dtype == dtype or tokens.size == 0:
+        return tokens.astype(dtype, copy=False)
+    limits = np.iinfo(dtype)  # type: ignore[type-var]
+    low, high = int(tokens.min()), int(tokens.max())  # type: ignore[type-var]
+    if low < limits.min or high > limits.max:
+        raise user_error("token-exceeds-dtype", prefix=prefix, low=low, high=high, dtype=dtype)
+    return tokens.astype(dtype)
+
+
+def _open_locked(path: str, prefix: str) -> BinaryIO:
+    """Opens the file of a writer for appending, for one process at a time.
+
+    Raises:
+        UserError: If another process has it open.
+    """
+    file = open(path, "ab")  # noqa: SIM115
+    locked = lock_now(file)
+    # Between the two lines above, another process may have finished and renamed this file.
+    if locked is False or not is_at(file, path):
+        file.close()
+        raise user_error("prefix-in-use", prefix=prefix)
+    if locked is None:
+        warnings.warn(Problem("no-file-locks", path=path), stacklevel=3)
+    return file
+
+
+def _read_blocks(file: BinaryIO, dtype: str, count: int) -> Iterator[IntArray]:
+    """Yields `count` numbers of a file from its current position, BLOCK_ITEMS at a time."""
+    for first in range(0, count, BLOCK_ITEMS):
+        size = min(BLOCK_ITEMS, count - first)
+        block = np.fromfile(file, dtype, size)
+        if len(block) < size:
+            raise user_error("truncated-while-written", name=file.name)
+        yield block

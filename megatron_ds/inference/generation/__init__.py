@@ -1,0 +1,1 @@
+"""Generation of tokens: cache, scheduling of sequences, sampling and stop rules."""

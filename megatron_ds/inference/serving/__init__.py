@@ -1,0 +1,1 @@
+"""The HTTP server: its APIs, the queue of requests and the metrics."""

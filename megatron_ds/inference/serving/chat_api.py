@@ -1,0 +1,152 @@
+"""OpenAI's `POST /v1/chat/completions`, for tokenizers with a chat template.
+
+A conversation becomes the prompt of a completion, whose choices become messages. Follows
+platform.openai.com/docs/api-reference/chat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ds.config.problems import Problem, raise_if_any, user_error
+from megatron_ds.inference.serving.api_schema import (
+    flag_field,
+    integer_field,
+    is_text,
+    openai_error,
+    request_field,
+)
+from megatron_ds.inference.serving.completions_api import (
+    MAX_TOP,
+    CompletionEvents,
+    CompletionJob,
+    CompletionsApi,
+    OpenAiRequest,
+)
+from megatron_ds.inference.serving.scheduler import Finished, NewToken
+from megatron_ds.inference.serving.service import GenerationJob
+from megatron_ds.tokenizer.chat_template import ChatTemplate
+
+
+def _is_part(value: Any) -> bool:
+    is_typed = isinstance(value, dict) and value.get("type") == "text"
+    return is_typed and is_text(value.get("text"))
+
+
+def _is_message(value: Any) -> bool:
+    if not (isinstance(value, dict) and is_text(value.get("role"))):
+        return False
+    content = value.get("content")
+    if isinstance(content, list):
+        return all(map(_is_part, content))
+    return is_text(content)
+
+
+@dataclass(frozen=True)
+class ChatRequest(OpenAiRequest):
+    """A request, validated as far as possible without tokenizer and model."""
+
+    messages: Any = request_field(
+        (),
+        'a list of objects such as {"role": "user", "content": "text"}',
+        lambda value: isinstance(value, list) and bool(value) and all(map(_is_message, value)),
+    )
+    max_tokens: int | None = integer_field(1, 2**31 - 1, None)
+    max_completion_tokens: int | None = integer_field(1, 2**31 - 1, None)
+    logprobs: bool = flag_field()
+    top_logprobs: int = integer_field(0, MAX_TOP, 0)
+
+    def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
+        if self.top_logprobs and not self.logprobs:
+            names = {"name": "top_logprobs", "needed": "logprobs"}
+            yield Problem("request-field-needs-another", *names.values(), **names)
+
+
+@dataclass(frozen=True)
+class ChatApi:
+    """Serves OpenAI's clients."""
+
+    completions: CompletionsApi
+    template: ChatTemplate | None
+
+    def read(self, body: bytes) -> CompletionJob:
+        """
+        Raises:
+            UserError: If the request is invalid or there is no template.
+        """
+        if self.template is None:
+            raise user_error("chat-template-missing", name=self.completions.names[0])
+        request = self.completions.request(body, ChatRequest, "messages")
+        raise_if_any(request.problems())
+        messages = [dict(each) for each in request.messages]
+        for message in messages:
+            if isinstance(message["content"], list):
+                message["content"] = "\n".join(part["text"] for part in message["content"])
+        limit = request.max_completion_tokens or request.max_tokens
+        top = request.top_logprobs if request.logprobs else None
+        return self.completions.job(request, [self.template.render(messages)], limit, top)
+
+    def response(self, job: GenerationJob, finished: Finished) -> dict[str, Any]:
+        """The JSON object of all messages."""
+        return _as_chat(job, self.completions.response(job, finished), "message", set())
+
+    def events(self, job: GenerationJob) -> ChatEvents:
+        """The server-sent events of a job."""
+        return ChatEvents(job, self.completions.events(job))
+
+    error = staticmethod(openai_error)
+
+
+class ChatEvents:
+    """The events of a job: a completion's, as parts of messages."""
+
+    def __init__(self, job: GenerationJob, events: CompletionEvents) -> None:
+        self._events, begun = events, set[int]()
+        self._part = lambda event: _as_chat(job, event, "delta", begun)
+
+    def of_token(self, token: NewToken) -> Iterator[dict[str, Any]]:
+        """The event of a token: its addition to a message."""
+        return map(self._part, self._events.of_token(token))
+
+    def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]:
+        """The last events: the rest of the messages, and why they ended."""
+        return map(self._part, self._events.of_end(finished))
+
+
+def _as_chat(
+    job: GenerationJob, completion: dict[str, Any], key: str, begun: set[int]
+) -> dict[str, Any]:
+    """A response or event of a completion as a chat's.
+
+    Args:
+        job: The job.
+        completion: Its response or event.
+        key: Of the text of a choice.
+        begun: Choices that have had a role, which the first part of each has.
+    """
+    choices = []
+    for choice in completion["choices"]:
+        role = {} if choice["index"] in begun else {"role": "assistant"}
+        begun.add(choice["index"])
+        scores = choice["logprobs"] and {"content": _scores(choice["logprobs"], job.top_n)}
+        text = {key: {**role, "content": choice.pop("text")}}
+        choices.append({**choice, **text, "logprobs": scores})
+    kind = "chat.completion" if key == "message" else "chat.completion.chunk"
+    return {**completion, "id": f"chat{completion['id']}", "object": kind, "choices": choices}
+
+
+def _scores(logprobs: dict[str, Any], top_n: int) -> list[dict[str, Any]]:
+    """The tokens, each with the most probable ones in its place."""
+    names = ("tokens", "token_logprobs", "top_logprobs")
+    return [
+        _scored(token, value)
+        | {"top_logprobs": [_scored(*each) for each in list(top.items())[:top_n]]}
+        for token, value, top in zip(*(logprobs[name] for name in names), strict=True)
+    ]
+
+
+def _scored(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": list(token.encode())}

@@ -1,0 +1,1 @@
+"""One process from its first line to its exit status."""

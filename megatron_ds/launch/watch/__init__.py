@@ -1,0 +1,1 @@
+"""Watches of a run: hanging ranks, lost hosts and lost launchers."""

@@ -1,0 +1,142 @@
+"""What computes attention: one ordered table, whose first backend that supports a layer's rule and
+the keys of a forward pass computes them.
+
+First the kernel that the trial at start-up has selected for the rule (`attention_trial`), then one
+document after the other, then torch's scaled_dot_product_attention of complete samples or a cache.
+
+Shapes: B micro-batch, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.devices import is_host
+from megatron_ds.model.attention.cores import (
+    SDPA,
+    VARYING_SIZES,
+    AttentionCore,
+    BatchInvariantAttention,
+    Order,
+    backends_in_order,
+    name_of,
+)
+from megatron_ds.model.attention.masks import MaskTables, ragged_bias
+from megatron_ds.model.attention.packed import AttentionBackend, Keys, PerDocumentBackend
+from megatron_ds.model.attention.rule import AttentionRule
+
+
+@dataclass(frozen=True)
+class SDPABackend:
+    """torch's scaled_dot_product_attention."""
+
+    order: Order = ()
+    """Kernels to consider on a device. Empty: those that the caller has selected."""
+    name = "torch's scaled_dot_product_attention"
+    is_traceable = True
+
+    def supports(self, rule: AttentionRule, keys: Keys) -> bool:
+        return True
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        end, dtype, device = keys.offset + keys.queries, keys.dtype, keys.device
+        positions_BS, num_keys = keys.positions_BS, keys.num_keys
+        if num_keys is None or positions_BS is None:
+            if keys.offset == 0:
+                bias = tables.bias(rule, end, dtype, device) if rule.has_mask(end) else None
+                return SDPA(bias, is_causal=bias is None, backends=self.order)
+            if keys.queries == 1 and not rule.has_mask(end):
+                return SDPA()  # a single query sees every key, and this has faster kernels
+            positions_BS, num_keys = torch.arange(keys.offset, end, device=device)[None], end
+        dtype = torch.float32 if keys.is_wider else dtype
+        slopes_n = tables.slopes(rule, device)
+        bias = ragged_bias(positions_BS, num_keys, dtype, slopes_n, rule.window)
+        return BatchInvariantAttention(bias) if keys.is_wider else SDPA(bias)
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """What computes attention in passes without a cache."""
+
+    samples: Order = ()
+    """Kernels to consider for complete samples. Empty: those that the caller has selected."""
+    documents: Order = VARYING_SIZES
+    """Kernels to consider for one document after the other."""
+    kernels: Mapping[AttentionRule, AttentionBackend] = field(default_factory=dict)
+    """Those that a trial has selected for complete samples or documents."""
+
+    def backend(self, rule: AttentionRule, keys: Keys) -> AttentionBackend:
+        """The first backend of the table that computes this attention."""
+        table: tuple[AttentionBackend | None, ...] = (
+            self.kernels.get(rule),
+            PerDocumentBackend(self.documents),
+            SDPABackend(self.samples),
+        )
+        return next(each for each in table if each is not None and each.supports(rule, keys))
+
+
+CALLERS = AttentionOptions()
+
+
+def selected_backend(
+    rule: AttentionRule,
+    config: ModelConfig,
+    batch: int,
+    shards: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    order: Order,
+) -> str | None:
+    """Name of the kernel that scaled_dot_product_attention selects in training.
+
+    Args:
+        rule: What the attention computes.
+        config: Architecture.
+        batch: Samples of a call.
+        shards: Ranks that share the heads: tensor- and sequence-parallel ones.
+        dtype: Type of the activations.
+        device: Device of the activations.
+        order: The kernels to consider.
+
+    Returns:
+        The name; None if none of the kernels can compute the call.
+    """
+    queries = config.seq_length
+
+    def empty(*shape: int) -> torch.Tensor:
+        """A tensor of this shape that has only a row of memory."""
+        row = torch.empty(shape[-1], dtype=dtype, device=device, requires_grad=True)
+        return row.expand(shape)
+
+    def heads(count: int) -> torch.Tensor:
+        return empty(batch, max(1, count // shards), queries, config.head_dim)
+
+    q, k = heads(config.num_attention_heads), heads(config.kv_heads)
+    bias = empty(1, q.shape[1], queries, queries).detach() if rule.has_mask(queries) else None
+    has_groups = q.shape[1] != k.shape[1]
+    if bias is not None and not is_host(device.type):
+        # The keys and values are repeated for their queries.
+        k, has_groups = q, False
+    try:
+        with backends_in_order(order, device):
+            choice = torch._fused_sdp_choice(
+                q,
+                k,
+                k,
+                attn_mask=bias,
+                dropout_p=config.attention_dropout,
+                is_causal=bias is None,
+                enable_gqa=has_groups,
+            )
+    except RuntimeError:
+        return None
+    except (AttributeError, TypeError):  # not one of torch's public functions
+        return "torch's choice"
+    backend = SDPBackend(choice)
+    is_refused = bool(order) and not is_host(device.type) and backend not in order
+    return None if is_refused else name_of(backend)

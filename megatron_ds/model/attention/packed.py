@@ -1,0 +1,297 @@
+"""Packed samples: document boundaries, positions within documents, intra-document attention.
+
+A sample is a slice of a stream of documents, so most samples contain several. Megatron's two flags
+determine what a document sees of those before it: --reset-attention-mask hides them,
+--reset-position-ids restarts positions. Boundaries are found in the tokens where the model runs:
+the end-of-document token is the last token of its document. No [S, S] mask is built: attention runs
+over each document separately (`PerDocumentSDPA`, on every device), or through a kernel that leaves
+out the scores between documents: torch's variable-length attention or its flex attention.
+
+Shapes: B micro-batch, S sequence, n this rank's query heads, k its key-value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ds.model.attention.cores import (
+    SDPA,
+    VARYING_SIZES,
+    AttentionCore,
+    Order,
+    backends_in_order,
+)
+from megatron_ds.model.attention.masks import MaskTables, block_mask
+from megatron_ds.model.attention.rule import AttentionRule
+
+DOCUMENT_UNIT = 16
+"""The number of documents of variable-length attention is a multiple."""
+FlexAttention = Callable[..., Tensor]
+"""torch.nn.attention.flex_attention.flex_attention, compiled."""
+
+
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""Causal attention of concatenated sequences: queries [T, n, D], keys and values [T, k, D], the
+first token of each sequence and T, int32, and the length of the longest to [T, n, D]."""
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """What happens at document boundaries in a training run."""
+
+    eod: int
+    """Id of the token that ends a document."""
+    reset_positions: bool
+    """Positions restart at each document's first token."""
+    reset_attention: bool
+    """A token sees its own document only."""
+
+    def find_documents(
+        self, tokens_BS: Tensor, max_documents: int | None = None
+    ) -> PackedBatchInfo:
+        return PackedBatchInfo(self, *find_documents(tokens_BS, self.eod), max_documents)
+
+
+@dataclass(frozen=True)
+class PackedBatchInfo:
+    """The documents of one micro-batch."""
+
+    options: PackingOptions
+    doc_ids_BS: Tensor
+    """int32: number of the token's document in its row, from 0."""
+    doc_positions_BS: Tensor
+    """int64: position of the token in its document, from 0."""
+    max_documents: int | None = None
+    """Upper bound of the number of documents in all rows; None: known to the device only."""
+
+    @property
+    def positions_BS(self) -> Tensor | None:
+        """Positions of the tokens where they restart with a document, else None."""
+        return self.doc_positions_BS if self.options.reset_positions else None
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a forward pass brings to attention."""
+
+    queries: int
+    """Tokens of this pass, of all sequence-parallel ranks."""
+    dtype: torch.dtype
+    """Type of the activations."""
+    device: torch.device
+    has_documents: bool = False
+    """Attention ends with a document."""
+    packed: PackedBatchInfo | None = None
+    """Documents of the tokens, if their boundaries matter; without a cache."""
+    positions_BS: Tensor | None = None
+    """Positions of the tokens, where they are not offset, offset + 1, ..."""
+    offset: int = 0
+    """Tokens before them, in the cache; the most of any row."""
+    num_keys: int | None = None
+    """Keys of the cache. With `positions_BS`, a token sees those up to its position."""
+    is_wider: bool = False
+    """They are in fp32, and the activations are not."""
+
+
+class AttentionBackend(Protocol):
+    """One way to compute attention."""
+
+    name: str
+    is_traceable: bool
+    """Whether torch.compile can include its core in a graph."""
+
+    def supports(self, rule: AttentionRule, keys: Keys) -> bool:
+        """Whether it computes this attention."""
+        ...
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        """The attention core of a forward pass."""
+        ...
+
+
+def find_documents(tokens_BS: Tensor, eod: int) -> tuple[Tensor, Tensor]:
+    """Find each token's document and its position there.
+
+    An end-of-document token belongs to the document that it ends, as in Megatron's
+    get_ltor_masks_and_position_ids.
+
+    Returns:
+        Number of the document, int32, and position in it, int64; both [B, S].
+    """
+    is_end = tokens_BS == eod
+    doc_ids = is_end.cumsum(1, dtype=torch.int32) - is_end.int()
+    positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+    # A document starts one after the last end before its tokens.
+    starts = torch.where(is_end, positions + 1, 0).cummax(1).values.roll(1, 1)
+    starts[:, 0] = 0
+    return doc_ids, positions - starts
+
+
+def document_lengths(doc_ids_BS: Tensor) -> list[list[int]]:
+    """Tokens of each row's documents. Synchronizes with the device."""
+    rows = doc_ids_BS.cpu()
+    return [row.unique_consecutive(return_counts=True)[1].tolist() for row in rows]
+
+
+@dataclass(frozen=True)
+class PerDocumentSDPA:
+    """torch's scaled_dot_product_attention, called for each document separately.
+
+    Documents of the same length share a call.
+    """
+
+    lengths: list[list[int]]
+    """Tokens of each row's documents."""
+    bias_nSS: Tensor | None = None
+    """Added to the scores of a document's first keys and queries; must hide the future. At least as
+    wide as the longest document."""
+    backends: Order = VARYING_SIZES
+    """Kernels to consider on a device."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        parts = [self._split(x) for x in (q, k, v)]
+        by_length: dict[int, list[int]] = {}
+        for index, part in enumerate(parts[0]):
+            by_length.setdefault(part.shape[1], []).append(index)
+        attended: list[Tensor] = [q] * len(parts[0])
+        with backends_in_order(self.backends, q.device):
+            for length, members in by_length.items():
+                queries, keys, values = (
+                    torch.stack([part[at] for at in members]) for part in parts
+                )
+                bias = None if self.bias_nSS is None else self.bias_nSS[:, :length, :length]
+                outputs = SDPA(bias, bias is None).attend(queries, keys, values, dropout)
+                for index, output in zip(members, outputs.unbind(), strict=True):
+                    attended[index] = output
+        rows, heads, length, size = q.shape
+        return torch.cat(attended, dim=1).view(heads, rows, length, size).transpose(0, 1)
+
+    def _split(self, x: Tensor) -> list[Tensor]:
+        """[heads, tokens, D] of each document, row by row."""
+        rows = zip(x.unbind(), self.lengths, strict=True)
+        # One split of a row instead of a slice per document: the gradient of every slice would be
+        # as long as the row.
+        return [part for row, lengths in rows for part in row.split(lengths, dim=1)]
+
+
+@dataclass(frozen=True)
+class PerDocumentBackend:
+    """torch's scaled_dot_product_attention, called for each document separately."""
+
+    order: Order = VARYING_SIZES
+    """Kernels to consider on a device."""
+    name = "torch's scaled_dot_product_attention per document"
+    is_traceable = False
+
+    def supports(self, rule: AttentionRule, keys: Keys) -> bool:
+        return keys.has_documents
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        assert keys.packed is not None
+        lengths = document_lengths(keys.packed.doc_ids_BS)
+        bias = tables.document_bias(rule, max(map(max, lengths)), keys.dtype, keys.device)
+        return PerDocumentSDPA(lengths, bias, self.order)
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """torch's variable-length attention: flash attention over concatenated documents."""
+
+    varlen: VarlenAttention
+    name = "torch's varlen_attn"
+    is_traceable = True
+
+    @staticmethod
+    def supports(rule: AttentionRule, keys: Keys) -> bool:
+        return keys.has_documents and not rule.alibi
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        assert keys.packed is not None
+        starts_BS = keys.packed.doc_positions_BS == 0
+        # Without the bound from the host, the host must wait for the device here.
+        bound = keys.packed.max_documents or int(starts_BS.sum())
+        # Rounded, so that temporary memory, which depends on it, has few different sizes.
+        bound = -(-bound // DOCUMENT_UNIT) * DOCUMENT_UNIT
+        return DocumentVarlenAttention(self.varlen, sequence_starts(starts_BS, bound))
+
+
+def sequence_starts(starts_BS: Tensor, bound: int) -> Tensor:
+    """Index of each document's first token among all tokens, then the number of tokens.
+
+    The kernel's convention: one more entry than documents, int32. Entries up to `bound` + 1 repeat
+    the number of tokens, as empty documents. Does not synchronize with the device.
+
+    Args:
+        starts_BS: Whether a token is the first of its document.
+        bound: At least the number of documents.
+    """
+    total = starts_BS.numel()
+    index = torch.arange(total, device=starts_BS.device, dtype=torch.int32)
+    # Sorted, because only the device knows how many there are.
+    ordered = torch.where(starts_BS.flatten(), index, total).sort().values[:bound]
+    return F.pad(ordered, (0, bound + 1 - ordered.numel()), value=total)
+
+
+@dataclass(frozen=True)
+class DocumentVarlenAttention:
+    """Variable-length attention over the documents of one micro-batch."""
+
+    varlen: VarlenAttention
+    starts: Tensor
+    """As `sequence_starts` returns them."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        assert dropout == 0.0, "variable-length attention has no dropout"
+        rows, _, length, _ = q.shape
+        q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
+        out: Tensor = self.varlen(q, k, v, self.starts, length).unflatten(0, (rows, length))
+        return out.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class FlexKernel:
+    """torch's flex attention, compiled."""
+
+    flex: FlexAttention
+    name = "torch's flex_attention"
+    is_traceable = False  # it would be compiled again for the functions of every block mask
+
+    @staticmethod
+    def supports(rule: AttentionRule, keys: Keys) -> bool:
+        return keys.num_keys is None and (keys.has_documents or rule.has_mask(keys.queries))
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        if keys.has_documents:
+            assert keys.packed is not None
+            mask = block_mask(keys.packed.doc_ids_BS, rule.window)
+        else:
+            mask = tables.blocks(rule, keys.queries, keys.device)
+        return DocumentFlexAttention(self.flex, mask, tables.slopes(rule, keys.device))
+
+
+@dataclass(frozen=True)
+class DocumentFlexAttention:
+    """torch's flex attention, which computes only the blocks of scores that a document needs."""
+
+    flex: FlexAttention
+    mask: Any
+    """As `block_mask` returns it."""
+    slopes_n: Tensor | None = None
+    """ALiBi slopes, fp32."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        assert dropout == 0.0, "flex attention has no dropout"
+        slopes, has_groups = self.slopes_n, q.shape[1] != k.shape[1]
+
+        def alibi(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            assert slopes is not None
+            return score + slopes[head] * (key - query)
+
+        score_mod = None if slopes is None else alibi
+        return self.flex(q, k, v, score_mod=score_mod, block_mask=self.mask, enable_gqa=has_groups)

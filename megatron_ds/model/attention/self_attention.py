@@ -1,0 +1,152 @@
+"""Causal self-attention with heads sharded over the tensor-parallel group.
+
+Owns the projections and the random stream of attention dropout. How positions and masks act comes
+in with the rotation and the core.
+
+Shapes: S sequence, B micro-batch, H hidden, n this rank's query heads, k its key-value heads, D
+head size, L keys (those of the cache included).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from megatron_ds.config import ModelConfig
+from megatron_ds.model.attention.cores import AttentionCore
+from megatron_ds.model.kernels.elementwise import EAGER
+from megatron_ds.model.norm import build_norm
+from megatron_ds.model.position_embedding import Rotation
+from megatron_ds.model.spec.parts import AttentionSpec
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
+from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron_ds.parallel.mesh import Group
+from megatron_ds.parallel.rng import RngStreams
+
+
+class KeyValueCache(Protocol):
+    """Keys and values of the tokens that a generator has already fed."""
+
+    @property
+    def length(self) -> int:
+        """Tokens stored before this forward pass, of the longest text; read once, before the first
+        layer."""
+        ...
+
+    @property
+    def positions_BS(self) -> Tensor | None:
+        """Positions of the new tokens, where the texts have different lengths; None where all
+        have `length` tokens and `is_wider` is False."""
+        ...
+
+    @property
+    def num_keys(self) -> int:
+        """L: `length` + S or, with `positions_BS`, more."""
+        ...
+
+    @property
+    def is_wider(self) -> bool:
+        """Whether the keys are in fp32 and the activations of a CPU are not."""
+        ...
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append [B, k, S, D] keys and values of a layer; return all of them, [B, k, L, D]."""
+        ...
+
+
+class Attention(nn.Module):
+    """The parts of attention, which a block runs in order: project, attend, output.
+
+    Args:
+        config: Architecture.
+        layer: Number of the layer, from 0.
+        group: Tensor-parallel group over which the heads are sharded.
+        rng: Random streams; dropout on sharded heads draws from the sharded one.
+        init: Draws the initial weights.
+        checkpointing: Recomputes the attention core (selective recomputation). None: it is stored.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        group: Group,
+        rng: RngStreams,
+        init: Initializer,
+        checkpointing: ActivationCheckpointing | None,
+    ) -> None:
+        super().__init__()
+        self.dropout = config.attention_dropout
+        self.group = group
+        self.rng = rng
+        self.checkpointing = checkpointing
+        self.elementwise = EAGER
+        spec = AttentionSpec(config)
+        self.local_sizes = [size // group.size for size in spec.sections]
+        kv_heads = config.kv_heads // group.size
+        self.local_heads = [config.num_attention_heads // group.size, kv_heads, kv_heads]
+        name = f"layers.{layer}.attention"
+        self.qkv = ColumnParallelLinear(*spec.layer(name, "qkv"), group=group, init=init)
+        self.proj = RowParallelLinear(*spec.layer(name, "proj"), group=group, init=init)
+        self.has_norms = bool(spec.norms)
+        if self.has_norms:
+            norms = (build_norm(norm, f"{name}.{key}", group) for key, norm in spec.norms.items())
+            self.q_norm, self.k_norm = norms
+
+    @property
+    def is_traceable(self) -> bool:
+        """Whether torch.compile can include dropout and an SDPA core in a graph.
+
+        Random states cannot be exchanged inside a graph, nor activations checkpointed.
+        """
+        return self.checkpointing is None and not self._has_own_stream
+
+    def project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Normalized, rotated queries [B, n, S, D] and keys [B, k, S, D], and values, as keys."""
+        sizes, heads = self.local_sizes, self.local_heads
+        projected = self.qkv(x_SBH)
+        if self.has_norms:
+            q, k, v = map(_heads, projected.split(sizes, dim=-1), heads)
+            q, k = self.q_norm(q), self.k_norm(k)
+            if rotation is not None:
+                q, k = (self.elementwise.rotate(part, rotation) for part in (q, k))
+        elif rotation is None:
+            q, k, v = map(_heads, projected.split(sizes, dim=-1), heads)
+        else:
+            parts = projected.split([sizes[0] + sizes[1], sizes[2]], dim=-1)
+            qk, v = _heads(parts[0], heads[0] + heads[1]), _heads(parts[1], heads[2])
+            q, k = self.elementwise.rotate(qk, rotation).split(heads[:2], dim=2)
+        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+        """Run the core, with dropout in training: [B, n, S, D]."""
+        if self.checkpointing is None:
+            return self._attend(q, k, v, core)
+        return self.checkpointing.run(partial(self._attend, core=core), q, k, v)
+
+    def output(self, attended_BnSD: Tensor) -> Tensor:
+        """[B, n, S, D] to [S, B, H]."""
+        out_SBH: Tensor = self.proj(attended_BnSD.permute(2, 0, 1, 3).flatten(2))
+        return out_SBH
+
+    @property
+    def _has_own_stream(self) -> bool:
+        """Whether the ranks must draw different masks, because the heads are sharded over them."""
+        return self.dropout > 0.0 and self.group.size > 1
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+        if not self.training:
+            return core.attend(q, k, v, 0.0)
+        if not self._has_own_stream:
+            return core.attend(q, k, v, self.dropout)
+        with self.rng.fork_tp_rng():
+            return core.attend(q, k, v, self.dropout)
+
+
+def _heads(x: Tensor, count: int) -> Tensor:
+    """[S, B, n x D] to [S, B, n, D]."""
+    return x.view(*x.shape[:-1], count, -1)

@@ -1,0 +1,1 @@
+"""Fused kernels and compiled functions that layers use where the device has them."""

@@ -1,0 +1,1 @@
+"""Documents of input files: formats, compression, parsing and splitting into sentences."""

@@ -1,0 +1,348 @@
+"""The loggers that the flags of a run select: console, JSONL and CSV files,
+TensorBoard, Weights & Biases.
+
+The console's lines have the fields, order and number formats of Megatron-LM and its forks, or a
+short form for people.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.fileio.file_lock import WaitPolicy, locked
+from megatron_ds.train_state import TrainState
+from megatron_ds.training.extensions import OpenLogger, qualified_name
+from megatron_ds.training.loggers.csv_logger import CsvTable
+from megatron_ds.training.loggers.jsonl_logger import JsonLines
+from megatron_ds.training.profile.stragglers import straggler_lines
+from megatron_ds.training.records import EvalRecord, IntervalRecord, Logger, StepRecord, TaskRecord
+
+TENSORBOARD_WAIT = WaitPolicy(timeout=10.0)
+"""For a run that is ending."""
+NUM_ZEROS = "num_zeros_in_grad"
+"""Metric of --log-num-zeros-in-grad."""
+
+
+@contextmanager
+def owned_tensorboard_folder(config: LoggingConfig, ranks: CollectiveIO) -> Iterator[None]:
+    """Owns --tensorboard-dir inside: a run moves or shortens files of earlier ones. Collective.
+
+    Raises:
+        UserError: If another run owns it.
+        OSError: If it cannot be written.
+    """
+    with ExitStack() as lock:
+
+        def own(folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.enter_context(locked(folder / "tensorboard.lock", TENSORBOARD_WAIT))
+            except UserError as error:
+                raise user_error("tensorboard-dir-in-use", folder=folder, error=error) from None
+
+        if config.tensorboard_dir is not None:
+            folder = Path(config.tensorboard_dir)
+            ranks.run_on_rank0(lambda: own(folder))
+        yield
+
+
+class BestEffortLogger(Logger):
+    """Disables a logger, with a warning, when the disk fails; the run continues without it.
+
+    Args:
+        open_logger: Opens the logger to wrap.
+        name: Its name for users.
+        warn: Prints a line.
+    """
+
+    def __init__(
+        self, open_logger: Callable[[], Logger], name: str, warn: Callable[[str], object]
+    ) -> None:
+        self._logger, self._name, self._warn = Logger(), name, warn
+
+        def use() -> None:
+            self._logger = open_logger()
+
+        self._attempt(use)
+
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
+        self._attempt(lambda: self._logger.log_steps(records))
+
+    def log_interval(self, record: IntervalRecord) -> None:
+        self._attempt(lambda: self._logger.log_interval(record))
+
+    def log_eval(self, record: EvalRecord) -> None:
+        self._attempt(lambda: self._logger.log_eval(record))
+
+    def log_task(self, record: TaskRecord) -> None:
+        self._attempt(lambda: self._logger.log_task(record))
+
+    def close(self) -> None:
+        self._attempt(self._logger.close)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except OSError as error:
+            self._logger = Logger()  # discards records
+            warning = Problem("logger-disabled", name=self._name, error=error)
+            self._warn(f"WARNING: {warning.render()}")
+
+
+def open_loggers(
+    config: Config,
+    state: TrainState,
+    *,
+    save: Path | None,
+    world_size: int,
+    dp_size: int,
+    write: Callable[[str], object],
+    memory: Callable[[], dict[str, int]] = dict,
+    more: Sequence[OpenLogger] = (),
+) -> list[Logger]:
+    """Opens the loggers of a run that write files.
+
+    Args:
+        config: Configuration of the run.
+        state: State from which the run starts; records after it are removed.
+        save: The local folder of --save.
+        world_size: Number of processes.
+        dp_size: Data-parallel size.
+        write: Prints a line and flushes it.
+        memory: Returns the device's memory figures in bytes, by TensorBoard tag.
+        more: Loggers of the program.
+
+    Raises:
+        UserError: If the JSONL file contains anything but records.
+    """
+    loggers: list[Logger] = []
+    path = jsonl_path(config, save)
+    if path is not None:
+        loggers.append(JsonLines(path, state.iteration, warn=write))
+    if config.logging.metrics_csv is not None:
+        table = functools.partial(
+            CsvTable, Path(config.logging.metrics_csv), state.iteration, warn=write
+        )
+        name = f"{option('metrics_csv')} {config.logging.metrics_csv}"
+        loggers.append(BestEffortLogger(table, name, warn=write))
+    if config.logging.tensorboard_dir is not None:
+        # Importing TensorBoard takes a second, and most runs do not use it.
+        from megatron_ds.training.loggers.tensorboard_logger import TensorBoard
+
+        board = functools.partial(TensorBoard, config, state, memory=memory, write=write)
+        board = functools.partial(board, world_size=world_size, dp_size=dp_size)
+        name = f"{option('tensorboard_dir')} {config.logging.tensorboard_dir}"
+        loggers.append(BestEffortLogger(board, name, warn=write))
+    if config.logging.wandb_project is not None:
+        from megatron_ds.training.loggers.wandb_logger import Wandb
+
+        default = Path("wandb") if save is None else save / "wandb"
+        wandb_folder = Path(config.logging.wandb_save_dir or default)
+        wandb = functools.partial(Wandb, config, state, wandb_folder)
+        name = f"{option('wandb_project')} {config.logging.wandb_project}"
+        loggers.append(BestEffortLogger(wandb, name, warn=write))
+    for open_extension in more:
+        open_logger = functools.partial(open_extension, config, state)
+        loggers.append(BestEffortLogger(open_logger, qualified_name(open_extension), warn=write))
+    return loggers
+
+
+def jsonl_path(config: Config, save: Path | None) -> Path | None:
+    """--metrics-jsonl, or metrics.jsonl in the folder of --save; None without both."""
+    if config.logging.metrics_jsonl is not None:
+        return Path(config.logging.metrics_jsonl)
+    return None if save is None else save / "metrics.jsonl"
+
+
+def interval_line(record: IntervalRecord) -> str:
+    """The training line of a log interval, without unknown fields."""
+    last = record.last
+    fields = [
+        f"iteration {last.iteration:8d}/{record.total_iterations:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"consumed tokens: {last.consumed_tokens:12d}",
+        f"elapsed time per iteration (s): {record.seconds_per_iteration:.2f}",
+        f"learning rate: {last.learning_rate:.3E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        record.lm_loss is not None and f"lm loss: {record.lm_loss:.6E}",
+        last.loss_scale is not None and f"loss scale: {last.loss_scale:.1f}",
+        last.grad_norm is not None and f"grad norm: {last.grad_norm:.3f}",
+        NUM_ZEROS in last.extras and f"num zeros: {last.extras[NUM_ZEROS]:.1f}",
+        record.params_norm is not None and f"params norm: {record.params_norm:.3f}",
+        last.curriculum_seqlen is not None and f"curriculum seqlen: {last.curriculum_seqlen:5d}",
+        # Those of a series, such as one of each expert, are in the files only.
+        *(
+            f"{name}: {value:.6E}"
+            for name, value in record.extras.items()
+            if "/" not in name and name != NUM_ZEROS
+        ),
+        f"number of skipped iterations: {record.skipped:3d}",
+        f"number of nan iterations: {record.nan:3d}",
+        record.samples_per_second is not None
+        and f"samples per second: {record.samples_per_second:.3f}",
+        record.tokens_per_second_per_device is not None
+        and f"tokens per gpu per second (tgs): {record.tokens_per_second_per_device:.3f}",
+        record.tflops is not None and f"TFLOPs: {record.tflops:.2f}",
+        record.seconds_left is not None and f"time left: {_duration(record.seconds_left)}",
+    ]
+    return "".join(f" {field} |" for field in fields if field)
+
+
+def short_interval_line(record: IntervalRecord) -> str:
+    """The training line in the short form. Fields of rare events are shown if there are any."""
+    last = record.last
+    fields = [
+        f"loss {'-' if record.lm_loss is None else format(record.lm_loss, '.4f'):>7}",
+        f"rate {last.learning_rate:.2e}",
+        last.grad_norm is not None and f"grad norm {last.grad_norm:.3f}",
+        record.params_norm is not None and f"params norm {record.params_norm:.3f}",
+        record.skipped and f"{record.skipped} skipped",
+        record.nan and f"{record.nan} nan",
+        record.tokens_per_second is not None and f"{record.tokens_per_second:,.0f} tokens/s",
+        record.seconds_left is not None and f"{_duration(record.seconds_left)} left",
+    ]
+    place = f"{last.iteration:{len(str(record.total_iterations))}}/{record.total_iterations}"
+    return " | ".join([f" {'iteration':10} {place}", *(field for field in fields if field)])
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes and seconds, with days before them if there are any."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def evaluation_block(record: EvalRecord) -> str:
+    """The three lines of an evaluation.
+
+    As in Megatron, the test split is called "validation", too, and the name of a dataset replaces
+    " validation" with its leading space.
+    """
+    text = (
+        f"{record.group or ' validation'} loss at {record.label} | "
+        f"lm loss value: {record.loss:.6E} | lm loss PPL: {record.ppl:.6E} | "
+    )
+    dashes = "-" * (len(text) + 1)
+    return f"{dashes}\n{text}\n{dashes}"
+
+
+def short_evaluation_line(record: EvalRecord, total_iterations: int) -> str:
+    """Evaluation line of the short log; the loss is aligned with the training lines."""
+    place = f"{record.iteration:{len(str(total_iterations))}}/{total_iterations}"
+    fields = [f" {record.split:10} {place}", f"loss {record.loss:7.4f}"]
+    return " | ".join([*fields, f"perplexity {record.ppl:,.2f}", *filter(None, [record.group])])
+
+
+def times_block(times: Mapping[str, Sequence[float]], option: str) -> str:
+    """The lines of --timing-log-level, as Megatron prints them.
+
+    Args:
+        times: Milliseconds of the ranks, by name.
+        option: Of --timing-log-option.
+    """
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, values in times.items():
+            lines.append(f"  {name}:")
+            padded = (f"{f'rank {n:2d} '.ljust(48, '.')}: {ms:.2f}" for n, ms in enumerate(values))
+            lines += [f"     {each}" for each in padded]
+        return "\n".join(lines)
+    shown = {
+        name: f"{max(values):.2f}" if option == "max" else f"({min(values):.2f}, {max(values):.2f})"
+        for name, values in times.items()
+    }
+    head = "max" if option == "max" else "(min, max)"
+    lines = [f"    {(name + ' ').ljust(48, '.')}: {text}" for name, text in shown.items()]
+    return "\n".join([f"{head} time across ranks (ms):", *lines])
+
+
+Times = Mapping[str, Sequence[float]]
+Details = Callable[[Times], Iterable[str]]
+
+
+def no_details(times: Times) -> Iterable[str]:
+    """No lines about the times of the ranks."""
+    return ()
+
+
+def time_details(logging: LoggingConfig, hosts: Sequence[str], times: Times) -> Iterator[str]:
+    """The lines of --timing-log-level and of --log-straggler.
+
+    Args:
+        logging: Options of the log.
+        hosts: Names of the hosts, by rank.
+        times: Milliseconds of the ranks, by name; empty if none were measured.
+    """
+    if times and logging.timing_log_level > 0:
+        yield times_block(times, logging.timing_log_option)
+    if logging.log_straggler:
+        yield from straggler_lines(times, hosts, logging.straggler_minmax_count)
+
+
+class Console(Logger):
+    """Passes lines to a function that prints and flushes them.
+
+    Args:
+        write: Prints a line and flushes it.
+        details: The lines about the times of the ranks.
+    """
+
+    def __init__(self, write: Callable[[str], object], details: Details = no_details) -> None:
+        self._write, self._details = write, details
+
+    def log_interval(self, record: IntervalRecord) -> None:
+        self._write(interval_line(record))
+        for text in self._details(record.times):
+            self._write(text)
+
+    def log_eval(self, record: EvalRecord) -> None:
+        self._write(evaluation_block(record))
+
+    def log_task(self, record: TaskRecord) -> None:
+        values = (f"{name}: {value:.6E}" for name, value in record.metrics.items())
+        place = f"{record.task} at iteration {record.iteration}"
+        self._write("".join(f" {field} |" for field in (place, *values)))
+
+
+class ShortConsole(Logger):
+    """As `Console`, with the short form of the lines.
+
+    Args:
+        write: Prints a line and flushes it.
+        total_iterations: Iterations of the run.
+        details: The lines about the times of the ranks.
+    """
+
+    def __init__(
+        self, write: Callable[[str], object], total_iterations: int, details: Details = no_details
+    ) -> None:
+        self._write, self._total, self._details = write, total_iterations, details
+        self._evaluated: set[tuple[str, str, int]] = set()
+
+    def log_interval(self, record: IntervalRecord) -> None:
+        self._write(short_interval_line(record))
+        for text in self._details(record.times):
+            self._write(text)
+
+    def log_eval(self, record: EvalRecord) -> None:
+        key = record.split, record.group, record.iteration
+        if key not in self._evaluated:  # the end of a run repeats the last validation
+            self._evaluated.add(key)
+            self._write(short_evaluation_line(record, self._total))
+
+    def log_task(self, record: TaskRecord) -> None:
+        place = f"{record.iteration:{len(str(self._total))}}/{self._total}"
+        values = (f"{name} {value:.4f}" for name, value in record.metrics.items())
+        self._write(" | ".join([f" {record.task:10} {place}", *values]))
+
+
+def is_short(config: Config) -> bool:
+    """Whether this process prints the short form of the log, see --log-format."""
+    form = config.logging.log_format
+    return form == "short" or (form == "auto" and sys.stdout.isatty())

@@ -1,0 +1,1 @@
+"""Profiles of steps, and the comparison of the ranks' speeds."""
