@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ds.cli import config_file
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem
@@ -115,7 +116,7 @@ def test_problems_name_file_and_line(tmp_path: Path) -> None:
         ("a: {", "config-file-unreadable", "run.yaml"),
         ("lr: 1\n\tseed: 2\n", "config-file-unreadable", "spaces instead of tabs"),
         ("- a\n", "config-file-no-mapping", "run.yaml:1"),
-        ("a: " + "[" * 2000, "config-file-unreadable", "recursion"),
+        ("a: " + "[" * 700, "config-file-unreadable", "recursion"),
     ],
 )
 def test_a_file_that_sets_nothing_is_the_only_problem(
@@ -130,8 +131,11 @@ def test_a_file_that_sets_nothing_is_the_only_problem(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("last", ["data-path: *a7\n", "data-path: *a1\nlr: *a7\n", "? *a7\n: 1\n"])
-def test_aliases_of_lists_of_aliases_are_not_expanded(last: str, tmp_path: Path) -> None:
+def test_aliases_of_lists_of_aliases_are_not_expanded(
+    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of twenty million words."""
+    monkeypatch.setattr(config_file, "MOST_VALUES", 1000)
     lists = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 8))
     _, problems, _ = built(f"--config {written(tmp_path, f'a0: &a0 [x, x]{chr(10)}{lists}{last}')}")
     assert "config-file-unreadable" in {problem.code for problem in problems}

@@ -121,7 +121,7 @@ def test_layers_are_compiled_by_default_on_an_accelerator(
 ) -> None:
     """All layers by the graphs of the trial, so that the first step compiles nothing."""
     found = []
-    for layers in (1, 4):
+    for layers in (1, 2):
         packing = PackingOptions(7, True, True) if documents else None
         run = config(schedule=ScheduleConfig(micro_batch_size=2))
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, num_layers=layers))

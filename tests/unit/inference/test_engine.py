@@ -45,8 +45,15 @@ def top_ids(sequence: TextSequence) -> list[list[int]]:
     return [[number for number, _ in each] for each in sequence.scores.top]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("slots", [2, 4, 9])
+BATCHES = [(kind, slots) for kind in KINDS for slots in (2, 4, 9)]
+ONE_SIZE = ("learned", "alibi", "none", "rope-gqa")
+"""Kinds that `make test` tries with four slots only."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "slots"),
+    with_proofs(BATCHES, [each for each in BATCHES if each[0] in ONE_SIZE and each[1] != 4]),
+)
 def test_sequences_join_and_leave_a_batch(
     kind: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,12 +93,22 @@ def test_sequences_join_and_leave_a_batch(
         assert top_ids(sequence) == top_ids(alone)
 
 
+MANY_TOKENS = [(kind, 6, 50) for kind in ("rope", "alibi", "learned-gqa")]
+
+
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="a CPU without kernels for bf16"
 )
-@pytest.mark.parametrize("kind", with_proofs(["rope", "alibi", "learned-gqa"], ["rope"]))
+@pytest.mark.parametrize(
+    ("kind", "count", "new"),
+    [
+        *with_proofs(MANY_TOKENS, MANY_TOKENS),
+        ("alibi", 3, 25),
+        ("learned-gqa", 3, 25),
+    ],
+)
 def test_half_precision_has_the_texts_of_single_requests(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, count: int, new: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And their log-probabilities, to the last bit."""
     monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 64)
@@ -102,18 +119,18 @@ def test_half_precision_has_the_texts_of_single_requests(
     pack_weights(model)
     draw = random.Random(1)
     prompts = []
-    for _ in range(6):
+    for _ in range(count):
         prompt = draw.choices(range(EOD), k=draw.randint(1, 90))
         # Of the last one, a token is left to be fed.
         prompts += [prompt, [*prompt[: len(prompt) * 2 // 3], 7], [*prompt, 7]]
     engine = GenerationEngine(model, slots=5, capacity=150)
-    sequences = [TextSequence.of(prompt, config(50), 0) for prompt in prompts]
+    sequences = [TextSequence.of(prompt, config(new), 0) for prompt in prompts]
     for sequence in sequences:
         engine.add(sequence)
         engine.step()
     while engine.is_busy:
         engine.step()
-    alone = [continue_prompts(model, [prompt], config(50))[0] for prompt in prompts]
+    alone = [continue_prompts(model, [prompt], config(new))[0] for prompt in prompts]
     pairs = list(zip(sequences, alone, strict=True))
     assert all(one.ids == other.ids for one, other in pairs)
     equal = [one.scores == other.scores for one, other in pairs]

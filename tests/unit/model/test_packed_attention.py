@@ -8,6 +8,7 @@ attention: `dense_flex` and `dense_varlen` replace them and compute every score.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
@@ -80,6 +81,24 @@ def split(row: list[int]) -> list[list[int]]:
     return [document for document in documents if document]
 
 
+@functools.cache
+def of_separate_documents(
+    options: tuple[tuple[str, Any], ...],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses of all tokens [tokens], and the gradients of their mean."""
+    model = build(None, **dict(options))
+    expected = []
+    for tokens, labels in zip(TOKENS.tolist(), TOKENS.roll(-1, 1), strict=True):
+        documents = split(tokens)
+        followers = labels.split(list(map(len, documents)))
+        for document, follow in zip(documents, followers, strict=True):
+            logits = model(torch.tensor([document]))[0]
+            expected.append(F.cross_entropy(logits, follow, reduction="none").detach())
+            loss = model(torch.tensor([document]), follow.unsqueeze(0)).mean()
+            (loss * len(document) / TOKENS.numel()).backward()
+    return torch.cat(expected), gradients(model)
+
+
 def test_documents_and_positions_are_those_of_the_split_rows() -> None:
     doc_ids, positions = find_documents(TOKENS, EOD)
     for row, tokens in enumerate(TOKENS.tolist()):
@@ -111,24 +130,15 @@ def test_packed_documents_have_the_losses_and_gradients_of_separate_ones(
     if position == "rope":
         options |= {"num_query_groups": 2, "rotary_percent": 0.5}
     packed = build(PackingOptions(EOD, True, True), recompute=recompute, kernel=kernel, **options)
-    alone = build(None, **options)
     labels = TOKENS.roll(-1, 1)
 
     losses = F.cross_entropy(packed(TOKENS).flatten(0, 1), labels.flatten(), reduction="none")
     packed(TOKENS, labels).mean().backward()
 
-    expected = []
-    for row, tokens in enumerate(TOKENS.tolist()):
-        documents = split(tokens)
-        followers = labels[row].split(list(map(len, documents)))
-        for document, follow in zip(documents, followers, strict=True):
-            logits = alone(torch.tensor([document]))[0]
-            expected.append(F.cross_entropy(logits, follow, reduction="none"))
-            loss = alone(torch.tensor([document]), follow.unsqueeze(0)).mean()
-            (loss * len(document) / TOKENS.numel()).backward()
-    torch.testing.assert_close(losses, torch.cat(expected), rtol=1e-5, atol=1e-5)
+    expected, alone = of_separate_documents(tuple(options.items()))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     assert len(gradients(packed)) == len(list(packed.parameters()))
-    for (name, got), want in zip(gradients(packed).items(), gradients(alone).values(), strict=True):
+    for (name, got), want in zip(gradients(packed).items(), alone.values(), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6, msg=name)
 
 
