@@ -7,6 +7,7 @@ any dataclass of options. Knows no particular option and no argparse.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -202,9 +203,13 @@ def option_group(
 
 def option_fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], OptionSpec]]:
     """The option fields of a dataclass or an instance; other fields have no flag."""
-    for item in dataclasses.fields(options):
-        if "option" in item.metadata:
-            yield item, item.metadata["option"]
+    yield from _option_fields(options if isinstance(options, type) else type(options))
+
+
+@functools.cache
+def _option_fields(group: type) -> tuple[tuple[dataclasses.Field[Any], OptionSpec], ...]:
+    fields = dataclasses.fields(group)
+    return tuple((each, each.metadata["option"]) for each in fields if "option" in each.metadata)
 
 
 def field_problems(options: Any, given: Collection[str] = ()) -> Iterator[Problem]:
@@ -275,13 +280,13 @@ def no_effect_problem(*names: str, reason: str) -> Problem:
 
 
 def in_effect(options: Options) -> Options:
-    """A copy in which the fields without an effect have their defaults."""
+    """The options, with the defaults of the fields that have no effect."""
     defaults = {
         item.name: item.default
         for item, spec in option_fields(options)
-        if spec.unmet(options) is not None
+        if spec.only_with and spec.unmet(options) is not None
     }
-    return dataclasses.replace(options, **defaults)
+    return dataclasses.replace(options, **defaults) if defaults else options
 
 
 def exclusive_problem(*names: str, reason: str = "") -> Problem:

@@ -23,7 +23,7 @@ from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.optimizer import MUON_BATCH
 from megatron_ds.model.attention.rule import attention_rules
-from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
+from megatron_ds.model.spec.architecture import is_expert, is_expert_matrix, is_matrix, model_spec
 from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
 from megatron_ds.model.stages import layers_per_stage, rank_layers
 from megatron_ds.parallel.chunks import chunk_bytes, num_tiles
@@ -152,7 +152,7 @@ class _Sizes:
         own = max(sum(stages[stage] for stage in own) for own in config.parallel.stages_of_ranks)
         self.matrices = spec.sizes(blocks := spec.blocks[:own], is_matrix)
         elements = spec.elements(blocks, is_matrix)
-        experts = spec.elements(blocks, lambda weight: is_expert(weight) and is_matrix(weight))
+        experts = spec.elements(blocks, is_expert_matrix)
         self.matrix_share = self._partition(elements, experts)
         owned = self.full if inputs.zero_stage == 0 else self.partition
         self.moments = round(inputs.moment_bytes * inputs.moments * owned)
@@ -349,7 +349,8 @@ class _Sizes:
         if recompute.tiled_mlp:
             inner = FeedForwardSpec(model).inner(run)
             ends += inner // num_tiles(self.tokens, model.hidden_size)
-        sizes = {moe.has_experts(layer): block.saved(run) for layer, block in enumerate(blocks)}
+        kinds = {moe.has_experts(layer): block for layer, block in enumerate(blocks)}
+        sizes = {has_experts: block.saved(run) for has_experts, block in kinds.items()}
         sparse = sum(map(moe.has_experts, range(len(blocks))))
         if self.is_staged:
             sparse = min(1, sparse) * -(-self.stored_layers // moe.expert_interval)

@@ -32,7 +32,7 @@ Keep = Callable[[Weight], bool]
 """Whether a weight is counted."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """Embedding, transformer layer, final norm or output layer."""
 
@@ -81,8 +81,7 @@ class ModelSpec:
 
     def weights(self, layers: Layers = None) -> dict[str, Weight]:
         """Weights by canonical name; a tied one counts once."""
-        chosen = self.layers if layers is None else layers
-        return {name: weight for layer in chosen for name, weight in layer.weights.items()}
+        return _weights(self.layers if layers is None else layers)
 
     def sizes(self, layers: Layers = None, keep: Keep = bool) -> Counter[int]:
         """Elements of one model-parallel rank's weights -> number of weights of this size.
@@ -91,8 +90,8 @@ class ModelSpec:
             layers: Some of the layers. None: all.
             keep: Whether a weight is counted.
         """
-        kept = filter(keep, self.weights(layers).values())
-        return Counter(weight.size(self.tp_size, self.ep_size) for weight in kept)
+        chosen = self.layers if layers is None else tuple(layers)
+        return _sizes(chosen, keep, self.tp_size, self.ep_size)
 
     def elements(self, layers: Layers = None, keep: Keep = bool) -> int:
         """Elements of one model-parallel rank's weights; arguments as for `sizes`."""
@@ -109,14 +108,35 @@ class ModelSpec:
             tokens: Tokens of the sample.
             layers: Some of the layers. None: all.
         """
-        chosen = self.layers if layers is None else layers
+        chosen = self.layers if layers is None else tuple(layers)
         # The backward pass has two products for each of the forward pass.
-        return 3 * 2 * tokens * sum(layer.products(tokens) for layer in chosen)
+        return 3 * 2 * tokens * _products(chosen, tokens)
+
+
+def _weights(layers: Iterable[Layer]) -> dict[str, Weight]:
+    return {name: weight for layer in layers for name, weight in layer.weights.items()}
+
+
+# A plan asks for a few sums of the same layers, many times.
+@functools.lru_cache(maxsize=256)
+def _sizes(layers: tuple[Layer, ...], keep: Keep, tp_size: int, ep_size: int) -> Counter[int]:
+    kept = filter(keep, _weights(layers).values())
+    return Counter(weight.size(tp_size, ep_size) for weight in kept)
+
+
+@functools.lru_cache(maxsize=256)
+def _products(layers: tuple[Layer, ...], keys: int) -> int:
+    return sum(layer.products(keys) for layer in layers)
 
 
 def is_expert(weight: Weight) -> bool:
     """Whether expert-parallel ranks share a weight."""
     return weight.is_stacked
+
+
+def is_expert_matrix(weight: Weight) -> bool:
+    """Whether both hold."""
+    return is_expert(weight) and is_matrix(weight)
 
 
 def is_matrix(weight: Weight) -> bool:
