@@ -25,20 +25,31 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's tree."""
+    return list(ast.walk(tree(path)))
+
+
 def module_of(path: Path) -> str:
     """Dotted name: `megatron_ds.data.token_files.indexed_dataset`."""
     parts = path.relative_to(REPOSITORY).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, *, at_runtime: bool = False) -> Iterator[str]:
+@functools.cache
+def imports(path: Path, *, at_runtime: bool = False) -> tuple[str, ...]:
     """Every module imported anywhere in a file, absolute; `from a import b` gives a and a.b.
 
     Args:
         path: A file of the repository.
         at_runtime: Leave out imports for the type checker only.
     """
-    for node in _nodes(tree(path), at_runtime):
+    return tuple(_imports(path, at_runtime))
+
+
+def _imports(path: Path, at_runtime: bool) -> Iterator[str]:
+    for node in _nodes(tree(path)) if at_runtime else nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -84,9 +95,12 @@ def page() -> str:
     return f"{head}{BEGIN}{diagram()}{END}{rest.partition(END)[2]}"
 
 
-def _nodes(node: ast.AST, at_runtime: bool) -> Iterator[ast.AST]:
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Statements below a node that run, and what else may contain one."""
     for child in ast.iter_child_nodes(node):
-        if at_runtime and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.expr):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
         yield child
-        yield from _nodes(child, at_runtime)
+        yield from _nodes(child)

@@ -10,12 +10,14 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_ds.config.options.logging import FILE_TASKS
 from megatron_ds.config.problems import user_error
-from megatron_ds.evaluation.scoring import Score, ScoredText, windows
 from megatron_ds.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # which imports torch
+    from megatron_ds.evaluation.scoring import Score, ScoredText
 
 TASKS = PERPLEXITY, WIKITEXT, LAMBADA = FILE_TASKS
 
@@ -117,6 +119,8 @@ class Task:
     def _rolling(self, text: Text) -> Iterator[ScoredText]:
         """Windows of a text. Only WikiText's first token has no context, as in Megatron-LM, unless
         the tokenizer begins texts with a token."""
+        from megatron_ds.evaluation.scoring import windows
+
         if self.name == WIKITEXT:
             ids = self._encode(without_wikitext_spaces(text.content))
         else:
@@ -129,6 +133,8 @@ class Task:
         return self.tokenizer.begin(self.tokenizer.encode(text))
 
     def _cloze(self, text: Text, totals: Totals) -> Iterator[ScoredText]:
+        from megatron_ds.evaluation.scoring import ScoredText
+
         words = text.content.split()
         ids = self._encode(text.content.rstrip())
         scored = 1

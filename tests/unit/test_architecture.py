@@ -18,6 +18,7 @@ from tests.import_graph import (
     folder_imports,
     imports,
     module_of,
+    nodes,
     sources,
     tree,
 )
@@ -106,9 +107,20 @@ def used_names(path: Path) -> set[str]:
     """The imports of a file, and the attributes of modules: `torch.cuda.synchronize`."""
     imported = set(imports(path))
     modules = {name.split(".")[0] for name in imported}
-    nodes = ast.walk(tree(path))
-    attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
-    return imported | {name for name in attributes if name.split(".")[0] in modules}
+    return imported | {name for name in attributes(path) if name.split(".")[0] in modules}
+
+
+def attributes(path: Path) -> set[str]:
+    """Dotted names: `torch.cuda.synchronize`."""
+    return {name for node in nodes(path) if (name := dotted(node)) and "." in name}
+
+
+def dotted(node: ast.AST) -> str:
+    """The text of a name, or of attributes of a name; "" for other expressions."""
+    if isinstance(node, ast.Attribute):
+        value = dotted(node.value)
+        return f"{value}.{node.attr}" if value else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def users(names: str, paths: Iterable[Path]) -> list[str]:
@@ -165,7 +177,7 @@ def test_devices_are_named_in_two_files_only() -> None:
         return [
             f"{path}:{getattr(node, 'lineno', '?')} {ast.unparse(node)}"
             for path in paths
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             # `.cpu()` copies to the host from any device.
             if names(node) in kinds and not ast.unparse(node).endswith(".cpu")
         ]
@@ -182,9 +194,9 @@ def test_files_are_never_unpickled_into_code() -> None:
     (call,) = [
         (path, ast.unparse(node))
         for path in [*sources(), *ENTRY_POINTS]
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
-        and (ast.unparse(node.func) in unsafe or "allow_pickle=True" in ast.unparse(node))
+        and (dotted(node.func) in unsafe or any(map(allows_pickle, node.keywords)))
     ]
     assert call[0] == PACKAGE / "engine" / "deepspeed" / "tensor_files.py"
     assert call[1].startswith("torch.load(")
@@ -192,11 +204,15 @@ def test_files_are_never_unpickled_into_code() -> None:
     (restricted,) = [
         (path, {item.name for item in node.body if isinstance(item, ast.FunctionDef)})
         for path in [*sources(), *ENTRY_POINTS]
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef) and "pickle.Unpickler" in map(ast.unparse, node.bases)
     ]
     assert restricted[0] == PACKAGE / "conversion" / "safe_unpickle.py"
     assert "find_class" in restricted[1]
+
+
+def allows_pickle(keyword: ast.keyword) -> bool:
+    return keyword.arg == "allow_pickle" and ast.unparse(keyword.value) == "True"
 
 
 def definitions(*kinds: type[ast.AST]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megatron_ds.config import ModelConfig, MoEConfig, flag_of
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_config import settings_of
+from tests.import_graph import nodes, sources
 from tests.pages.flags import tool_tables
 from tests.problems import codes
 from tests.proofs.marked import marked_tests
@@ -318,8 +319,9 @@ def test_the_page_of_accelerators_lists_what_is_asked_of_one() -> None:
     objects = {"accelerator", "get_accelerator()", "self._accelerator"}
     asked = {
         node.attr
-        for path in (REPOSITORY / "megatron_ds").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path in sources()
+        if "accelerator" in path.read_text(encoding="utf-8")
+        for node in nodes(path)
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in objects
     }
     page = (DOCS / "running" / "accelerators.md").read_text(encoding="utf-8")

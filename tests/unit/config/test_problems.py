@@ -13,7 +13,7 @@ import pytest
 
 from megatron_ds.config.problems import Problem, UserError, catalogue, counted, option, raise_if_any
 from megatron_ds.config.support_matrix import RULES
-from tests.import_graph import REPOSITORY, tree
+from tests.import_graph import REPOSITORY, nodes
 from tests.problems import raises_problem
 
 PROBLEM = Problem.of("not-positive", f"{option('seq_length')} 0: must be positive", "seq_length")
@@ -46,7 +46,7 @@ def uses() -> Iterator[Use]:
             source = path.read_text(encoding="utf-8")
             if not any(f"{name}(" in source for name in CREATORS):
                 continue
-            for node in ast.walk(tree(path)):
+            for node in nodes(path):
                 if not isinstance(node, ast.Call):
                     continue
                 function = getattr(node.func, "attr", getattr(node.func, "id", ""))
