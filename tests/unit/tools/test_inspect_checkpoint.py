@@ -207,7 +207,7 @@ def test_any_flipped_bit_or_truncation_is_reported_with_its_file(
     assert problems_of(run, folder, status=0) == []
     for path in files:
         original = path.read_bytes()
-        for _ in range(6):
+        for _ in range(3):
             path.write_bytes(change(original, draw))
             (text,) = problems_of(run, folder / "global_step8")
             assert path.name in text
