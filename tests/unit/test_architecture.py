@@ -220,6 +220,8 @@ def definitions(*kinds: type[ast.AST]) -> dict[str, Any]:
 
     def search(node: ast.AST, path: Path, parents: str = "") -> Iterator[tuple[str, ast.AST]]:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
             is_scope = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             name = f"{parents}{getattr(child, 'name', '')}"
             if isinstance(child, kinds):
