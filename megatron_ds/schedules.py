@@ -231,8 +231,8 @@ def run_totals(config: Config, dp_size: int, state: TrainState = INITIAL_STATE) 
 def tokens_left(config: Config, dp_size: int, state: TrainState) -> int:
     """Tokens from `state`, after a step, to the end of the run or the next --exit-interval."""
     left = total_iterations(config, dp_size, state) - state.iteration
-    if config.logging.exit_interval is not None:
-        left = min(left, -state.iteration % config.logging.exit_interval)
+    if config.stopping.exit_interval is not None:
+        left = min(left, -state.iteration % config.stopping.exit_interval)
     tokens = 0
     for steps, batch_size, length in constant_segments(config, dp_size, state):
         tokens += min(steps, left) * batch_size * length
@@ -252,7 +252,7 @@ def planned_samples(
     The training samples include those before `state`. Every evaluation reads the same first
     --eval-iters full global batches, so that its losses are comparable within the run.
     """
-    evaluation = config.logging.eval_iters * config.final_global_batch_size(dp_size)
+    evaluation = config.evaluation.eval_iters * config.final_global_batch_size(dp_size)
     train = run_samples(config, dp_size)
     if train is None:
         train = run_totals(config, dp_size, state).samples

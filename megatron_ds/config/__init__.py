@@ -22,13 +22,16 @@ from megatron_ds.config.options.checkpoint import CheckpointConfig
 from megatron_ds.config.options.data import DataConfig
 from megatron_ds.config.options.deepspeed import DeepSpeedConfig
 from megatron_ds.config.options.deepspeed_file import DeepSpeedFile
+from megatron_ds.config.options.evaluation import EvaluationConfig
 from megatron_ds.config.options.logging import LoggingConfig
 from megatron_ds.config.options.optimizer import OptimizerConfig
 from megatron_ds.config.options.parallel import ParallelConfig
 from megatron_ds.config.options.precision import PrecisionConfig
+from megatron_ds.config.options.profiling import ProfilingConfig
 from megatron_ds.config.options.recompute import RecomputeConfig
 from megatron_ds.config.options.runtime import RuntimeConfig
 from megatron_ds.config.options.schedule import ScheduleConfig
+from megatron_ds.config.options.stopping import StoppingConfig
 from megatron_ds.config.options.tokenizer import TokenizerConfig
 from megatron_ds.config.problems import Problem, option, with_value
 
@@ -39,15 +42,18 @@ __all__ = [
     "Config",
     "DataConfig",
     "DeepSpeedConfig",
+    "EvaluationConfig",
     "LoggingConfig",
     "MoEConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PrecisionConfig",
+    "ProfilingConfig",
     "RecomputeConfig",
     "RuntimeConfig",
     "ScheduleConfig",
+    "StoppingConfig",
     "TokenizerConfig",
     "flag_of",
 ]
@@ -70,7 +76,10 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    stopping: StoppingConfig = field(default_factory=StoppingConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     given: frozenset[str] = frozenset()
     """Names of the fields set by the user."""
@@ -114,7 +123,8 @@ class Config:
             ),
             "recompute": self.recompute.problems(model.num_layers),
             "data": self.data.problems(
-                has_own_data="dataset" in self.custom_parts, is_read=self.logging.eval_only is None
+                has_own_data="dataset" in self.custom_parts,
+                is_read=self.evaluation.eval_only is None,
             ),
             "tokenizer": self.tokenizer.problems(model.vocab_size if has_vocab_size else None),
             "optimizer": self.optimizer.problems(),
@@ -122,7 +132,12 @@ class Config:
             "precision": self.precision.problems(),
             "deepspeed": self.deepspeed.problems(),
             "checkpoint": self.checkpoint.problems(),
-            "logging": self.logging.problems(world_size, saves=self.checkpoint.save is not None),
+            "evaluation": self.evaluation.problems(),
+            "logging": self.logging.problems(),
+            "profiling": self.profiling.problems(
+                world_size,
+                has_folder=(self.checkpoint.save, self.logging.tensorboard_dir) != (None, None),
+            ),
         }
         of_groups = [
             problem for name in GROUPS for problem in (*by_group[name], *related.get(name, ()))
@@ -139,7 +154,7 @@ class Config:
                 problem = Problem("contiguous-checkpointing-with-pipeline", settings=parallel)
                 of_groups.append(problem)
             for name in ("eval_tasks", "eval_only"):
-                if getattr(self.logging, name) is not None:
+                if getattr(self.evaluation, name) is not None:
                     fields = name, "pipeline_model_parallel_size"
                     of_groups.append(Problem("tasks-with-pipeline", *fields, settings=parallel))
         return [*of_groups, *_sequence_problems(self)]

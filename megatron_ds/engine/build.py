@@ -100,19 +100,16 @@ def build_engine(
     _correct(engine, model, mesh, ds_config, device)
     return (ZeroEngine if mesh.pp.size == 1 else PipelineEngine)(
         engine,
+        config=config,
         ds_config=ds_config,
         read_settings=partial(readback.check, config, mesh, engine, ds_config, multipliers),
         multipliers=multipliers,
         packing=packing,
         startup_warnings=tuple(one for one in warnings if one is not None),
-        per_token_loss=config.optimizer.calculate_per_token_loss,
         mesh=mesh,
         rng=rng,
-        seed=config.runtime.seed,
         device=device,
         swap_folder=swap_folder,
-        saves_optimizer=not config.checkpoint.no_save_optim,
-        logging=config.logging,
         is_compiled=model.has_compiled_layers or _is_deepcompiled(ds_config),
     )
 

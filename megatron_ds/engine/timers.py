@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
-from megatron_ds.config import LoggingConfig
+from megatron_ds.config import ProfilingConfig
 from megatron_ds.engine.regions import BACKWARD, FORWARD, OPTIMIZER, mark_collectives, mark_passes
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import COMMUNICATION, STEP
@@ -23,13 +23,14 @@ class StepTimers:
     `wall_clock_breakdown` uses them, too, but waits for the device in every step.
 
     Args:
-        logging: Log interval, and how much is timed. --log-straggler needs steps and communication.
+        options: How much is timed. --log-straggler needs steps and communication.
+        interval: Iterations between log lines.
         is_compiled: Layers are compiled, for which collectives must stay what they are.
     """
 
-    def __init__(self, logging: LoggingConfig, *, is_compiled: bool) -> None:
-        self._level, self._log_interval = logging.timing_log_level, logging.log_interval
-        self._is_on = logging.times_parts
+    def __init__(self, options: ProfilingConfig, *, interval: int, is_compiled: bool) -> None:
+        self._level, self._log_interval = options.timing_log_level, interval
+        self._is_on = options.times_parts
         self._is_compiled = is_compiled
         self._timers = SynchronizedWallClockTimer()
 

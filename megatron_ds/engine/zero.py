@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import register_external_parameter
 from torch import Tensor, nn
 
-from megatron_ds.config import LoggingConfig
+from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.micro_batches import Batch
 from megatron_ds.engine.deepspeed import nvme_states
@@ -74,41 +74,36 @@ class ZeroEngine:
 
     Args:
         engine: Engine of `deepspeed.initialize`.
+        config: Options of the run.
         ds_config: DeepSpeed configuration that was passed to it.
         read_settings: Reads the settings in effect back from the engine, and checks them.
         multipliers: Factors of each parameter group.
         packing: How document boundaries are treated.
         startup_warnings: What the run does more slowly than it could.
-        per_token_loss: Average over all counted tokens of a step, not over its micro-batches.
         mesh: Mesh of this process.
         rng: Random number generators for dropout.
-        seed: Seed of dropout.
         device: Device to which batches are copied.
-        logging: What is measured in the steps.
         is_compiled: Layers or the model are compiled.
         swap_folder: Where states on a disk are; kept until the engine ends.
-        saves_optimizer: Save the states of the optimizer, too, and not only the weights.
     """
 
     def __init__(
         self,
         engine: Any,
         *,
+        config: Config,
         ds_config: dict[str, Any],
         read_settings: Callable[[], EngineSettings],
         multipliers: tuple[Multipliers, ...],
         packing: PackingOptions | None,
         startup_warnings: tuple[Problem, ...],
-        per_token_loss: bool,
         mesh: Mesh,
         rng: RngStreams,
-        seed: int,
         device: torch.device,
-        logging: LoggingConfig,
         is_compiled: bool,
         swap_folder: SwapFolder | None = None,
-        saves_optimizer: bool = True,
     ) -> None:
+        saves_optimizer = not config.checkpoint.no_save_optim
         self._engine = engine
         self._swap_folder = swap_folder
         is_replicated = saves_optimizer and not engine.zero_optimization()
@@ -125,10 +120,10 @@ class ZeroEngine:
         self.compiled: str = engine.module.compiled
         self._read_settings = read_settings
         self._multipliers = multipliers
-        self._per_token_loss = per_token_loss
+        self._per_token_loss = config.optimizer.calculate_per_token_loss
         self._mesh = mesh
         self._rng = rng
-        self._seed = seed
+        self._seed = config.runtime.seed
         self._device = device
         self._stage = self.settings.zero_stage
         self._norm: Tensor | None = None
@@ -139,10 +134,14 @@ class ZeroEngine:
             for _, parameter in self._named_parameters
             if is_counted(parameter, mesh)
         )
-        self.norms = StepNorms(engine, self._stage, mesh, device, logging)
+        self.norms = StepNorms(engine, self._stage, mesh, device, config.logging)
         self._is_compiled = is_compiled
         self._compiles_collectives = is_compiled and _layers_communicate(mesh, ds_config)
-        self.timers = StepTimers(logging, is_compiled=self._compiles_collectives)
+        self.timers = StepTimers(
+            config.profiling,
+            interval=config.logging.log_interval,
+            is_compiled=self._compiles_collectives,
+        )
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
         self._flat = FlatGradients(engine, lambda of: self._sum_of_squares(of).sqrt())
         if self._stage == 0:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_ds.config import LoggingConfig
+from megatron_ds.config import EvaluationConfig
 from megatron_ds.config.devices import is_host
-from megatron_ds.config.options.logging import FileTask
+from megatron_ds.config.options.evaluation import FileTask
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.evaluation import texts
 from megatron_ds.evaluation.scoring import NOTHING, Score, ScoredText, Scorer
@@ -46,7 +46,7 @@ class Stopped(Exception):
     """The evaluation was interrupted."""
 
 
-def problems(options: LoggingConfig) -> Iterator[Problem]:
+def problems(options: EvaluationConfig) -> Iterator[Problem]:
     """Problems with names and files; the first document of each file is read."""
     for task in options.file_tasks:
         yield from texts.problems([task.path], JSON_KEYS, format_of(task.name), task.field)
@@ -79,7 +79,7 @@ class TaskEvaluation:
         UserError: If a file has nothing to evaluate, or a task of the harness cannot be loaded.
     """
 
-    options: LoggingConfig
+    options: EvaluationConfig
     model: Callable[[], AbstractContextManager[GPTModel]]
     mesh: Mesh
     tokenizer: Tokenizer

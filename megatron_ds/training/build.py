@@ -165,7 +165,7 @@ def build_trainer(parts: RunParts) -> Trainer:
 
 
 def _last_iteration(config: Config, mesh: Mesh, state: TrainState) -> int:
-    if not config.logging.trains:
+    if not config.evaluation.trains:
         return state.iteration
     return schedules.total_iterations(config, mesh.dp.size, state)
 
@@ -176,7 +176,7 @@ def _exit_conditions(parts: RunParts, last: int) -> ExitConditions:
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     hosts = distributed.create_host_group(timeout)
     return ExitConditions(
-        *(config.logging, last, life.stop_request, hosts, life.started_at),
+        *(config.stopping, last, life.stop_request, hosts, life.started_at),
         progress=life.hang_watch.progress,
     )
 
@@ -189,18 +189,18 @@ def _find_start(parts: RunParts) -> _Start:
     if plan.folders.load is not None:
         start = _Start(parts.checkpoints.select())
         parts.startup.mark("checkpoint's check")
-    if start.is_new and parts.config.logging.eval_only is not None:
+    if start.is_new and parts.config.evaluation.eval_only is not None:
         raise user_error("no-checkpoint-to-evaluate")
     return start
 
 
 def _build_tasks(parts: RunParts, engine: Engine) -> TaskEvaluation | None:
     """The evaluation of --eval-tasks and --eval-only, whose data is loaded here."""
-    config, mesh, logging = parts.config, parts.mesh, parts.config.logging
-    if not (logging.file_tasks or logging.harness_tasks):
+    config, mesh, options = parts.config, parts.mesh, parts.config.evaluation
+    if not (options.file_tasks or options.harness_tasks):
         return None
     return TaskEvaluation(
-        logging,
+        options,
         engine.inference_model,
         mesh,
         parts.inputs.tokenizer,
@@ -232,7 +232,7 @@ def times_of_ranks(engine: Engine) -> dict[str, list[float]]:
 def _build_data(parts: RunParts, start: _Start) -> Datasets:
     """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
     config, inputs, save = parts.config, parts.inputs, parts.save
-    if config.logging.eval_only is not None:
+    if config.evaluation.eval_only is not None:
         return Datasets(None)
     print_detail(config, " > building train, validation, and test datasets for GPT ...")
     num_samples = schedules.planned_samples(config, parts.mesh.dp.size, start.state)
@@ -281,7 +281,7 @@ def _build_metrics(
     loggers: list[Logger] = []
     if context.rank == 0:
         write, hosts = output.print_on_rank, [each.name for each in context.locations.values()]
-        details = functools.partial(time_details, config.logging, hosts)
+        details = functools.partial(time_details, config.profiling, hosts)
         loggers.append(
             ShortConsole(write, total_iterations, details)
             if is_short(config)
@@ -313,7 +313,7 @@ def _build_metrics(
         mean_over_dp=functools.partial(mean_over_group, group=mesh.dp_sp, device=context.device),
         params_norm=engine.params_norm if config.logging.log_params_norm else None,
         step_times=(
-            functools.partial(times_of_ranks, engine) if config.logging.times_parts else None
+            functools.partial(times_of_ranks, engine) if config.profiling.times_parts else None
         ),
         loggers=loggers,
     )

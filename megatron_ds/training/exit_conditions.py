@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_ds.config import LoggingConfig
+from megatron_ds.config import StoppingConfig
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process.stop_request import StopReason, StopRequest
 
@@ -35,7 +35,7 @@ class ExitConditions:
     their hosts: an agreement on the device would have to wait until it has finished its work.
     """
 
-    config: LoggingConfig
+    config: StoppingConfig
     total_iterations: int
     """Last iteration of the run, where it ends regularly."""
     stop: StopRequest

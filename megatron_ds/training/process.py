@@ -79,7 +79,7 @@ def train(
         tokenizer = StoredTokenizer(inputs.tokenizer.fingerprint, files)
         local = LocalCheckpoints.open(config.checkpoint, ranks, output.warn_on_rank)
         mesh = Mesh.build(**config.axis_sizes, timeout=timeout)
-        is_written = is_first and config.logging.eval_only is None
+        is_written = is_first and config.evaluation.eval_only is None
         report = StartReport(config, context, mesh, folders.local_save if is_written else None)
         report.print_arguments()
         report.warn_of_hosts()

@@ -83,7 +83,7 @@ class Trainer:
     def _run(self) -> ExitCode:
         stop = self.exits.external_stop(self.state.iteration)
         batches = self._train_batches()
-        if self.state.iteration >= self.total_iterations and self.config.logging.trains:
+        if self.state.iteration >= self.total_iterations and self.config.evaluation.trains:
             iteration, last = self.state.iteration, self.total_iterations
             output.warn_on_rank(Problem("run-complete", iteration=iteration, last=last))
         for callback in self.callbacks:
@@ -121,10 +121,10 @@ class Trainer:
                 self._skip(batches)
             stop = self.exits.after_step(self.state.iteration)
             self.saver.advance()
-            logging = self.config.logging
-            if self._is_due(logging.eval_interval, stop):
+            options = self.config.evaluation
+            if self._is_due(options.eval_interval, stop):
                 stop = self._evaluate("validation", f"iteration {self.state.iteration}") or stop
-            if self._is_due(logging.eval_tasks_interval or logging.eval_interval, stop):
+            if self._is_due(options.eval_tasks_interval or options.eval_interval, stop):
                 stop = self._evaluate_tasks() or stop
             if self.saver.is_local_due(self.state.iteration) and not self._is_last(stop):
                 self.metrics.write_pending()
@@ -289,7 +289,7 @@ class Trainer:
             Loss in nats per token, or the decision to stop that interrupted the evaluation.
         """
         schedule, dp_size = self.config.schedule, self.mesh.dp.size
-        samples = self.config.logging.eval_iters * self.config.final_global_batch_size(dp_size)
+        samples = self.config.evaluation.eval_iters * self.config.final_global_batch_size(dp_size)
         count = samples // (schedule.micro_batch_size * dp_size)
         parts = []
         with closing(self._batches(dataset)) as batches:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_ds
-from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.config import Config, StoppingConfig
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch.process.stop_request import StopRequest
@@ -84,7 +84,7 @@ def reads_of_steps(
 
     All-reductions of the package itself that are not asynchronous count as "all_reduce by PLACE".
     """
-    ends = ExitConditions(LoggingConfig(), 100, StopRequest(), None, 0.0)
+    ends = ExitConditions(StoppingConfig(), 100, StopRequest(), None, 0.0)
     workload = ThroughputModel(lambda _: 1, config.model.seq_length, mesh.world_size)
     anything = cast(Any, mock.MagicMock())
     trainer = Trainer(

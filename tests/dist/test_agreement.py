@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_ds.config import LoggingConfig
+from megatron_ds.config import StoppingConfig
 from megatron_ds.launch.process.stop_request import StopReason, StopRequest
 from megatron_ds.launch.ranks.distributed import create_host_group
 from megatron_ds.parallel.mesh import Mesh
@@ -34,7 +34,7 @@ def test_a_condition_of_one_rank_stops_all_and_means_are_exact(tmp_path: Path) -
 def _agree(rank: int, folder: str) -> tuple[list[str | None], list[float]]:
     stop = StopRequest()
     switch = Path(folder, "switch")
-    config = LoggingConfig(kill_switch_path=str(switch))
+    config = StoppingConfig(kill_switch_path=str(switch))
     conditions = ExitConditions(config, 10, stop, create_host_group(timedelta(60)), started_at=0.0)
     reasons = [_message(conditions.after_step(1))]
     if rank == 0:

@@ -276,7 +276,7 @@ def test_unknown_tasks_are_reported_at_the_start(
     options = Config().with_values(
         {"eval_tasks": ("local_choic", *NAMES), "eval_tasks_include_path": (str(folder),)}
     )
-    (problem,) = in_training.problems(options.logging)
+    (problem,) = in_training.problems(options.evaluation)
     assert (problem.code, problem.fields) == ("harness-task-unknown", ("eval_tasks",))
     assert "local_choic: no such task; did you mean local_choice" in problem
     assert "--eval-tasks-include-path" in problem.render()

@@ -23,7 +23,9 @@ from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES, TensorRead
 
 WEIGHT = "weight"
 """Kind of the model's weights; the other kinds are the optimizer's states."""
-PROCESS_GROUPS = frozenset({"checkpoint", "logging", "runtime"})
+PROCESS_GROUPS = frozenset(
+    {"checkpoint", "evaluation", "logging", "profiling", "runtime", "stopping"}
+)
 """Groups of settings that do not describe what is in a checkpoint."""
 
 

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
-from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.config import Config, LoggingConfig, ProfilingConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import WaitPolicy, locked
 from megatron_ds.train_state import TrainState
@@ -271,7 +271,7 @@ def no_details(times: Times) -> Iterable[str]:
     return ()
 
 
-def time_details(logging: LoggingConfig, hosts: Sequence[str], times: Times) -> Iterator[str]:
+def time_details(options: ProfilingConfig, hosts: Sequence[str], times: Times) -> Iterator[str]:
     """The lines of --timing-log-level and of --log-straggler.
 
     Args:
@@ -279,10 +279,10 @@ def time_details(logging: LoggingConfig, hosts: Sequence[str], times: Times) -> 
         hosts: Names of the hosts, by rank.
         times: Milliseconds of the ranks, by name; empty if none were measured.
     """
-    if times and logging.timing_log_level > 0:
-        yield times_block(times, logging.timing_log_option)
-    if logging.log_straggler:
-        yield from straggler_lines(times, hosts, logging.straggler_minmax_count)
+    if times and options.timing_log_level > 0:
+        yield times_block(times, options.timing_log_option)
+    if options.log_straggler:
+        yield from straggler_lines(times, hosts, options.straggler_minmax_count)
 
 
 class Console(Logger):

@@ -49,9 +49,9 @@ class Profiling:
         write: Callable[[str], object],
         warn: Callable[[Problem], object],
     ) -> None:
-        logging = config.logging
-        self._first, self._last = logging.profile_step_start + 1, logging.profile_step_end
-        self._is_on = logging.profile and rank in logging.profile_ranks
+        options = config.profiling
+        self._first, self._last = options.profile_step_start + 1, options.profile_step_end
+        self._is_on = options.profile and rank in options.profile_ranks
         self._engine, self._folder, self._rank = engine, folder, rank
         self._write, self._warn = write, warn
         self._session: Session | None = None
@@ -108,13 +108,13 @@ def open_profiling(
         state: State from which the run starts.
         last: Last iteration of the run.
     """
-    logging = config.logging
-    if not logging.profile:
+    options = config.profiling
+    if not options.profile:
         return None
-    first = max(logging.profile_step_start, state.iteration) + 1
-    if last < first <= logging.profile_step_end:
+    first = max(options.profile_step_start, state.iteration) + 1
+    if last < first <= options.profile_step_end:
         output.warn_on_rank(Problem("profile-after-the-end", first=first, last=last))
-    write = partial(output.print_on_rank, rank_to_print=min(logging.profile_ranks))
+    write = partial(output.print_on_rank, rank_to_print=min(options.profile_ranks))
     folder = profile_folder(config, save)
     return Profiling(config, engine, folder, rank, write, output.warn_on_rank)
 
@@ -126,9 +126,8 @@ def profile_folder(config: Config, save: Path | None) -> Path | None:
         config: Configuration of the run.
         save: The local folder of --save.
     """
-    logging = config.logging
-    if logging.profile_dir is not None:
-        return Path(logging.profile_dir)
-    if logging.tensorboard_dir is not None:
-        return Path(logging.tensorboard_dir, "profile")
+    if config.profiling.profile_dir is not None:
+        return Path(config.profiling.profile_dir)
+    if config.logging.tensorboard_dir is not None:
+        return Path(config.logging.tensorboard_dir, "profile")
     return None if save is None else save / "profile"

@@ -197,13 +197,13 @@ def _schedule(facts: BannerData) -> Lines:
     course += schedule.lr_decay_style
     if schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"
-    saves, logging = config.checkpoint, config.logging
+    saves, validation = config.checkpoint, config.evaluation.eval_interval
     saving = " iterations; no checkpoints (no --save)"
     if saves.save is not None:
         saving = f", checkpoint {saves.save_interval} iterations, to {saves.save}"
         if saves.save_interval is None:
             saving = f" iterations, checkpoint at the end, to {saves.save}"
-    intervals = f"log {logging.log_interval}, validation {logging.eval_interval}{saving}"
+    intervals = f"log {config.logging.log_interval}, validation {validation}{saving}"
     return [("length", length), ("rate", course), ("intervals", intervals)]
 
 

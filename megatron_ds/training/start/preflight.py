@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_ds import schedule_validation, schedules
 from megatron_ds.checkpoint.compatibility import resume_conflicts, tokenizer_conflicts
-from megatron_ds.config import Config, DataConfig, LoggingConfig
+from megatron_ds.config import Config, DataConfig, EvaluationConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data.remote.token_cache import TokenCache
@@ -72,7 +72,7 @@ def check(
         for warning in bucket_warnings(config.with_vocab(given)):
             warn(warning)
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
-    reads_data = config.logging.eval_only is None
+    reads_data = config.evaluation.eval_only is None
     options = config.data if reads_data else DataConfig()
     folder = options.object_storage_cache_path
     cache = TokenCache(
@@ -86,7 +86,7 @@ def check(
             warn(warning)
     if is_sound:
         problems += _checkpoint_problems(config, plan, dp_size, tokenizer)
-        problems += _task_problems(config.logging)
+        problems += _task_problems(config.evaluation)
     disk, disk_problems = _check_disk(config)
     is_merged = config.deepspeed_file is not None or config.deepspeed.deepspeed_config is None
     if is_sound and is_merged and not problems:
@@ -100,7 +100,7 @@ def check(
     return problems, None if tokenizer is None else RunInputs(plan, tokenizer, data)
 
 
-def _task_problems(options: LoggingConfig) -> Iterator[Problem]:
+def _task_problems(options: EvaluationConfig) -> Iterator[Problem]:
     """Why tasks cannot be evaluated; their modules import torch."""
     if options.file_tasks or options.harness_tasks:
         from megatron_ds.evaluation import in_training

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_ds.config import LoggingConfig, ModelConfig
+from megatron_ds.config import ModelConfig, ProfilingConfig
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.engine.regions import COLLECTIVES, mark_collectives, mark_layers, mark_passes
 from megatron_ds.engine.timers import COARSE, StepTimers
@@ -134,8 +134,12 @@ def test_collectives_are_marked_by_axis(one_process: None) -> None:
 def test_steps_that_end_an_interval_are_timed(
     one_process: None, level: int, expected: set[str]
 ) -> None:
-    logging = LoggingConfig(log_interval=2, timing_log_level=level)
-    timers, engine, mesh = StepTimers(logging, is_compiled=False), Engine(), Mesh.build(1)
+    options = ProfilingConfig(timing_log_level=level)
+    timers, engine, mesh = (
+        StepTimers(options, interval=2, is_compiled=False),
+        Engine(),
+        Mesh.build(1),
+    )
     for iteration in (1, 2, 3):
         with timers.measuring(engine, mesh, iteration):
             assert bool(vars(engine)) == (level > 0 and iteration == 2)
@@ -147,8 +151,12 @@ def test_steps_that_end_an_interval_are_timed(
 
 
 def test_compiled_code_keeps_its_collectives(one_process: None) -> None:
-    logging = LoggingConfig(log_interval=1, timing_log_level=2)
-    timers, mesh, all_reduce = StepTimers(logging, is_compiled=True), Mesh.build(1), dist.all_reduce
+    options = ProfilingConfig(timing_log_level=2)
+    timers, mesh, all_reduce = (
+        StepTimers(options, interval=1, is_compiled=True),
+        Mesh.build(1),
+        dist.all_reduce,
+    )
     with timers.measuring(Engine(), mesh, 1):
         assert dist.all_reduce is all_reduce
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.config import Config, EvaluationConfig
 from megatron_ds.evaluation import in_training
 from megatron_ds.evaluation.in_training import TaskEvaluation, restored_random_states
 from megatron_ds.parallel.mesh import Mesh
@@ -19,11 +19,11 @@ from megatron_ds.tokenizer.null import NullTokenizer
 from tests.problems import codes, raises_problem
 
 
-def options(**values: Any) -> LoggingConfig:
-    return Config().with_values(values).logging
+def options(**values: Any) -> EvaluationConfig:
+    return Config().with_values(values).evaluation
 
 
-def evaluation(tasks: LoggingConfig) -> TaskEvaluation:
+def evaluation(tasks: EvaluationConfig) -> TaskEvaluation:
     return TaskEvaluation(
         tasks,
         contextlib.nullcontext,  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ds.config import LoggingConfig
+from megatron_ds.config import StoppingConfig
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process.stop_request import StopReason, StopRequest
 from megatron_ds.training import exit_conditions
@@ -25,7 +25,7 @@ def stop() -> StopRequest:
 def make(one_process: None, stop: StopRequest) -> Make:
     """make(**logging flags): conditions of a program of 2000 iterations, started at 1000 s."""
     return lambda **flags: ExitConditions(
-        LoggingConfig(**flags), 2000, stop, None, started_at=1000.0
+        StoppingConfig(**flags), 2000, stop, None, started_at=1000.0
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.checkpoint.files.collective_io import CollectiveIO
-from megatron_ds.config import Config, LoggingConfig
+from megatron_ds.config import Config, ProfilingConfig
 from megatron_ds.fileio.file_lock import WaitPolicy
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.loggers.selection import (
@@ -253,7 +253,7 @@ def test_the_document_lists_the_fields_in_order(full: IntervalRecord) -> None:
 def test_times_have_the_format_of_megatron(option: str, lines: list[str]) -> None:
     printed: list[str] = []
     record = interval(1, times={"optimizer": [3.0, 5.25]})
-    logging = LoggingConfig(timing_log_level=1, timing_log_option=option)
+    options = ProfilingConfig(timing_log_level=1, timing_log_option=option)
     details = functools.partial(time_details, logging, ["a", "a"])
     Console(printed.append, details).log_interval(record)
     ShortConsole(printed.append, 10, details).log_interval(record)

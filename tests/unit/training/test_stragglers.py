@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ds.config import LoggingConfig
+from megatron_ds.config import ProfilingConfig
 from megatron_ds.training.loggers.selection import time_details
 
 TIMES = {"step": [10.0, 10.0, 10.0, 10.5], "communication": [6.0, 6.0, 2.0, 6.5]}
@@ -13,7 +13,7 @@ RANKS = (
 
 
 def details(times: dict[str, list[float]], hosts: list[str] = HOSTS, **flags: object) -> list[str]:
-    return [*time_details(LoggingConfig(log_straggler=True, **flags), hosts, times)]
+    return [*time_details(ProfilingConfig(log_straggler=True, **flags), hosts, times)]
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least_for_the_others() -> None:

@@ -133,4 +133,4 @@ def test_a_service_that_fails_costs_a_warning(
 def test_the_package_is_needed_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = Config().with_values({"wandb_project": "gpt"})
-    assert "wandb-missing" in codes(config.logging.problems(1, saves=True))
+    assert "wandb-missing" in codes(config.logging.problems())
