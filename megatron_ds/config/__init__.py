@@ -148,16 +148,7 @@ class Config:
             of_groups.append(Problem("compile-and-no-compile"))
         if self.moe.is_used and self.runtime.compile:
             of_groups.append(Problem("experts-with-compile"))
-        is_contiguous = in_effect(self.recompute).contiguous_checkpointing
-        if parallel.pipeline_model_parallel_size > 1:
-            if is_contiguous:
-                problem = Problem("contiguous-checkpointing-with-pipeline", settings=parallel)
-                of_groups.append(problem)
-            for name in ("eval_tasks", "eval_only"):
-                if getattr(self.evaluation, name) is not None:
-                    fields = name, "pipeline_model_parallel_size"
-                    of_groups.append(Problem("tasks-with-pipeline", *fields, settings=parallel))
-        return [*of_groups, *_sequence_problems(self)]
+        return [*of_groups, *_pipeline_problems(self), *_sequence_problems(self)]
 
     def warnings(self) -> Iterator[Problem]:
         """Warn of flags, and of values of the DeepSpeed file, that have no effect."""
@@ -283,6 +274,18 @@ def flag_of(name: str) -> str:
     """
     item, spec = _OPTIONS[name]
     return f"--{spec.flag_name(name, item.default)}"
+
+
+def _pipeline_problems(config: Config) -> Iterator[Problem]:
+    """What pipeline stages do not support."""
+    if config.parallel.pipeline_model_parallel_size <= 1:
+        return
+    if in_effect(config.recompute).contiguous_checkpointing:
+        yield Problem("contiguous-checkpointing-with-pipeline", settings=config.parallel)
+    for name in ("eval_tasks", "eval_only"):
+        if getattr(config.evaluation, name) is not None:
+            fields = name, "pipeline_model_parallel_size"
+            yield Problem("tasks-with-pipeline", *fields, settings=config.parallel)
 
 
 def _sequence_problems(config: Config) -> Iterator[Problem]:

@@ -103,9 +103,9 @@ class ZeroEngine:
         is_compiled: bool,
         swap_folder: SwapFolder | None = None,
     ) -> None:
-        saves_optimizer = not config.checkpoint.no_save_optim
         self._engine = engine
         self._swap_folder = swap_folder
+        saves_optimizer = not config.checkpoint.no_save_optim
         is_replicated = saves_optimizer and not engine.zero_optimization()
         replicated = engine.basic_optimizer if is_replicated else None
         self._experts = ExpertFiles(engine.module, mesh, replicated)
@@ -137,11 +137,8 @@ class ZeroEngine:
         self.norms = StepNorms(engine, self._stage, mesh, device, config.logging)
         self._is_compiled = is_compiled
         self._compiles_collectives = is_compiled and _layers_communicate(mesh, ds_config)
-        self.timers = StepTimers(
-            config.profiling,
-            interval=config.logging.log_interval,
-            is_compiled=self._compiles_collectives,
-        )
+        interval, compiled = config.logging.log_interval, self._compiles_collectives
+        self.timers = StepTimers(config.profiling, interval=interval, is_compiled=compiled)
         self._loss_scale = LossScale(engine.optimizer) if engine.fp16_enabled() else None
         self._flat = FlatGradients(engine, lambda of: self._sum_of_squares(of).sqrt())
         if self._stage == 0:

@@ -23,9 +23,9 @@ from megatron_ds.config import (
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine import build
 from megatron_ds.engine.build import selective_recompute_note
+from megatron_ds.model.attention import trial as attention_trial
 from megatron_ds.model.attention.cores import name_of
 from megatron_ds.model.attention.packed import FlexKernel, PackingOptions, VarlenKernel
-from megatron_ds.model.attention.self_attention import trial as attention_trial
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.kernels.elementwise import EAGER, Elementwise
 from megatron_ds.parallel.mesh import Mesh

@@ -65,9 +65,9 @@ def test_names_are_separated_by_commas_and_spaces_and_files_have_a_task() -> Non
 
 def test_the_harness_is_needed_for_its_tasks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    (problem,) = options(eval_tasks=("LAMBADA=x", "hellaswag")).problems(1, saves=True)
+    (problem,) = options(eval_tasks=("LAMBADA=x", "hellaswag")).problems()
     assert (problem.code, problem.fields) == ("harness-missing", ("eval_tasks",))
-    assert codes(options(eval_tasks=("LAMBADA=x",)).problems(1, saves=True)) == []
+    assert codes(options(eval_tasks=("LAMBADA=x",)).problems()) == []
 
 
 def test_missing_files_are_reported_before_the_start() -> None:

@@ -21,7 +21,7 @@ from megatron_ds.inference.generation.engine import GenerationEngine
 from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
-from megatron_ds.model.attention.self_attention import cores as attention_cores
+from megatron_ds.model.attention import cores as attention_cores
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel import embedding
 from tests.fake_accelerator import graphs

@@ -15,7 +15,7 @@ from megatron_ds.inference.generation.engine import GenerationEngine
 from megatron_ds.inference.generation.packed_weights import pack_weights
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
-from megatron_ds.model.attention.self_attention import cores as attention_cores
+from megatron_ds.model.attention import cores as attention_cores
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 

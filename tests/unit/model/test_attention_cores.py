@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_ds.model.attention import cores as attention_cores
 from megatron_ds.model.attention.cores import (
     BACKENDS,
     FIXED_SIZES,
@@ -23,7 +24,6 @@ from megatron_ds.model.attention.cores import (
 )
 from megatron_ds.model.attention.masks import ragged_bias
 from megatron_ds.model.attention.packed import PerDocumentSDPA
-from megatron_ds.model.attention.self_attention import cores as attention_cores
 
 HEAD_SIZE = 8
 

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig
+from megatron_ds.model.attention import trial as attention_trial
 from megatron_ds.model.attention.masks import BLOCK, MaskTables
 from megatron_ds.model.attention.packed import (
     FlexKernel,
@@ -22,7 +23,6 @@ from megatron_ds.model.attention.packed import (
     document_lengths,
 )
 from megatron_ds.model.attention.rule import attention_rules
-from megatron_ds.model.attention.self_attention import trial as attention_trial
 from megatron_ds.model.attention.trial import candidates, select_kernel
 from tests.problems import codes
 from tests.unit.model.dense import dense_flex, dense_varlen

@@ -16,6 +16,7 @@ from megatron_ds.checkpoint.files.collective_io import CollectiveIO
 from megatron_ds.config import Config, ProfilingConfig
 from megatron_ds.fileio.file_lock import WaitPolicy
 from megatron_ds.train_state import TrainState
+from megatron_ds.training.loggers import selection as loggers
 from megatron_ds.training.loggers.selection import (
     Console,
     ShortConsole,
@@ -28,7 +29,6 @@ from megatron_ds.training.loggers.selection import (
     short_interval_line,
     time_details,
 )
-from megatron_ds.training.loggers.selection import selection as loggers
 from megatron_ds.training.records import IntervalRecord, Logger
 from tests.problems import raises_problem
 from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results
@@ -254,7 +254,7 @@ def test_times_have_the_format_of_megatron(option: str, lines: list[str]) -> Non
     printed: list[str] = []
     record = interval(1, times={"optimizer": [3.0, 5.25]})
     options = ProfilingConfig(timing_log_level=1, timing_log_option=option)
-    details = functools.partial(time_details, logging, ["a", "a"])
+    details = functools.partial(time_details, options, ["a", "a"])
     Console(printed.append, details).log_interval(record)
     ShortConsole(printed.append, 10, details).log_interval(record)
     assert printed[1::2] == ["\n".join(lines)] * 2
