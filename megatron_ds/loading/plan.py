@@ -29,7 +29,6 @@ from megatron_ds.config.options.checkpoint import (
     split_location,
 )
 from megatron_ds.config.problems import Problem, UserError, collect, raise_if_any, renaming_fields
-from megatron_ds.conversion.huggingface.read_config import read_settings
 from megatron_ds.conversion.megatron.detect import detect_megatron
 from megatron_ds.conversion.model_settings import malformed_values
 from megatron_ds.conversion.weights_locations import HF, HF_CONFIG, is_hf
@@ -176,6 +175,8 @@ def model_options(config: Config, warn: Warn) -> tuple[Config, list[Problem]]:
 
 
 def _with_hf_model(config: Config, path: Path, warn: Warn) -> tuple[Config, list[Problem]]:
+    from megatron_ds.conversion.huggingface.read_config import read_settings
+
     lacking: list[str] = []
     with malformed_values(path / HF_CONFIG):
         settings = read_settings(path, lacking)[1]

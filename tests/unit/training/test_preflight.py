@@ -439,7 +439,7 @@ del sys.argv[0]
 try:
     runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
-    heavy = {"torch", "deepspeed", "transformers"} & set(sys.modules)
+    heavy = {"torch", "deepspeed", "transformers", "tokenizers"} & set(sys.modules)
     print("ended", end.code, sorted(heavy))
 """
 
