@@ -1,7 +1,8 @@
 """Problems that a user can fix: a code, the option fields concerned, and a message.
 
-Messages are data: `messages.toml` has the text of each code, so that code and tests identify a
-problem by its code and fields, and improving a message changes nothing else.
+Messages are data: the `messages.toml` of a folder has the text of each code that the folder uses,
+`config/messages.toml` those of several folders. Code and tests identify a problem by its code and
+fields, and improving a message changes nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MESSAGES = Path(__file__).with_name("messages.toml")
+PACKAGE = Path(__file__).parents[1]
 PROBLEMS_SHOWN = 20
 """Problems of the same kind that are listed at once; further ones are counted."""
 MARKER = re.compile("\x02([a-z0-9_]+)\x03")
@@ -83,22 +84,24 @@ class _Reference:
 
 @functools.cache
 def catalogue() -> Mapping[str, Mapping[str, Any]]:
-    """Text and fields of every code."""
-    return tomllib.loads(MESSAGES.read_text(encoding="utf-8"))
+    """Text and fields of every code, of all folders."""
+    files = sorted(PACKAGE.glob("*/messages.toml"))
+    tables = [tomllib.loads(path.read_text(encoding="utf-8")) for path in files]
+    return {code: entry for table in tables for code, entry in table.items()}
 
 
 class Problem(str):
     """A message for the user, with a code that identifies its kind.
 
     Args:
-        code: Kind of the problem, a key of messages.toml.
-        fields: Names of the option fields concerned, unless messages.toml has them.
+        code: Kind of the problem, a key of a messages.toml.
+        fields: Names of the option fields concerned, unless the entry has them.
         settings: Object with the fields that the message shows with their values, as in
             `{settings:seq_length}`.
         values: Values of the other placeholders. `{flag}` is by default the first field.
 
     Raises:
-        KeyError: If messages.toml has no such code, or a placeholder has no value.
+        KeyError: If no messages.toml has the code, or a placeholder has no value.
     """
 
     code: str

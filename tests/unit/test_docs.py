@@ -9,7 +9,6 @@ import functools
 import re
 import shlex
 import shutil
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import ModelConfig, MoEConfig, flag_of
+from megatron_ds.config.problems import catalogue
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_config import settings_of
@@ -199,11 +199,10 @@ def test_worked_examples_give_what_they_show() -> None:
 
 
 def test_codes_of_the_troubleshooting_page_exist() -> None:
-    messages = tomllib.loads((REPOSITORY / "megatron_ds/config/messages.toml").read_text())
     rows = re.findall(r"^\|.*\|([^|]*)\|$", TROUBLESHOOTING.read_text("utf-8"), re.MULTILINE)
     named = {code for cell in rows for code in re.findall(r"`([\w-]+)`", cell)}
     assert len(named) > 20
-    assert named <= messages.keys()
+    assert named <= catalogue().keys()
 
 
 def test_command_line_of_the_forks_parses() -> None:

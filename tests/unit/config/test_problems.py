@@ -6,6 +6,7 @@ import ast
 import pickle
 import re
 import string
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import pytest
 
 from megatron_ds.config.problems import Problem, UserError, catalogue, counted, option, raise_if_any
 from megatron_ds.config.support_matrix import RULES
-from tests.import_graph import REPOSITORY, nodes
+from tests.import_graph import PACKAGE, REPOSITORY, nodes
 from tests.problems import raises_problem
 
 PROBLEM = Problem.of("not-positive", f"{option('seq_length')} 0: must be positive", "seq_length")
@@ -78,9 +79,24 @@ def test_every_problem_has_a_message_and_its_values() -> None:
     assert {use.code for use in used} == set(catalogue()), "remove messages that are not used"
 
 
-def test_codes_are_sorted_and_well_formed() -> None:
-    assert list(catalogue()) == sorted(catalogue())
-    assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code in catalogue())
+def test_codes_are_sorted_in_the_folder_that_uses_them() -> None:
+    """Those of several folders, and of rules of layouts, are in config/, those of tools in cli/."""
+    users: dict[str, set[str]] = {}
+    for use in uses():
+        folder = re.match(r"megatron_ds/(\w+)/|(tools)/|", use.location)
+        assert folder is not None
+        users.setdefault(use.code, set()).add(folder[1] or ("cli" if folder[2] else "config"))
+    all_codes: list[str] = []
+    for path in PACKAGE.glob("*/messages.toml"):
+        codes = list(tomllib.loads(path.read_text(encoding="utf-8")))
+        all_codes += codes
+        assert codes == sorted(codes)
+        assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", code) for code in codes)
+        expected = {code for code in codes if len(users[code]) > 1 or "config" in users[code]}
+        if path.parent.name != "config":
+            expected = {code for code in codes if users[code] == {path.parent.name}}
+        assert [code for code in codes if code not in expected] == []
+    assert len(all_codes) == len(catalogue())
 
 
 def test_message_shows_values_and_default_flags() -> None:
