@@ -30,6 +30,7 @@ from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.kernels.elementwise import EAGER, Elementwise
 from megatron_ds.parallel.mesh import Mesh
 from tests.problems import codes
+from tests.proofs.cases import with_proofs
 from tests.unit.model.dense import build_model, computed_by, dense_flex, dense_varlen, gradients
 from tests.unit.model.test_packed_attention import CONFIG
 
@@ -114,7 +115,10 @@ def step(model: GPTModel, length: int = CONFIG.seq_length) -> None:
 
 
 @pytest.mark.parametrize(
-    ("documents", "recompute"), [(False, None), (True, None), (False, "full"), (False, "selective")]
+    ("documents", "recompute"),
+    with_proofs(
+        [(False, None), (True, None), (False, "full"), (False, "selective")], [(False, "full")]
+    ),
 )
 def test_layers_are_compiled_by_default_on_an_accelerator(
     documents: bool, recompute: str | None, graphs: list[Any]

@@ -25,6 +25,7 @@ from megatron_ds.model.attention import cores as attention_cores
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel import embedding
 from tests.fake_accelerator import graphs
+from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, model_of
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, seed=3)
@@ -60,7 +61,7 @@ def texts_of(model: GPTModel, use_graphs: bool, new_tokens: int) -> list[list[in
     return [sequence.ids for sequence in sequences]
 
 
-@pytest.mark.parametrize("kind", ["learned-gqa", "rope-gqa", "alibi"])
+@pytest.mark.parametrize("kind", with_proofs(["learned-gqa", "rope-gqa", "alibi"], ["rope-gqa"]))
 def test_graphs_give_the_texts_of_the_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within and across numbers of texts and keys, of which each has one graph."""
     model = model_of(kind, max_position_embeddings=150, seq_length=150)

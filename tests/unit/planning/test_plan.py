@@ -24,6 +24,7 @@ from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.training import run
 from tests.pages import plan_example
 from tests.problems import printed_codes
+from tests.proofs.cases import with_proofs
 from tools import plan as tool
 
 LLAMA_70B = (
@@ -374,9 +375,12 @@ def test_messages_have_a_latency() -> None:
     assert sums.latency == pytest.approx(sums.traffic.messages * 2 * 11 * 14e-6)  # a tree
 
 
+LAYOUT_OF_405B = (f"{LLAMA_405B} --global-batch-size 2048", 16384, 8, 16)
+
+
 @pytest.mark.parametrize(
     ("line", "ranks", "tp_size", "pp_size"),
-    [(f"{LLAMA_405B} --global-batch-size 2048", 16384, 8, 16), (LLAMA_70B, 64, 4, 4)],
+    with_proofs([LAYOUT_OF_405B, (LLAMA_70B, 64, 4, 4)], [LAYOUT_OF_405B]),
     ids=["405B", "70B"],
 )
 def test_published_layouts_are_suggested_first(
