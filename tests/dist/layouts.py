@@ -52,11 +52,8 @@ VALUES = {name: tuple(axis.values) for name, axis in support_matrix.AXES.items()
     name: tuple(values) for name, values in EXTRA.items()
 }
 ON_DISK = ("nvme optimizer", "nvme")
-BASIC = {
-    *("tp", "sequence", "pp", "schedule", "sp", "experts", "precision", "masters"),
-    *("documents", "curriculum"),
-}
-"""Axes of whose values `make test` has all pairs, besides every value with every ZeRO stage."""
+BASIC = {"zero", "tp", "pp", "sp"}
+"""Axes of whose values `make test` has all pairs, besides every value of every axis."""
 SIZES = ("tp", "sp", "pp")
 """Axes whose sizes multiply to the ranks of a replica."""
 NOT_COMPARABLE = (
@@ -194,6 +191,7 @@ def is_accepted(run: RunLayout) -> bool:
 
 
 Pair = frozenset[tuple[str, str]]
+"""Two axes with a value of each."""
 
 
 def pairs_of(run: RunLayout) -> set[Pair]:
@@ -236,21 +234,18 @@ def covering() -> tuple[RunLayout, ...]:
     return tuple(sorted(runs, key=lambda run: tuple(run.values())))
 
 
-def is_basic(pair: Pair) -> bool:
-    """Whether `make test` has a pair."""
-    axes = {axis for axis, _ in pair}
-    return "zero" in axes or axes <= BASIC
-
-
 def basic() -> list[RunLayout]:
-    """Runs of `covering` that have all basic pairs, each the one with the most missing ones."""
-    left = list(covering())
-    missing = set(filter(is_basic, set().union(*map(pairs_of, left))))
-    chosen = []
+    """Runs of `covering` with what `make test` has, each the one with the most that is missing."""
+
+    def parts(run: RunLayout) -> set[Pair | tuple[str, str]]:
+        return {*run.items(), *pairs_of({axis: run[axis] for axis in BASIC})}
+
+    left, chosen = list(covering()), []
+    missing = set[Any]().union(*map(parts, left))
     while missing:
-        run = max(left, key=lambda run: len(pairs_of(run) & missing))
+        run = max(left, key=lambda run: len(parts(run) & missing))
         left.remove(run)
-        missing -= pairs_of(run)
+        missing -= parts(run)
         chosen.append(run)
     return chosen
 

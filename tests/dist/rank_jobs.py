@@ -39,10 +39,22 @@ def training(
 
 
 def case_training(
-    case: Case, probe: EngineProbe | None = None, **changes: Mapping[str, Any]
+    case: Case,
+    probe: EngineProbe | None = None,
+    *,
+    every_step: bool = False,
+    **changes: Mapping[str, Any],
 ) -> Job:
-    """The training of a parity case with changed fields, as `config_of` takes them."""
-    return training(config_of(case, **changes), plans_of(case), samples_of(case), probe)
+    """The training of a parity case with changed fields, as `config_of` takes them.
+
+    Tensors are recorded of the first and the last step, or of every one.
+    """
+    plans = plans_of(case)
+    # Signs that rounding decides are searched in the weights after every step of Lion.
+    is_complete = every_step or case.optimizer == "lion"
+    recorded = None if is_complete else {1, len(plans)}
+    config, samples = config_of(case, **changes), samples_of(case)
+    return training(config, plans, samples, probe, tensors_of=recorded)
 
 
 def use_torch_random_numbers(engine: Any) -> None:

@@ -1,9 +1,9 @@
 """Layouts of docs/reference/support_matrix.md train like one process, and the others are rejected.
 
 Every pair of values that the matrix accepts is in one of the runs, whose configurations are those
-of its flags. `make test` has those that every ZeRO stage with every value needs, and every pair of
-values of the axes `layouts.BASIC`. The proofs have all, take more steps, and draw further whole
-layouts at random: those that the matrix accepts equal one process, too.
+of its flags. `make test` has every value, and every pair of values of the axes `layouts.BASIC`. The
+proofs have all, take more steps, and draw further whole layouts at random: those that the matrix
+accepts equal one process, too.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from tests.dist.engine_harness import Meshes, train
 from tests.dist.parity_cases import SAMPLES, Case, config_of, plans_of, train_alone
 from tests.dist.rank_jobs import Job, JobResults, case_training, run_by_world, selected
 from tests.dist.reference import Run, train_reference
+from tests.proofs.cases import with_proofs
 
 FULL = {"recompute": {"recompute_granularity": "full"}}
 MASKED = {"data": {"eod_mask_loss": True}}
@@ -41,6 +42,7 @@ LAYOUTS = {
     "zero3 documents": Case(2, 3, 1, 4, "window", "adamw", POSITIONS, sp=2, ends=0.2),
     "zero3 four gqa": Case(4, 3, 1, 1, "gqa", "adamw", sp=4),
 }
+PROOFS = ("zero2 documents", "zero3 gqa")
 DROPOUT = {"attention_dropout": 0.2, "hidden_dropout": 0.2}
 SEEDED = {"model": DROPOUT, "runtime": {"seed": parity_cases.SEED}}
 DROPPING = Case(2, 1, 1, 1, "learned", "sgd", SEEDED, sp=2)
@@ -133,7 +135,8 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.smoke] if n == "zero1" else []) for n in LAYOUTS]
+    "name",
+    [pytest.param("zero1", marks=pytest.mark.smoke), *with_proofs(list(LAYOUTS)[1:], PROOFS)],
 )
 def test_shared_sequences_train_like_one_process(name: str, outcomes: JobResults) -> None:
     assert outcomes.differences(name, train_alone(LAYOUTS[name])) == []
