@@ -40,13 +40,22 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DEADLINE = 300.0
 """Seconds after which a process is considered to hang."""
 PRELOADED = (
+    "megatron_ds.training.run",
+    "megatron_ds.training.rank_settings",
     "megatron_ds.training.process",
+    "megatron_ds.extend",
     "deepspeed.ops.adam",
     "deepspeed.moe.layer",
     "torch.utils.tensorboard",
     "torch.utils.cpp_extension",
     "torch._dynamo.utils",
     "numpy.random",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.comm.mori",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "rich.console",
+    "rich.table",
     "cpuinfo",
     "hypothesis",
     "pytest",
@@ -281,11 +290,15 @@ def poll(pid: int) -> int | None:
 
 def main() -> None:
     sys.path[0] = str(REPOSITORY)
+    from megatron_ds.cli import flags
+    from megatron_ds.config import problems
     from megatron_ds.launch import environment
 
     environment.prepare_environment()
     for name in PRELOADED:
         importlib.import_module(name)
+    problems.catalogue()
+    flags.training_flags().find("")  # their tables, which every run reads
     assert threading.active_count() == 1, "a fork of several threads may hang"
     gc.collect()
     gc.freeze()  # collections in the forked processes skip, and do not copy, what was imported

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from tests.e2e.runs import ENDLESS, RANKS, SCHEDULE, Launcher, Settings
+from tests.e2e.runs import ENDLESS, RANKS, SCHEDULE, Launcher, Settings, losses
 from tests.e2e.servers import Server
 from tests.token_files import write_pair
 
@@ -86,6 +86,17 @@ def uninterrupted(
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     launcher.start({**base, **SCHEDULE, "save": folder}, ranks=RANKS).succeed()
     return folder
+
+
+@pytest.fixture(scope="session")
+def endless_losses(
+    launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempPathFactory
+) -> list[float]:
+    """The first losses of `endless` on two ranks without a launcher."""
+    folder = tmp_path_factory.mktemp("endless")
+    settings = {**base, "train_iters": ENDLESS, "exit_interval": 2, "save": folder}
+    launcher.start(settings, ranks=RANKS).succeed()
+    return losses(folder)
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ outlive their test, however they were started.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -258,6 +260,23 @@ class Launcher:
             )
         return self._register(Run([process], logs))
 
+    def call(self, words: Sequence[str], cwd: Path, **streams: TextIO) -> int:
+        """In place of `subprocess.call`: forks what Python, or the ranks of a launcher, would run.
+
+        Args:
+            words: Command with a script's name.
+            cwd: Its working directory.
+            streams: `stdout`.
+        """
+        at = next(at for at, word in enumerate(words) if word.endswith(".py"))
+        options = dict(itertools.pairwise(words[:at]))
+        ranks = options.get("--num_gpus") or options.get("--nproc_per_node") or "1"
+        script = Path(cwd, words[at])
+        run = self.start(words[at + 1 :], ranks=int(ranks), script=script, folder=Path(cwd))
+        result = run.wait()
+        print(result.output, file=streams.get("stdout"))
+        return next(filter(None, result.codes), 0)
+
     def end_all(self) -> list[str]:
         """Kills all runs; returns the command lines of processes that outlived their run."""
         for run in self._runs:
@@ -351,6 +370,16 @@ def has_trained(save: Path, iterations: int = 2) -> Callable[[], bool]:
     """A condition: metrics.jsonl, which is being written, has so many complete lines."""
     file = save / "metrics.jsonl"
     return lambda: file.exists() and file.read_text().count("\n") >= iterations
+
+
+def assert_two_ranks(output: str, settings: Settings, *, short: bool) -> None:
+    """A launcher started them, and their lines of iterations are those of a terminal or a file."""
+    assert "2 processes on cpu" in output
+    assert "data parallel 2" in output
+    assert "built successfully" not in output  # every rank's line of a loaded op
+    number, interval = settings["train_iters"], settings["log_interval"]
+    form = rf"^ iteration +{interval}/ *{number} \| {'loss' if short else 'con'}"
+    assert len(re.findall(form, output, flags=re.MULTILINE)) == 1, output
 
 
 def assert_equal_runs(run: Path, whole: Path) -> None:

@@ -200,8 +200,13 @@ def check_after_kill(run: Path, full: Path) -> int:
     return read_run(found[0]).iteration if found else 0
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-@pytest.mark.parametrize("kills", [2, pytest.param(150, marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    ("kills", "async_save"),
+    with_proofs(
+        [(2, True), (2, False), (150, True), (150, False)],
+        [(2, False), (150, True), (150, False)],
+    ),
+)
 def test_kills_during_saves_lose_no_checkpoint_and_change_no_bit(
     kills: int, async_save: bool, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:

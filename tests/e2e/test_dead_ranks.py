@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Launcher, Settings, has_trained, shared_memory_of
+from tests.e2e.runs import (
+    Launcher,
+    Settings,
+    assert_two_ranks,
+    has_trained,
+    losses,
+    shared_memory_of,
+)
 from tests.e2e.test_signals import linux
 from tests.faults import FAILURE, HANG_MESSAGE
 from tests.problems import printed_codes
@@ -25,10 +32,16 @@ from tests.proofs.cases import with_proofs
     [pytest.param("deepspeed", (247, 4), marks=pytest.mark.proof), ("torchrun", (1,))],
 )
 def test_killed_rank_of_a_launcher(
-    name: str, statuses: tuple[int, ...], launcher: Launcher, endless: Settings, tmp_path: Path
+    name: str,
+    statuses: tuple[int, ...],
+    launcher: Launcher,
+    endless: Settings,
+    endless_losses: list[float],
+    tmp_path: Path,
 ) -> None:
+    """In a terminal. Until then the run is that of two ranks without a launcher."""
     settings = {**endless, "num_workers": 1}
-    run, port = launcher.launch(name, settings)
+    run, port = launcher.launch(name, settings, terminal=True)
     run.wait_until(has_trained(tmp_path))
     victim = launcher.process_of_rank(1)
     os.kill(victim, signal.SIGKILL)
@@ -43,6 +56,8 @@ def test_killed_rank_of_a_launcher(
     assert "signal 9" in reports[0]
     assert "out of host memory" in reports[0]
     assert "--num-workers" in reports[0]
+    assert_two_ranks(result.output, settings, short=True)
+    assert losses(tmp_path)[: len(endless_losses)] == endless_losses
     # torchrun prints a traceback of its own.
     assert result.output.count("Traceback") == (name == "torchrun")
     assert shared_memory_of(port) == []

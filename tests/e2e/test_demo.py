@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Launcher, records
+from tests.proofs.cases import with_proofs
 from tools import demo, make_corpus
 
 ITERATIONS = 20
@@ -33,7 +34,9 @@ def smaller(flags: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(SMALL.get(str(name), word) for name, word in zip(before, flags, strict=False))
 
 
+@pytest.mark.parametrize("forked", with_proofs([True, False], [False]))
 def test_the_demo_trains_resumes_and_generates_from_the_users_text(
+    forked: bool,
     launcher: Launcher,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -45,6 +48,8 @@ def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     monkeypatch.setattr(demo, "MODEL", smaller(demo.MODEL))
     monkeypatch.setattr(demo, "TRAINING", smaller(demo.TRAINING))
     monkeypatch.setattr(demo, "process_count", lambda: 1)
+    if forked:
+        monkeypatch.setattr(demo.subprocess, "call", launcher.call)
 
     code = demo.main(["--data", str(text), "--output", str(folder)])
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from tests.e2e.runs import DEADLINE, REPOSITORY, clean_environment
+import pytest
+
+from tests.e2e.runs import Launcher
+from tools import doctor
 
 SCRIPT = """\
 cat <<EOT > ds_config.json
@@ -24,21 +27,18 @@ torchrun --nproc_per_node 1 pretrain_gpt.py "${ARGS[@]}"
 """
 
 
-def test_a_script_trains_at_a_tiny_size(tmp_path: Path) -> None:
+def test_a_script_trains_at_a_tiny_size(
+    launcher: Launcher,
+    run_tool: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = tmp_path / "train.sh"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(REPOSITORY / "tools" / "doctor.py"), str(script), "--try"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert "--num-experts 8" in done.stdout
-    assert "iteration        2/" in done.stderr
-    assert "successfully saved checkpoint" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor.subprocess, "call", launcher.call)
+    printed = run_tool(doctor, script, "--try")
+    assert "--num-experts 8" in printed.out
+    assert "iteration        2/" in printed.err
+    assert "successfully saved checkpoint" in printed.err
     assert [each.name for each in tmp_path.iterdir()] == ["train.sh"]

@@ -98,9 +98,20 @@ def evaluate(
     return result
 
 
+@pytest.fixture(scope="module")
+def corpus_nats(model: Any) -> float:
+    """Of all texts of the corpus."""
+    return sum(rolling_nats(model, [EOD, *encode(text)]) for text in TEXTS if text.strip())
+
+
 @pytest.mark.parametrize(("ranks", "tp_size"), [(1, None), (2, 1), (2, 2)])
 def test_perplexity_is_that_of_transformers(
-    model: Any, weights: str, launcher: Launcher, tmp_path: Path, ranks: int, tp_size: int | None
+    corpus_nats: float,
+    weights: str,
+    launcher: Launcher,
+    tmp_path: Path,
+    ranks: int,
+    tp_size: int | None,
 ) -> None:
     settings = {"load": weights, "valid_data": GOLDEN / "corpus.jsonl"}
     if tp_size is not None:
@@ -109,7 +120,7 @@ def test_perplexity_is_that_of_transformers(
 
     texts = [text for text in TEXTS if text.strip()]
     tokens, size = sum(len(encode(text)) for text in texts), sum(len(t.encode()) for t in texts)
-    nats = sum(rolling_nats(model, [EOD, *encode(text)]) for text in texts)
+    nats = corpus_nats
     assert (result["documents"], result["tokens"], result["bytes"]) == (len(texts), tokens, size)
     assert result["loss"] == pytest.approx(nats / tokens, rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-4)

@@ -15,6 +15,7 @@ import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 from tests.e2e.runs import PROGRAMS, REPOSITORY, Launcher, Run, free_port, losses
+from tests.proofs.cases import with_proofs
 from tools import make_corpus, preprocess_data, train_tokenizer
 
 EXAMPLES = REPOSITORY / "examples"
@@ -266,10 +267,11 @@ def test_batch_size_rampup_with_all_logging(text: Text, launcher: Launcher, tmp_
     assert "exiting program at iteration 4" in output
 
 
-def test_a_server_and_its_client(trained: Path, text: Text, launcher: Launcher) -> None:
+@pytest.mark.parametrize("ranks", with_proofs([1, 2], [2]))
+def test_a_server_and_its_client(ranks: int, trained: Path, text: Text, launcher: Launcher) -> None:
     typed = "import os\\n6\\nimport os\\nmany\\nx\\n999\\n"
-    launch = "torchrun --nproc_per_node 2"
-    variables = tiny(text, trained, LAUNCHER=launch, PROCESSES=2)
+    launch = {1: "python", 2: "torchrun --nproc_per_node 2"}[ranks]
+    variables = tiny(text, trained, LAUNCHER=launch, PROCESSES=ranks)
     command = f"printf '{typed}' | {EXAMPLES / 'serve.sh'}"
     output = launcher.command(["bash", "-c", command], variables).succeed()
 

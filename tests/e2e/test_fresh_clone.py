@@ -77,14 +77,14 @@ RANKS = {
 PROGRAMS = ("python", "deepspeed", "torchrun")
 RECORDING = """\
 #!/bin/sh
-case "$1" in
-    tools/generate_samples_gpt.py | tools/run_text_generation_server.py | tools/evaluate.py | \\
-    tools/convert_checkpoint.py | \\
-    tasks/main.py | --* | pretrain_gpt.py)
+case "$*" in
+    tools/generate_samples_gpt.py* | tools/run_text_generation_server.py* | tools/evaluate.py* | \\
+    tools/convert_checkpoint.py* | examples/use/generate_with_transformers.py* | \\
+    tools/preprocess_data.py*HFTokenizer* | tasks/main.py* | --* | pretrain_gpt.py*)
         printf '%s\\n' {program} "$@" end >> {log} ;;
-    tools/text_generation_cli.py)
+    tools/text_generation_cli.py*)
         exec {python} "$1" 127.0.0.1:{port} ;;
-    examples/use/stream.py)
+    examples/use/stream.py*)
         exec {python} "$1" 127.0.0.1:{port} "$3" ;;
     *)
         exec {python} "$@" ;;
@@ -172,8 +172,8 @@ class Clone:
             "PYTHONPATH": str(folder),
             "MAKEFLAGS": "n",
         }
-        for name in ("my.jsonl", "held_out.jsonl"):
-            write_text(folder / name)
+        write_text(folder / "my.jsonl", documents=1100)  # for a split of one in a thousand
+        write_text(folder / "held_out.jsonl", documents=100)
 
     def bring(self, name: str) -> None:
         """Puts what BROUGHT names in its place."""
@@ -221,11 +221,11 @@ class Clone:
         run.wait_until(answers)
 
 
-def write_text(path: Path) -> None:
-    """Enough short documents for a split of one in a thousand."""
+def write_text(path: Path, documents: int) -> None:
+    """Documents of a line."""
     make_corpus.main(["--output", str(path), "--megabytes", "0.2"])
     long = "".join(json.loads(line)["text"] for line in path.read_text().splitlines())
-    pieces = [long[start : start + 150] for start in range(0, len(long), 150)]
+    pieces = (long[start : start + 80] for start in range(0, 80 * documents, 80))
     path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
 
 

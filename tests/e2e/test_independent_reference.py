@@ -22,6 +22,7 @@ from tests.independent import recorded_dropout
 from tests.independent.model import Weights, initial_weights, write_weights
 from tests.independent.token_order import Tokens, read_documents, samples_in_order, write_documents
 from tests.independent.training import Step, train
+from tests.proofs.cases import with_proofs
 
 LOSS_ERROR, NORM_ERROR = 3e-6, 1e-5
 """Absolute and relative; the largest differences seen are 1.7e-6 (four units of the last place) and
@@ -82,18 +83,17 @@ def parallel(tp: int = 1, pp: int = 1, ulysses: int = 1, ep: int = 1, **others: 
 
 
 SOME: dict[str, tuple[str, int, Settings]] = {
-    "tied, DP 3, ZeRO 0": ("tied", 3, parallel(zero_stage=0)),
     "tied, DP 3, ZeRO 3": ("tied", 3, parallel(zero_stage=3)),
     "tied, TP 3": ("tied", 3, parallel(tp=3, sequence_parallel=True)),
     "tied, PP 3 x DP 2, ZeRO 0": ("tied", 6, parallel(pp=3, zero_stage=0)),
     "packed, TP 2 x PP 2 x Ulysses 2": ("packed", 8, parallel(tp=2, pp=2, ulysses=2)),
-    "packed, Ulysses 2 x DP 2, ZeRO 3": ("packed", 4, parallel(ulysses=2, zero_stage=3)),
     "experts, EP 3 x PP 2": ("experts", 6, parallel(ep=3, pp=2)),
     "first tokens, EP 2 x TP 2": ("first tokens", 4, parallel(ep=2, tp=2, sequence_parallel=True)),
     "ramp-up, DP 2, ZeRO 2": ("ramp-up", 2, parallel(zero_stage=2)),
 }
 MORE: dict[str, tuple[str, int, Settings]] = {
     "tied, one": ("tied", 1, parallel()),
+    "tied, DP 3, ZeRO 0": ("tied", 3, parallel(zero_stage=0)),
     "tied, DP 3, ZeRO 2": ("tied", 3, parallel(zero_stage=2)),
     "tied, PP 2": ("tied", 2, parallel(pp=2)),
     "tied, PP 3": ("tied", 3, parallel(pp=3)),
@@ -101,6 +101,7 @@ MORE: dict[str, tuple[str, int, Settings]] = {
     "tied, Ulysses 3, ZeRO 3": ("tied", 3, parallel(ulysses=3, zero_stage=3)),
     "packed, one": ("packed", 1, parallel()),
     "packed, DP 2 x PP 2": ("packed", 4, parallel(pp=2)),
+    "packed, Ulysses 2 x DP 2, ZeRO 3": ("packed", 4, parallel(ulysses=2, zero_stage=3)),
     "packed, PP 2 x TP 2": ("packed", 4, parallel(pp=2, tp=2, sequence_parallel=True)),
     "packed, ZeRO 3 x Ulysses 2 x TP 2": (
         *("packed", 8),
@@ -180,9 +181,7 @@ def flags_of(options: Mapping[str, Any], prefix: Path, weights: Path, folder: Pa
     }
 
 
-@pytest.mark.parametrize(
-    "name", [*SOME, *(pytest.param(name, marks=pytest.mark.proof) for name in MORE)]
-)
+@pytest.mark.parametrize("name", with_proofs([*SOME, *MORE], MORE))
 def test_layout_equals_the_reference(
     name: str, prefix: Path, launcher: Launcher, tmp_path: Path
 ) -> None:

@@ -9,8 +9,6 @@ sequence. Other combinations differ from these only in ways that the tests of se
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +191,7 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
         if end is not None:
             folders = [f"--input_folder={parts / f'global_step{end}'}"]
             folders += [f"--output_folder={parts / f'global_step{end}_universal'}"]
-            subprocess.run([sys.executable, str(CONVERTER), *folders], check=True)
+            launcher.start(folders, script=CONVERTER).succeed()
 
     tuned = tmp_path / "tuned"
     run = {"load": parts, "finetune": True, "save": tuned, "seed": 7, "exit_interval": 2}

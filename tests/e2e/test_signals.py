@@ -20,6 +20,7 @@ from tests.e2e.runs import (
     PRETRAIN,
     Launcher,
     Settings,
+    assert_two_ranks,
     evaluations,
     has_trained,
     losses,
@@ -55,8 +56,15 @@ def assert_resumes(launcher: Launcher, settings: Settings, save: Path, *, ranks:
     ],
 )
 def test_sigterm_to_the_launcher(
-    name: str, status: int, words: str, launcher: Launcher, endless: Settings, tmp_path: Path
+    name: str,
+    status: int,
+    words: str,
+    launcher: Launcher,
+    endless: Settings,
+    endless_losses: list[float],
+    tmp_path: Path,
 ) -> None:
+    """Until then the run is that of two ranks without a launcher."""
     settings = {**endless, "num_workers": 1}
     run, port = launcher.launch(name, settings)
     run.wait_until(has_trained(tmp_path))
@@ -65,6 +73,8 @@ def test_sigterm_to_the_launcher(
     launcher.wait_until_all_ended()
     assert run.output.count(words) == 1, run.output
     assert shared_memory_of(port) == []
+    assert_two_ranks(run.output, settings, short=False)
+    assert losses(tmp_path)[: len(endless_losses)] == endless_losses
     assert_resumes(launcher, settings, tmp_path)
 
 
