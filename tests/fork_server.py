@@ -41,7 +41,7 @@ DEADLINE = 300.0
 """Seconds after which a process is considered to hang."""
 PRELOADED = (
     "megatron_ds.training.run",
-    "megatron_ds.training.rank_settings",
+    "megatron_ds.training.start.rank_settings",
     "megatron_ds.training.process",
     "megatron_ds.extend",
     "deepspeed.ops.adam",
@@ -50,10 +50,6 @@ PRELOADED = (
     "torch.utils.cpp_extension",
     "torch._dynamo.utils",
     "numpy.random",
-    "deepspeed.module_inject.auto_ep_layer",
-    "deepspeed.ops.op_builder.all_ops",
-    "deepspeed.comm.mori",
-    "deepspeed.runtime.zero.muon.original_muon",
     "rich.console",
     "rich.table",
     "cpuinfo",
