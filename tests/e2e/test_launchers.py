@@ -85,8 +85,8 @@ def test_one_process_without_a_launcher(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
     """One process gives the same losses on the same batches, up to rounding."""
-    flags = to_flags({**base, **SCHEDULE, "save": tmp_path})
-    output = launcher.command([sys.executable, PRETRAIN, *flags]).succeed()
+    run = launcher.start({**base, **SCHEDULE, "save": tmp_path}, per_rank=[{}])
+    output = run.succeed()
     assert "1 process on cpu" in output
     assert losses(tmp_path) == pytest.approx(two_ranks, rel=1e-5)
 
