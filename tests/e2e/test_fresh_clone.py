@@ -222,10 +222,10 @@ class Clone:
 
 
 def write_text(path: Path, documents: int) -> None:
-    """Documents of a line."""
+    """Short documents."""
     make_corpus.main(["--output", str(path), "--megabytes", "0.2"])
     long = "".join(json.loads(line)["text"] for line in path.read_text().splitlines())
-    pieces = (long[start : start + 80] for start in range(0, 80 * documents, 80))
+    pieces = (long[start : start + 150] for start in range(0, 150 * documents, 150))
     path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
 
 
@@ -273,7 +273,7 @@ def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
     greedy = output_of("--greedy").partition("Generated: ")[2].strip()
     answers = [output_of(f"curl 127.0.0.1:5000/{path} -d") for path in ("v1/completions", "api")]
     texts = [json.loads(answers[0])["choices"][0]["text"], json.loads(answers[1])["text"][0]]
-    assert len(greedy) > 10
+    assert len(greedy) > 5
     for text in (*texts, output_of("stream.py"), output_of("generate_with_transformers.py")):
         assert text.strip().removeprefix("Once upon a time").strip() == greedy
     assert "Once upon a time" in output_of("100 --temperature 0.8")

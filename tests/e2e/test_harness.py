@@ -19,7 +19,7 @@ from megatron_ds import cli
 from megatron_ds.config import Config
 from megatron_ds.evaluation import command, in_training
 from megatron_ds.evaluation.options import Options
-from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps
+from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps, to_flags
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
 
@@ -238,8 +238,8 @@ def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
 
     def by_the_tool(**settings: Any) -> Any:
         output = tmp_path / "results.json"
-        settings = {"load": run, **settings, "output": output}
-        launcher.start(settings, script=TOOL).succeed()
+        words = to_flags({"load": run, **settings, "output": output})
+        command.run(cli.parse(Options, words))  # here, where the harness is imported already
         return json.loads(output.read_text(encoding="utf-8"))
 
     middle = run / "global_step2"
