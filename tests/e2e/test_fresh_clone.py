@@ -275,7 +275,7 @@ def check_results(folder: Path, outputs: Mapping[str, str]) -> None:
     texts = [json.loads(answers[0])["choices"][0]["text"], json.loads(answers[1])["text"][0]]
     assert len(greedy) > 5
     for text in (*texts, output_of("stream.py"), output_of("generate_with_transformers.py")):
-        assert text.strip().removeprefix("Once upon a time").strip() == greedy
+        assert text.rpartition("Once upon a time")[2].strip() == greedy
     assert "Once upon a time" in output_of("100 --temperature 0.8")
     assert all("bits per byte" in text for line, text in outputs.items() if "evaluate.py" in line)
     assert re.search(r"^word perplexity +\d", output_of("WIKITEXT103"), re.MULTILINE)
