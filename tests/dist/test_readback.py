@@ -53,7 +53,7 @@ def layouts() -> dict[str, Config]:
     """Layouts that must have their settings: stages, number formats, offloading, optimizers."""
 
     def config(stage: int, optimizer: str = "adamw", tp: int = 1, **changes: Any) -> Config:
-        return config_of(Case(2, stage, tp, 4, "learned", optimizer), **changes)
+        return config_of(Case(2, stage, tp, 2, "learned", optimizer), **changes)
 
     bf16, offload = {"bf16": True}, {"cpu_optimizer": True}
     fp16 = {"fp16": True, "allow_fp16_on_cpu": True}
@@ -157,7 +157,7 @@ OVERRIDDEN: dict[str, tuple[str, dict[str, Any]]] = {
         {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     ),
     "zero_stage": ("zero1", {"zero_optimization": {"stage": 2}}),
-    "accumulation_steps": (BASE, {"train_batch_size": 32, "gradient_accumulation_steps": 8}),
+    "accumulation_steps": (BASE, {"train_batch_size": 32, "gradient_accumulation_steps": 4}),
     "loss_scale": ("zero2 fp16", {"fp16": {"hysteresis": 4}}),
     "passed_keys": ("zero3", {"zero_optimization": {"zero_quantized_weights": True}}),
 }
