@@ -37,16 +37,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product | 
     return F.linear(x, weight, bias) if product is None else product(x, bias)
 
 
-class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with the rows of W sharded: [..., in] -> [..., out / group size].
-
-    Args:
-        weight: Matrix [out, in]. Its sections, e.g. (q, k, v), are each sharded evenly.
-        bias: Vector [out]. None: there is no bias.
-        group: Tensor-parallel group.
-        init: Draws the initial values.
-    """
-
+class _ParallelLinear(nn.Module):
     product: Product | None = None
     """Takes the place of the weight, without gradients and sequence parallelism."""
 
@@ -58,6 +49,17 @@ class ColumnParallelLinear(nn.Module):
         self.weight = declared_parameter(weight, group, init)
         self.bias = None if bias is None else declared_parameter(bias, group, init)
 
+
+class ColumnParallelLinear(_ParallelLinear):
+    """y = x W^T + b with the rows of W sharded: [..., in] -> [..., out / group size].
+
+    Args:
+        weight: Matrix [out, in]. Its sections, e.g. (q, k, v), are each sharded evenly.
+        bias: Vector [out]. None: there is no bias.
+        group: Tensor-parallel group.
+        init: Draws the initial values.
+    """
+
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1 or self.product is not None:
             return multiply(x, self.weight, self.bias, self.product)
@@ -65,21 +67,11 @@ class ColumnParallelLinear(nn.Module):
         return y
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """y = x W^T + b with the columns of W sharded: [..., in / group size] -> [..., out].
 
     The bias is replicated. Arguments as for `ColumnParallelLinear`.
     """
-
-    product: Product | None = None
-
-    def __init__(
-        self, weight: Weight, bias: Weight | None = None, *, group: Group, init: Draws
-    ) -> None:
-        super().__init__()
-        self.group = group
-        self.weight = declared_parameter(weight, group, init)
-        self.bias = None if bias is None else declared_parameter(bias, group, init)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:
