@@ -84,7 +84,10 @@ def build_engine(
     """
     mesh = mesh.with_sequence_parallelism() if config.parallel.sequence_parallel else mesh
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
-    _prepare_process(config, ds_config)
+    # What DeepSpeed and torch import is changed before anything is built.
+    deepspeed_patches.import_muon_without_compile()
+    deepspeed_patches.silence_memory_reports()
+    deepspeed_patches.limit_parameter_prefetch()
     _validate_with_deepspeed(ds_config, Mpu(mesh), config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
     packing = _packing_options(config, eod)
@@ -122,13 +125,6 @@ def _dtype(config: Config) -> torch.dtype:
 
 def _is_deepcompiled(ds_config: Mapping[str, Any]) -> bool:
     return bool(ds_config.get("compile", {}).get("deepcompile"))
-
-
-def _prepare_process(config: Config, ds_config: Mapping[str, Any]) -> None:
-    """Change what DeepSpeed and torch import, before anything is built."""
-    deepspeed_patches.import_muon_without_compile()
-    deepspeed_patches.silence_memory_reports()
-    deepspeed_patches.limit_parameter_prefetch()
 
 
 @contextmanager

@@ -114,7 +114,9 @@ class MoE(nn.Module):
             is_kept = place_A < counts_E.sum()
             weights_TK = weights_TK.where(is_kept.view_as(weights_TK), 0)
         out_TH = (y_TKH * weights_TK.unsqueeze(-1)).sum(1)
-        self._record(routing, dropped=1.0 - counts_E.sum() / len(order_A))
+        losses = {"load_balancing_loss": routing.aux_loss, "z_loss": routing.z_loss}
+        loads = {"load": routing.load_E, "largest": routing.load_E.max()}
+        self.log.record({**losses, "dropped": 1.0 - counts_E.sum() / len(order_A), **loads})
         loss = self.moe.aux_loss_coeff * routing.aux_loss
         loss = loss + self.moe.moe_z_loss_coeff * routing.z_loss
         return self.log.add_gradient(out_TH, loss).view(x_SBH.shape)
@@ -150,11 +152,6 @@ class MoE(nn.Module):
         y_RH = self.experts(_Reordered.apply(rows_RH, order_R, place_R), from_ranks.sum(0))
         y_AH = all_to_all(_Reordered.apply(y_RH, place_R, order_R), receive, send, self.ep_group)
         return F.pad(y_AH, (0, 0, 0, len(x_AH) - len(y_AH)))
-
-    def _record(self, routing: Routing, dropped: Tensor) -> None:
-        losses = {"load_balancing_loss": routing.aux_loss, "z_loss": routing.z_loss}
-        loads = {"load": routing.load_E, "largest": routing.load_E.max()}
-        self.log.record({**losses, "dropped": dropped, **loads})
 
 
 class Router(nn.Module):

@@ -32,11 +32,18 @@ def layers_per_stage(
     if given is not None:
         return given
     if method == "parameters":
-        return balanced(_parameter_weights(model, parallel, moe), stages)
+        tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+        spec = model_spec(model, moe, tp_size, ep_size)
+        weights = [spec.elements(spec.layers[s]) for s in stage_slices([1] * model.num_layers)]
+        return balanced(weights, stages)
     kinds = parallel.layer_kinds(model.num_layers)
     pattern = parallel.partition_pattern
-    counts = [1 if pattern is None or pattern.search(kind) else 0 for kind in kinds]
-    return balanced(_with_ends(counts), stages)
+    counts = [1.0 if pattern is None or pattern.search(kind) else 0.0 for kind in kinds]
+    # The layers before and after the transformer layers are in the first and the last stage.
+    embedding, *layers, norm, head = counts
+    layers[0] += embedding
+    layers[-1] += norm + head
+    return balanced(layers, stages)
 
 
 ENDS = ("embedding", "final_norm", "head")
@@ -100,17 +107,3 @@ def _cost(rest: Division | tuple[()], sums: Sequence[float], start: int, end: in
     if not rest:
         return weight, weight**2, (start - end,)
     return max(weight, rest[0]), weight**2 + rest[1], (start - end, *rest[2])
-
-
-def _with_ends(counts: Sequence[float]) -> list[float]:
-    """The weights of the transformer layers, with those of the layers before and after them."""
-    embedding, *layers, norm, head = counts
-    layers[0] += embedding
-    layers[-1] += norm + head
-    return layers
-
-
-def _parameter_weights(model: ModelConfig, parallel: ParallelConfig, moe: MoEConfig) -> list[float]:
-    tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-    spec = model_spec(model, moe, tp_size, ep_size)
-    return [spec.elements(spec.layers[part]) for part in stage_slices([1] * model.num_layers)]

@@ -137,8 +137,10 @@ class GenerationEngine:
         while self.waiting and len(self.running) + len(batch) < self._cache.slots:
             sequence = self.waiting[0]
             fed = len(sequence.ids) - 1
-            shared, source = self._shared_prefix(sequence, batch)
-            if shared or self._is_fed_alone(sequence):
+            is_scored, shared, source = sequence.config.prompt_logprobs, 0, 0
+            if self._use_cache and not is_scored:  # a running prompt may have computed its start
+                shared, source = _best_prefix(sequence, [*self.running, *batch])
+            if shared or is_scored or (self._use_cache and fed >= PROMPT_TOKENS):
                 if not batch:
                     self._partial = self.waiting.popleft()
                     self._cache.copy(source, len(self.running), shared)
@@ -148,19 +150,6 @@ class GenerationEngine:
                 break
             batch.append(self.waiting.popleft())
         return batch
-
-    def _is_fed_alone(self, sequence: TextSequence) -> bool:
-        is_long = self._use_cache and len(sequence.ids) > PROMPT_TOKENS
-        return is_long or sequence.config.prompt_logprobs
-
-    def _shared_prefix(
-        self, sequence: TextSequence, batch: Sequence[TextSequence]
-    ) -> tuple[int, int]:
-        """Number of tokens that another prompt, running or in a batch, has computed for this one,
-        and its slot."""
-        if not self._use_cache or sequence.config.prompt_logprobs:
-            return 0, 0
-        return _best_prefix(sequence, [*self.running, *batch])
 
     def _feed_partial(self, sequence: TextSequence, budget: int) -> int:
         """Feeds the next tokens of the partial prompt; returns how many."""
