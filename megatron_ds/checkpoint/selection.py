@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,13 +176,9 @@ def select_checkpoint(
             raise UserError(_damaged(path, damage, "on_damaged_checkpoint", hint))
         warn(Problem("checkpoint-skipped", path=path, damage=damage))
         damaged.append(f"\n  - {path}: {damage}")
-    raise _all_damaged(listing.folder, damaged, is_training)
-
-
-def _all_damaged(folder: Path, damaged: Sequence[str], is_training: bool) -> UserError:
     new_run = ", or move them away to start a new run" if is_training else ""
-    listed = "".join(damaged)
-    return user_error("all-checkpoints-damaged", folder=folder, damaged=listed, new_run=new_run)
+    folder, listed = listing.folder, "".join(damaged)
+    raise user_error("all-checkpoints-damaged", folder=folder, damaged=listed, new_run=new_run)
 
 
 def _missing(listing: CheckpointListing, is_training: bool) -> UserError:

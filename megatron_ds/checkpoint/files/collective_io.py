@@ -6,6 +6,7 @@ in this group, and no collective of the run can time out. Knows nothing of check
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -153,6 +154,11 @@ class CollectiveIO:
         parts = [torch.empty_like(padded) for _ in range(self.world_size)] if self.rank == 0 else []
         dist.gather(padded, parts or None, dst=0, group=self._group)
         return [ForkingPickler.loads(part.numpy().tobytes()) for part in parts]
+
+
+def joined(parts: list[list[T]]) -> list[T]:
+    """Merges the lists of all ranks."""
+    return [*itertools.chain(*parts)]
 
 
 def _with_host(error: OSError | ValueError) -> OSError | ValueError:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from megatron_ds.checkpoint.files.collective_io import CollectiveIO
+from megatron_ds.checkpoint.files.collective_io import CollectiveIO, joined
 from megatron_ds.checkpoint.folders import run_lock
 from megatron_ds.checkpoint.folders.run_lock import RunLock
 from megatron_ds.checkpoint.local.nodes import Nodes
@@ -78,7 +77,7 @@ def claimed_stores(
                         staging.mirror(store, staged, everything=False)
                 return problems
 
-            raise_if_any(ranks.run_merged(own_staging, _joined))
+            raise_if_any(ranks.run_merged(own_staging, joined))
         if folders.load is not None and folders.load.url is not None:
             load = save if folders.load == folders.save else open_folder(folders.load)
         if save is not None and ranks.rank == ranks.world_size - 1:
@@ -89,7 +88,3 @@ def claimed_stores(
             if save is not None and ranks.rank == ranks.world_size - 1:
                 with suppress(OSError):
                     upload_metrics(save.store, staged)
-
-
-def _joined(problems: list[list[Problem]]) -> list[Problem]:
-    return [*itertools.chain(*problems)]

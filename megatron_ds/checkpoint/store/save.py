@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ds.checkpoint.files import local_files
-from megatron_ds.checkpoint.files.collective_io import RankWork
+from megatron_ds.checkpoint.files.collective_io import RankWork, joined
 from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
@@ -73,7 +73,7 @@ class StoreSaveSteps(SaveSteps):
 
     def _work(self) -> Steps:
         yield RankWork(self._require_folder, on_all=False)
-        self.warnings += yield RankWork(self._prepare_node, on_all=True, merge=_joined)
+        self.warnings += yield RankWork(self._prepare_node, on_all=True, merge=joined)
         written: list[Mapping[str, FileRecord]] = []  # on the first rank
         own: dict[str, FileRecord] = {}
 
@@ -173,10 +173,6 @@ class StoreSaveSteps(SaveSteps):
     def _clean_up_node(self) -> None:
         if self.destination.nodes.is_first:
             local_files.remove_temporary(self.folder)
-
-
-def _joined(warnings: list[list[Problem]]) -> list[Problem]:
-    return [warning for of_rank in warnings for warning in of_rank]
 
 
 def is_run_file(path: Path) -> bool:

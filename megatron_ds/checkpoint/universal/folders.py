@@ -50,7 +50,8 @@ def list_universal(folder: Path) -> list[Path]:
     paths = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.name in (named, f"{_step_name(path)}{SUFFIX}") and is_universal(path)
+        if path.name in (named, f"global_step{universal_iteration(path)}{SUFFIX}")
+        and is_universal(path)
     ]
     return sorted(paths, key=lambda path: (path.name != named, -universal_iteration(path)))
 
@@ -59,7 +60,3 @@ def universal_iteration(path: Path) -> int:
     """The iteration in the name of a universal checkpoint; -1 if it has none."""
     match = re.fullmatch(rf"global_step(\d+)({SUFFIX})?", path.name)
     return -1 if match is None else int(match[1])
-
-
-def _step_name(path: Path) -> str:
-    return f"global_step{universal_iteration(path)}"
