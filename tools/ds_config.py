@@ -137,7 +137,7 @@ def validate(options: Validate, training: Sequence[str]) -> None:
             argv,
             world_size=options.world_size or _implied_world_size(file),
             warn=lambda warning: print_warning(warning, table),
-            complete=_with_unknown_shape,
+            complete=lambda file, *of_run: merge_file(file.with_values(UNKNOWN_SHAPE), *of_run),
         )
         about_file = [problem for problem in problems if options.file in problem]
         if about_file:
@@ -186,12 +186,6 @@ def _with_vocabulary(config: Config) -> Config:
         print(f"WARNING: {warning.render()}", file=sys.stderr)
         return config
     return config.with_vocab(tokenizer.vocab_size)
-
-
-def _with_unknown_shape(
-    config: Config, world_size: int, warn: Callable[[str], None]
-) -> tuple[Config, list[Problem]]:
-    return merge_file(config.with_values(UNKNOWN_SHAPE), world_size, warn)
 
 
 def _implied_world_size(file: DeepSpeedFile) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +44,9 @@ def figure(chart: Chart, *, for_page: bool = False) -> Figure:
         drawn = Figure(figsize=PAGE_SIZE if for_page else FILE_SIZE, layout="constrained")
         axes = drawn.subplots()
         scale, x_label = _time_scale(chart)
+        is_colored = len({line.color for line in chart.lines}) > 1
         for line in chart.lines:
-            _draw_line(drawn, axes, line, scale, len(_colors(chart)) > 1)
+            _draw_line(drawn, axes, line, scale, is_colored)
         _draw_marks(axes, chart, scale)
         for name, value in chart.baselines.items():
             axes.axhline(value, color="grey", linestyle="--", label=name)
@@ -69,10 +69,6 @@ def _time_scale(chart: Chart) -> tuple[float, str]:
     longest = max(line.x[-1] for line in chart.lines)
     scale, unit = (3600.0, "hours") if longest > 2 * 3600 else (60.0, "minutes")
     return scale, f"{chart.x_label} ({unit})"
-
-
-def _colors(chart: Chart) -> set[int]:
-    return {line.color for line in chart.lines}
 
 
 def run_style(run: int) -> tuple[int, str]:
@@ -153,13 +149,10 @@ def svg(chart: Chart) -> str:
     text = re.sub(r"\n\s*", " ", re.sub(r"<!--.*?-->", "", text))
     text = re.sub(r"\d+\.\d{6}\b", lambda number: f"{float(number[0]):.2f}", text)
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    for name, color in (("text", TEXT), ("grid", GRID), *_named_colors()):
+    named = ((f"run{number}", color) for number, color in enumerate(COLORS))
+    for name, color in (("text", TEXT), ("grid", GRID), *named):
         text = text.replace(color, f"var(--{name})")
     return text
-
-
-def _named_colors() -> Iterable[tuple[str, str]]:
-    return ((f"run{number}", color) for number, color in enumerate(COLORS))
 
 
 def save(chart: Chart, path: Path) -> None:

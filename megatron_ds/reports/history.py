@@ -281,12 +281,6 @@ def flat_settings(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _with_own_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """The record with our keys for the keys of other programs."""
-    found = ((key, each) for key, names in SYNONYMS.items() for each in names if each in record)
-    return {**{key: record[each] for key, each in found}, **record}
-
-
 class RunReader:
     """Reads the history of one run as its files grow.
 
@@ -340,7 +334,9 @@ class RunReader:
                 history.layout_ranks = math.prod(run["layout"].get(axis, 1) for axis in RANK_AXES)
 
     def _add_record(self, record: dict[str, Any]) -> None:
-        record = _with_own_keys(record)
+        # Our keys in place of the keys of other programs.
+        found = ((key, each) for key, names in SYNONYMS.items() for each in names if each in record)
+        record = {**{key: record[each] for key, each in found}, **record}
         if int(record["iteration"]) <= self._until:
             self.history.add(record)
 

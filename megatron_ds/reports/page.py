@@ -126,14 +126,10 @@ def _table(table: Table, keys: Sequence[str] = ()) -> Iterator[str]:
     yield "</tr></thead><tbody>"
     for number, row in enumerate(table.rows):
         color = f'<span class="key" style="background: var(--run{number % len(COLORS)})"></span>'
-        cells = "".join(map(_cell, row[1:]))
+        cells = "".join(f"<td{_kind(text)}>{escape(text)}</td>" for text in row[1:])
         name = f"{color if row[0] in keys else ''}{escape(row[0])}"
         yield f'<tr><th scope="row">{name}</th>{cells}</tr>'
     yield "</tbody></table></div>" if table.rows else "</tbody></table></div><p>None.</p>"
-
-
-def _cell(text: str) -> str:
-    return f"<td{_kind(text)}>{escape(text)}</td>"
 
 
 def _kind(*cells: str) -> str:

@@ -135,7 +135,9 @@ def build_trainer(parts: RunParts) -> Trainer:
     log_timestamp(config, "after model, optimizer, and learning rate scheduler are built")
     estimate = planned_memory(config, mesh.dp.size, context.device.type)
     about = report.print_banner(engine, state, estimate)
-    last = _last_iteration(config, mesh, state)
+    last = state.iteration
+    if config.evaluation.trains:
+        last = schedules.total_iterations(config, mesh.dp.size, state)
     if report.folder is not None:
         # Before the loggers, which truncate their files: an error here leaves them as they were.
         report.write_run_files(engine, data)
@@ -162,12 +164,6 @@ def build_trainer(parts: RunParts) -> Trainer:
         tasks=_build_tasks(parts, engine),
         watch=parts.life.hang_watch,
     )
-
-
-def _last_iteration(config: Config, mesh: Mesh, state: TrainState) -> int:
-    if not config.evaluation.trains:
-        return state.iteration
-    return schedules.total_iterations(config, mesh.dp.size, state)
 
 
 def _exit_conditions(parts: RunParts, last: int) -> ExitConditions:

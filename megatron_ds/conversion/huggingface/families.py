@@ -88,10 +88,6 @@ def _positions(config: ConfigValues) -> dict[str, Any]:
     return {"max_position_embeddings": positions, "seq_length": positions}
 
 
-def _write_positions(model: ModelConfig) -> dict[str, Any]:
-    return {"n_positions": model.num_positions, "n_ctx": model.num_positions}
-
-
 GPT2 = (
     always(position_embedding_type="learned_absolute", normalization="LayerNorm"),
     always(add_bias_linear=True),
@@ -100,7 +96,7 @@ GPT2 = (
     number("n_embd hidden_size", "hidden_size", int, 768),
     number("n_head num_attention_heads", "num_attention_heads", int, 12),
     number("n_inner", "ffn_hidden_size", int, None),
-    Row(_positions, _write_positions),
+    Row(_positions, lambda model: dict.fromkeys(("n_positions", "n_ctx"), model.num_positions)),
     number("layer_norm_epsilon", "norm_epsilon", float, 1e-5),
     choice("activation_function", ACTIVATION, "gelu_new", ACTIVATIONS),
     number("attn_pdrop", "attention_dropout", float, 0.1),
