@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.claims import claim
 from tests.cluster.cluster import NODES, SLOTS, Cluster
 from tests.e2e.runs import PRETRAIN, PROGRAMS, REPOSITORY, Settings, losses, to_flags
 from tests.fork_server import DEADLINE
@@ -43,6 +44,11 @@ def store(cluster: Cluster, corpus: Path) -> Iterator[Mapping[str, str]]:
     server.wait()
 
 
+@claim(
+    "samples",
+    "two nodes without a shared disk train from a URL with the losses of one machine, each with "
+    "blocks and index caches of its own",
+)
 def test_nodes_without_a_shared_disk_have_the_losses_of_one_machine(
     cluster: Cluster,
     store: Mapping[str, str],

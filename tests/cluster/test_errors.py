@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch.exit_codes import ExitCode
+from tests.claims import claim
 from tests.cluster.cluster import SLOTS, Cluster, Done, find_obstacle
 from tests.e2e.runs import ENDLESS, FAULTS, PRETRAIN, PROGRAMS, REPOSITORY, Settings, to_flags
 from tests.problems import printed_codes
@@ -65,6 +66,17 @@ def faulty(cluster: Cluster) -> Iterator[dict[str, str]]:
     cluster.run_on_all("rm", "-r", faults)
 
 
+@claim(
+    "command-line",
+    "settings, a package's version, a source file, a token's value, the clock, the number of "
+    "devices and `--save` that differ on two nodes are one message of one rank, with the nodes "
+    "and values; all ranks end with status 7",
+)
+@claim(
+    "checkpoints",
+    "`--save` and `--load` folders that the hosts do not share are rejected, and left as they "
+    "were; one that shows files late is not",
+)
 def test_all_differences_of_the_nodes_are_one_message(
     cluster: Cluster, settings: Settings, faulty: dict[str, str]
 ) -> None:
@@ -98,6 +110,10 @@ def test_all_differences_of_the_nodes_are_one_message(
     assert all(d.output == "" for d in cluster.run_on_all("sh", "-c", f"ls {scratch} | grep save"))
 
 
+@claim(
+    "command-line",
+    "a data file that one of two nodes lacks, and a flag that is wrong on both, are one message",
+)
 def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
     cluster: Cluster, settings: Settings
 ) -> None:
@@ -113,6 +129,11 @@ def test_data_that_one_node_lacks_is_one_message_of_all_nodes(
     assert re.search(r"- --seed", found)
 
 
+@claim(
+    "command-line",
+    "a rank that is stopped (SIGSTOP) on one of two nodes ends the run; the report names its "
+    "node, and that of `--log-straggler` ranks and nodes",
+)
 def test_rank_that_is_stopped_ends_the_run_with_a_report_that_names_its_node(
     cluster: Cluster, settings: Settings
 ) -> None:
@@ -135,6 +156,7 @@ def test_rank_that_is_stopped_ends_the_run_with_a_report_that_names_its_node(
     ]
 
 
+@claim("command-line", "each node builds its own index cache; a node that cannot write it is named")
 def test_index_cache_of_each_node_is_its_own(cluster: Cluster, settings: Settings) -> None:
     """Next to copies of the data; and the error of a node that cannot write names it."""
     cache = Path(settings["data_path"]).parent / "index-cache"
@@ -150,6 +172,11 @@ def test_index_cache_of_each_node_is_its_own(cluster: Cluster, settings: Setting
     assert "stopping because rank 1 on node2 failed" in done[0].output
 
 
+@claim(
+    "command-line",
+    "a node that ssh does not reach, or whose Python lacks DeepSpeed, ends `deepspeed "
+    "--hostfile` within seconds; the message names it",
+)
 @pytest.mark.parametrize(
     ("fault", "broken", "status"),
     # pdsh returns the highest status: ssh's own is 255.

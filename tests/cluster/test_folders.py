@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints
+from tests.claims import claim
 from tests.cluster.agents import Agents, uninterrupted
 from tests.cluster.cluster import Cluster, Node
 from tests.cluster.test_network import AGENT
@@ -34,6 +35,11 @@ def set_clock(cluster: Cluster, node: Node, seconds: int) -> None:
     (cluster.folder / node.name / "clock").write_text(str(seconds))
 
 
+@claim(
+    "checkpoints",
+    "folders that one of two nodes cannot write to, since they are read-only or full, and clocks "
+    "that jump by an hour, cost saves and no step",
+)
 @pytest.mark.proof
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_run_outlives_folders_that_a_node_cannot_write_and_clocks_that_jump(

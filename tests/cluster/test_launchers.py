@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.claims import claim
 from tests.cluster.cluster import NODES, SLOTS, Cluster, find_obstacle
 from tests.e2e.runs import (
     PRETRAIN,
@@ -20,6 +21,11 @@ from tests.e2e.runs import (
     to_flags,
 )
 from tests.proofs.cases import with_proofs
+
+claim(
+    "command-line",
+    "no process of a run is left on any node; all nodes end when a test is killed",
+)
 
 Losses = Callable[[str], list[float]]
 RunSettings = Callable[[str, Path], Settings]
@@ -98,6 +104,17 @@ def files(cluster: Cluster) -> None:
     )
 
 
+@claim(
+    "command-line",
+    "environment variables of the launching shell that other hosts lack are named at the start",
+)
+@claim(
+    "command-line",
+    "on two nodes of two ranks, `deepspeed` with a hostfile over `pdsh` and ssh (`--include`, "
+    "`--exclude`, `--num_nodes`) or `--launcher slurm` or `openmpi`, `srun`, `mpirun` and "
+    "`python -m torch.distributed.run` train with the losses of one machine bit for bit, with "
+    "data-, tensor-, pipeline- and sequence-parallel groups that span nodes",
+)
 @pytest.mark.parametrize("name", with_proofs(ON_FIRST, PROOFS))
 def test_one_command_trains_on_both_nodes(
     name: str,
@@ -122,6 +139,11 @@ def test_one_command_trains_on_both_nodes(
     assert warned == MISSING.get(name, [])
 
 
+@claim(
+    "command-line",
+    "and so do `torchrun` (static and c10d rendezvous) and `deepspeed --no_ssh`, started on each "
+    "node",
+)
 @pytest.mark.parametrize("name", with_proofs(ON_BOTH, ["torchrun c10d", "deepspeed --no_ssh"]))
 def test_a_command_on_each_node_trains_on_both(
     name: str, cluster: Cluster, one_machine: Losses, run_settings: RunSettings
@@ -133,6 +155,10 @@ def test_a_command_on_each_node_trains_on_both(
     assert losses(save) == one_machine(layout)
 
 
+@claim(
+    "command-line",
+    "with a single host left, `deepspeed` runs on its own host unless `--force_multi` is given",
+)
 @pytest.mark.proof
 @pytest.mark.parametrize(("flags", "host"), [((), "node1"), (("--force_multi",), "node2")])
 def test_deepspeed_leaves_its_host_for_a_single_one_only_if_forced(

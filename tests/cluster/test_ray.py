@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from megatron_ds.config.problems import counted
+from tests.claims import claim
 from tests.cleaning_runs import corpus
 from tests.cluster.ray_cluster import INSTALLED, RayNodes, has_ended
 from tests.fork_server import DEADLINE, REPOSITORY
@@ -111,6 +112,7 @@ def finish(driver: subprocess.Popen[str], kept: int) -> str:
     return stdout
 
 
+@claim("cleaning", "so it does on two nodes of Ray, when the driver and a process are killed")
 @pytest.mark.proof
 def test_cleaning_survives_its_driver_and_workers(nodes: RayNodes, tmp_path: Path) -> None:
     """Exact and near duplicates are those of one process, also across shards."""
@@ -145,6 +147,7 @@ def test_errors_name_their_cause(nodes: RayNodes, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out?_*"))
 
 
+@claim("data", "so it does on two nodes of Ray, when the driver, a process and a node are killed")
 def test_preprocessing_survives_its_driver_workers_and_nodes(
     nodes: RayNodes, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.claims import claim
 from tests.cluster.cluster import SLOTS, Cluster, Done, find_obstacle
 from tests.cluster.ray_cluster import INSTALLED, RayNodes
 from tests.e2e.runs import (
@@ -56,6 +57,11 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield PACKAGES
 
 
+@claim(
+    "command-line",
+    "the recipes for Kubeflow Trainer and SkyPilot are valid by their published schemas, and a "
+    "linter accepts the Dockerfiles",
+)
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
@@ -74,6 +80,11 @@ def test_kubeflow_trainer_knows_every_field(name: str, kinds: list[str], package
         assert model.from_dict(document).to_dict() == document
 
 
+@claim(
+    "command-line",
+    "the recipes for Kubeflow Trainer and SkyPilot are valid by their published schemas, and a "
+    "linter accepts the Dockerfiles",
+)
 def test_skypilot_accepts_its_recipe(packages: Path) -> None:
     package = types.ModuleType("sky")
     package.__path__ = [str(packages / "sky")]
@@ -90,6 +101,11 @@ def test_skypilot_accepts_its_recipe(packages: Path) -> None:
         jsonschema.validate(mount, schemas.get_storage_schema())
 
 
+@claim(
+    "command-line",
+    "the recipes for Kubeflow Trainer and SkyPilot are valid by their published schemas, and a "
+    "linter accepts the Dockerfiles",
+)
 @pytest.mark.parametrize("name", ["Dockerfile.cpu", "Dockerfile.cuda"])
 def test_the_linter_accepts_the_dockerfile(name: str, packages: Path) -> None:
     command = [packages / "bin" / "hadolint", RECIPES / name]
@@ -110,6 +126,11 @@ def check(done: list[Done], save: Path, one_machine: Losses) -> None:
     assert losses(save) == one_machine("data")
 
 
+@claim(
+    "command-line",
+    "their commands train on two nodes with the losses of one machine bit for bit, given the "
+    "variables that Kubeflow Trainer and SkyPilot set",
+)
 @pytest.mark.proof
 def test_skypilots_command_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
@@ -125,6 +146,11 @@ def test_skypilots_command_trains_on_both_nodes(
     check(cluster.run_on_all("bash", "-c", command, environment=variables), save, one_machine)
 
 
+@claim(
+    "command-line",
+    "their commands train on two nodes with the losses of one machine bit for bit, given the "
+    "variables that Kubeflow Trainer and SkyPilot set",
+)
 @pytest.mark.proof
 def test_the_command_for_kubeflows_torch_runtime_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
@@ -143,6 +169,11 @@ def test_the_command_for_kubeflows_torch_runtime_trains_on_both_nodes(
     check(done, save, one_machine)
 
 
+@claim(
+    "command-line",
+    "their commands train on two nodes with the losses of one machine bit for bit, given the "
+    "variables that Kubeflow Trainer and SkyPilot set",
+)
 @pytest.mark.proof
 def test_the_command_for_kubeflows_deepspeed_runtime_trains_on_both_nodes(
     cluster: Cluster, as_in_the_image: None, one_machine: Losses, run_settings: RunSettings
@@ -198,6 +229,11 @@ def ray_train(launcher: Launcher, nodes: RayNodes, folder: Path, *flags: str) ->
     return launcher.command(words, variables)
 
 
+@claim(
+    "command-line",
+    "and so does the recipe for Ray Train on a Ray cluster of two nodes; a rank that fails is "
+    "the error of its command",
+)
 @pytest.mark.proof
 def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
     launcher: Launcher,
@@ -216,6 +252,11 @@ def test_ray_train_trains_on_two_nodes_and_reports_the_rank_that_failed(
     assert "exit status 2" in failed.output
 
 
+@claim(
+    "command-line",
+    "a killed worker of Ray Train ends the command with status 1 and leaves no process; the same "
+    "command continues from the newest checkpoint with the losses of one machine",
+)
 @pytest.mark.proof
 def test_ray_train_ends_with_a_killed_worker_and_the_same_command_continues(
     launcher: Launcher, ray_nodes: RayNodes, run_settings: RunSettings, tmp_path: Path

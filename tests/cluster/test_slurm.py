@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.claims import claim
 from tests.cluster.cluster import SLOTS, Cluster, Node
 from tests.e2e.runs import ENDLESS, REPOSITORY, Launcher, Settings, has_trained, losses, steps
 from tests.e2e.runs import to_flags as flags_of
@@ -56,6 +57,11 @@ def update(node: Node, job: str, **values: object) -> None:
     node.run("scontrol", "update", f"JobId={job}", *words).succeed()
 
 
+@claim(
+    "command-line",
+    "tasks of a job array with one `--save` never train at the same time: one trains, the other "
+    "ends with an error",
+)
 @pytest.mark.proof
 def test_tasks_of_an_array_never_train_one_run_at_the_same_time(
     slurm: None, cluster: Cluster, run_settings: RunSettings
@@ -90,6 +96,12 @@ def show(node: Node, job: str) -> str:
     return node.run("scontrol", "show", "job", job).output
 
 
+@claim(
+    "command-line",
+    "a job of `tools/slurm.py submit` saves before its time limit and is queued again; when a "
+    "node is down, it continues on the other one from the newest checkpoint: the losses equal an "
+    "uninterrupted run, bit for bit on the same nodes, and within 1e-5 on fewer",
+)
 def test_a_run_survives_its_time_limit_and_the_loss_of_a_node(
     slurm: None, cluster: Cluster, run_settings: RunSettings, launcher: Launcher, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.parallel.mesh import Mesh
+from tests.claims import claim
 from tests.dist.nonfinite_harness import RATES, WORLD, Training
 from tests.dist.parity_cases import Case, config_of, reference_of
 from tests.dist.rank_jobs import JobResults, case_training, run_jobs
@@ -95,6 +96,7 @@ def expected_scales(skipped: list[bool], hysteresis: int) -> list[float]:
     return scales
 
 
+@claim("precision", "the dynamic loss scale follows its flags, identically on all ranks")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_loss_scale_follows_flags_on_all_ranks(
     layout: tuple[int, int], outcomes: JobResults
@@ -125,6 +127,7 @@ def test_skipped_step_changes_neither_weights_nor_moments_nor_learning_rate(
             assert counted == applied
 
 
+@claim("precision", "fp16 follows fp32, also on CPUs (`--allow-fp16-on-cpu`)")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_fp16_follows_fp32(layout: tuple[int, int], outcomes: JobResults) -> None:
     """Losses to 2e-3 nats and norms, unscaled, to a hundredth."""

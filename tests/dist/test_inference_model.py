@@ -16,6 +16,7 @@ from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
+from tests.claims import claim
 from tests.dist import engine_harness
 from tests.dist.parity_cases import Case, config_of
 from tests.dist.reference import EOD
@@ -71,5 +72,10 @@ def attributes(model: torch.nn.Module) -> list[Any]:
     return [getattr(each, name, None) for each in model.modules() for name in names]
 
 
+@claim(
+    "serving",
+    "scores and continuations under sequence parallelism, Ulysses, ZeRO-3 and expert parallelism "
+    "equal one process",
+)
 def test_layouts_answer_as_one_process() -> None:
     run_ranks(compare, 2, timeout=60)

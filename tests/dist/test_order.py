@@ -14,6 +14,7 @@ from megatron_ds.data.gpt_dataset import TokenDataset
 from megatron_ds.data.micro_batches import MicroBatchIterator
 from megatron_ds.data.token_files.indexed_writer import pair_writer
 from megatron_ds.data.validation import DataFiles
+from tests.claims import claim
 from tests.proofs.cases import with_proofs
 
 SAMPLES = 24
@@ -95,6 +96,10 @@ def read(path: tuple[str, ...], dp_size: int, micro: int, workers: int) -> list[
     return samples
 
 
+@claim(
+    "samples",
+    "nor does the order of real token files and blends, for any number of loader processes",
+)
 @pytest.mark.parametrize(
     ("kind", "dp_size", "micro", "workers"), with_proofs(ALL, set(ALL) - set(IN_MAKE_TEST))
 )

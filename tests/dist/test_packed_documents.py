@@ -14,6 +14,7 @@ import torch
 
 from megatron_ds.engine.build import build_engine
 from megatron_ds.parallel.mesh import Mesh
+from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differing_bits
 from tests.dist.parity_cases import Case, Changes, config_of, train_alone
@@ -69,6 +70,7 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_jobs(2, jobs)
 
 
+@claim("samples", "and so it has in every layout, compiled and with activation checkpointing")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.proof] * (n == COMPILED)) for n in CASES]
 )

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differences, differing_bits, norm_of
 from tests.dist.parity_cases import Case, config_of, reference_of
@@ -73,6 +74,24 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_by_world(jobs)
 
 
+@claim(
+    "logging",
+    "zeros of the gradient and norms of gradients, parameters and updates by layer equal the "
+    "full tensors', in every layout and at every ZeRO stage",
+)
+@claim(
+    "precision",
+    "learning rates and weight decays of embeddings and output layer equal one process",
+)
+@claim(
+    "precision",
+    "Muon equals one process, with full matrices and the gradient clipped before the step, at "
+    "every ZeRO stage, with and without tensor parallelism, within 1e-5 in fp32",
+)
+@claim(
+    "parallel",
+    "ZeRO 0 to 3 x tensor parallelism x accumulation x model variants equal one process",
+)
 @pytest.mark.parametrize(
     "case",
     [
@@ -96,6 +115,7 @@ def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
             assert _error_of_first_step(run, reference) <= 1.0, f"rank {rank}"
 
 
+@claim("precision", "8-bit Adam follows AdamW at every ZeRO stage")
 @pytest.mark.parametrize("case", with_proofs(EIGHT_BIT, EIGHT_BIT[:3]), ids=lambda case: case.name)
 def test_8_bit_adam_follows_adamw(case: Case, outcomes: JobResults) -> None:
     reference = reference_of(case.model, "adamw")
@@ -127,6 +147,7 @@ def test_second_copies_of_parameters_change_nothing(outcomes: JobResults) -> Non
     assert outcomes.differences("hpz", reference_of(HPZ.model, HPZ.optimizer)) == []
 
 
+@claim("parallel", "under ZeRO 3 no process ever holds the full model")
 @pytest.mark.parametrize("case", with_proofs(ZERO3, [CASES[4]]), ids=lambda case: case.name)
 def test_zero3_never_materializes_the_full_model(case: Case, outcomes: JobResults) -> None:
     for run in outcomes.of(case.name):

@@ -37,6 +37,7 @@ from megatron_ds.model.moe import Router, Routing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.communication import step_traffic
 from megatron_ds.train_state import StepPlan, StepResult
+from tests.claims import claim
 from tests.dist.rank_jobs import Job, JobResults, run_jobs, selected
 from tests.observed import Observed
 from tests.proofs.cases import with_proofs
@@ -335,6 +336,10 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_jobs(4, jobs)
 
 
+@claim(
+    "deepspeed",
+    "the planned messages of a step equal the messages of trained steps, by operation and byte",
+)
 @pytest.mark.parametrize("name", with_proofs(LAYOUTS, LAYOUTS.keys() - set(IN_MAKE_TEST)))
 def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -> None:
     config = config_of(LAYOUTS[name], 4)
@@ -346,6 +351,12 @@ def test_planned_messages_are_those_of_a_step(name: str, outcomes: JobResults) -
         assert found == dict(planned)
 
 
+@claim(
+    "precision",
+    "in bf16, ZeRO 1 sums gradients during the last backward pass with the same weights and "
+    "norms, bit for bit, as after it: tensor parallelism, tied pipeline stages, experts; after "
+    "the norm a step waits once and takes at most 14 operations, 20 with experts",
+)
 @pytest.mark.parametrize("layout", with_proofs(SUMMED, ("zero1 tp2", "zero1 ep2 sp2")))
 def test_gradients_summed_during_the_backward_pass_are_those_summed_after_it(
     layout: str, outcomes: JobResults

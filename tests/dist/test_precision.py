@@ -21,6 +21,7 @@ from benchmarks.communication import Setting, bytes_of_a_step
 from megatron_ds.config import Config
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.train_state import StepPlan
+from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differing_bits, differing_names, norm_of, worst_difference
 from tests.dist.offload_harness import WITHOUT_LIBAIO, Offload, parity_job, resume, swapping
@@ -188,6 +189,7 @@ def compare_with_bare_loop(meshes: dict[int, Mesh]) -> dict[str, float]:
     return losses
 
 
+@claim("precision", "bf16 follows fp32")
 @pytest.mark.parametrize(("stage", "tp"), LAYOUTS)
 def test_bf16_follows_fp32(stage: int, tp: int, outcomes: JobResults) -> None:
     reference = reference_of("learned", "adamw")
@@ -229,6 +231,7 @@ def accumulated_alone() -> Tensors:
     return reference.gradients[0]
 
 
+@claim("precision", "bf16 gradients are accumulated in fp32")
 @pytest.mark.parametrize(("stage", "in_fp32"), with_proofs(ACCUMULATING, ACCUMULATING[1:2]))
 def test_bf16_gradients_are_accumulated_in_fp32(
     stage: int, in_fp32: bool, outcomes: JobResults
@@ -243,6 +246,7 @@ def test_bf16_gradients_are_accumulated_in_fp32(
         assert off < 0.01 if in_fp32 else off > 0.03, off
 
 
+@claim("precision", "CPU offload of optimizer and parameters changes nothing, within 1e-5 in fp32")
 @pytest.mark.parametrize(("stage", "tp", "remote"), with_proofs(OFFLOADED, OFFLOADED[1:2]))
 def test_offloading_changes_nothing(stage: int, tp: int, remote: str, outcomes: JobResults) -> None:
     """The process it is compared with knows no offloading; the parity cases run without it equal
@@ -271,6 +275,11 @@ def test_states_on_a_disk_change_nothing(name: str, outcomes: JobResults) -> Non
         assert run.notes["params norm"] == pytest.approx(norm_of(reference.weights[-1]), rel=1e-5)
 
 
+@claim(
+    "non-finite",
+    "weights that are not finite are neither loaded nor saved, and no checkpoint is removed "
+    "after a skipped step",
+)
 @pytest.mark.libaio
 @pytest.mark.parametrize("loaded", ["nvme", "cpu"])
 def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults) -> None:
@@ -283,6 +292,11 @@ def test_resume_from_states_on_a_disk_is_exact(loaded: str, outcomes: JobResults
         assert differing_names(weights, seen["saved"][1]) != []
 
 
+@claim(
+    "precision",
+    "overlapped gradient reduction, and bf16 gradients added to their accumulator at once, "
+    "change no bit on two ranks",
+)
 @pytest.mark.parametrize(("switch", "stage", "tp", "bf16"), with_proofs(TIMING, TIMING[:1]))
 def test_when_a_gradient_is_sent_changes_no_bit(
     switch: str, stage: int, tp: int, bf16: bool, outcomes: JobResults
@@ -292,6 +306,11 @@ def test_when_a_gradient_is_sent_changes_no_bit(
         assert differing_bits(on, off) == []
 
 
+@claim(
+    "precision",
+    "the bytes that each ZeRO stage communicates are listed in "
+    "[zero.md](../training/zero.md#communication)",
+)
 @pytest.mark.parametrize("stage", with_proofs(COMMUNICATED, [1]))
 def test_stages_communicate_the_documented_bytes(stage: int, outcomes: JobResults) -> None:
     for found in outcomes.of(f"communication-{stage}"):

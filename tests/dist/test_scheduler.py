@@ -18,6 +18,7 @@ from megatron_ds.inference.generation.tp_group import TpGroupBroken, TpLink
 from megatron_ds.inference.serving.scheduler import Failed, Finished, Scheduler
 from megatron_ds.inference.serving.service import GenerationJob, TextGenerationService
 from megatron_ds.parallel.mesh import Mesh
+from tests.claims import claim
 from tests.distributed import run_ranks
 from tests.unit.inference.models import EOD, model_of
 from tests.unit.inference.schedulers import ByteTokenizer, Listener, LocalLink
@@ -137,6 +138,7 @@ def serve_all(rank: int) -> dict[str, Any]:
     return found
 
 
+@claim("serving", "ranks of a server stay in step or end")
 def test_two_ranks_stay_in_step_or_end() -> None:
     first, second = run_ranks(serve_all, 2, timeout=120)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.claims import claim
 from tests.dist import parity_cases
 from tests.dist.compare import differences
 from tests.dist.parity_cases import Case, reference_of, train_alone
@@ -80,11 +81,21 @@ def outcomes(request: pytest.FixtureRequest) -> JobResults:
     return run_by_world(needed)
 
 
+@claim(
+    "parallel",
+    "sequence parallelism (`--sequence-parallel`) trains exactly like a single process, with its "
+    "dropout masks",
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_layout_equals_one_process(case: Case, outcomes: JobResults) -> None:
     assert outcomes.differences(case.name, reference_of(case.model, case.optimizer)) == []
 
 
+@claim(
+    "parallel",
+    "sequence parallelism (`--sequence-parallel`) trains exactly like a single process, with its "
+    "dropout masks",
+)
 @pytest.mark.parametrize("name", with_proofs(HIDDEN_DROPOUT_CASES, ["compiled"]))
 def test_dropout_masks_are_those_of_one_process(name: str, outcomes: JobResults) -> None:
     reference = train_alone(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.claims import claim
 from tests.e2e.conftest import write_corpus
 from tests.e2e.runs import (
     Launcher,
@@ -37,6 +38,10 @@ def record_of(folder: Path, step: int) -> dict[str, Any]:
     return values["data"]  # type: ignore[no-any-return]
 
 
+@claim(
+    "samples",
+    "a run whose blend changed on resume is the same on any number of ranks, and after a kill",
+)
 def test_blend_changes_on_resume_and_survives_a_kill(
     launcher: Launcher, base: Settings, corpus: Path, second_corpus: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +107,7 @@ def test_blend_changes_on_resume_and_survives_a_kill(
     assert f"changes after {consumed} samples" not in resumed
 
 
+@claim("samples", "named groups of validation and test data are logged under their names")
 def test_groups_are_evaluated_and_logged_by_name(
     launcher: Launcher, base: Settings, corpus: Path, second_corpus: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 from megatron_ds.checkpoint.folders.run_lock import LOCK
 from megatron_ds.checkpoint.metadata import check_names, list_checkpoints, read_run
 from megatron_ds.launch.exit_codes import ExitCode
+from tests.claims import claim
 from tests.e2e.runs import (
     ENDLESS,
     RANKS,
@@ -30,6 +31,11 @@ from tests.e2e.runs import (
 from tests.faults import FAILURE
 from tests.problems import printed_codes
 from tests.proofs.cases import with_proofs
+
+claim(
+    "checkpoints",
+    "a full or failing disk costs one checkpoint, on one rank or on all, and no rank hangs",
+)
 
 SAVED = "successfully saved checkpoint"
 
@@ -94,6 +100,11 @@ PROOFS = {name for name in CASES if "ZeRO 3" in name} | {
 }
 
 
+@claim(
+    "checkpoints",
+    "a full or failing disk of an asynchronous save is reported after a step, and costs one "
+    "checkpoint",
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.proof] * (name in PROOFS)) for name in CASES]
 )
@@ -137,6 +148,11 @@ def test_a_full_or_failing_disk_costs_one_checkpoint(
         assert not checkpoint_differences(whole / tag, run / tag)
 
 
+@claim(
+    "checkpoints",
+    "a `--save` folder that is removed during a save costs the checkpoints in it: the next save "
+    "creates it, and `metrics.jsonl` continues",
+)
 @pytest.mark.parametrize("async_save", with_proofs([False, True], [False]))
 def test_a_folder_that_is_removed_during_a_save_is_created_by_the_next_one(
     async_save: bool, launcher: Launcher, base: Settings, uninterrupted: Path, tmp_path: Path
@@ -173,6 +189,11 @@ def test_a_run_whose_last_checkpoint_cannot_be_saved_fails(
     assert (run / "latest").read_text() == "global_step2"
 
 
+@claim(
+    "checkpoints",
+    "training continues while a slow disk writes; saves never interleave; a run ends after its "
+    "last save",
+)
 def test_training_continues_while_a_slow_disk_writes_and_a_stopped_run_waits_for_it(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:

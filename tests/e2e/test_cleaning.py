@@ -11,6 +11,7 @@ from megatron_ds.cleaning import find_duplicates as duplicates_module
 from megatron_ds.cleaning import url_lists
 from megatron_ds.cleaning.pipeline import clean
 from megatron_ds.fileio.resumable import RECORD
+from tests.claims import claim
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
 from tools.openwebtext import blacklist_urls, find_duplicates
@@ -33,6 +34,11 @@ def kill_everywhere(
     return kills
 
 
+@claim(
+    "cleaning",
+    "a cleaning run that is killed at any point and resumed ends with the bytes of an "
+    "uninterrupted one",
+)
 def test_a_run_that_is_killed_anywhere_ends_with_uninterrupted_output(tmp_path: Path) -> None:
     """Killed once, and then again on its way."""
     corpus(tmp_path)

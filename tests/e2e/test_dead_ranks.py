@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.claims import claim
 from tests.e2e.runs import (
     Launcher,
     Settings,
@@ -23,7 +24,17 @@ from tests.faults import FAILURE, HANG_MESSAGE
 from tests.problems import printed_codes
 from tests.proofs.cases import with_proofs
 
+claim("stopping", "a rank that dies or hangs ends the other ranks, which name it and the reason")
 
+
+@claim(
+    "command-line",
+    "`deepspeed` and `torchrun` start a run, with the losses of the same ranks without a launcher",
+)
+@claim(
+    "logging",
+    "log lines have the format of the Megatron-DeepSpeed forks, and a short form on a terminal",
+)
 @linux
 @pytest.mark.parametrize(
     ("name", "statuses"),
@@ -113,6 +124,11 @@ def test_peer_ends_a_rank_that_hangs_in_python(launcher: Launcher, endless: Sett
     assert "rank 0: stopping because rank 1 " in result.output
 
 
+@claim(
+    "stopping",
+    "a rank whose port belongs to another program says where it waits, and ends after "
+    "`--distributed-timeout-minutes`",
+)
 def test_rank_whose_port_belongs_to_another_program_ends(
     launcher: Launcher, base: Settings
 ) -> None:
@@ -139,6 +155,12 @@ def test_timeout_of_a_collective_names_the_flag(launcher: Launcher, endless: Set
     assert "Traceback" not in result.output
 
 
+@claim("logging", "`--log-dir` has a file of every rank, with why it ended")
+@claim(
+    "stopping",
+    "with `--hang-timeout`, a rank that is stopped (SIGSTOP) ends the run with status 6, the "
+    "stacks and last collectives of the others, and itself; also the one that has the store",
+)
 @pytest.mark.parametrize("victim", with_proofs([0, 1], [1]))
 def test_stopped_rank_ends_the_run_with_the_stacks_of_all_others(
     victim: int, launcher: Launcher, endless: Settings, tmp_path: Path

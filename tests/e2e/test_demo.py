@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.claims import claim
 from tests.e2e.runs import Launcher, records
 from tests.proofs.cases import with_proofs
 from tools import demo, make_corpus
+
+claim("checkpoints", "a checkpoint generates from any folder without the original tokenizer files")
 
 ITERATIONS = 20
 SMALL = {
@@ -34,6 +37,7 @@ def smaller(flags: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(SMALL.get(str(name), word) for name, word in zip(before, flags, strict=False))
 
 
+@claim("command-line", "`make demo` runs on the user's text")
 @pytest.mark.parametrize("forked", with_proofs([True, False], [False]))
 def test_the_demo_trains_resumes_and_generates_from_the_users_text(
     forked: bool,

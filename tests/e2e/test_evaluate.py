@@ -14,6 +14,7 @@ import tokenizers
 import torch
 import transformers
 
+from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher
 
 TOOL, TASKS = REPOSITORY / "tools" / "evaluate.py", REPOSITORY / "tasks" / "main.py"
@@ -104,6 +105,11 @@ def corpus_nats(model: Any) -> float:
     return sum(rolling_nats(model, [EOD, *encode(text)]) for text in TEXTS if text.strip())
 
 
+@claim(
+    "serving",
+    "perplexity in overlapping windows, bits per byte and perplexity per word equal an "
+    "independent computation with transformers, on one process, two copies and two shards",
+)
 @pytest.mark.parametrize(("ranks", "tp_size"), [(1, None), (2, 1), (2, 2)])
 def test_perplexity_is_that_of_transformers(
     corpus_nats: float,
@@ -129,6 +135,7 @@ def test_perplexity_is_that_of_transformers(
     assert math.log(result["word_perplexity"]) == pytest.approx(nats / words, rel=1e-5)
 
 
+@claim("serving", "token files are evaluated as their texts")
 def test_token_files_are_those_of_their_texts(
     weights: str, launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -147,6 +154,7 @@ def test_token_files_are_those_of_their_texts(
     assert rows == [str(corpus), str(tokens), "total"]
 
 
+@claim("serving", "WikiText-103 and LAMBADA are evaluated as in Megatron-LM")
 def test_wikitext_is_evaluated_as_in_megatron(
     model: Any, weights: str, launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -162,6 +170,7 @@ def test_wikitext_is_evaluated_as_in_megatron(
     assert math.log(result["word_perplexity"]) == pytest.approx(nats / (words - 1), rel=1e-5)
 
 
+@claim("serving", "WikiText-103 and LAMBADA are evaluated as in Megatron-LM")
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_lambada_counts_predicted_ends(
     model: Any, weights: str, launcher: Launcher, tmp_path: Path, is_strict: bool

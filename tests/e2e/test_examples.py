@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
+from tests.claims import claim
 from tests.e2e.runs import PROGRAMS, REPOSITORY, Launcher, Run, free_port, losses
 from tests.proofs.cases import with_proofs
 from tools import make_corpus, preprocess_data, train_tokenizer
@@ -123,6 +124,7 @@ def typed(name: str, folder: Path, variables: dict[str, str]) -> list[str]:
     return log.read_text().splitlines()
 
 
+@claim("command-line", "the scripts in [examples/](../../examples/README.md) run")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_of_a_script(name: str, tmp_path: Path, listening: str) -> None:
     # serve.sh starts its client as soon as the port accepts connections.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.conversion.native import open_native
+from tests.claims import claim
 from tests.e2e.runs import (
     RANKS,
     REPOSITORY,
@@ -45,6 +46,7 @@ def test_examples_are_short() -> None:
     assert all(len(path.read_text().splitlines()) <= 40 for path in EXAMPLES.glob("*.py"))
 
 
+@claim("extension", "an own logger writes each step once, after a resume, too")
 def test_a_logger_writes_each_step_once_after_a_resume(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -58,6 +60,7 @@ def test_a_logger_writes_each_step_once_after_a_resume(
     assert [float(row["lm_loss"]) for row in rows] == losses(tmp_path)
 
 
+@claim("extension", "own callbacks are called on every rank")
 def test_a_callback_is_called_on_every_rank(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -69,6 +72,11 @@ def test_a_callback_is_called_on_every_rank(
     assert (tmp_path / "best.txt").read_text() == f"{iteration} {loss}\n"
 
 
+@claim(
+    "extension",
+    "a part of the wrong type or with other arguments is reported before the start, with all "
+    "other problems",
+)
 def test_a_part_that_does_not_fit_is_a_problem_before_the_start(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -82,6 +90,11 @@ def test_a_part_that_does_not_fit_is_a_problem_before_the_start(
     assert not (tmp_path / "run").exists()
 
 
+@claim(
+    "extension",
+    "an own loss that repeats the cross entropy has the losses of the built-in one; with a "
+    "sharded vocabulary, an own loss has those of one process",
+)
 def test_an_own_cross_entropy_trains_like_the_built_in_one(
     launcher: Launcher, base: Settings, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -93,6 +106,11 @@ def test_an_own_cross_entropy_trains_like_the_built_in_one(
         assert ours == pytest.approx(theirs, rel=1e-6)
 
 
+@claim(
+    "extension",
+    "an own loss that repeats the cross entropy has the losses of the built-in one; with a "
+    "sharded vocabulary, an own loss has those of one process",
+)
 def test_an_own_loss_is_the_same_with_a_sharded_vocabulary(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -104,6 +122,11 @@ def test_an_own_loss_is_the_same_with_a_sharded_vocabulary(
     assert losses(tmp_path / "2") == pytest.approx(losses(tmp_path / "1"), rel=1e-5)
 
 
+@claim(
+    "extension",
+    "a resumed run on an own dataset continues bit for bit, and reads every item once per epoch; "
+    "masked tokens have no loss",
+)
 def test_a_run_on_an_own_dataset_resumes_bit_for_bit(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -131,6 +154,11 @@ def own_layer(launcher: Launcher, base: Settings, tmp_path_factory: pytest.TempP
     return save
 
 
+@claim(
+    "extension",
+    "an own layer trains and resumes in every layout; its weights are not converted, or "
+    "continued without it",
+)
 @pytest.mark.parametrize("axis", with_proofs(["pipeline", "tensor"], ["pipeline"]))
 def test_an_own_layer_trains_and_resumes_in_other_layouts(
     axis: str, launcher: Launcher, base: Settings, own_layer: Path, tmp_path: Path
@@ -141,6 +169,11 @@ def test_an_own_layer_trains_and_resumes_in_other_layouts(
     assert losses(tmp_path) == pytest.approx(losses(own_layer)[2:], rel=1e-5)
 
 
+@claim(
+    "extension",
+    "an own layer trains and resumes in every layout; its weights are not converted, or "
+    "continued without it",
+)
 def test_weights_of_an_own_layer_stay_with_its_program(
     launcher: Launcher, base: Settings, own_layer: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from megatron_ds import cli
 from megatron_ds.config import Config
 from megatron_ds.evaluation import command, in_training
 from megatron_ds.evaluation.options import Options
+from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher, evaluations, steps, to_flags
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
@@ -128,6 +129,11 @@ def ours(folder: Path, kind: str) -> Iterator[Any]:
     model.close()
 
 
+@claim(
+    "serving",
+    "lm-evaluation-harness gets log-likelihoods, also of complete texts, and continuations as "
+    "from its own model of transformers",
+)
 @pytest.mark.parametrize("kind", ["model", "begin"])
 def test_requests_are_answered_as_by_the_model_of_transformers(
     manager: Any, theirs: Any, ours: Any
@@ -172,6 +178,7 @@ def test_empty_and_long_texts_have_answers(ours: Any) -> None:
     assert "x" not in text
 
 
+@claim("serving", "sampled continuations do not depend on the batch")
 def test_sampled_texts_do_not_depend_on_the_batch(ours: Any) -> None:
     from lm_eval.api.instance import Instance
 
@@ -208,6 +215,11 @@ def run_settings(folder: Path) -> dict[str, Any]:
     }
 
 
+@claim(
+    "serving",
+    "a run that evaluates tasks trains bit for bit as without, also resumed; tasks and files "
+    "have the results of tools/evaluate.py, and so has `--eval-only`",
+)
 def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
     folder: Path, run_settings: dict[str, Any], launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -264,6 +276,10 @@ def test_a_run_evaluates_tasks_as_the_tool_and_trains_as_without(
         assert record["ppl"] == pytest.approx(expected["perplexity"], rel=1e-5)
 
 
+@claim(
+    "serving",
+    "unknown tasks, missing files and unusable documents are errors before the first step",
+)
 def test_unknown_tasks_are_reported_at_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +322,10 @@ def test_files_are_evaluated_with_a_checkpoint_only(
     assert "[no-checkpoint-to-evaluate]" in result.output
 
 
+@claim(
+    "serving",
+    "copies and shards of a model share the harness's requests, and one rank prints its log",
+)
 @pytest.mark.parametrize("tp_size", with_proofs([1, 2], [1]))
 def test_ranks_share_the_requests(
     folder: Path, manager: Any, theirs: Any, launcher: Launcher, tmp_path: Path, tp_size: int

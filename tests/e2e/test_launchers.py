@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch.exit_codes import ExitCode
+from tests.claims import claim
 from tests.e2e.runs import (
     LAUNCHERS,
     PRETRAIN,
@@ -37,6 +38,7 @@ def two_ranks(
     return losses(run)
 
 
+@claim("command-line", "and so does `python -m torch.distributed.run`")
 @pytest.mark.proof
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_two_processes(
@@ -49,6 +51,7 @@ def test_two_processes(
     assert losses(tmp_path) == two_ranks
 
 
+@claim("command-line", "`srun` and `mpirun` start a run; contradicting variables are an error")
 def test_processes_that_a_scheduler_started(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -61,6 +64,11 @@ def test_processes_that_a_scheduler_started(
     assert losses(tmp_path) == two_ranks
 
 
+@claim(
+    "command-line",
+    "ranks that were started with different settings, versions or data do not train, and say "
+    "what differs; folders may differ",
+)
 def test_ranks_of_two_runs_that_meet_do_not_train(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -81,6 +89,7 @@ def test_ranks_of_two_runs_that_meet_do_not_train(
     assert "Traceback" not in output
 
 
+@claim("command-line", "plain `python` starts a run of one process")
 def test_one_process_without_a_launcher(
     two_ranks: list[float], launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.claims import claim
 from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Settings, assert_equal_runs
 from tests.problems import printed_codes
 from tests.unit.checkpoint.fakes import flip_a_bit
@@ -59,6 +60,11 @@ def resumed(crashed: Path, folder: Path) -> Path:
     return folder
 
 
+@claim(
+    "checkpoints",
+    "a run continues bit for bit from local checkpoints, although one of two nodes has lost its "
+    "disk",
+)
 @pytest.mark.parametrize(
     "lost",
     [None, pytest.param(0, marks=pytest.mark.proof), pytest.param(1, marks=pytest.mark.smoke)],
@@ -87,6 +93,10 @@ def test_a_run_continues_from_local_copies_although_a_node_has_lost_its_disk(
     assert_equal_runs(folder / "run", uninterrupted)
 
 
+@claim(
+    "checkpoints",
+    "local checkpoints that have lost files on both nodes are not used, and older ones are",
+)
 def test_files_lost_on_both_nodes_leave_an_older_checkpoint(
     crashed: Path, uninterrupted: Path, launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.claims import claim
 from tests.e2e.runs import Launcher, Settings, steps
 from tools import convert_checkpoint
 
@@ -27,6 +28,11 @@ def run_of(folder: Path, case: str) -> Settings:
     return {**files, **steps_of, **adam, **others}
 
 
+@claim(
+    "checkpoints",
+    "a run of Megatron-LM continues with the losses and gradient norms that it would have "
+    "printed, on several layouts",
+)
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -49,6 +55,11 @@ def test_a_continued_run_has_the_losses_that_megatron_prints(
     assert "at iteration 3, after 12 samples" in output
 
 
+@claim(
+    "checkpoints",
+    "a run of Megatron-LM that continues here, sharded, and from an export of it, has the losses "
+    "that Megatron-LM prints",
+)
 @pytest.mark.parametrize("target", ["torch_dist", "megatron"])
 def test_an_export_continues_with_the_losses_that_megatron_prints(
     target: str, launcher: Launcher, megatron_checkpoints: Path, tmp_path: Path

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.claims import claim
 from tests.cleaning_runs import write
 from tests.problems import printed_codes
 from tools.openwebtext import (
@@ -34,6 +35,11 @@ def texts(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
+@claim(
+    "cleaning",
+    "one command cleans text: Unicode, language, length, URLs, duplicates, decontamination, with "
+    "a report",
+)
 def test_complete_pipeline_in_one_command(tmp_path: Path, run_tool: Run) -> None:
     numbers = " and ".join(f"the number {number}" for number in range(40))
     long = f"{ENGLISH} Then they counted {numbers}."

@@ -25,6 +25,7 @@ from megatron_ds.preprocess.pipeline import Progress, preprocess
 from megatron_ds.preprocess.shard_files import shard_folder
 from megatron_ds.preprocess.sharded import ShardedRun, preprocess_shard
 from megatron_ds.preprocess.shards import Shard
+from tests.claims import claim
 from tests.faults import is_killed_at
 from tests.preprocess_runs import (
     LINES,
@@ -79,6 +80,11 @@ def mixed_inputs(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@claim(
+    "data",
+    "preprocessing by shards ends with the bytes of one process, for any number of shards and "
+    "any kill",
+)
 @pytest.mark.parametrize("count", with_proofs([2, 9], [2]))
 def test_shards_of_all_formats_have_the_bytes_of_one_process(tmp_path: Path, count: int) -> None:
     """In any order of completion."""
@@ -106,6 +112,11 @@ LINE = st.sampled_from(
 )
 
 
+@claim(
+    "data",
+    "preprocessing by shards ends with the bytes of one process, for any number of shards and "
+    "any kill",
+)
 @given(
     files=st.lists(
         st.tuples(st.lists(LINE, max_size=8), st.sampled_from([b"\n", b"\r\n"]), st.booleans()),
@@ -139,6 +150,11 @@ def test_any_lines_have_the_bytes_of_one_process(
     assert output_files(tmp_path) == wanted
 
 
+@claim(
+    "data",
+    "preprocessing by shards ends with the bytes of one process, for any number of shards and "
+    "any kill",
+)
 def test_a_process_that_is_killed_anywhere_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

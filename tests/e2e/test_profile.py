@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.claims import claim
 from tests.e2e.runs import Launcher, Record, Settings, records, steps
 
 LAST, EXIT = 4, 2
@@ -38,6 +39,12 @@ def settings(base: Settings) -> Settings:
     return {**base, **parallel, "train_iters": LAST, "global_batch_size": 4, "eval_interval": LAST}
 
 
+@claim(
+    "logging",
+    "a profile, times and norms change no bit of the losses, and a resumed run continues them",
+)
+@claim("logging", "so does `--metrics-csv`, whose columns are the metrics")
+@claim("logging", "`--log-straggler` names the ranks and hosts that wait least for the others")
 def test_what_is_measured_changes_nothing(
     launcher: Launcher, settings: Settings, tmp_path: Path
 ) -> None:

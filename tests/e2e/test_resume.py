@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, checkpoint_differences, steps
 
 # Micro-batches of 2 samples. Batches 4 4 4 8 | 8 12 12 12: the checkpoint is that of iteration 4,
@@ -95,6 +96,7 @@ def run_both(
     return parts
 
 
+@claim("checkpoints", "a killed and resumed run equals an uninterrupted one bit for bit")
 @pytest.mark.parametrize(
     "name",
     [
@@ -134,6 +136,11 @@ BY_TOKENS: Settings = {
 }
 
 
+@claim(
+    "schedules",
+    "with a learning rate by tokens, a killed and resumed run equals an uninterrupted one bit "
+    "for bit",
+)
 def test_token_schedules_resume_bit_for_bit(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -149,6 +156,11 @@ def test_token_schedules_resume_bit_for_bit(
     assert rates == pytest.approx([0.0, 0.0016, 0.0048, 0.008])
 
 
+@claim(
+    "checkpoints",
+    "a resume with another global batch size continues as `--step-batch-size-schedule` does in a "
+    "run that never stopped, bit for bit",
+)
 def test_another_global_batch_size_continues_with_the_next_samples(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -170,6 +182,11 @@ def test_another_global_batch_size_continues_with_the_next_samples(
     assert not checkpoint_differences(full / "global_step8", parts / "global_step8")
 
 
+@claim(
+    "checkpoints",
+    "and so does `pretrain_gpt.py`, from checkpoints and from universal ones, with its "
+    "schedules, ramp-up, samples and dropout of hidden states",
+)
 def test_a_run_continues_on_other_layouts_with_the_same_curve(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -209,6 +226,11 @@ def test_a_run_continues_on_other_layouts_with_the_same_curve(
         }
 
 
+@claim(
+    "checkpoints",
+    "one command starts from pretrained weights and continues its run bit for bit, with options "
+    "and schedule of the checkpoint over wrong flags",
+)
 def test_a_run_starts_from_pretrained_weights_and_continues_by_the_same_command(
     launcher: Launcher, base: Settings, tmp_path: Path
 ) -> None:
@@ -238,6 +260,11 @@ def test_a_run_starts_from_pretrained_weights_and_continues_by_the_same_command(
     assert steps(parts) == steps(full)
 
 
+@claim(
+    "checkpoints",
+    "a run with longer sequences is the same on one process and on another layout, and resumes "
+    "bit for bit",
+)
 def test_sequences_may_grow_on_a_resume(launcher: Launcher, base: Settings, tmp_path: Path) -> None:
     """On one process, on another layout, and resumed once more."""
     short, full, other, again = (tmp_path / name for name in ("short", "full", "other", "again"))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.inference.serving.api_schema import Defaults
+from tests.claims import claim
 from tests.e2e.runs import DEADLINE, Launcher, Settings
 from tests.e2e.servers import Server
 
@@ -37,6 +38,7 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
+@claim("serving", "a server on two processes responds like one on one process")
 def test_two_ranks_respond_like_one_process(
     trained: Path, launcher: Launcher, running: list[Server]
 ) -> None:

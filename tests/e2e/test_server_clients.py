@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.claims import claim
 from tests.e2e.runs import DEADLINE, PROGRAMS, REPOSITORY, Launcher, free_port
 from tests.e2e.servers import Server
 
@@ -253,6 +254,11 @@ def check_harness(server: Server, name: str, trained: Path, exported: Path) -> N
         ours.close()
 
 
+@claim(
+    "serving",
+    "OpenAI's client, for completions and chats, and lm-evaluation-harness's model for such "
+    "servers work, the latter with the log-likelihoods of our adapter",
+)
 def test_clients_of_completions(
     trained: Path, exported: Path, launcher: Launcher, running: list[Server],
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
@@ -278,6 +284,10 @@ def test_clients_of_completions(
     assert "Traceback" not in server.run.output
 
 
+@claim(
+    "serving",
+    "a busy server refuses what is too much, too late or broken, and answers the rest",
+)
 def test_limits_of_a_busy_server(
     trained: Path, launcher: Launcher, running: list[Server], tmp_path: Path
 ) -> None:
@@ -341,6 +351,11 @@ def test_limits_of_a_busy_server(
     assert "Traceback" not in server.run.output
 
 
+@claim(
+    "serving",
+    "`transformers serve --continuous-batching` on an exported checkpoint writes the same greedy "
+    "texts",
+)
 def test_transformers_serves_an_exported_checkpoint_alike(
     trained: Path, exported: Path, launcher: Launcher, running: list[Server]
 ) -> None:

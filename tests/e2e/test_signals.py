@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.claims import claim
 from tests.e2e.runs import (
     DEADLINE,
     ENDLESS,
@@ -31,6 +32,12 @@ from tests.e2e.runs import (
 from tests.faults import HANG_MESSAGE
 from tests.proofs.cases import with_proofs
 
+claim(
+    "stopping",
+    "a stop request, by a signal or launcher loss, at any moment, ends the run in order with its "
+    "state saved",
+)
+
 linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds ranks in /proc")
 
 
@@ -44,6 +51,14 @@ def assert_resumes(launcher: Launcher, settings: Settings, save: Path, *, ranks:
     assert [step["iteration"] for step in steps(save)] == list(range(1, last + 2))
 
 
+@claim(
+    "command-line",
+    "`deepspeed` and `torchrun` start a run, with the losses of the same ranks without a launcher",
+)
+@claim(
+    "logging",
+    "log lines have the format of the Megatron-DeepSpeed forks, and a short form on a terminal",
+)
 @linux
 @pytest.mark.parametrize(
     ("name", "status", "words"),

@@ -18,6 +18,7 @@ import pytest
 
 from megatron_ds.checkpoint.metadata import MANIFEST, iteration_of, list_checkpoints
 from megatron_ds.fileio.object_store import ObjectStore
+from tests.claims import claim
 from tests.e2e.runs import RANKS, SCHEDULE, Launcher, Run, Settings, assert_equal_runs
 from tests.object_server import BUCKET, s3_server
 
@@ -55,6 +56,10 @@ def downloaded(url: str, folder: Path) -> Path:
     return folder
 
 
+@claim(
+    "checkpoints",
+    "a run on two nodes without a shared folder, killed, resumes bit for bit from S3 on new nodes",
+)
 @pytest.mark.smoke
 def test_a_killed_run_resumes_from_the_store_on_new_nodes(
     launcher: Launcher, settings: Settings, url: str, uninterrupted: Path, tmp_path: Path
@@ -83,6 +88,11 @@ def test_a_killed_run_resumes_from_the_store_on_new_nodes(
         assert not list(staged.glob("global_step[24]/*.pt"))
 
 
+@claim(
+    "samples",
+    "a run of two ranks whose data is in an S3 store equals one of local files, checkpoints "
+    "included",
+)
 def test_training_data_in_a_store_gives_the_run_of_local_files(
     launcher: Launcher,
     base: Settings,
@@ -115,6 +125,11 @@ def start_upload(launcher: Launcher, settings: Settings, url: str, iteration: in
     return run
 
 
+@claim(
+    "checkpoints",
+    "a run killed during uploads (twice in `make test`, five times in `make proofs`) loses no "
+    "complete checkpoint of the store and equals an uninterrupted one",
+)
 @pytest.mark.parametrize("kills", [2, pytest.param(5, marks=pytest.mark.proof)])
 def test_kills_during_uploads_lose_no_checkpoint_and_change_no_bit(
     kills: int,

@@ -9,12 +9,14 @@ import pytest
 
 from megatron_ds.config.options.deepspeed_file import get, leaves
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
+from tests.claims import claim
 from tests.e2e.runs import REPOSITORY, Launcher, Settings, losses
 
 FILES = REPOSITORY / "ds_configs"
 SCHEDULE: Settings = {"global_batch_size": 8, "train_iters": 4}
 
 
+@claim("deepspeed", "a run with the `config.yaml` of another one has its losses to the last digit")
 @pytest.mark.parametrize(
     "name",
     [

@@ -16,6 +16,14 @@ from typing import Any
 
 import pytest
 
+from tests.claims import claim
+
+claim(
+    "precision",
+    "compiled for an H100, the elementwise functions and the loss are one kernel each, a layer "
+    "calls libraries for attention and matrix products only, and no kernel spills registers",
+)
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 CUDA = REPOSITORY / "build" / "lowering"
 GOLDEN = REPOSITORY / "tests" / "golden" / "lowering.json"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.claims import claim
 from tests.import_graph import (
     PACKAGE,
     REPOSITORY,
@@ -82,7 +83,7 @@ DEVICES = {
 }
 
 ENTRY_POINTS = [*(REPOSITORY / "tools").rglob("*.py"), REPOSITORY / "pretrain_gpt.py"]
-LARGER = {"megatron_ds/engine/zero.py ZeroEngine": 371}
+LARGER = {"megatron_ds/engine/zero.py ZeroEngine": 365}
 """Classes of more than 300 lines, which may only become smaller."""
 MORE_PARAMETERS = {
     "megatron_ds/engine/zero.py ZeroEngine.__init__": 13,
@@ -164,6 +165,10 @@ def test_entry_points_leave_command_lines_to_the_cli_package() -> None:
     assert users("argparse", ENTRY_POINTS) == []
 
 
+@claim(
+    "accelerators",
+    "two files name devices, and no other file of the package, its tools and examples",
+)
 def test_devices_are_named_in_two_files_only() -> None:
     """Accelerators of DeepSpeed and torch, also as attributes such as `is_cuda`; benchmarks, which
     measure on a CPU, may name that."""

@@ -21,10 +21,12 @@ from megatron_ds.config.problems import catalogue
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_config import settings_of
+from tests.claims import SECTIONS, claim
 from tests.import_graph import nodes, sources
 from tests.pages.flags import tool_tables
+from tests.pages.verified import claims_in, tier
 from tests.problems import codes
-from tests.proofs.marked import marked_tests
+from tests.proofs.marked import Marked
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -141,40 +143,31 @@ def names_of_tests(path: Path) -> set[str]:
     }
 
 
-CLAIMS = re.findall(
-    r"^\| (?!claim \|)(.*) \| ([^|]*) \| (\w+) \|$",
-    (DOCS / "development" / "verified.md").read_text(encoding="utf-8"),
-    flags=re.MULTILINE,
+def test_each_claim_has_one_section_and_its_test() -> None:
+    claims = [row for path in (REPOSITORY / "tests").rglob("test_*.py") for row in claims_in(path)]
+    sections = {(text, section) for section, text, _ in claims}
+    assert len(sections) > 300
+    assert len(dict(sections)) == len(sections)
+    assert {section for _, section in sections} == set(SECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ([None, "proof"], "test"),
+        (["proof", "proof"], "proofs"),
+        (["interop"], "interop"),
+        (["proof", "interop"], "proofs"),
+    ],
 )
-"""Claim, tests and tier of the tables of verified claims."""
-
-
-marked = functools.cache(marked_tests)
-
-
-def markers_of(test: str) -> list[str | None]:
-    """The marker by which `make test` leaves out all cases, for a test or each one of a file."""
-    file, _, name = test.partition("::")
-    found = names_of_tests(REPOSITORY / file)
-    assert found, test
-    assert not name or name in found, test
-    plain = "cluster" if file.startswith("tests/cluster/") else None
-    names = [f"{file}::{each}" for each in ([name] if name else sorted(found))]
-    marks = [marked().get(name) for name in names]
-    return [mark.marker if mark is not None and mark.is_complete else plain for mark in marks]
-
-
-def test_verified_claims_name_tests_and_their_tier() -> None:
-    assert len(CLAIMS) > 70
-    for claim, cell, tier in CLAIMS:
-        tests = re.findall(r"`(tests/[^`]*)`", cell)
-        assert tests, claim
-        found = {marker for test in tests for marker in markers_of(test)}
-        (expected, *others) = found
-        expected = "proofs" if others else str(expected)
-        expected = "test" if None in found else "cluster" if "cluster" in found else expected
-        expected = "proofs" if expected == "proof" else expected
-        assert tier == expected, claim
+def test_the_tier_of_a_claim_is_the_nearest_of_its_tests(
+    marks: list[str | None], expected: str
+) -> None:
+    tests = [f"tests/unit/test_{number}.py::test" for number in range(len(marks))]
+    found = {test: Marked(mark, True) for test, mark in zip(tests, marks, strict=True) if mark}
+    assert tier(tests, found) == expected
+    assert tier(["tests/cluster/test_x.py::test"], {}) == "cluster"
+    assert tier(tests[:1], {tests[0]: Marked("proof", False)}) == "test"
 
 
 def test_files_and_tests_in_backquotes_exist() -> None:
@@ -314,6 +307,11 @@ def test_the_code_map_lists_every_folder() -> None:
             assert (REPOSITORY / "megatron_ds" / folder / file).is_file(), file
 
 
+@claim(
+    "accelerators",
+    "[Accelerators](../running/accelerators.md) lists the methods of DeepSpeed's accelerator "
+    "that the package calls",
+)
 def test_the_page_of_accelerators_lists_what_is_asked_of_one() -> None:
     objects = {"accelerator", "get_accelerator()", "self._accelerator"}
     asked = {

@@ -9,11 +9,11 @@ import pytest
 from megatron_ds.cli.flags import training_flags
 from megatron_ds.cli.help import other_names
 from tests import import_graph
-from tests.pages import deepspeed_keys, flags, plan_example, support_matrix
+from tests.pages import deepspeed_keys, flags, plan_example, support_matrix, verified
 
 
 @pytest.mark.parametrize(
-    "module", [flags, support_matrix, deepspeed_keys, import_graph, plan_example]
+    "module", [flags, support_matrix, deepspeed_keys, import_graph, plan_example, verified]
 )
 def test_pages_are_current(module: ModuleType) -> None:
     """Regenerate with `python -m tests.pages`."""

@@ -32,6 +32,7 @@ from megatron_ds.conversion.megatron import detect
 from megatron_ds.engine.deepspeed.checkpoint_io import write_tensors
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.launch.exit_codes import ExitCode
+from tests.claims import claim
 from tests.problems import printed_codes, raises_problem
 from tests.unit.checkpoint.fakes import (
     Crash,
@@ -53,6 +54,10 @@ DISK_FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 FILES = ("model_states.pt", "below/optim_states.pt", "run.json", "manifest.json")
 
 
+@claim(
+    "checkpoints",
+    "a flipped bit or truncation anywhere in a checkpoint is detected, and its file is named",
+)
 @pytest.mark.parametrize("change", [flipped, truncated])
 @pytest.mark.parametrize("name", FILES)
 def test_any_flipped_bit_or_truncation_is_found_and_its_file_named(
@@ -213,6 +218,7 @@ def test_ckpt_step_selects_one_checkpoint(
         load(manager(load_tag="global_step6"))
 
 
+@claim("checkpoints", "reading a checkpoint executes no code, whatever its files contain")
 @pytest.mark.parametrize("name", FILES[:2])
 def test_a_pickle_that_would_run_code_is_rejected(
     name: str, checkpoints: CheckpointManager, folder: Path, logged: list[str], tmp_path: Path
@@ -243,6 +249,7 @@ SAVES = pytest.mark.parametrize(
 """Of an iteration that has a checkpoint, or has none."""
 
 
+@claim("checkpoints", "a crash while saving leaves the previous checkpoint intact")
 @SAVES
 def test_crash_at_any_rename_leaves_a_complete_checkpoint(
     again: bool,
@@ -327,6 +334,11 @@ def test_keep_last_keeps_that_many_checkpoints(manager: Managers, folder: Path) 
     assert names_in(folder) == {*kept, *local_files.POINTERS}
 
 
+@claim(
+    "non-finite",
+    "weights that are not finite are neither loaded nor saved, and no checkpoint is removed "
+    "after a skipped step",
+)
 def test_a_save_after_a_skipped_step_removes_no_checkpoint(
     manager: Managers, folder: Path, logged: list[str]
 ) -> None:
@@ -344,6 +356,11 @@ def test_a_save_after_a_skipped_step_removes_no_checkpoint(
     assert names_in(folder) == {"global_step8", *local_files.POINTERS}
 
 
+@claim(
+    "non-finite",
+    "weights that are not finite are neither loaded nor saved, and no checkpoint is removed "
+    "after a skipped step",
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 1e30, 1e24])
 def test_values_with_which_no_run_can_train_are_damage(
@@ -359,6 +376,10 @@ def test_values_with_which_no_run_can_train_are_damage(
     assert value == 1e24 or f"state.1.0 in {name}" in found[name]
 
 
+@claim(
+    "checkpoints",
+    "milestones, and checkpoints that another process is reading, are not removed",
+)
 def test_keep_every_keeps_milestones(manager: Managers, folder: Path) -> None:
     keeping = manager(keep_last=2, keep_every=6)
     save(keeping, *range(2, 17, 2))
@@ -366,6 +387,10 @@ def test_keep_every_keeps_milestones(manager: Managers, folder: Path) -> None:
     assert names_in(folder) == {*kept, *local_files.POINTERS}
 
 
+@claim(
+    "checkpoints",
+    "milestones, and checkpoints that another process is reading, are not removed",
+)
 def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, folder: Path) -> None:
     """By a run that loads it, by a tool, or by a process that is killed."""
     keeping, reading = manager(keep_last=1), manager(ckpt_step=2)
@@ -397,6 +422,11 @@ def test_a_checkpoint_that_is_being_read_is_removed_later(manager: Managers, fol
     assert names_in(folder) == {"global_step12", *local_files.POINTERS}
 
 
+@claim(
+    "checkpoints",
+    "a damaged line of `metrics.jsonl`, pointers that are no files and linked checkpoints stop "
+    "no resume",
+)
 def test_of_a_linked_checkpoint_the_link_is_removed(
     manager: Managers, folder: Path, tmp_path: Path, logged: list[str]
 ) -> None:
@@ -410,6 +440,11 @@ def test_of_a_linked_checkpoint_the_link_is_removed(
     assert "save-pointers-failed" not in printed_codes("\n".join(logged))
 
 
+@claim(
+    "checkpoints",
+    "a damaged line of `metrics.jsonl`, pointers that are no files and linked checkpoints stop "
+    "no resume",
+)
 @pytest.mark.timeout(60)
 def test_pointers_that_are_no_files_are_ignored(manager: Managers, folder: Path) -> None:
     save(manager(), 2)
@@ -490,6 +525,7 @@ def test_a_crash_during_the_removal_leaves_no_partial_checkpoint(
     assert names_in(folder) == {"global_step6", *local_files.POINTERS}
 
 
+@claim("command-line", "checkpoints of every version of Python are read")
 def test_members_of_an_enum_are_read_back_whatever_the_version_of_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

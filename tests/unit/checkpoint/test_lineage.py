@@ -12,6 +12,7 @@ from megatron_ds.checkpoint.files import local_files
 from megatron_ds.checkpoint.files.native_settings import select_native
 from megatron_ds.checkpoint.manager import CheckpointManager
 from megatron_ds.checkpoint.metadata import POINTER_PENDING
+from tests.claims import claim
 from tests.unit.checkpoint.fakes import (
     Crash,
     FakeEngine,
@@ -21,6 +22,11 @@ from tests.unit.checkpoint.fakes import (
     names_in,
     save,
     state_at,
+)
+
+claim(
+    "checkpoints",
+    "after `--ckpt-step`, a plain `--load` continues the new branch, whatever crashed in between",
 )
 
 Resume = Callable[..., None]

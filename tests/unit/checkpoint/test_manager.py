@@ -23,6 +23,7 @@ from megatron_ds.config import Config, DataConfig, OptimizerConfig, PrecisionCon
 from megatron_ds.config.problems import UserError
 from megatron_ds.data.blend.blend_history import SourceId, resume_history
 from megatron_ds.train_state import TrainState
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.fakes import (
     FakeEngine,
@@ -96,6 +97,11 @@ def test_load_selects_the_last_save(
     ]
 
 
+@claim(
+    "checkpoints",
+    "the parts of fused matrices are declared in checkpoints and folders of weights, and another "
+    "order is rejected",
+)
 def test_a_checkpoint_with_the_parts_of_a_matrix_in_another_order_is_rejected(
     checkpoints: CheckpointManager, folder: Path
 ) -> None:
@@ -275,6 +281,7 @@ def test_steps_are_those_of_a_state_or_of_its_group(
         assert SavedStates(found).steps("weight") == steps
 
 
+@claim("checkpoints", "`--finetune` and `--no-load-optim` take the weights alone, on any layout")
 def test_a_new_run_starts_from_weights_alone(
     checkpoints: CheckpointManager, manager: Managers, tmp_path: Path
 ) -> None:
@@ -307,6 +314,11 @@ def test_a_new_run_starts_from_weights_and_optimizer_states(
         manager(**options, optimizer=OptimizerConfig(optimizer="sgd")).select()
 
 
+@claim(
+    "checkpoints",
+    "checkpoints without states of the optimizer have the weights of any layout, and continue "
+    "without these states only",
+)
 def test_a_checkpoint_without_optimizer_states_continues_without_them_only(
     manager: Managers, tmp_path: Path
 ) -> None:
@@ -344,6 +356,7 @@ def test_too_little_space_gives_a_warning_before_the_save(
     assert not is_warned()
 
 
+@claim("checkpoints", "`--finetune` and `--no-load-optim` take the weights alone, on any layout")
 def test_a_run_continues_without_the_states_of_its_optimizer(
     checkpoints: CheckpointManager, manager: Managers
 ) -> None:

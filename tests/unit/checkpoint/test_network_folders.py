@@ -25,7 +25,14 @@ from megatron_ds.checkpoint.metadata import REPLACED
 from megatron_ds.checkpoint.save_steps import SaveError, SaveSteps
 from megatron_ds.fileio import visibility
 from megatron_ds.fileio.atomic import rename, write_atomically
+from tests.claims import claim
 from tests.unit.checkpoint.fakes import Managers, load, names_in, save, state_at
+
+claim(
+    "checkpoints",
+    "on NFS, files that are still open, renames whose answer was lost, stale handles and late "
+    "entries cost no checkpoint",
+)
 
 SILLY_RENAMED = ".nfs0000000000000001"
 

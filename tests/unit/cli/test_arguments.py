@@ -16,6 +16,7 @@ from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.launch.exit_codes import SettingsRejected
 from megatron_ds.launch.software import version_text
+from tests.claims import claim
 from tests.problems import codes, printed_codes
 
 REPOSITORY = Path(__file__).parents[3]
@@ -134,6 +135,10 @@ DEPENDENT = {
 """The fields that have no effect without a line."""
 
 
+@claim(
+    "command-line",
+    "any line of a script can be left out: flags that depend on it are warned of",
+)
 @pytest.mark.parametrize("left_out", ["", *SCRIPT])
 def test_lines_of_a_script_can_be_left_out(left_out: str) -> None:
     lines = " ".join([NEEDED, *(line for line in SCRIPT if line != left_out)])

@@ -12,6 +12,7 @@ from megatron_ds.cli import config_file
 from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.problems import Problem
+from tests.claims import claim
 from tests.problems import codes
 
 BASE = (
@@ -33,6 +34,10 @@ def written(folder: Path, content: str, name: str = "run.yaml") -> Path:
     return path
 
 
+@claim(
+    "deepspeed",
+    "`--print-config` and `--config` are inverse to each other, for all types of values",
+)
 @pytest.mark.parametrize(
     "line",
     [

@@ -15,6 +15,7 @@ from megatron_ds.config import GROUPS, Config, ParallelConfig
 from megatron_ds.config.fields import option_fields
 from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config.merge import merge_file
+from tests.claims import claim
 from tests.problems import codes, fields
 
 VALID = {
@@ -206,6 +207,10 @@ INEFFECTIVE: dict[str, Sequence[tuple[Any, dict[str, Any]]]] = {
 """By field, values and other settings next to which they have no effect."""
 
 
+@claim(
+    "command-line",
+    "any line of a script can be left out: flags that depend on it are warned of",
+)
 @pytest.mark.parametrize(
     ("name", "value", "others"),
     [(name, *case) for name, cases in INEFFECTIVE.items() for case in cases],

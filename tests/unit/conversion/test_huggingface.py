@@ -23,6 +23,7 @@ from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
 from megatron_ds.conversion.source import WriteOptions
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG, SETTINGS, is_hf
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.test_full_weights import Trap
 from tests.unit.conversion.hf_models import (
@@ -70,6 +71,12 @@ def assert_same_files(found: Path, expected: Path) -> None:
         assert torch.equal(ours[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
+@claim(
+    "conversion",
+    "a model of each Hugging Face family gives the logits of `transformers` here, and its "
+    "tensors come back byte by byte into a folder that `from_pretrained` loads without a missing "
+    "or unexpected weight",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     """Equal logits to 1e-5 of the largest; the tensors are the same files' after both ways."""
@@ -240,6 +247,7 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
         open_hf(tmp_path)
 
 
+@claim("conversion", "absent keys of a `config.json` have the defaults of `transformers`")
 def test_absent_keys_have_the_defaults_of_transformers() -> None:
     """Those of every class with which a file of the Hub may be incomplete."""
     from megatron_ds.conversion.huggingface.config_rows import ConfigValues
@@ -265,6 +273,7 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
         assert fields[0] == fields[1], name
 
 
+@claim("conversion", "parts that the model lacks are named")
 @pytest.mark.parametrize(
     ("name", "change", "part"),
     [

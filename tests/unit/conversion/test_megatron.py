@@ -23,6 +23,7 @@ from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.registry import open_source, recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
+from tests.claims import claim
 from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.megatron_writer import MODULES_OF_MEGATRON, Layout, write_checkpoint
 from tests.unit.conversion.models import LLAMA, assert_same_tensors, logits, model, random_source
@@ -55,6 +56,11 @@ def peer_checkpoint(shared_data: Path, case: str) -> Path:
     return folder
 
 
+@claim(
+    "checkpoints",
+    "checkpoints of Megatron-LM, Megatron Core and both Megatron-DeepSpeed forks have the logits "
+    "of the programs that wrote them",
+)
 @pytest.mark.parametrize("case", [*STORED, *OTHERS])
 def test_the_model_has_the_logits_of_the_program_that_saved_it(
     case: str, megatron_checkpoints: Path, request: pytest.FixtureRequest
@@ -143,6 +149,11 @@ CASES: dict[str, tuple[dict[str, Any], Layout]] = {
 }
 
 
+@claim(
+    "checkpoints",
+    "tensor- and pipeline-parallel sizes, virtual stages, versions and spellings of Megatron's "
+    "files give the same tensors",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_gives_the_same_tensors(name: str, tmp_path: Path) -> None:
     changes, layout = CASES[name]
@@ -203,6 +214,11 @@ OPTIMIZER_CASES: dict[str, tuple[dict[str, Any], Layout]] = {
 }
 
 
+@claim(
+    "checkpoints",
+    "optimizer states of Megatron's files, its distributed optimizer, ZeRO 1 to 3, DeepSpeed's "
+    "pipeline and universal checkpoints of the forks belong to their weights",
+)
 @pytest.mark.parametrize("name", OPTIMIZER_CASES)
 def test_states_of_the_optimizer_are_those_of_their_weights(name: str, tmp_path: Path) -> None:
     changes, layout = OPTIMIZER_CASES[name]
@@ -299,6 +315,10 @@ def test_buffers_with_other_weights_are_not_read(tmp_path: Path) -> None:
     assert "distributed optimizer" in read.unread
 
 
+@claim(
+    "checkpoints",
+    "a universal checkpoint that DeepSpeed converts from a fork's is read like the fork's itself",
+)
 def test_deepspeeds_converter_and_this_program_read_the_same(
     shared_data: Path, tmp_path: Path
 ) -> None:

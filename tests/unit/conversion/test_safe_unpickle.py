@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_ds.conversion.safe_unpickle import StandIn, read_dcp_metadata, read_foreign
+from tests.claims import claim
 from tests.problems import raises_problem
 
 
@@ -54,6 +55,7 @@ def attacks(trap: Path) -> dict[str, Any]:
 ATTACKS = list(attacks(Path("trap")))
 
 
+@claim("checkpoints", "a foreign checkpoint cannot execute code")
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_file_cannot_run_code(tmp_path: Path, attack: str, is_zip: bool) -> None:
@@ -68,6 +70,7 @@ def test_a_file_cannot_run_code(tmp_path: Path, attack: str, is_zip: bool) -> No
     assert attack.rpartition(".")[2].partition(" ")[0] in raised.problem
 
 
+@claim("checkpoints", "a foreign checkpoint cannot execute code")
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_metadata_cannot_run_code(tmp_path: Path, attack: str, protocol: int) -> None:
@@ -158,6 +161,7 @@ def test_malformed_metadata_is_rejected(tmp_path: Path, change: dict[str, Any]) 
         read_dcp_metadata(path)
 
 
+@claim("command-line", "checkpoints of every version of Python are read")
 def test_metadata_of_every_version_of_python_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from megatron_ds.conversion.megatron.open import open_megatron
 from megatron_ds.conversion.megatron.write_legacy import write_megatron
 from megatron_ds.conversion.megatron.write_torch_dist import write_torch_dist
 from megatron_ds.conversion.source import WriteOptions
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.conversion.models import (
     OTHER_LLAMA,
@@ -25,6 +26,11 @@ from tests.unit.conversion.models import (
 )
 
 
+@claim(
+    "checkpoints",
+    "weights written for Megatron-LM are read back bit for bit, and have the logits of "
+    "transformers' GPT-2 by the rules of its converter",
+)
 @pytest.mark.parametrize("changes", [{}, OTHER_LLAMA, {"gelu_approximation": "none"}])
 @pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (1, 4), (2, 2)])
 def test_an_export_is_read_back(
@@ -73,6 +79,11 @@ def gpt2_weights(path: Path) -> dict[str, Tensor]:
     return found
 
 
+@claim(
+    "checkpoints",
+    "weights written for Megatron-LM are read back bit for bit, and have the logits of "
+    "transformers' GPT-2 by the rules of its converter",
+)
 def test_transformers_gpt2_computes_the_same_of_an_export(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = model(num_layers=2)

@@ -27,6 +27,7 @@ from megatron_ds.conversion.native import source_of
 from megatron_ds.conversion.registry import recognize
 from megatron_ds.conversion.source import ReadOptions, SourceCheckpoint, WriteOptions
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.native_writer import random_states
 from tests.unit.checkpoint.native_writer import write_checkpoint as write_native
@@ -66,6 +67,11 @@ def test_an_export_is_read_back(changes: dict[str, Any], tp_size: int, tmp_path:
     assert_same_tensors(read, source)
 
 
+@claim(
+    "checkpoints",
+    "what is written for Megatron Core is read back bit for bit, optimizer states included, and "
+    "by torch's own reader as Core's layout describes",
+)
 @pytest.mark.parametrize(
     ("layout", "adam", "dtype"),
     [
@@ -115,6 +121,11 @@ def read_by_torch(folder: Path) -> dict[str, Tensor]:
     return state
 
 
+@claim(
+    "checkpoints",
+    "what is written for Megatron Core is read back bit for bit, optimizer states included, and "
+    "by torch's own reader as Core's layout describes",
+)
 @pytest.mark.parametrize("changes", [{}, OTHER_LLAMA], ids=["gpt", "llama"])
 def test_entries_are_those_that_the_layout_describes(
     changes: dict[str, Any], tmp_path: Path

@@ -22,6 +22,7 @@ from megatron_ds.data.blend.blend_history import (
 )
 from megatron_ds.data.blend.blend_schedule import blend_order
 from megatron_ds.data.sample_index import build_indexes, total_samples
+from tests.claims import claim
 
 ORDER = 2
 STEADY = settings(derandomize=True, deadline=None, database=None, max_examples=40)
@@ -141,6 +142,7 @@ def test_total_samples_equals_the_index(tokens: int, seq_length: int, request: i
     assert total_samples(request, tokens, seq_length) == len(made.shuffle)
 
 
+@claim("samples", "a blend may change on resume: within a source, no sample is repeated or skipped")
 @given(data=st.data())
 @STEADY
 def test_every_source_gives_its_samples_once_and_in_order(data: st.DataObject) -> None:

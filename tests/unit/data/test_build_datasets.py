@@ -22,6 +22,7 @@ from megatron_ds.data.gpt_dataset import GPTDataset, SampleReading, TokenDataset
 from megatron_ds.data.index_cache import ArrayCache
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.validation import DataFiles, data_problems, data_warnings
+from tests.claims import claim
 from tests.problems import codes, raises_problem
 from tests.token_files import write_pair
 
@@ -418,6 +419,11 @@ def flat(samples: list[list[int]]) -> list[int]:
     return [token for sample in samples for token in sample]
 
 
+@claim(
+    "checkpoints",
+    "at another sequence length every source continues with its unread text, without a token "
+    "twice, and resumes",
+)
 @pytest.mark.parametrize(("before", "length"), [(6, 18), (6, 16), (16, 6)])
 @pytest.mark.parametrize("consumed", [3, 20, 35])
 def test_a_source_continues_with_its_unread_text_at_another_length(
@@ -480,6 +486,11 @@ def text_of(path: str, length: int, record: Any) -> list[int]:
     ]
 
 
+@claim(
+    "checkpoints",
+    "at another sequence length every source continues with its unread text, without a token "
+    "twice, and resumes",
+)
 def test_every_source_of_a_blend_continues_at_another_length(tmp_path: Path) -> None:
     a = write_distinct(tmp_path / "a", 45)
     b = write_distinct(tmp_path / "b", 45, first=2000)

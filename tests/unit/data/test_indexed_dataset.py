@@ -16,6 +16,7 @@ import pytest
 from megatron_ds.data.token_files import indexed_writer
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset, token_dtype
 from megatron_ds.data.token_files.indexed_writer import pair_writer
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.token_files import write_pair, write_reference
 
@@ -23,6 +24,7 @@ DOCUMENTS = [[5, 6, 7], [1], [65000, 2, 3, 4]]
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
+@claim("data", "`.bin` and `.idx` token files equal Megatron's byte for byte")
 @pytest.mark.parametrize(
     ("dtype", "code", "letter"), [("uint16", 8, "H"), ("int32", 4, "i"), ("int64", 5, "q")]
 )

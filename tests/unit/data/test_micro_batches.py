@@ -16,6 +16,7 @@ import pytest
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.data import loader_process as module
 from megatron_ds.data.micro_batches import Batch, MicroBatchIterator
+from tests.claims import claim
 from tests.problems import raises_problem
 
 SEQUENCE = 3
@@ -73,6 +74,7 @@ def consumed_ids(runs: list[tuple[int, int, int]], size: int, workers: int = 0) 
     return ids
 
 
+@claim("samples", "the data order does not depend on the layout or the number of resumes")
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_order_is_independent_of_layout_and_resumes(dp_size: int, micro: int) -> None:

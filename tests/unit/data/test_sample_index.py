@@ -18,6 +18,7 @@ from megatron_ds.data.sample_index import (
     shuffle_dtype,
     split_bounds,
 )
+from tests.claims import claim
 
 
 def naive_indexes(
@@ -47,6 +48,7 @@ def naive_indexes(
     return order, starts, shuffled(range(middle)) + shuffled(range(middle, total)), separate
 
 
+@claim("samples", "document, sample and shuffle indexes are those that Megatron defines")
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 18])
 def test_indexes_equal_the_reference(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(sample_index, "CHUNK_DOCUMENTS", chunk)

@@ -18,6 +18,12 @@ from megatron_ds.engine.optimizers.adam_kernels import (
     select_adam_kernel,
 )
 from megatron_ds.launch.environment import prepare_environment
+from tests.claims import claim
+
+claim(
+    "precision",
+    "AdamW is computed by the first available fused kernel; apex is recognized by its class",
+)
 
 TORCH_FUSED, APEX, DEEPSPEED = adam_kernels.PREFERENCE
 

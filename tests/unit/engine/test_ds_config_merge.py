@@ -17,10 +17,16 @@ from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.ds_config.values import Kind, as_bool, as_int
 from megatron_ds.train_state import TrainState
+from tests.claims import claim
 from tests.problems import codes, fields
 from tests.unit.engine.ds_files import FLAGS, FLAGS_OF, SHIPPED, Merge, merged
 
 
+@claim(
+    "deepspeed",
+    "editing one number switches the ZeRO stage of `ds_configs/zero0.json` to `zero3.json`; the "
+    "two `*_offload.json` reject stages that cannot offload",
+)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_editing_stage_of_file_is_enough(merge: Merge, path: Path, stage: int) -> None:
@@ -162,6 +168,7 @@ def test_stage_0_remains_in_fp32_and_its_problems_name_both_places(merge: Merge)
     assert "zero_optimization.stage of " in config.with_origin(problem)
 
 
+@claim("deepspeed", "every key that contradicts a flag is reported with both values and its line")
 @pytest.mark.parametrize(
     ("key", "name", "read"),
     [one for one in MAPPINGS if "betas" not in one[0] and one[1] not in LOSS_SCALING],
@@ -377,6 +384,11 @@ WARMUP = {
 LENGTHS = ["--train-iters 12", "--train-samples 192"]
 
 
+@claim(
+    "deepspeed",
+    "`WarmupLR` and `WarmupDecayLR` give the learning rates of DeepSpeed's classes, those of a "
+    "logarithmic warmup to the last bit",
+)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("style", ["linear", "log", None])
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megatron_ds.engine.optimizers.distributed_matrices import (
 from megatron_ds.engine.optimizers.muon import Muon, orthogonalize
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.weights import ShardSpec
+from tests.claims import claim
 from tests.observed import Observed
 from tests.problems import raises_problem
 
@@ -61,6 +62,7 @@ def stepped(optimizer: torch.optim.Optimizer, steps: int = 3) -> torch.Tensor:
     return result
 
 
+@claim("precision", "Muon's update equals `torch.optim.Muon`'s")
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
 @pytest.mark.parametrize(
     ("adjust", "scale"),
@@ -96,6 +98,11 @@ def test_fused_matrices_are_orthogonalized_and_scaled_by_themselves() -> None:
         torch.testing.assert_close(fused[rows], expected)
 
 
+@claim(
+    "precision",
+    "matrices of one shape, single, fused or stacked, are orthogonalized together, as each by "
+    "itself",
+)
 def test_matrices_of_one_shape_are_updated_together_as_each_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

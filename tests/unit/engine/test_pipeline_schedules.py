@@ -8,6 +8,9 @@ import pytest
 from deepspeed.runtime.pipe import schedule
 
 from megatron_ds.config import ParallelConfig
+from tests.claims import claim
+
+claim("parallel", "DualPipeV idles less than 1F1B, by the instructions of both")
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Time of a pass through a stage."""

@@ -18,6 +18,7 @@ from megatron_ds.engine.regions import COLLECTIVES, mark_collectives, mark_layer
 from megatron_ds.engine.timers import COARSE, StepTimers
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
+from tests.claims import claim
 from tests.unit.model.dense import TINY, build_model, gradients
 
 CONFIG = ModelConfig(**TINY, vocab_size=90, seq_length=16, make_vocab_size_divisible_by=2)
@@ -53,6 +54,11 @@ def attributes(model: GPTModel) -> list[dict[str, Any]]:
     return [dict(vars(module)) for module in model.modules()]
 
 
+@claim(
+    "logging",
+    "outside its steps a profile leaves functions and modules as they are, and imports no "
+    "profiler before",
+)
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 def test_layers_are_marked_in_both_passes(recompute: str | None) -> None:
     model, regions = build_model(CONFIG, recompute), Regions()
@@ -109,6 +115,11 @@ def test_passes_are_marked_and_nothing_is_left() -> None:
     assert regions.paths == passes
 
 
+@claim(
+    "logging",
+    "outside its steps a profile leaves functions and modules as they are, and imports no "
+    "profiler before",
+)
 def test_collectives_are_marked_by_axis(one_process: None) -> None:
     regions, x = Regions(), torch.ones(2)
     functions = [getattr(dist, name) for name in COLLECTIVES]
@@ -123,6 +134,7 @@ def test_collectives_are_marked_by_axis(one_process: None) -> None:
     assert [getattr(dist, name) for name in COLLECTIVES] == functions
 
 
+@claim("logging", "steps that end no log interval are not timed")
 @pytest.mark.parametrize(
     ("level", "expected"),
     [

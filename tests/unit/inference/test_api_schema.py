@@ -10,6 +10,7 @@ import pytest
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.inference.serving.api_schema import Defaults, GenerationRequest, read
+from tests.claims import claim
 from tests.problems import codes, raises_problem
 
 FIELDS = {field.name for field in dataclasses.fields(GenerationRequest)}
@@ -118,6 +119,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@claim("serving", "contradicting fields of a request are rejected")
 @pytest.mark.parametrize(("given", "code", "name"), CONTRADICTIONS)
 def test_contradicting_fields_are_rejected(given: dict[str, Any], code: str, name: str) -> None:
     with pytest.raises(UserError) as raised:

@@ -16,6 +16,7 @@ from megatron_ds.inference.serving.completions_api import CompletionsApi
 from megatron_ds.inference.serving.scheduler import Finished
 from megatron_ds.inference.serving.service import TextGenerationService
 from megatron_ds.model.gpt import GPTModel
+from tests.claims import claim
 from tests.problems import codes, fields, raises_problem
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, VOCAB, model_of
@@ -306,6 +307,7 @@ def test_a_response_describes_itself(api: CompletionsApi) -> None:
     assert api.error("no", 500)["error"]["type"] == "server_error"
 
 
+@claim("serving", "streamed parts together are the text and log-probabilities of the response")
 @pytest.mark.parametrize("seed", with_proofs(range(4), (2, 3)))
 @pytest.mark.parametrize("has_stops", [False, True])
 @pytest.mark.parametrize("echo", [False, True])

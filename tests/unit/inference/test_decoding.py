@@ -24,6 +24,7 @@ from megatron_ds.inference.generation.sequences import GenerationConfig, TextSeq
 from megatron_ds.model.attention import cores as attention_cores
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel import embedding
+from tests.claims import claim
 from tests.fake_accelerator import graphs
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, model_of
@@ -61,6 +62,11 @@ def texts_of(model: GPTModel, use_graphs: bool, new_tokens: int) -> list[list[in
     return [sequence.ids for sequence in sequences]
 
 
+@claim(
+    "serving",
+    "on devices, a token copies nothing larger than its activations, and graphs of its layers "
+    "give the texts of the layers",
+)
 @pytest.mark.parametrize("kind", with_proofs(["learned-gqa", "rope-gqa", "alibi"], ["rope-gqa"]))
 def test_graphs_give_the_texts_of_the_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within and across numbers of texts and keys, of which each has one graph."""
@@ -141,6 +147,11 @@ class Copies(TorchDispatchMode):
         return result
 
 
+@claim(
+    "serving",
+    "on devices, a token copies nothing larger than its activations, and graphs of its layers "
+    "give the texts of the layers",
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("lengths", [[1500] * 8, list(range(1500, 1508))])
 def test_a_step_copies_nothing_larger_than_its_activations(

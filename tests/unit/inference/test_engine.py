@@ -16,6 +16,7 @@ from megatron_ds.inference.generation.packed_weights import pack_weights
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
 from megatron_ds.model.attention import cores as attention_cores
+from tests.claims import claim
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
 
@@ -50,6 +51,11 @@ ONE_SIZE = ("learned", "alibi", "none", "rope-gqa")
 """Kinds that `make test` tries with four slots only."""
 
 
+@claim(
+    "serving",
+    "a sequence that joins or leaves a batch has the text and log-probabilities that it has "
+    "alone, with any positions and settings",
+)
 @pytest.mark.parametrize(
     ("kind", "slots"),
     with_proofs(BATCHES, [each for each in BATCHES if each[0] in ONE_SIZE and each[1] != 4]),

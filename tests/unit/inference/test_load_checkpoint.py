@@ -15,6 +15,7 @@ from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.inference.cli import open_checkpoint
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.parallel.mesh import Mesh
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.conversion.hf_models import TOKENS, VOCAB, logits_of, random_model
 from tests.unit.tokenizer.test_tokenizers import gpt2_files
@@ -35,6 +36,7 @@ def options_of(load: object, *flags: object) -> tool.Options:
     return cli.parse(tool.Options, ["--load", str(load), "--prompt", "2", *map(str, flags)])
 
 
+@claim("conversion", "text generation loads a Hugging Face model directly")
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_models_of_transformers_are_loaded(

@@ -19,6 +19,7 @@ from megatron_ds.inference.generation.sampling import (
     random_bits,
 )
 from megatron_ds.inference.generation.sampling_params import SamplingParams
+from tests.claims import claim
 
 SHARES = (0.05, 0.4, 0.25, 0.0, 0.2, 0.1)
 """Probabilities of six tokens; the fourth is padding."""
@@ -141,6 +142,11 @@ def test_random_bits_are_those_of_the_published_generator() -> None:
     ]
 
 
+@claim(
+    "serving",
+    "samples have the frequencies of the softmax, stay those of their seed, and do not depend on "
+    "the batch",
+)
 def test_samples_of_a_seed_stay_the_same() -> None:
     """In all versions of the package, on all devices."""
     assert noise_key(1234, 0, 7) == NOISE_KEY
@@ -149,6 +155,11 @@ def test_samples_of_a_seed_stay_the_same() -> None:
         assert tokens_of(rows, SamplingParams(**dict(options)), seed=1234) == expected
 
 
+@claim(
+    "serving",
+    "samples have the frequencies of the softmax, stay those of their seed, and do not depend on "
+    "the batch",
+)
 @pytest.mark.parametrize(
     "settings", [SamplingParams(temperature=1.5), SamplingParams(top_k=40)], ids=str
 )
@@ -196,6 +207,11 @@ def test_rounding_and_the_order_of_candidates_change_no_sample() -> None:
         assert len(set(first)) > 20
 
 
+@claim(
+    "serving",
+    "samples have the frequencies of the softmax, stay those of their seed, and do not depend on "
+    "the batch",
+)
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}])
 def test_a_sample_does_not_depend_on_the_other_rows(options: dict[str, Any]) -> None:
     params, rows = SamplingParams(**options), logits(50)
@@ -218,6 +234,11 @@ def test_parameters_of_sampling_have_no_effect_on_greedy_decoding() -> None:
     assert list(options.problems()) == []
 
 
+@claim(
+    "serving",
+    "the smallest temperature takes the most probable token, and logits that are not finite are "
+    "an error",
+)
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-40, 1e-30, 1e-5])
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}])
 def test_smallest_temperatures_take_the_most_probable_token(
@@ -231,6 +252,11 @@ def test_smallest_temperatures_take_the_most_probable_token(
         assert tokens_of(scaled, params, seed=1) == expected
 
 
+@claim(
+    "serving",
+    "the smallest temperature takes the most probable token, and logits that are not finite are "
+    "an error",
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("options", [{"greedy": True}, {}, {"top_k": 2}, {"top_p": 0.5}])
 def test_only_rows_with_finite_logits_have_a_token(value: float, options: dict[str, Any]) -> None:

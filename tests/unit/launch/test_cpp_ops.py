@@ -18,7 +18,13 @@ from deepspeed.accelerator import get_accelerator
 from megatron_ds.launch import cpp_ops, output
 from megatron_ds.launch.cpp_ops import ASYNC_IO, CPU_ADAM
 from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
+from tests.claims import claim
 from tests.problems import codes, raises_problem
+
+claim(
+    "command-line",
+    "only runs with offload build C++ ops, with a message on every process that waits",
+)
 
 
 @pytest.fixture

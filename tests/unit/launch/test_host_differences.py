@@ -16,7 +16,14 @@ from megatron_ds.launch.ranks.host_differences import (
     find_differences,
     judge,
 )
+from tests.claims import claim
 from tests.problems import codes, printed_codes
+
+claim(
+    "command-line",
+    "ranks that were started with different settings, versions or data do not train, and say "
+    "what differs; folders may differ",
+)
 
 
 def entries(*hosts: str, section: str = "software", **values: Mapping[int, str]) -> list[RankEntry]:

@@ -12,6 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.launch.process import program_start
+from tests.claims import claim
+
+claim(
+    "command-line",
+    "without the environment, with too old a Python, or interrupted during its imports, a "
+    "program ends with one line",
+)
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BEGIN = ("program_start.begin()", "import start_tool\n")

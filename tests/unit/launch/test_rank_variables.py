@@ -15,7 +15,10 @@ from megatron_ds.launch.ranks.rank_variables import (
     find_ranks,
     first_host,
 )
+from tests.claims import claim
 from tests.problems import raises_problem
+
+claim("command-line", "`srun` and `mpirun` start a run; contradicting variables are an error")
 
 RECORDED = tomllib.loads(Path(__file__).with_name("recorded_environments.toml").read_text())
 ALONE: dict[str, str] = {}

@@ -10,6 +10,9 @@ import pytest
 from megatron_ds.launch.ranks import distributed
 from megatron_ds.launch.watch import liveness
 from megatron_ds.launch.watch.liveness import HostLocation, ProcessHandle
+from tests.claims import claim
+
+claim("command-line", "the number of threads does not depend on the launcher")
 
 
 def location(host: str, *cores: int) -> HostLocation:

@@ -26,6 +26,7 @@ from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.loading.plan import make_plan
 from megatron_ds.train_state import TrainState
 from megatron_ds.training.run import complete_settings
+from tests.claims import claim
 from tests.problems import codes, fields
 from tests.unit.checkpoint.fakes import Managers, run_of, save
 from tests.unit.conversion.models import SMALL, random_source
@@ -145,6 +146,11 @@ def schedule_of(**values: Any) -> ScheduleConfig:
     return ScheduleConfig(**{"micro_batch_size": 1, "global_batch_size": 4, **values})
 
 
+@claim(
+    "checkpoints",
+    "the schedule of the checkpoint applies at every position, whatever units and batch size the "
+    "run has",
+)
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("run", RUNS)
 def test_the_schedule_is_that_of_the_checkpoint(

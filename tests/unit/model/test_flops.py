@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.model.spec.architecture import model_spec
+from tests.claims import claim
 from tests.unit.model.dense import TINY, build_model
 
 BATCH = 2
@@ -38,6 +39,7 @@ def configuration(**changes: Any) -> ModelConfig:
     return ModelConfig(**TINY, seq_length=16, vocab_size=128, **changes)
 
 
+@claim("logging", "model TFLOP/s agree with torch's count")
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("untied", [False, True])

@@ -19,6 +19,7 @@ from megatron_ds.model.moe import MoE
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.router_log import RouterLog
+from tests.claims import claim
 from tests.independent.model import DEFAULTS, Experts
 from tests.observed import Observed
 from tests.problems import codes
@@ -43,6 +44,11 @@ def build(moe: MoEConfig, config: ModelConfig) -> MoE:
     return layer
 
 
+@claim(
+    "parallel",
+    "the mixture-of-experts layer equals a loop over tokens and experts, gradients and auxiliary "
+    "losses included",
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,6 +94,12 @@ def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: s
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5, check_dtype=False)
 
 
+@claim(
+    "parallel",
+    "a layer of experts reads nothing from the device without expert parallelism, makes as many "
+    "calls for 64 experts as for 4, and falls back to one product after the other where a "
+    "device's grouped product is missing or wrong",
+)
 @pytest.mark.parametrize("options", [{}, DROPPING], ids=str)
 @pytest.mark.parametrize("experts", [4, 64])
 def test_calls_of_a_layer_do_not_grow_with_its_experts(
@@ -127,6 +139,12 @@ def leaves_gradients_of_unused_experts(a: Tensor, b: Tensor, *, offs: Tensor) ->
     return result if b.ndim == 3 else result.masked_fill((result == 0).all(1, True), math.nan)
 
 
+@claim(
+    "parallel",
+    "a layer of experts reads nothing from the device without expert parallelism, makes as many "
+    "calls for 64 experts as for 4, and falls back to one product after the other where a "
+    "device's grouped product is missing or wrong",
+)
 @pytest.mark.parametrize(
     ("grouped_mm", "reason"),
     [(refuses, "needs sm_90"), (leaves_gradients_of_unused_experts, "its relative error is nan")],
@@ -154,6 +172,7 @@ def test_a_grouped_product_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch
     assert layer.experts.fc_in.multiply is moe.grouped_product
 
 
+@claim("parallel", "one expert, or several equal ones, are the dense layer")
 @pytest.mark.parametrize(("experts", "topk"), [(1, 1), (4, 2)])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_equal_experts_are_the_dense_layer(experts: int, topk: int, activation: str) -> None:

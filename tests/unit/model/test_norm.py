@@ -15,6 +15,9 @@ from megatron_ds.model import norm
 from megatron_ds.model.norm import NormKernel, build_norm, select_norm_kernel
 from megatron_ds.model.spec.parts import NormSpec
 from megatron_ds.parallel.mesh import Mesh
+from tests.claims import claim
+
+claim("precision", "RMSNorm is computed by torch's kernel, or by apex's where torch has none")
 
 CONFIG = ModelConfig(hidden_size=16, norm_epsilon=1e-2)
 

@@ -38,6 +38,7 @@ from megatron_ds.model.attention.packed import (
 )
 from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.model.gpt import GPTModel
+from tests.claims import claim
 from tests.dense_gpt import dense_logits
 from tests.unit.model.dense import (
     TINY,
@@ -108,6 +109,11 @@ def test_documents_and_positions_are_those_of_the_split_rows() -> None:
         assert document_lengths(doc_ids)[row] == [len(doc) for doc in documents]
 
 
+@claim(
+    "samples",
+    "in packed samples every document has the losses and gradients that it has alone "
+    "(`--reset-position-ids --reset-attention-mask`)",
+)
 @pytest.mark.parametrize(
     ("kernel", "recompute", "window"),
     [

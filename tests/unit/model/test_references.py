@@ -16,6 +16,7 @@ from megatron_ds.config.model.model import ACTIVATIONS, ModelConfig
 from megatron_ds.conversion.huggingface.read_write import open_hf
 from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel
+from tests.claims import claim
 from tests.dense_gpt import dense_logits
 from tests.unit.conversion.hf_models import random_model
 from tests.unit.conversion.models import model_of
@@ -77,6 +78,11 @@ def test_windows_are_those_of_a_dense_forward_pass(position: str, pattern: str |
     assert_equal(found[1, :9], expected[1, :9])
 
 
+@claim(
+    "parallel",
+    "and the logits of a dense forward pass that is written out, for every activation, norm and "
+    "position embedding",
+)
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_logits_equal_those_of_a_dense_forward_pass(position: str, normalization: str) -> None:
@@ -108,6 +114,11 @@ def test_default_gelu_depends_on_the_bias(bias: bool, kind: str | None) -> None:
     assert_equal(logits(model), expected)
 
 
+@claim(
+    "parallel",
+    "the model has the logits, the loss and the gradients of transformers' Llama, GPT-2, "
+    "GPT-NeoX and BLOOM with the same weights, parameter by parameter",
+)
 @pytest.mark.parametrize("family", ["mistral-window", "gpt2", "gpt-neox", "bloom"])
 def test_logits_loss_and_gradients_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     """The gradient of every parameter, to 1e-5 of its largest element."""

@@ -16,6 +16,7 @@ from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import declaration, expert_group, shard_spec
+from tests.claims import claim
 from tests.dist.parity_cases import MODELS, SHAPE
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -36,6 +37,11 @@ def weights_of(
     return dict(built.named_parameters())
 
 
+@claim(
+    "logging",
+    "declared weights are the parameters of the modules: names, shapes, shards and marks, in "
+    "every layout",
+)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("moe", MOE)
 @pytest.mark.parametrize(

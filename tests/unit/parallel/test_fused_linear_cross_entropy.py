@@ -19,6 +19,7 @@ from megatron_ds.parallel.fused_linear_cross_entropy import (
     linear_cross_entropy,
 )
 from megatron_ds.parallel.mesh import Group, Mesh
+from tests.claims import claim
 from tests.observed import Observed, tensors_of
 from tests.problems import raises_problem
 
@@ -180,6 +181,11 @@ class TensorSizes(Observed):
             self.most = max(self.most, sum(ref() is not None for ref in self._alive.values()))
 
 
+@claim(
+    "parallel",
+    "the loss keeps one chunk of logits at a time, and few of them in fp32, also if the "
+    "vocabulary is sharded",
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_gradients", [True, False])
@@ -209,6 +215,10 @@ def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
         assert sizes.elements[torch.float32] == max(cached * vocab, gradients)
 
 
+@claim(
+    "precision",
+    "the output layer multiplies at the padded vocabulary, whatever the padding rows contain",
+)
 @pytest.mark.parametrize("with_gradients", [True, False])
 def test_products_run_at_the_padded_vocabulary(with_gradients: bool) -> None:
     x, weight, labels, weights = inputs(torch.bfloat16)

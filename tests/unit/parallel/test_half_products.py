@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ds.parallel import half_products
 from megatron_ds.parallel.half_products import replace_slow_products
+from tests.claims import claim
 from tests.problems import codes
 
 CPU = torch.device("cpu")
@@ -36,6 +37,10 @@ def into(product: Callable[..., Tensor]) -> Product:
     return lambda a, b, _: product(a, b, out=torch.empty(0, dtype=a.dtype))
 
 
+@claim(
+    "precision",
+    "products in half precision on CPUs without instructions for it are rounded once",
+)
 @pytest.mark.parametrize(
     "product",
     [

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_ds.parallel.mesh import Group, Mesh, Mpu, axis_groups, groups_across_hosts
+from tests.claims import claim
 from tests.problems import raises_problem
 
 
@@ -133,6 +134,11 @@ class Options:
         self.is_high_priority_stream = is_high_priority_stream
 
 
+@claim(
+    "parallel",
+    "the messages of tensor, sequence and pipeline parallelism go before other kernels with "
+    "NCCL; those between stages have a group of their own",
+)
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize(
     ("world", "sizes", "urgent"),

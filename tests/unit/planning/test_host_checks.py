@@ -24,6 +24,7 @@ from megatron_ds.planning import host_checks, swap_disk
 from megatron_ds.planning.host_checks import Host
 from megatron_ds.planning.memory_estimate import planned_memory
 from megatron_ds.planning.swap_disk import Disk, DiskRate
+from tests.claims import claim
 from tests.problems import codes
 from tests.unit.engine.ds_files import merged
 from tests.unit.engine.passed_key_files import KEYS
@@ -64,6 +65,11 @@ def test_memory_of_all_processes_of_the_host_counts(flags: str) -> None:
     assert check(flags, total=total, available=available) == ([], ["host-memory-short"])
 
 
+@claim(
+    "command-line",
+    "states that exceed the memory of an accelerator are an error before the start, a peak above "
+    "what is free is a warning",
+)
 @pytest.mark.parametrize(
     ("free", "total", "ranks", "mode", "expected"),
     [

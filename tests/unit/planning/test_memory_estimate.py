@@ -35,6 +35,7 @@ from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.planning.memory_estimate import MemoryEstimate, estimate, planned_memory
 from megatron_ds.planning.memory_inputs import BLOCKWISE_8_BIT, MemoryInputs
+from tests.claims import claim
 
 BATCH, SEQUENCE, HIDDEN, VOCAB = 3, 64, 64, 128
 COLLECTIVES = (
@@ -140,6 +141,7 @@ def saved_by_layers(config: Config, dtype: torch.dtype = torch.float32) -> int:
     return saved_bytes(config, dtype) - dtype.itemsize * HIDDEN * (BATCH * SEQUENCE + VOCAB)
 
 
+@claim("logging", "the memory estimate counts the activations that autograd saves")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model", "documents", "granularity"), COUNTED)
 def test_activations_equal_what_autograd_saves(

@@ -22,6 +22,7 @@ from megatron_ds.planning.plan import AXES, Plan, make_plan
 from megatron_ds.planning.suggest import MARGIN, suggest
 from megatron_ds.tokenizer import build_tokenizer
 from megatron_ds.training import run
+from tests.claims import claim
 from tests.pages import plan_example
 from tests.problems import printed_codes
 from tests.proofs.cases import with_proofs
@@ -114,6 +115,7 @@ def test_slower_links_and_stages_of_unequal_length_take_longer() -> None:
     assert far.exposed > 1.5 * near.exposed > 0
 
 
+@claim("deepspeed", "suggested layouts fit the memory and give the planned step")
 def test_suggestions_fit_and_are_sorted() -> None:
     config = config_of(LLAMA_70B, 512)
     found = suggest(config, 512, HARDWARE["h100"])
@@ -220,6 +222,7 @@ def json_of(line: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return values
 
 
+@claim("deepspeed", "plans need neither data nor files of a tokenizer")
 @pytest.mark.parametrize(
     "data",
     [
@@ -236,6 +239,7 @@ def test_a_plan_needs_no_data(data: str, capsys: pytest.CaptureFixture[str]) -> 
     assert json_of(f"{SMALL} {data}", capsys)["samples_per_step"] == 1
 
 
+@claim("deepspeed", "plans need neither data nor files of a tokenizer")
 @pytest.mark.parametrize(
     "tokenizer",
     [
@@ -255,6 +259,7 @@ def test_a_plan_needs_no_tokenizer(tokenizer: str, capsys: pytest.CaptureFixture
     assert build_tokenizer(config.tokenizer, config.model.vocab_size).vocab_size == 1000
 
 
+@claim("deepspeed", "a `config.json` alone gives a plan, that of `docs/running/planning.md`")
 def test_config_json_alone_answers_the_first_question(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,6 +322,7 @@ def test_files_of_known_models_have_their_parameters(
     assert plan["parameters"] == parameters
 
 
+@claim("deepspeed", "planned memory is 0 to 5 % above the peaks measured on one H200")
 @pytest.mark.parametrize(
     ("sizes", "tokens_per_second", "peak_gib"),
     [
@@ -378,6 +384,11 @@ def test_messages_have_a_latency() -> None:
 LAYOUT_OF_405B = (f"{LLAMA_405B} --global-batch-size 2048", 16384, 8, 16)
 
 
+@claim(
+    "deepspeed",
+    "the published layout of 70B on 64 devices is suggested first, in the proofs that of 405B on "
+    "16,384, too",
+)
 @pytest.mark.parametrize(
     ("line", "ranks", "tp_size", "pp_size"),
     with_proofs([LAYOUT_OF_405B, (LLAMA_70B, 64, 4, 4)], [LAYOUT_OF_405B]),

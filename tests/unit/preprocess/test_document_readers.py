@@ -30,6 +30,7 @@ from megatron_ds.preprocess.documents.document_readers import START, DocumentRea
 from megatron_ds.preprocess.documents.formats import RawDocument, UnreadableDocument
 from megatron_ds.preprocess.documents.inputs import InputSpec
 from megatron_ds.preprocess.documents.parsing import RejectedDocument, TextFields, texts_of
+from tests.claims import claim
 from tests.problems import codes, raises_problem
 
 TEXTS = [
@@ -138,6 +139,7 @@ def check_continuation(inputs: InputSpec) -> list[RawDocument]:
     return items
 
 
+@claim("data", "all input formats give the same documents")
 @pytest.mark.parametrize("batch", [2, 128])
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_documents_from_any_position(
@@ -634,6 +636,10 @@ def arrow_bytes(open_writer: Callable[..., Any]) -> bytes:
     return sink.getvalue()
 
 
+@claim(
+    "data",
+    "an input whose first bytes are of another format than its name says is an error, in 29 cases",
+)
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_first_bytes_that_contradict_the_name_are_an_error(name: str, tmp_path: Path) -> None:
     found, content = CONTRADICTIONS[name]

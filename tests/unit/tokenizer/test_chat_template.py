@@ -11,6 +11,7 @@ import pytest
 
 from megatron_ds.tokenizer.chat_template import read_chat_template
 from megatron_ds.tokenizer.huggingface import build_hf_tokenizer, pretrained_files
+from tests.claims import claim
 from tests.import_graph import REPOSITORY
 from tests.problems import raises_problem
 
@@ -54,6 +55,7 @@ def folder_of(folder: Path, files: dict[str, Any]) -> Path:
     return folder
 
 
+@claim("serving", "conversations have the text of transformers' chat templates")
 @pytest.mark.parametrize("name", FOLDERS)
 def test_conversations_have_the_text_of_transformers(name: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer

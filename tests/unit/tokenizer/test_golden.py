@@ -25,6 +25,7 @@ from megatron_ds.preprocess.documents.sentence_splitter import RuleSplitter
 from megatron_ds.preprocess.options import PreprocessOptions
 from megatron_ds.preprocess.pipeline import preprocess
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
+from tests.claims import claim
 
 FOLDER = Path(__file__).resolve().parents[2] / "golden" / "tokenizers"
 TIKTOKEN = {"tiktoken_pattern": "v2", "tiktoken_num_special_tokens": 10}
@@ -91,6 +92,7 @@ def test_every_kind_has_golden_files() -> None:
     assert FILES.keys() == TOKENIZERS.keys()
 
 
+@claim("tokenizers", "the token files of every kind of tokenizer are frozen as golden files")
 def test_token_files_equal_the_golden_files(tmp_path: Path) -> None:
     for name, prefix in make_all(tmp_path).items():
         for suffix in SUFFIXES:

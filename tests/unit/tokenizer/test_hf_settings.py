@@ -14,8 +14,15 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from megatron_ds.tokenizer.fast_backend import select_backend
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.tokenizer.test_hub import build_hf
+
+claim(
+    "tokenizers",
+    "settings next to a `tokenizer.json` (added tokens, `add_prefix_space`, `do_lower_case`, "
+    "`split_special_tokens`, classes) give the ids of AutoTokenizer, in 30 folders",
+)
 
 TEXTS = (
     "Hello world",

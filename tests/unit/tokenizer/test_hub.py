@@ -12,8 +12,11 @@ import pytest
 
 from megatron_ds.tokenizer import Tokenizer
 from megatron_ds.tokenizer.huggingface import needs_transformers
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.tokenizer.test_golden import FOLDER, build, texts
+
+claim("tokenizers", "Hugging Face tokenizers load from a file, a folder or by name")
 
 CODE = """
 from transformers import PreTrainedTokenizerFast

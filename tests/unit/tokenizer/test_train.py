@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.tokenizer import Tokenizer, train
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.tokenizer.test_golden import FILES, build, texts
 from tools import train_tokenizer
@@ -93,6 +94,7 @@ def corpus(folder: Path, lines: list[object]) -> Path:
     return folder / "in.jsonl"
 
 
+@claim("tokenizers", "training a tokenizer twice gives the same files byte for byte")
 @pytest.mark.parametrize("kind", train.KINDS)
 def test_training_is_deterministic(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ds.tokenizer.wordpiece import Splitter, WordPieceTokenizer, read_vocab
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.proofs.cases import with_proofs
 from tests.unit.tokenizer.references import bert_words, word_pieces
@@ -35,6 +36,11 @@ def test_words_equal_the_definition(lower: bool, text: str) -> None:
     assert SPLITTERS[lower](text).split() == bert_words(text, lower)
 
 
+@claim(
+    "tokenizers",
+    "BERT's WordPiece in lower case follows the published definition for every character, in the "
+    "proofs the cased one, too",
+)
 @pytest.mark.parametrize("lower", with_proofs([True, False], [False]))
 def test_every_character_is_split_as_defined(lower: bool) -> None:
     """Inside a word, in all planes that have characters."""

@@ -25,6 +25,7 @@ from megatron_ds.conversion.safetensors_files import SINGLE
 from megatron_ds.conversion.source import SourceCheckpoint
 from megatron_ds.conversion.weights_folder import write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG
+from tests.claims import claim
 from tests.pages import flags as flags_page
 from tests.problems import printed_codes, raises_problem
 from tests.unit.conversion.hf_models import load_strictly, random_model
@@ -37,6 +38,7 @@ TOOL = convert_checkpoint
 FOLDER = "convert_checkpoint"
 
 
+@claim("conversion", "weights come back from every format, and `--verify` finds a changed tensor")
 def test_weights_come_back_from_every_format(tmp_path: Path, run: Run) -> None:
     """From each format, each verified; with the printed sizes."""
     random_model("qwen2").save_pretrained(tmp_path / "0")
@@ -82,6 +84,7 @@ def test_states_are_converted_where_there_are_any(
     assert printed_codes(run(*flags).err)[0] == "no-effect"
 
 
+@claim("conversion", "weights come back from every format, and `--verify` finds a changed tensor")
 def test_a_wrong_tensor_is_found_by_the_verification(tmp_path: Path) -> None:
     source = random_source(ModelConfig(**SMALL))
     write_hf(source, tmp_path / "new")

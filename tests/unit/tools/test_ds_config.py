@@ -15,6 +15,7 @@ from megatron_ds.cli.arguments import build_config
 from megatron_ds.config.options.deepspeed_file import leaves
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
+from tests.claims import claim
 from tools import ds_config
 
 FLAGS = (
@@ -243,6 +244,11 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--world-size" in capsys.readouterr().out
 
 
+@claim(
+    "deepspeed",
+    "`tools/ds_config.py` imports neither torch nor DeepSpeed on a CPU, and takes less than 3 "
+    "seconds",
+)
 def test_commands_need_neither_torch_nor_much_time(line: list[str]) -> None:
     lines = [
         " ".join(["generate", *line]),

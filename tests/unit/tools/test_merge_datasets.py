@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
+from tests.claims import claim
 from tests.problems import printed_codes
 from tests.token_files import write_texts
 from tests.unit.tools.conftest import Run, closed_stdout
@@ -24,6 +25,7 @@ def tokens(folder: Path, name: str, numbers: range, vocab_size: int = 100) -> st
     return f"{prefix}_text_document"
 
 
+@claim("data", "merging token files gives the bytes of preprocessing all text at once")
 def test_merged_files_equal_a_single_preprocessing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:

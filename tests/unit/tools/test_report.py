@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ds.reports import charts
+from tests.claims import claim
 from tests.unit.reports.run_files import event, start, steps, write_run
 from tools import report
 
@@ -47,6 +48,11 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
+@claim(
+    "logging",
+    "the charts and tables of a report are computed from the files of the runs, and its page "
+    "needs no other file",
+)
 def test_the_page_needs_nothing_else_and_describes_its_charts(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

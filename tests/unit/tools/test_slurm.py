@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.claims import claim
 from tests.unit.reports.run_files import event, start, steps, write_run
 from tools import slurm
 
@@ -97,6 +98,10 @@ def test_a_run_is_submitted_once(run: Any, programs: Programs, tmp_path: Path) -
     assert "num-layers is required" in run("submit", folder, "--ranks-per-node", 1, status=2).err
 
 
+@claim(
+    "command-line",
+    "the settings of a job are validated for each number of its nodes before it is submitted",
+)
 def test_all_problems_are_reported_before_the_submission(
     run: Any, programs: Programs, tmp_path: Path
 ) -> None:
@@ -126,6 +131,11 @@ def test_time_limits_are_read_as_sbatch_does(limit: str, seconds: int | None) ->
     assert slurm.seconds_of(limit) == seconds
 
 
+@claim(
+    "command-line",
+    "a job is queued again after a signal, a lost rank and a hang, and not after errors, at the "
+    "end of the run, or without progress",
+)
 @pytest.mark.parametrize(
     ("status", "iterations", "state", "expected"),
     [

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron_ds.extend import Callback, Config, Extensions, Logger, TrainState
 from tests import public_names
+from tests.claims import claim
 
 
 class OwnLogger(Logger):
@@ -16,6 +17,7 @@ class OwnLogger(Logger):
         pass
 
 
+@claim("extension", "the public names and their arguments are frozen")
 def test_public_names_are_frozen() -> None:
     """If this fails, programs of users may: `python -m tests.public_names` accepts the change."""
     assert public_names.GOLDEN.read_text() == public_names.public_names()
@@ -27,6 +29,11 @@ def test_parts_with_the_arguments_of_their_fields_are_accepted() -> None:
     assert [*extensions.problems()] == []
 
 
+@claim(
+    "extension",
+    "a part of the wrong type or with other arguments is reported before the start, with all "
+    "other problems",
+)
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [

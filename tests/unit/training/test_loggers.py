@@ -30,8 +30,18 @@ from megatron_ds.training.loggers.selection import (
     time_details,
 )
 from megatron_ds.training.records import IntervalRecord, Logger
+from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.training.logger_records import documented, evaluation, interval, step, task_results
+
+claim(
+    "logging",
+    "log lines have the format of the Megatron-DeepSpeed forks, and a short form on a terminal",
+)
+claim(
+    "logging",
+    "a TensorBoard folder belongs to one run at a time, and its full disk is one warning",
+)
 
 
 def config_with(**logging: object) -> Config:

@@ -23,6 +23,7 @@ from megatron_ds.data.remote.block_cache import (
     BlockCache,
     BlockFile,
 )
+from tests.claims import claim
 
 BLOCK = 4096
 SIZE = 100 * BLOCK - 7
@@ -55,6 +56,10 @@ def held(file: BlockFile) -> list[int]:
     return np.flatnonzero(file.marks[:-1]).tolist()
 
 
+@claim(
+    "samples",
+    "the cache of a node keeps its limit, also while loader processes read files that are larger",
+)
 def test_blocks_stay_within_the_limit_and_have_their_content(cache: BlockCache) -> None:
     files = [new_file(cache, "a"), new_file(cache, "b")]
     for block in range(100):
@@ -129,6 +134,11 @@ def truncate(path: Path) -> None:
     os.truncate(path, SIZE)
 
 
+@claim(
+    "samples",
+    "a killed process leaves no wrong block in it; damage is recognized by the next run and "
+    "downloaded again",
+)
 @pytest.mark.parametrize("damage", [flip, truncate])
 def test_damage_between_two_runs_is_recognized(
     cache: BlockCache, damage: Callable[[Path], None]
@@ -159,6 +169,11 @@ def test_a_block_is_marked_last(cache: BlockCache, monkeypatch: pytest.MonkeyPat
     assert not file.map_content().any()
 
 
+@claim(
+    "samples",
+    "a killed process leaves no wrong block in it; damage is recognized by the next run and "
+    "downloaded again",
+)
 def test_a_killed_process_leaves_no_wrong_block(cache: BlockCache) -> None:
     file = new_file(cache, "a")
 
