@@ -133,7 +133,7 @@ def _decoupled_lr_problems(config: Config) -> Iterator[Problem]:
 def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
     """Check warmup, decay and annealing against each other.
 
-    They are compared in the unit in which all are given, otherwise in that of the learning rate.
+    They are compared in the unit in which all are given, otherwise in the learning rate's.
     """
     schedule, decay = config.schedule, schedules.decay_as_given(config)
     warmup = schedules.given_length(config, "lr_warmup")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, SupportsFloat
 from megatron_ds.config.problems import user_error
 
 STEP, COMMUNICATION = "step", "communication"
-"""Names of times: of a whole step, and of its collectives."""
+"""Names of times: of an entire step, and of its collectives."""
 
 
 class SpikeLimits(NamedTuple):

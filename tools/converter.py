@@ -1,4 +1,4 @@
-"""What tools/convert_checkpoint.py does, also by the script names of other projects."""
+"""Implements tools/convert_checkpoint.py, also under the script names of other projects."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class ToFp32(Peer):
 
 @dataclass(frozen=True)
 class HfOptions:
-    """What is converted."""
+    """Input and output of the conversion."""
 
     hf_ckpt_dir: str | None = option_field(
         None,

@@ -31,7 +31,7 @@ from megatron_ds.engine.ds_config.merge import merge_file
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone")
 DOCUMENTS = 64
-"""Of the data that --try makes up, and the tokens of each."""
+"""Number of documents that --try makes up, and of tokens of each."""
 
 
 @dataclass(frozen=True)

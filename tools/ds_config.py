@@ -37,7 +37,7 @@ UNKNOWN_SHAPE = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 1 << 20,
     "micro_batch_size": 1, "lr": 1e-4, "train_iters": 1 << 40, "data_path": ("unknown",),
 }  # fmt: skip
-"""What a file without the flags of a run is validated with, where it leaves a value open."""
+"""Values that complete a file which is validated without the flags of a run."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Generate:
 
         python tools/ds_config.py generate --world-size 8 FLAGS OF pretrain_gpt.py > ds.json
 
-    All other flags are those of pretrain_gpt.py. The word "generate" may be left out.
+    Accepts all flags of pretrain_gpt.py. The word "generate" may be left out.
     """
 
     PROGRAM: ClassVar[str] = f"{PROGRAM} generate"
@@ -69,7 +69,7 @@ class Explain:
 
         python tools/ds_config.py explain zero_optimization.stage gradient_clipping
 
-    All other flags are those of pretrain_gpt.py.
+    Accepts all flags of pretrain_gpt.py.
     """
 
     PROGRAM: ClassVar[str] = f"{PROGRAM} explain"
@@ -89,7 +89,7 @@ class Validate:
 
         python tools/ds_config.py validate ds.json --world-size 8 FLAGS OF pretrain_gpt.py
 
-    All other flags are those of pretrain_gpt.py.
+    Accepts all flags of pretrain_gpt.py.
     """
 
     PROGRAM: ClassVar[str] = f"{PROGRAM} validate"
@@ -203,7 +203,7 @@ def _implied_world_size(file: DeepSpeedFile) -> int:
 
 
 def _lines(fact: dict[str, Any]) -> str:
-    """What is known of a key, as the JSON has it."""
+    """Formats the facts about a key as the JSON has them."""
     known = {name: value for name, value in fact.items() if value not in (None, [])}
     shown = (value if isinstance(value, str) else json.dumps(value) for value in known.values())
     return "".join(f"{name}: {value}\n" for name, value in zip(known, shown, strict=True))

@@ -68,7 +68,7 @@ class Continuation:
     ids: list[int]
     """New tokens."""
     logprobs: list[float] | None
-    """Of every token of prompt and continuation but the first, if requested."""
+    """Log-probability of every token of prompt and continuation but the first, if requested."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Options(GenerationOptions):
     Without --prompt, --sample-input-file and --num-samples, prompts are read from the terminal,
     until the end of the input or the prompt "stop".
 
-    Flags of pretrain_gpt.py are accepted, too: those of the tokenizer (--tokenizer-type,
-    --vocab-file, --merge-file, --tokenizer-model) override the checkpoint's, those of the model
-    must agree with the checkpoint, the others have no effect.
+    Flags of pretrain_gpt.py are accepted, too: tokenizer flags (--tokenizer-type, --vocab-file,
+    --merge-file, --tokenizer-model) override the checkpoint's, model flags must agree with the
+    checkpoint, other flags have no effect.
     """
 
     prompt: tuple[str, ...] = option_field(
@@ -133,7 +133,7 @@ class Options(GenerationOptions):
     sampling: SamplingParams = option_group(SamplingParams())
 
     def generation_config(self, model: ModelConfig, eod: int) -> GenerationConfig:
-        """How prompts are continued: up to the training run's length without --out-seq-length."""
+        """Returns the generation settings; the training run's length without --out-seq-length."""
         from megatron_ds.inference.generation.sequences import GenerationConfig
 
         max_length = model.seq_length if self.out_seq_length is None else None

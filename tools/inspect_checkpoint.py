@@ -208,7 +208,7 @@ def _as_json(opened: CheckpointSummary) -> dict[str, Any]:
 
 
 def _summary(opened: CheckpointSummary) -> Iterator[str]:
-    """What the checkpoint is, in a few lines."""
+    """Summarizes the checkpoint in a few lines."""
     iteration = opened.progress.get("iteration")
     at = "weights alone" if iteration is None else f"iteration {iteration:,}"
     yield f"{opened.path}: {opened.format}, {at}"
@@ -247,7 +247,7 @@ def _paragraph(title: str, parts: Sequence[str]) -> Iterator[str]:
 
 
 def _tensor_lines(opened: CheckpointSummary, *, every: bool) -> Iterator[str]:
-    """A table of the weights; those of all layers with one shape, type and sharding are one row."""
+    """A table of the weights; layers with equal shape, type and sharding share a row."""
     rows: dict[tuple[str, ...], list[int]] = {}
     for name, tensor in opened.tensors[next(iter(opened.tensors))].items():
         match = None if every else LAYER.search(name)

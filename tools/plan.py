@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What a run will need and take: memory, communication, time, for any number of processes."""
+"""Predicts the memory, communication and time of a run, for any number of processes."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Options:
         python tools/plan.py --load hf:FOLDER --world-size 8 --device-memory 80GB --tokens 1T
         python tools/plan.py --world-size 512 --hardware h100 --suggest FLAGS OF pretrain_gpt.py
 
-    All other flags are those of pretrain_gpt.py. --lr, the length of the run and the data may be
-    left out, the model with --load hf:FOLDER, the tokenizer with --vocab-size, and with
-    --micro-batch-size the layout, which is then suggested.
+    Accepts all flags of pretrain_gpt.py. --lr, the length of the run and the data may be left out,
+    the model with --load hf:FOLDER, the tokenizer with --vocab-size, and with --micro-batch-size
+    the layout, which is then suggested.
     """
 
     world_size: int = option_field(1, "number of processes of the run", minimum=1)

@@ -143,7 +143,7 @@ def final_report(
 def time_line(parts: Mapping[str, float], seconds: float, library: str) -> str:
     """Time by stage.
 
-    The stages of this process add up to `seconds`; those of the workers are summed over them.
+    The stages of this process add up to `seconds`; the workers' stages are summed over them.
 
     Args:
         parts: Seconds by stage.

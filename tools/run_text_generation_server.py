@@ -3,7 +3,7 @@
 
 The command line of `megatron_ds.inference.serving.server`. Runs with python, or as several
 processes (torchrun, deepspeed), which share the model by tensor parallelism; the first one serves,
-the others wait for its work.
+its peer ranks wait for its work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 CURVE_POINTS = 300
-"""Of a loss curve on the page."""
+"""Number of points of a loss curve on the page."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Options(GenerationOptions):
 
     docs/use/serving.md describes requests and responses. SIGTERM or Ctrl-C stops the server.
 
-    Flags of pretrain_gpt.py are accepted, too: those of the tokenizer (--tokenizer-type,
-    --vocab-file, --merge-file, --tokenizer-model) override the checkpoint's, those of the model
-    must agree with the checkpoint, the others have no effect.
+    Flags of pretrain_gpt.py are accepted, too: tokenizer flags (--tokenizer-type, --vocab-file,
+    --merge-file, --tokenizer-model) override the checkpoint's, model flags must agree with the
+    checkpoint, other flags have no effect.
     """
 
     host: str = option_field(
@@ -242,7 +242,7 @@ def read_keys(file: str | None) -> list[str]:
 def describe(
     source: SourceCheckpoint, max_length: int, defaults: api_schema.Defaults
 ) -> dict[str, Any]:
-    """What the page for browsers shows of the model, and its first settings."""
+    """Returns the model's facts for the browser page, and its initial settings."""
     from megatron_ds.model.spec.architecture import model_spec
 
     folder, model, moe = source.path.resolve(), source.settings.model, source.settings.moe
@@ -265,8 +265,8 @@ def describe(
 
 
 def loss_of_run(folder: Path, until: int) -> dict[str, Points] | None:
-    """The curves of a --save folder as far as an iteration, if it has readable ones; validation is
-    that of the first dataset."""
+    """The curves of a --save folder as far as an iteration, if it has readable ones; validation
+    uses the first dataset."""
     if not (folder / METRICS).is_file():
         return None
     try:

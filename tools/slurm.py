@@ -80,8 +80,8 @@ class Submit:
         python tools/slurm.py submit runs/first --nodes 4 --ranks-per-node 8 --time 8:00:00 \\
             --config run.yaml
 
-    All other flags are those of pretrain_gpt.py, of which --save and --load are RUN. Without any,
-    the settings are those of RUN/config.yaml. `sbatch RUN/slurm.sbatch` submits the job again.
+    Accepts all flags of pretrain_gpt.py; --save and --load are RUN. Without any, the settings are
+    from RUN/config.yaml. `sbatch RUN/slurm.sbatch` submits the job again.
     """
 
     PROGRAM: ClassVar[str] = f"{PROGRAM} submit"
@@ -166,7 +166,7 @@ class Tail(Status):
 class Restart:
     """Queues a job again, if its run is to continue; the job's file calls it when the run ends.
 
-    All other flags are those of the run. The exit status is that of the run.
+    Accepts all flags of the run. The exit status is the run's.
     """
 
     PROGRAM: ClassVar[str] = f"{PROGRAM} restart"
@@ -433,7 +433,7 @@ def _slurm(*words: object) -> str:
 
 
 def _job_fields(job: str) -> dict[str, str]:
-    """What Slurm knows of a job; empty if nothing."""
+    """Returns Slurm's fields of a job; empty if there are none."""
     try:
         shown = _slurm("scontrol", "show", "job", "-o", job)
     except UserError as error:

@@ -1,6 +1,6 @@
 """Starts a program of this folder: finds the package, and checks the environment.
 
-Imported first, as the first lines of every program say; works with Python 3.8 or newer. A folder
+Imported first, as the first lines of every program state; works with Python 3.8 or newer. A folder
 with further programs has a link to it.
 """
 

@@ -4,7 +4,7 @@ if __name__ == "__main__":
     import os
     import sys
 
-    # The script beside a checkpoint starts this file from its folder.
+    # The script next to a checkpoint starts this file from its folder.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import start_tool
 

@@ -158,7 +158,7 @@ def _words(name: str) -> str:
 def tokenizer_conflicts(checkpoint: Checkpoint, now: TokenizerFingerprint) -> Iterator[Problem]:
     """Whether a run's tokenizer gives other ids than the checkpoint's.
 
-    A NullTokenizer stands for any: it says nothing of the ids in the data.
+    A NullTokenizer matches any: it does not describe the ids in the data.
     """
     saved = checkpoint.run.tokenizer
     if saved is None or "NullTokenizer" in (saved.kind, now.kind) or saved.same_as(now):

@@ -5,4 +5,4 @@ from megatron_ds.checkpoint.saving import Saving
 
 
 class CheckpointManager(Saving, Restoring):
-    """Saves and restores one run. Methods are collective unless they say otherwise."""
+    """Saves and restores one run. Methods are collective unless noted otherwise."""

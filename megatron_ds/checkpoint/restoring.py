@@ -46,8 +46,8 @@ class Restoring(RunCheckpoints):
     def select(self) -> Checkpoint | None:
         """Selects the checkpoint of --load to resume from.
 
-        One rank verifies each checksum. The choice of the `LoadPlan` is made again: each rank
-        has looked at the folder alone, before another run that wrote to it was excluded.
+        One rank verifies each checksum. The choice of the `LoadPlan` is made again: each rank has
+        read the folder alone, before another run that wrote to it was excluded.
 
         Returns:
             The checkpoint; None if --load has none and does not require one.

@@ -1,4 +1,4 @@
-"""What saving and restoring the checkpoints of one run have in common."""
+"""Shared base of saving and restoring the checkpoints of one run."""
 
 from __future__ import annotations
 

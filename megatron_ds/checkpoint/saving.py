@@ -48,7 +48,7 @@ BYTES_PER_PARAMETER = {True: 16, False: 8}
 
 @dataclass(eq=False)
 class Saving(RunCheckpoints):
-    """Saves the checkpoints of a run. Methods are collective unless they say otherwise."""
+    """Saves the checkpoints of a run. Methods are collective unless noted otherwise."""
 
     _branch: Lineage = field(default_factory=Lineage.new, init=False)
     _current: SaveInProgress | None = field(default=None, init=False)
@@ -177,8 +177,8 @@ class Saving(RunCheckpoints):
         snapshot = engine.snapshot(copy=copy)
         specs, partitions = engine.shard_specs(), tuple(engine.partitions())
         experts = engine.sharded_experts()
-        # The data-parallel ranks hold the same parameters, except experts; only the first of those
-        # with the same experts counts.
+        # The data-parallel ranks hold the same parameters, except experts; only the first rank with
+        # the same experts counts.
         count = engine.parameter_count() if self.mesh.expert_dp.rank == 0 else 0
         has_optimizer = not options.no_save_optim
         estimate = self.ranks.total(count) * BYTES_PER_PARAMETER[has_optimizer]

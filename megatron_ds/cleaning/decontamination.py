@@ -82,7 +82,7 @@ class TaskOptions:
 
 
 class Decontaminate:
-    """Cuts matches out of documents, or drops the documents.
+    """Removes matches from documents, or drops the documents.
 
     Raises:
         UserError: For task files that cannot be read, and for every line without a text.

@@ -159,8 +159,8 @@ class ShardedCleaning:
             The counts of the entire output.
 
         Raises:
-            UserError: If another process merges; if a shard is missing in the end; if no document
-                is left.
+            UserError: If another process merges; if a shard is still missing; if no document is
+                left.
         """
         options = self._options
         with self.files.open_merge(work_names(options), log) as work:

@@ -36,7 +36,7 @@ messages about fields that are not options of the tool.
 
 A field `given: frozenset[str]` of it, or of a group, receives the names of the fields that were
 set, and a field `arguments: tuple[str, ...]` the arguments. A method `problems()` yields what the
-ranges of the fields do not say, a method `warnings()` what `only_with` does not say.
+ranges of the fields do not cover, a method `warnings()` what `only_with` does not cover.
 """
 
 

@@ -35,7 +35,7 @@ class ConfigFiles:
 
     Attributes:
         values: By option field.
-        given: The fields that are set as by flags; the others of `values` are defaults.
+        given: The fields that are set as by flags; other `values` are defaults.
         origins: By given field, file and line of its value.
     """
 

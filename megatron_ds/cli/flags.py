@@ -24,7 +24,7 @@ Names = str | tuple[str, ...] | None
 
 PROGRAM = "pretrain_gpt.py"
 FAMILY = "..."
-"""End of a name that stands for all flags that begin with it."""
+"""End of a name that means all flags that begin with it."""
 FOREIGN_OUTCOMES: tuple[Outcome, ...] = ("no_op", "ignored", "refused")
 
 
@@ -275,7 +275,7 @@ FIXED_TITLE = "other spellings: Flags that stand for values of the flags above."
 
 
 def _fixed_values(entries: Iterable[Mapping[str, Any]]) -> Iterator[Flag]:
-    """Flags that stand for values of other flags."""
+    """Flags that imply values of other flags."""
     for entry in entries:
         choices = tuple(entry.get("choices", ()))
         yield Flag(

@@ -84,7 +84,7 @@ class Config:
     given: frozenset[str] = frozenset()
     """Names of the fields set by the user."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Where values come from that no flag set: by field, key and line of the DeepSpeed file."""
+    """Origins of values that no flag set: by field, key and line of the DeepSpeed file."""
     repeated: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Key and line of the DeepSpeed file for values that a flag gives as well, by field."""
     deepspeed_file: DeepSpeedFile | None = field(default=None, compare=False)
@@ -277,7 +277,7 @@ def flag_of(name: str) -> str:
 
 
 def _pipeline_problems(config: Config) -> Iterator[Problem]:
-    """What pipeline stages do not support."""
+    """Yields problems of pipeline stages with other options."""
     if config.parallel.pipeline_model_parallel_size <= 1:
         return
     if in_effect(config.recompute).contiguous_checkpointing:
@@ -289,7 +289,7 @@ def _pipeline_problems(config: Config) -> Iterator[Problem]:
 
 
 def _sequence_problems(config: Config) -> Iterator[Problem]:
-    """What prevents sequence parallelism, Megatron's or DeepSpeed-Ulysses.
+    """Yields problems of sequence parallelism, Megatron's or DeepSpeed-Ulysses.
 
     Both split the sequence evenly over their ranks, together over the product of both sizes. Inside
     attention, Ulysses also splits the heads of a tensor-parallel rank.

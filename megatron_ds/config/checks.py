@@ -12,7 +12,7 @@ from megatron_ds.config.problems import Problem
 
 
 def json_remedy(error: Exception) -> str:
-    """What to change in a JSON file with a comment or a trailing comma; otherwise "".
+    """Returns the fix for a JSON file with a comment or a trailing comma; otherwise "".
 
     Args:
         error: Error of the parser.
@@ -29,7 +29,7 @@ def json_remedy(error: Exception) -> str:
 
 
 def shortened(words: Sequence[str], shown: int) -> str:
-    """The first words of a list, and the number of the others."""
+    """The first words of a list, and the number of further ones."""
     more = [f"{len(words) - shown} more"] if len(words) > shown else []
     return ", ".join([*words[:shown], *more])
 

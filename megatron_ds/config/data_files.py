@@ -1,4 +1,4 @@
-"""Reads the tables and texts that stand beside the modules of this package."""
+"""Reads the tables and texts next to the modules of this package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def read_text(module: str, name: str) -> str:
     """The content of a file.
 
     Args:
-        module: `__file__` of the module beside it.
+        module: `__file__` of the module next to it.
         name: Name of the file.
     """
     return Path(module).with_name(name).read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 HOST = "cpu"
 """Device type of the CPU, and DeepSpeed's name for offloading to it."""
 OFFLOAD_TARGETS = ("none", HOST, "nvme")
-"""Where DeepSpeed keeps what it offloads: on the device, in host memory, on a disk."""
+"""Targets of DeepSpeed's offloading: none, host memory, a disk."""
 
 
 def is_host(kind: str) -> bool:

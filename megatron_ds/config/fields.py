@@ -52,7 +52,7 @@ ABOVE_ONE = _AboveOne()
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """Values of other fields of the same dataclass, of which at least one must match."""
+    """Values of other fields of the same dataclass; at least one must match."""
 
     admitted: Mapping[str, tuple[Any, ...]]
     without_flags: bool = False
@@ -70,7 +70,7 @@ class Condition:
         return " or ".join(f"{option(name)} {values}".rstrip() for name, values in shown.items())
 
     def describe_unmet(self) -> str:
-        """What prevents the condition: `without --fp16`, or `with --loss-scale`."""
+        """Returns what prevents the condition: `without --fp16`, or `with --loss-scale`."""
         return f"{'with' if self.without_flags else 'without'} {self.describe()}"
 
 
@@ -79,8 +79,8 @@ def when(**admitted: Any) -> Condition:
 
     Args:
         admitted: By field, a value or a tuple of values that satisfies the condition. `ANY_VALUE`
-            stands for everything except None, `NON_ZERO` for everything except None and 0,
-            `ABOVE_ONE` for numbers greater than 1.
+            means everything except None, `NON_ZERO` for everything except None and 0, `ABOVE_ONE`
+            for numbers greater than 1.
     """
     return Condition(
         {name: value if isinstance(value, tuple) else (value,) for name, value in admitted.items()}
@@ -107,11 +107,11 @@ class OptionSpec:
         above: Bound that every valid value exceeds.
         maximum: Largest valid value.
         below: Bound that no valid value reaches.
-        only_with: Conditions without any of which the value has no effect. A given flag then causes
-            a warning and never an error, so that the flag it depends on can be removed alone.
+        only_with: Conditions; unless one holds, the value has no effect. A given flag then causes a
+            warning and never an error, so that the flag it depends on can be removed alone.
         positional: Whether the value is given without a flag.
         repeatable: Whether a repeated flag adds values instead of replacing them.
-        zero_is_off: Whether 0 stands for None, as where Megatron tests the truth of a value.
+        zero_is_off: Whether 0 means None, as where Megatron tests the truth of a value.
     """
 
     help: str

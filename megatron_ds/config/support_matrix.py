@@ -1,4 +1,4 @@
-"""The support matrix: which layouts work together, and why the others do not.
+"""The support matrix: which layouts work together, and why other layouts do not.
 
 A *layout* is one value for each axis of `AXES`. The validator rejects a layout that a rule of
 `RULES` forbids; docs/reference/support_matrix.md is generated from the same tables by `python
@@ -78,7 +78,7 @@ class Rule:
     """A combination of values that does not work.
 
     Attributes:
-        values: By axis the values that do not work together with those of the other axes.
+        values: By axis, the values of the combination that does not work.
         alternative: By axis the value of the closest layout that works.
         code: Problem of messages.toml; its text has the reason. "" in `WITHOUT_EFFECT`.
         upstream: Where the cause is reported: `DeepSpeed#7833`.

@@ -15,7 +15,7 @@ FILE_NAME = "config.yaml"
 DEFAULTS = "defaults"
 """Key of the values that no flag set: defaults, and what a DeepSpeed file or a checkpoint gave."""
 END = "\n...\n"
-"""What YAML writes after a document that is one value."""
+"""End marker that YAML writes after a document with a single value."""
 NOT_WRITTEN = frozenset({"config", "print_config", "dry_run"})
 HEADER = """\
 # Settings of pretrain_gpt.py, which --config reads; flags of the command line override them.

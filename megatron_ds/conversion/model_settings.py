@@ -40,7 +40,7 @@ class ModelSettings:
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Entries of its generation_config.json, such as a temperature."""
     may_have_padding: bool = False
-    """Whether `vocab_size` may count padding, because the format does not tell its rows."""
+    """Whether `vocab_size` may count padding, because the format does not record its rows."""
 
     @classmethod
     def of(

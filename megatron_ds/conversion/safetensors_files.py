@@ -49,7 +49,7 @@ READ_AHEAD_BYTES = 2**25
 
 
 def files_of_index(path: Path) -> list[Path]:
-    """The files that an index names, beside it.
+    """The files that an index names, next to it.
 
     Raises:
         UserError: If the index is damaged, or names a file elsewhere.

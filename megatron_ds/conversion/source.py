@@ -43,7 +43,7 @@ class SavedRun:
 
     iteration: int
     consumed_samples: int | None
-    """Samples of the run so far; None if the checkpoint does not tell."""
+    """Samples of the run so far; None if the checkpoint does not state it."""
     applied_samples: int | None
     """Those in steps that were not skipped, by which the learning rate is scheduled."""
     steps: int | None

@@ -232,7 +232,7 @@ class GPTDataset(NumberedDataset):
                 or self._has(begin, size)
             ):
                 part = tokens[begin : begin + size]
-                # Cut off to 32 bits, an invalid 64-bit id might be valid.
+                # Truncated to 32 bits, an invalid 64-bit id might be valid.
                 row[filled : filled + size] = part if item < 8 else np.clip(part, -1, MAX_TOKEN)
             filled += size
             at, offset = at + 1, 0

@@ -1,8 +1,8 @@
 """A process that reads micro-batches ahead of the trainer, into memory that both share.
 
-The memory holds a ring of micro-batches. One pipe tells the trainer which of them are complete,
-another tells the process which may be overwritten. Knows a dataset and positions, but no ranks and
-no torch.
+The memory holds a ring of micro-batches. One pipe informs the trainer which of them are complete,
+another informs the process which may be overwritten. Knows a dataset and positions, but no ranks
+and no torch.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def build_indexes(
     total = total_samples(num_samples, tokens_per_epoch, seq_length)
     before_last = ((epochs - 1) * tokens_per_epoch - 1) // seq_length
     per_epoch = (tokens_per_epoch - 1) // seq_length
-    # Shuffled together with the others, most documents of a barely used last epoch would be spread
-    # over the entire run.
+    # Shuffled together with earlier epochs, most documents of a barely used last epoch would be
+    # spread over the entire run.
     limit = int(SEPARATE_LAST_EPOCH_FRACTION * per_epoch)
     separate = epochs > 1 and num_samples - before_last < limit
     rng = np.random.RandomState(seed)

@@ -285,7 +285,8 @@ def _first_of_all_ranks(problem: Problem | None, mesh: Mesh) -> Problem | None:
 
 
 def _notes(config: Config, model: GPTModel, device: torch.device) -> tuple[Problem | None, ...]:
-    """Replace kernels that are slow or missing on this device, and say what is computed twice."""
+    """Replace kernels that are slow or missing on this device, and report what is computed
+    twice."""
     return (
         replace_slow_products(_dtype(config), device),
         try_grouped_products(model, _dtype(config), device),
@@ -296,7 +297,7 @@ def _notes(config: Config, model: GPTModel, device: torch.device) -> tuple[Probl
 def selective_recompute_note(
     config: Config, attention: AttentionOptions, device: torch.device
 ) -> Problem | None:
-    """Say so if selective recomputation computes attention twice and saves next to nothing."""
+    """Warn if selective recomputation computes attention twice and saves next to nothing."""
     if config.recompute.recompute_granularity != "selective":
         return None
     is_per_document = config.data.reset_attention_mask and not attention.kernels
@@ -353,7 +354,7 @@ def configure_checkpointing(
 
 
 def _packing_options(config: Config, eod: int | None) -> PackingOptions | None:
-    """How document boundaries are treated; None if they are ignored."""
+    """Returns the treatment of document boundaries; None if they are ignored."""
     data = config.data
     if not (data.reset_position_ids or data.reset_attention_mask):
         return None
@@ -365,7 +366,7 @@ def _packing_options(config: Config, eod: int | None) -> PackingOptions | None:
 def _attention_options(
     config: Config, mesh: Mesh, device: torch.device
 ) -> tuple[AttentionOptions, list[Problem]]:
-    """What computes attention, and why a kernel of it is missing."""
+    """Returns the attention backends, and why a kernel is missing."""
     choice = config.runtime.attention_backend
     lengths_vary = config.schedule.curriculum_seqlen is not None
     kernels: dict[AttentionRule, AttentionBackend] = {}

@@ -3,7 +3,7 @@
 Owns the copy, and the derivation of inputs, labels and loss mask from a sample's tokens. One int32
 array per micro-batch crosses from the host; everything else is made on the device. Of the ranks
 that process the same samples (tensor and sequence parallelism) only the first reads it and sends it
-to the others.
+to its peer ranks.
 
 Shapes: B micro-batch, S sequence, T = S + 1.
 """
@@ -66,7 +66,7 @@ class DeviceBatches:
     the current one is returned: an exception in reading it is raised when it is due.
 
     Args:
-        batches: Micro-batches on the host; those of the group's first rank are used.
+        batches: Micro-batches on the host, used on the group's first rank only.
         device: Device of this process.
         sharing: Ranks that process the same samples.
         accelerator: DeepSpeed's accelerator; a test may pass another.

@@ -25,7 +25,7 @@ CHUNK = 2**22
 """Elements whose squares are summed at once; the sums are added in fp64."""
 ZEROS = "num_zeros_in_grad"
 NORMS = ("layer_grad_norm", "layer_params_norm", "layer_update_ratio")
-"""Names of metrics; those of a layer end with `/` and its number, or the name of another layer."""
+"""Names of metrics; a layer's end with `/` and its number, or the name of another layer."""
 
 
 def sum_of_squares(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -55,7 +55,7 @@ def clip(gradients: list[Tensor], norm: Tensor, limit: float) -> None:
 
 
 def is_counted(parameter: nn.Parameter, mesh: Mesh) -> bool:
-    """Whether this rank counts a parameter among those of its model-parallel group.
+    """Whether this rank counts a parameter for its model-parallel group.
 
     A sharded parameter counts on every tensor-parallel rank, a replicated one on the first, an
     expert on the expert-parallel rank that has it, and a tied one on a pipeline's first stage.
@@ -158,7 +158,7 @@ class _Sums:
 
     @torch.no_grad()
     def before(self, optimizer: Any, *arguments: Any) -> None:
-        # An optimizer whose step calls that of its base class calls hooks for both.
+        # An optimizer whose step calls its base class's step calls hooks for both.
         self._depth += 1
         if self._depth > 1:
             return

@@ -99,7 +99,7 @@ class PipelineEngine(ZeroEngine):
         return LossSum(*sums)
 
     def _with_dropout(self, step_batches: list[WeightedBatch]) -> Iterator[WeightedBatch]:
-        """The micro-batches of a step, each of which sets from what its dropout is seeded.
+        """Yields the micro-batches of a step; each sets the seed of its dropout.
 
         The two stages of a rank compute different micro-batches alternately.
         """
@@ -133,8 +133,8 @@ class PipelineEngine(ZeroEngine):
 
         DeepSpeed looks for them in `grad` or, with its bf16 optimizer, in `_hp_grad` only. It then
         sums over the replicas, in an order that differs between the stages: rounding would let the
-        copies drift apart. So the first replica gets the sum of all and the others get zeros, which
-        have the same sum in any order. That of two replicas has only one order.
+        copies drift apart. So the first replica gets the sum of all and the other replicas get
+        zeros, which have the same sum in any order. The sum of two replicas has only one order.
         """
         replicas = self._mesh.dp_sp
         self._flat.send()  # in one order with the sums below, on every replica

@@ -72,7 +72,7 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
 
     gpt: GPTModel
     active_phase = 0
-    """Which of this rank's stages a forward pass computes; set by the engine."""
+    """Index of this rank's stage that a forward pass computes; set by the engine."""
 
     def __init__(
         self,
@@ -96,12 +96,12 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
 
     @property
     def compiled(self) -> str:
-        """What torch.compile compiles."""
+        """Description of what torch.compile compiles."""
         return self.gpt.compiled
 
     @property
     def attention(self) -> AttentionOptions:
-        """What computes attention."""
+        """Attention backends."""
         return self.gpt.attention
 
     def feed(self, inputs: Callable[[], Iterator[WeightedBatch]]) -> None:

@@ -98,7 +98,7 @@ class LossSum(NamedTuple):
 
 
 class Snapshot(Protocol):
-    """What one rank writes of a checkpoint: the states of one moment of the run."""
+    """One rank's part of a checkpoint: the states of one moment of the run."""
 
     @property
     def copied_bytes(self) -> int:
@@ -134,7 +134,7 @@ class Engine(Protocol):
 
     @property
     def packing(self) -> PackingOptions | None:
-        """How document boundaries of packed samples are treated; None: not at all. Local."""
+        """Treatment of document boundaries in packed samples; None: ignored. Local."""
 
     @property
     def module(self) -> nn.Module:
@@ -142,16 +142,16 @@ class Engine(Protocol):
 
     @property
     def compiled(self) -> str:
-        """What torch.compile compiles. Local."""
+        """Description of what torch.compile compiles. Local."""
 
     @property
     def attention(self) -> AttentionOptions:
-        """What computes attention."""
+        """Attention backends."""
         ...
 
     @property
     def startup_warnings(self) -> tuple[Problem, ...]:
-        """What the run does more slowly than it could. Local."""
+        """Warnings about avoidable slowness of the run. Local."""
 
     def parameter_count(self) -> int:
         """Number of parameters of this model-parallel rank, all ZeRO partitions included. Local."""
@@ -163,7 +163,7 @@ class Engine(Protocol):
         """Names of the complete model's parameters that only some data-parallel ranks have."""
 
     def partitions(self) -> list[FlatPartition]:
-        """Where parameters are in the flat tensors of this rank's optimizer. Local."""
+        """Returns the locations of parameters in this rank's flat optimizer tensors. Local."""
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this process's tensors that outlive a step. Local."""
@@ -219,9 +219,9 @@ class Engine(Protocol):
         """Collect what this rank writes of a checkpoint. Touches no files of checkpoints.
 
         Args:
-            copy: Copy the states to host memory. They are then those of this moment, and may be
-                written while training continues, but before the next copy. Otherwise they must
-                be written before the next step.
+            copy: Copy the states to host memory. They then stay as at this moment, and may be
+                written while training continues, but before the next copy. Otherwise they must be
+                written before the next step.
         """
 
     def load(self, folder: Path, tag: str) -> None:

@@ -193,7 +193,7 @@ def _actual_settings(engine: Any) -> Iterator[tuple[str, Any]]:
         name += " of apex"
     if name != "Muon" and any(group.get("fused") for group in basic.param_groups):
         name += " (fused)"
-    # DeepSpeed's Adam kernels are Adam with L2 regularization unless they are told otherwise.
+    # DeepSpeed's Adam kernels are Adam with L2 regularization unless configured otherwise.
     is_decoupled = getattr(basic, "adam_w_mode", True)
     yield "optimizer", name if is_decoupled else f"{name} without decoupled decay"
     for group in basic.param_groups:

@@ -54,7 +54,7 @@ which are also values: torch compares the operations of a batch with them."""
 CAPTURED = ("all_gather_function", "reduce_scatter_function")
 """Attributes of DeepSpeed's communication backend that are such functions."""
 AXES = ("tp", "pp", "dp", "sp", "ep", "expert_dp", "dp_sp", "sp_tp", "model", "embedding", "p2p")
-"""Groups of the mesh. Of those with the same ranks, the first one names their collectives."""
+"""Groups of the mesh. Among groups with equal ranks, the first one names the collectives."""
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def mark_layers(model: nn.Module, open_region: Open) -> Iterator[None]:
     """Marks embedding, layers, attention and MLP in them, final norm and output layer.
 
     In the backward pass, the region of a module begins with the gradient of its output and ends
-    with that of the output of the module before it. No tensor is changed.
+    with the gradient of the previous module's output. No tensor is changed.
     """
     backward = _BackwardRegions(open_region)
     with ExitStack() as stack:
@@ -140,7 +140,7 @@ class _BackwardRegions:
     def begin(self, region: str, depth: int, _: Tensor) -> None:
         """Ends the regions of this depth and below, and begins one."""
         if not self._open:
-            # In the thread of the pass, which on an accelerator is not that of its caller.
+            # In the thread of the pass, which on an accelerator is not its caller's.
             Variable._execution_engine.queue_callback(self.end)  # type: ignore[attr-defined]
         self.end(depth)
         context = self._open_region(region)

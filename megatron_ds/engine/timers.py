@@ -53,7 +53,7 @@ class StepTimers:
 
     @contextmanager
     def _time(self, *names: str) -> Iterator[None]:
-        # One inside another of its name, such as that of a recomputation, is part of it.
+        # One inside another of its name, as in a recomputation, is part of it.
         timers = [timer for name in names if not (timer := self._timers(name)).started_]
         for timer in timers:
             timer.start()

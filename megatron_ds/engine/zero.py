@@ -363,7 +363,7 @@ class ZeroEngine:
         """
         skipped, rate = self._engine.skipped_steps > before[0], plan.decoupled_lr
         if guard.compared is not None:
-            norm = guard.compared[1]  # DeepSpeed reports that of a skipped step as infinite
+            norm = guard.compared[1]  # DeepSpeed reports a skipped step's as infinite
         return StepResult(
             loss=loss,
             grad_norm=norm,
@@ -399,7 +399,7 @@ class ZeroEngine:
         yield from ((batch, factor) for batch in step_batches)
 
     def _factor_of_backward(self, plan: StepPlan) -> float:
-        """What DeepSpeed multiplies the loss of a micro-batch by before the backward pass."""
+        """Returns DeepSpeed's factor for a micro-batch's loss before the backward pass."""
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         return scale / plan.num_micro_batches
 

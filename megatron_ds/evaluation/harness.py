@@ -101,7 +101,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-likelihoods of whole texts, in windows that do not overlap."""
+        """Log-likelihoods of entire texts, in windows that do not overlap."""
         texts, counts = [], []
         for (text,) in (request.args for request in requests):
             cut = utils.get_rolling_token_windows(

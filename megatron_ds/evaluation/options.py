@@ -47,7 +47,7 @@ class Options(ModelOptions):
     lm-evaluation-harness.
 
     Flags of pretrain_gpt.py are accepted, too: tokenizer flags override the checkpoint's, model
-    flags must agree with the checkpoint, the others have no effect.
+    flags must agree with the checkpoint, other flags have no effect.
     """
 
     PROGRAM: ClassVar[str] = "evaluate.py"

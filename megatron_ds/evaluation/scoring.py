@@ -163,7 +163,7 @@ class Scorer:
 
 
 def windows(ids: Sequence[int], length: int, stride: int) -> Iterator[ScoredText]:
-    """Cuts a long text into windows in which each id but the first is scored once.
+    """Splits a long text into windows in which each id but the first is scored once.
 
     Windows begin every `stride` tokens. The first one scores all of its tokens, each later one the
     next `stride` ones, after `length - stride` others. As with `--overlapping-eval` in Megatron-LM.

@@ -163,7 +163,7 @@ def _holder(file: IO[bytes], path: Path) -> str:
 
 
 def _is_first_waiter(path: Path, reporter_lock: ExitStack) -> bool:
-    """Whether this is the process that reports; takes the lock that says so."""
+    """Whether this is the process that reports; takes the lock that marks it."""
     try:
         file = reporter_lock.enter_context(path.with_name("waiting.lock").open("ab"))
         return lock_now(file) is not False

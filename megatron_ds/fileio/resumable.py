@@ -114,8 +114,8 @@ class GrowingFile:
 class ResumableOutput:
     """The work folder `<output>.work`, locked by one process. A context manager.
 
-    An error inside the block keeps what was committed, and has a note that says so; without a
-    commit it removes the folder.
+    An error inside the block keeps what was committed, and has a note about it; without a commit it
+    removes the folder.
 
     Args:
         output: Path or prefix of the output.

@@ -15,7 +15,7 @@ from megatron_ds.fileio.file_lock import is_at, lock_now
 class SwapFolder:
     """The first of PARENT/swap0, PARENT/swap1, ... that no live process uses.
 
-    A lock, which the kernel releases when its holder dies, tells them apart; files that a dead
+    A lock, which the kernel releases when its holder dies, distinguishes them; files that a dead
     process left are removed. The folder is removed when this object or the process ends.
 
     Args:

@@ -94,7 +94,7 @@ def replace_text_file(path: str) -> Iterator[TextIO]:
     """A text file that takes the place of PATH at the end.
 
     After an error or an interruption, what was written is in PATH.partial, which a note of the
-    exception says, and PATH is as before. A device or a named pipe is written directly.
+    exception names, and PATH is as before. A device or a named pipe is written directly.
     """
     if is_special_file(path):
         with name_in_errors(path), open(path, "w", encoding="utf-8") as file:

@@ -1,12 +1,12 @@
 """DeepSpeed's C++ ops: which ones there are, and building those that a run needs.
 
 DeepSpeed compiles an op when it is first used, without a message, and the other processes that need
-it wait for the lock of that build. This file builds before the first use and says who does what.
+it wait for the lock of that build. This file builds before the first use and reports who does what.
 
 torch builds an op under a lock file that the builder creates and holds open. Other processes wait
 indefinitely and silently until the file is gone (torch.utils.file_baton). A builder that is killed
-leaves the file, and every later load hangs. This file tells a stale lock from one in use, also by
-a process of another container or host, right before an op is loaded.
+leaves the file, and every later load hangs. This file distinguishes a stale lock from one in use,
+also by a process of another container or host, right before an op is loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROCESSES = Path("/proc")
 LOCK = "lock"
 """torch's lock in the folder of an op."""
 BUILDER = "builder.json"
-"""The location of the process that built the op last, beside the lock."""
+"""The location of the process that built the op last, next to the lock."""
 BUILD_SILENCE_S = 480.0
 """Time without a change in the folder of an op after which nobody builds it. Shorter than the
 default timeout of the collective in which the other ranks wait."""

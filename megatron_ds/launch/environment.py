@@ -48,7 +48,7 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int | None:
-    """Number of processes on this host; None if the launcher does not say."""
+    """Number of processes on this host; None if the launcher does not set it."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # torchrun's name, DeepSpeed's name
         if name in os.environ:
             return int(os.environ[name])
@@ -74,8 +74,8 @@ def adopt_ranks() -> None:
     """Sets the variables of torch and DeepSpeed for a process that srun or mpirun started.
 
     Raises:
-        UserError: If the environment says that there are other processes, but not what torch and
-            DeepSpeed need to know.
+        UserError: If the environment reports other processes, but not what torch and DeepSpeed need
+            to know.
     """
     os.environ.update(rank_variables.find_ranks(os.environ))
 
@@ -86,7 +86,7 @@ def expand_variables(path: str) -> str:
 
 
 def spans_hosts() -> bool:
-    """Whether the run has processes on other hosts; False if the launcher does not say."""
+    """Whether the run has processes on other hosts; False if the launcher does not report it."""
     return world_size() > (local_world_size() or world_size())
 
 

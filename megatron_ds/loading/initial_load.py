@@ -150,7 +150,7 @@ def conflicts(source: SourceCheckpoint, config: Config, vocab_size: int) -> Iter
 
 @dataclass
 class InitialLoad:
-    """What a run starts with; implements `StateReader`."""
+    """Initial state of a run; implements `StateReader`."""
 
     path: Path
     state: TrainState
@@ -164,7 +164,7 @@ class InitialLoad:
 
     @classmethod
     def of(cls, source: SourceCheckpoint, config: Config) -> InitialLoad:
-        """What a run starts with.
+        """Returns the initial state of a run.
 
         Args:
             source: The checkpoint of another program, or weights alone.
@@ -226,7 +226,7 @@ class InitialLoad:
 
 
 def _notes_of_weights(source: SourceCheckpoint, config: Config) -> Iterator[Problem]:
-    """What a run that starts with the weights alone leaves out."""
+    """Yields notes on what a run that starts with the weights alone leaves out."""
     rows, used = source.tensors[TABLE].shape[0], config.model.softmax_rows
     if source.run is None:  # such folders have no optimizer
         if rows > used:

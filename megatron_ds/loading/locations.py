@@ -63,7 +63,7 @@ def locate_weights(
 
     Args:
         field: The option.
-        options: Its value, and that of --checkpoint-staging-dir.
+        options: Its value, and --checkpoint-staging-dir.
         mirrored: A location that is up to date.
 
     Raises:

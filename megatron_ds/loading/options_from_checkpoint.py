@@ -1,7 +1,7 @@
 """Options of a run that come from the checkpoint of this program in --load.
 
-Owns which options of the saved run replace those of the command line: the model's
-(--use-checkpoint-args, or none given), the tokenizer's (none given) and the schedule's
+Owns which options of the saved run replace the command line's: the model's (--use-checkpoint-args,
+or none given), the tokenizer's (none given) and the schedule's
 (--use-checkpoint-opt_param-scheduler). Imports no torch.
 """
 
@@ -24,7 +24,7 @@ from megatron_ds.tokenizer.stored_files import with_copies
 
 Warn = Callable[[Problem], None]
 MODEL_SIZE_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
-"""Flags without any of which the model is that of the checkpoint."""
+"""Model flags; if none is given, the checkpoint defines the model."""
 TOKENIZER_FIELDS = frozenset({"vocab_size"})
 """Settings that the tokenizer determines."""
 LR_FIELDS = (
@@ -93,7 +93,7 @@ def _converted_length(
     """A length of the saved schedule in a unit that the run allows, as value by field.
 
     Raises:
-        UserError: If it is no whole number of this run's iterations.
+        UserError: If it is not an integer number of this run's iterations.
     """
     given = schedules.decay_as_given(saved) if stem == "lr_decay" else None
     given = given or schedules.given_length(saved, stem)
@@ -120,7 +120,7 @@ def _converted_length(
 def replace_given(
     config: Config, values: Mapping[str, Any], path: Path, warn: Warn, flag: str
 ) -> Config:
-    """Replaces options by those of a checkpoint; warns of given ones that change.
+    """Replaces options by a checkpoint's; warns of given ones that change.
 
     Args:
         config: Configuration of the command line.

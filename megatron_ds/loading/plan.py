@@ -1,4 +1,4 @@
-"""What --load means for a run, decided once: from which location, which checkpoint, whose options.
+"""Interprets --load for a run, once: the location, the checkpoint, the source of options.
 
 Owns the choice between --load and --pretrained-checkpoint, and between checkpoints of this program
 and of others. Imports no torch unless another program's checkpoint is loaded.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What a run loads."""
+    """Plan of what a run loads."""
 
     folders: RunFolders
     imported: SourceCheckpoint | None = None
@@ -153,7 +153,7 @@ def continue_schedule(
 
 
 def model_options(config: Config, warn: Warn) -> tuple[Config, list[Problem]]:
-    """Takes the options of the model from a folder of Hugging Face, of which config.json is enough.
+    """Takes the options of the model from a folder of Hugging Face; config.json is enough.
 
     For a plan: parts of the model that ours lacks are left out.
 

@@ -133,7 +133,7 @@ class Block(nn.Module):
     def _add(self, residual: Tensor, x: Tensor) -> Tensor:
         if self.residual.scale != 1.0:
             x = x * self.residual.scale
-        # Every tensor-parallel rank has all of x, so the mask is that of the replicated stream.
+        # Every tensor-parallel rank has all of x, so the mask equals the replicated stream's.
         if self.training and self.dropout > 0.0:
             return self.elementwise.add_dropout(residual, x, self.dropout, self.group)
         return residual + x

@@ -44,7 +44,7 @@ EMBEDDING = -1
 def keys_of(
     x: Tensor, queries: int, packed: PackedBatchInfo | None, cache: KeyValueCache | None = None
 ) -> Keys:
-    """What a pass with activations like these brings to attention.
+    """Returns the properties for attention of a pass with activations like these.
 
     Args:
         x: Activations.
@@ -80,7 +80,7 @@ class GPTModel(nn.Module):
     final_norm: nn.Module
     head: OutputLayer
     compiled: str
-    """What torch.compile compiles, for the banner."""
+    """Description of what torch.compile compiles, for the banner."""
 
     def __init__(
         self,

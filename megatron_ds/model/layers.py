@@ -65,7 +65,7 @@ class LayerBuilder:
         """The transformer layer.
 
         Args:
-            mlp: Its feed-forward layer, [S, B, H] to [S, B, H]. None: that of the options.
+            mlp: Its feed-forward layer, [S, B, H] to [S, B, H]. None: as in the options.
             kind: Its class.
             residual: How attention and the feed-forward layer add to the residual stream.
         """
@@ -83,7 +83,7 @@ class LayerBuilder:
 
 @dataclass(frozen=True)
 class CustomParts:
-    """What a program uses instead of parts of the model."""
+    """Replacements by a program for parts of the model."""
 
     loss: LossFunction | None = None
     layer: Callable[[LayerBuilder], Block] | None = None

@@ -45,8 +45,8 @@ class MLP(nn.Module):
 class TiledMLP(MLP):
     """The feed-forward layer, computed in tiles of the sequence (Bekman et al. 2025, ALST).
 
-    The backward pass computes each tile's inner activations again when it needs them, so that those
-    of one tile exist at a time. The tiles' gradients of a weight are summed inside the graph: its
+    The backward pass computes each tile's inner activations again when it needs them, so that only
+    one tile's exist at a time. The tiles' gradients of a weight are summed inside the graph: its
     hooks run once. A tile has as many tokens as the stream has features, and at most half of them.
     """
 

@@ -1,10 +1,10 @@
-"""Mixture of experts: a router, and feed-forward networks of which each token uses a few.
+"""Mixture of experts: a router, and feed-forward networks; each token uses a few.
 
 The experts are distributed over the expert-parallel ranks, to which their tokens are sent by
 all-to-all, and from which the outputs come back in the same way. The width of each expert is
-sharded over the tensor-parallel group, whose ranks all route the same tokens: those of the complete
-sequence, also with sequence parallelism. Sequence-parallel ranks of DeepSpeed-Ulysses route the
-tokens of their slices; the load and the capacity are those of all slices.
+sharded over the tensor-parallel group, whose ranks all route the tokens of the complete sequence,
+also with sequence parallelism. Sequence-parallel ranks of DeepSpeed-Ulysses route the tokens of
+their slices; the load and the capacity count all slices.
 
 Shapes: S sequence, B micro-batch, H hidden, T = S x B tokens, E experts, e experts of this rank,
 K experts per token, A assignments of a token to an expert, at most T x K, R rows that this rank's
@@ -43,7 +43,7 @@ from megatron_ds.parallel.weights import Weight
 
 
 class Routing(NamedTuple):
-    """Which experts the tokens of a micro-batch use."""
+    """Assignment of the tokens of a micro-batch to experts."""
 
     experts_TK: Tensor
     weights_TK: Tensor
@@ -132,7 +132,7 @@ class MoE(nn.Module):
     def _run_experts(self, x_AH: Tensor, counts_E: Tensor) -> Tensor:
         """The outputs for rows that are in the order of their experts, then those without one.
 
-        Rows without an expert are not sent; their outputs are those of any expert, or zero.
+        Rows without an expert are not sent; their outputs are any expert's, or zero.
         """
         ep_size = self.ep_group.size
         if ep_size == 1:
@@ -199,8 +199,8 @@ def inverse_of(order: Tensor) -> Tensor:
 class _Reordered(torch.autograd.Function):
     """x[order // copies], for an order of `copies` of each row.
 
-    The gradient's rows are gathered by the inverse order, and summed over the copies; that of an
-    index is accumulated row by row, for which devices sort the index.
+    The gradient's rows are gathered by the inverse order, and summed over the copies; the gradient
+    of an index is accumulated row by row, for which devices sort the index.
     """
 
     @staticmethod
@@ -264,7 +264,7 @@ class Experts(nn.Module):
 
     Args:
         spec: Their weights.
-        prefix: Canonical name of the mixture.
+        prefix: Canonical name of the mixture of experts.
         mesh: Process groups; each expert-parallel rank has consecutive experts.
         init: Draws the initial weights, each expert's by its number.
     """
@@ -388,7 +388,7 @@ def try_grouped_products(
 ) -> Problem | None:
     """Let experts multiply one after the other on an accelerator without a kernel for all of them.
 
-    It is tried, forward and backward, on the shapes of the experts, one of which has no rows.
+    It is tried, forward and backward, on the shapes of the experts, where one has no rows.
 
     Returns:
         Why the kernel is not used, if there are experts that would use it.

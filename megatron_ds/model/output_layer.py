@@ -37,7 +37,7 @@ class TokenLoss(NamedTuple):
         return self.loss_sum / torch.where(self.num_tokens > 0, self.num_tokens, 1.0)
 
     def of_all_slices(self, group: Group) -> TokenLoss:
-        """The loss of complete sequences, of which each rank of a group has a slice."""
+        """The loss of complete sequences; each rank of a group has a slice."""
         if group.size == 1:
             return self
         return TokenLoss(*sum_of_slices(torch.stack(self), group).unbind())

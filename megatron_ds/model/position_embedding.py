@@ -60,7 +60,7 @@ class PositionEncoder:
 
     @property
     def tables(self) -> tuple[object, ...]:
-        """What contexts refer to, and other contexts may replace."""
+        """Tables that contexts refer to, and other contexts may replace."""
         return *self._rope_tables.values(), self._masks.device_slopes
 
     def contexts(

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage and each rank has.
+"""Assigns layers to pipeline stages and ranks.
 
 Every stage has at least one layer; the first one has the embedding, too, the last one the final
 norm and the output layer. Pure arithmetic, the same on every rank; imports no torch.

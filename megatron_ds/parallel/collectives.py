@@ -1,4 +1,4 @@
-"""Tensor-parallel collectives, and the backward passes of those inside autograd's graph.
+"""Tensor-parallel collectives, with backward passes for use inside autograd's graph.
 
 A layer whose backward pass reduces gradients does so itself, alongside its other work (`linear`,
 `fused_linear_cross_entropy`). In a group of size 1 the collectives are the identity and add nothing

@@ -2,10 +2,10 @@
 
 Column-parallel: the output features are sharded, the input is replicated. Row-parallel: the input
 features are sharded, the output is replicated. One after the other, they need one all-reduce over
-the group in each direction. That of the backward pass is overlapped with the product for the
-weight's gradient. With sequence parallelism, the input of the one and the output of the other are
-sharded along their first dimension, and each all-reduce is an all-gather and a reduce-scatter. Owns
-no initial values: `init` draws them.
+the group in each direction. In the backward pass it is overlapped with the product for the weight's
+gradient. With sequence parallelism, the input of the one and the output of the other are sharded
+along their first dimension, and each all-reduce is an all-gather and a reduce-scatter. Owns no
+initial values: `init` draws them.
 """
 
 from __future__ import annotations

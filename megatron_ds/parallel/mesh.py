@@ -239,8 +239,8 @@ def _create_group(
     """Create the process group that contains `rank`. Collective.
 
     The groups are disjoint and contain all processes, so that each one creates exactly one group,
-    without the others: the time does not grow with the number of groups. This also holds where a
-    communicator is split off the one of all processes (NCCL), to which each one contributes once.
+    without other processes: the time does not grow with the number of groups. This also holds where
+    a communicator is split off the one of all processes (NCCL), to which each one contributes once.
     Urgent messages have a group of their own, though it may contain all processes. NCCL's kernels
     for them go before others: otherwise a product that is launched after a message, to hide it, may
     occupy the device first.

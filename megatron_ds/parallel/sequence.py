@@ -3,7 +3,7 @@
 Norms, dropout and residuals run on [S / TP, B, H]. The layers that are sharded over the group
 gather their input along the sequence and reduce-scatter their output; both together send as many
 bytes as one all-reduce. Owns the slice of each dropout mask; gradients of replicated parameters are
-summed as their declarations say.
+summed as declared.
 """
 
 from __future__ import annotations

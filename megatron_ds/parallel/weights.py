@@ -29,7 +29,7 @@ class ShardSpec:
     sections: tuple[int, ...]
     """Sizes along `dim`; their sum is the full size."""
     parts: tuple[str, ...] = ()
-    """What each section is, such as "query", "key", "value"; empty if there is only one."""
+    """Names of the sections, such as "query", "key", "value"; empty if there is only one."""
 
     def __post_init__(self) -> None:
         assert not self.parts or len(self.parts) == len(self.sections)
@@ -55,7 +55,7 @@ class ShardSpec:
         return ranges
 
     def locate(self, indices: range, size: int) -> Iterator[tuple[int, range]]:
-        """Which of `size` ranks hold indices along `dim`.
+        """Locates indices along `dim` on `size` ranks.
 
         Yields:
             Rank, and indices in its shard, in the order of `indices`.
@@ -82,7 +82,7 @@ class ShardSpec:
 
 
 class Role(StrEnum):
-    """What training and checkpoints do with a weight."""
+    """Role of a weight in training and checkpoints."""
 
     MATRIX = "matrix of a layer"
     """Decayed; updated by Muon."""
@@ -119,7 +119,7 @@ class Weight:
     shape: tuple[int, ...]
     """Full shape."""
     shard: ShardSpec | None = None
-    """How tensor-parallel ranks share it. None: it is replicated."""
+    """Sharding over tensor-parallel ranks. None: it is replicated."""
     std: float = 0.0
     """Standard deviation of the initial values."""
     mean: float = 0.0

@@ -1,4 +1,4 @@
-"""What a rank sends in a training step, from the configuration alone.
+"""Computes the messages of a rank in a training step, from the configuration alone.
 
 Counts the messages that hold parameters, gradients and hidden states, with the sizes that
 torch.distributed sees; not the few bytes of a step's norms and flags.
@@ -21,7 +21,7 @@ from megatron_ds.parallel.weights import Partial
 from megatron_ds.planning.memory_inputs import memory_inputs, micro_batches
 
 RING = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-"""How often a rank sends a message on a ring of many ranks; (n - 1) / n of that on n ranks."""
+"""Sends of a message by each rank of a long ring; (n - 1) / n times as many on n ranks."""
 
 ALLREDUCE_BUCKET = 500_000_000
 """Elements that DeepSpeed copies into one message if it has no bucket."""
@@ -36,11 +36,11 @@ class Traffic:
     operation: str
     """all-reduce, all-gather, reduce-scatter, all-to-all, or send (to one rank)."""
     axis: str
-    """Parallel axis whose ranks take part: tp, sp, ep, pp, dp, or those of `axis_groups`."""
+    """Parallel axis whose ranks take part: tp, sp, ep, pp, dp, or an axis of `axis_groups`."""
     what: str
-    """What the messages hold."""
+    """Content of the messages."""
     size: int
-    """Bytes of all messages together, each counted once: the whole tensor of all ranks."""
+    """Bytes of all messages together, each counted once: the full tensor of all ranks."""
     ranks: int
     """Ranks that take part."""
     messages: int = 1
@@ -99,7 +99,7 @@ class _Messages:
         self.is_recomputed = config.recompute.recompute_granularity == "full"
 
     def gradients_and_parameters(self) -> Iterator[Traffic]:
-        """Of data parallelism, by ZeRO stage. Experts have fewer replicas."""
+        """Yields the traffic of data parallelism, by ZeRO stage. Experts have fewer replicas."""
         layers, ep_size = self.rank_layers, self.config.expert_parallel_size
         size = self.spec.elements(layers)
         experts = self.spec.elements(layers, is_expert) if ep_size > 1 else 0
@@ -156,7 +156,7 @@ class _Messages:
             yield Traffic(operation, "tp", what, number * self.stream, size, number)
 
     def of_partial_gradients(self) -> Iterator[Traffic]:
-        """Of replicated weights that act on this rank's tokens or heads."""
+        """Yields the traffic of replicated weights that act on this rank's tokens or heads."""
         kinds = {Partial.ALWAYS, *([Partial.SEQUENCE] if self.parallel.sequence_parallel else [])}
         elements = self.spec.elements(self.rank_layers, lambda each: each.partial_over in kinds)
         size, what = self.count * elements * self.inputs.param_bytes, "replicated parameters"

@@ -1,9 +1,9 @@
 """Devices for which a run can be planned: data-sheet rates, and how much of them runs reach.
 
-The peaks are those of dense matrix products, from the vendors' data sheets. `efficiency`, the share
-of the peak that products reach, is that of published runs unless it is given; latencies are those
-of NCCL's model of rings with 16-bit data (src/graph/tuning.cc). The machines' memory and storage,
-and the time of other kernels, are assumptions.
+The peaks are for dense matrix products, from the vendors' data sheets. `efficiency`, the share of
+the peak that products reach, is from published runs unless it is given; latencies are from NCCL's
+model of rings with 16-bit data (src/graph/tuning.cc). The machines' memory and storage, and the
+time of other kernels, are assumptions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TABLES = read_table(__file__)
 SHARES: dict[str, list[tuple[float, float]]] = TABLES["shares"]
 """Parameters and share of the peak, from the runs that docs/running/planning.md lists."""
 MEASURED: dict[str, float] = TABLES["measured"]
-"""Parameters up to which the share is that of this program."""
+"""Parameters up to which the share was measured with this program."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Hardware:
     between: float
     """Bytes per second to other machines."""
     efficiency: float = 0.0
-    """Share of the peak that products reach. 0: that of `SHARES`."""
+    """Share of the peak that products reach. 0: the value of `SHARES`."""
     latency_inside: float = 3.4e-6
     """Seconds of a step of a ring inside a machine."""
     latency_between: float = 14e-6
@@ -61,7 +61,7 @@ class Hardware:
 
     @property
     def kind(self) -> str:
-        """What decides about kernels and DeepSpeed's defaults: a CPU or another device."""
+        """Kind of device for kernels and DeepSpeed's defaults: a CPU or another device."""
         return HOST if self.name == HOST else "accelerator"
 
     def share(self, parameters: float) -> tuple[float, str]:

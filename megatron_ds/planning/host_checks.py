@@ -28,7 +28,7 @@ SLOW_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Host:
-    """What this host has for the processes of a run. Sizes are in bytes."""
+    """Resources of this host for the processes of a run. Sizes are in bytes."""
 
     kind: str
     """Kind of the device, such as "cpu"."""
@@ -101,7 +101,7 @@ def problems(
     yield from _attention_problems(config, host.kind, warn)
     ds_config = generate.build_ds_config(config, dp_size, host.kind, available_on(host.kind))
     ops = generate.cpp_ops(ds_config)
-    # swap_disk.py checks that of swapping.
+    # swap_disk.py checks the op for swapping.
     yield from cpp_ops.problems([op for op in ops if op is not cpp_ops.ASYNC_IO])
     estimate, mode = planned_memory(config, dp_size, host.kind), config.runtime.memory_check
     excesses = [*_host_excesses(estimate, host), *_device_excesses(estimate, host.device)]
@@ -165,7 +165,7 @@ def _attention_problems(
 
 
 def _host_excesses(estimate: MemoryEstimate, host: Host) -> Iterator[tuple[Problem, bool]]:
-    """What exceeds the memory of the host, and whether it is certain that the run cannot start."""
+    """Yields excesses over the host's memory, and whether the run certainly cannot start."""
     own = sum(estimate.host.values()) + (estimate.peak if is_host(host.kind) else 0)
     if host.disk is not None and host.disk.is_in_memory:
         own += sum(estimate.disk.values())

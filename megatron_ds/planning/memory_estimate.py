@@ -3,8 +3,8 @@
 States are counted as DeepSpeed's engines keep them, activations as torch's autograd saves them for
 this model (`tests/unit/planning/test_memory_estimate.py` counts both). The estimate is the
 peak over the phases of a step. It excludes the libraries themselves, allocator fragmentation and
-the buffers of communication libraries. With pipeline stages every part is that of the stage that
-has the most of it.
+the buffers of communication libraries. With pipeline stages every part is from the stage that has
+the most of it.
 
 Activations are formulas and not counted on torch's fake tensors: torch 2.13 without CUDA aborts at
 attention over fake CUDA tensors, although a CPU may plan for them, and the first operation on fake
@@ -31,7 +31,7 @@ from megatron_ds.planning.communication import ALLREDUCE_BUCKET
 from megatron_ds.planning.memory_inputs import MemoryInputs, memory_inputs, micro_batches
 
 TEMPORARY = ("activations", "output layer and loss", "averaging and step", "gathered parameters")
-"""What the device has at different times of a step."""
+"""Device memory in use at different times of a step."""
 MALLOC_TRIM_LIMIT = 2**25
 """Bytes below which the C library may keep a freed block."""
 
@@ -71,7 +71,7 @@ class MemoryEstimate:
 
     @property
     def temporary(self) -> dict[str, int]:
-        """What the device has at different times of a step, by purpose."""
+        """Device memory in use at different times of a step, by purpose."""
         sizes = self.activations, self.head, self.reduction, self.gathered
         return dict(zip(TEMPORARY, sizes, strict=True))
 
@@ -176,7 +176,7 @@ class _Sizes:
         )
         self.has_accumulator = inputs.param_bytes != inputs.accumulation_bytes
         # Gradients are reduced in buckets, but not at stage 0 and by BF16_Optimizer. A bucket is
-        # allocated when the backward pass starts, under ZeRO-3 once for the whole run.
+        # allocated when the backward pass starts, under ZeRO-3 once for the entire run.
         self.has_bucket = inputs.zero_stage > 1 or (
             inputs.zero_stage == 1 and (not self.has_accumulator or inputs.offload_optimizer)
         )
@@ -210,7 +210,7 @@ class _Sizes:
             if self.has_bucket or not inputs.immediate_grad_update:
                 device["gradients"] = inputs.param_bytes * full
             if self.has_accumulator:
-                # The gradients are those of one micro-batch, until they are accumulated in fp32.
+                # The gradients belong to one micro-batch, until they are accumulated in fp32.
                 device["accumulated gradients"] = inputs.accumulation_bytes * full
         elif inputs.zero_stage == 3 or not inputs.offload_optimizer:
             optimizer["accumulated gradients"] = inputs.accumulation_bytes * partition
@@ -243,7 +243,7 @@ class _Sizes:
             host: States in host memory, to be changed.
 
         Returns:
-            States on the disk, and bytes of locked buffers, which are added to those of the host.
+            States on the disk, and bytes of locked buffers, which are added to the host's.
         """
         inputs, zero, disk, locked = self.inputs, self.inputs.zero, dict[str, int](), 0
         if (optimizer := zero.get("offload_optimizer", {})).get("device") == "nvme":
@@ -273,8 +273,8 @@ class _Sizes:
     def gathered(self) -> int:
         """Parameters that ZeRO-3 keeps gathered at a time.
 
-        DeepSpeed gathers the parameters of the current layer. It keeps small ones, those of a tied
-        embedding, and those that are used again within the reuse distance: at the end of the
+        DeepSpeed gathers the parameters of the current layer. It keeps small ones, a tied
+        embedding's, and those that are used again within the reuse distance: at the end of the
         forward pass the last layers, which are passed twice between their two uses, or three times
         if they are recomputed. Prefetching runs ahead until `max_live` parameters are gathered.
         """

@@ -38,9 +38,9 @@ class MemoryInputs:
     offload_optimizer: bool = False
     offload_parameters: bool = False
     offload_fraction: float = 1.0
-    """Of the optimizer states that are offloaded."""
+    """Fraction of the optimizer states that is offloaded."""
     master_bytes: int = FP32
-    """Of master weights and moments."""
+    """Bytes per element of master weights and moments."""
     immediate_grad_update: bool = True
     """Stage 1 adds a bf16 gradient to its fp32 accumulator as soon as it is computed."""
     sp_size: int = 1

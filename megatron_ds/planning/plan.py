@@ -1,4 +1,4 @@
-"""What a run will need and take, computed from its settings: for any number of processes.
+"""Predicts memory, communication and time of a run from its settings, on any number of processes.
 
 Parameters, states and messages follow from the settings. Times are a model: every product at a
 share of the device's peak, every message at the rate of its links after the latency of its steps.
@@ -40,7 +40,7 @@ class Link:
     """Whether the ranks are on several machines."""
     seconds: float
     latency: float
-    """Of the seconds."""
+    """Latency, included in `seconds`."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +53,22 @@ class Plan:
     efficiency_origin: str
     """Whether the devices' efficiency is given, assumed, or measured."""
     sizes: dict[str, int]
-    """Of the parallel axes, in the order of `AXES`."""
+    """Sizes of the parallel axes, in the order of `AXES`."""
     layers: tuple[int, ...]
     """Transformer layers of each stage."""
     parameters: int
-    """Of the complete model."""
+    """Parameters of the complete model."""
     rank_parameters: tuple[int, ...]
-    """Of each pipeline rank, on one tensor-parallel rank."""
+    """Parameters of each pipeline rank, on one tensor-parallel rank."""
     memory: MemoryEstimate
-    """Of the rank that needs the most."""
+    """Memory of the rank that needs the most."""
     links: tuple[Link, ...]
-    """Of the pipeline rank that communicates the longest."""
+    """Links of the pipeline rank that communicates the longest."""
     micro_batches: int
     samples: int
     """Per step."""
     flops: int
-    """Of a step on all ranks, without recomputation."""
+    """Operations of a step on all ranks, without recomputation."""
     compute: float
     """Products and kernels of a rank, recomputation included."""
     bubble: float
@@ -266,7 +266,7 @@ def _link_time(
 def _latency(traffic: Traffic, inside: int, hardware: Hardware) -> float:
     """Seconds that a message takes however small it is.
 
-    A ring has a step for each of its other ranks, of which one per machine crosses the network. An
+    A ring has a step for each of its other ranks; one per machine crosses the network. An
     all-reduce takes a tree over the machines where it has fewer steps.
 
     Args:

@@ -15,7 +15,7 @@ from megatron_ds.engine.ds_config.fields import as_flag
 PLANNED_RATE = 1e-4
 """Learning rate of a plan, on which nothing depends."""
 TOKENS = 2**22
-"""Tokens of a step of which nothing is known, as of most models with billions of parameters."""
+"""Tokens of a step if nothing is known, as of most models with billions of parameters."""
 TRAINING_DATA = {*SPLIT_DATA_FIELDS, "per_split_data_args_path", *PER_SPLIT_DATA_FIELDS["train"]}
 OTHER_DATA = {*PER_SPLIT_DATA_FIELDS["valid"], *PER_SPLIT_DATA_FIELDS["test"]}
 
@@ -39,7 +39,7 @@ class Completed:
     assumed: tuple[str, ...]
     """Flags that were not given."""
     samples: int | None
-    """Of a step, if the layout is open and to be suggested. The configuration is then that of one
+    """Samples of a step, if the layout is to be suggested. The configuration then has one
     micro-batch."""
     problems: list[Problem]
 

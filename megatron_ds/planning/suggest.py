@@ -86,7 +86,7 @@ def suggest(
 
 
 def _flags(plan: Plan, given: Config) -> str:
-    """The flags that change a configuration into that of a plan."""
+    """Returns the flags that change a configuration into a plan's."""
     values = {name: field_value(plan.config, name) for name in FLAGS}
     return " ".join(
         with_default_flags(as_flag(name, value))
@@ -155,7 +155,7 @@ def _variants(config: Config, world_size: int) -> Iterator[Config]:
 
 
 def _reason(plan: Plan, best: Plan) -> str:
-    """What the plan's time consists of besides products, or what it loses against the best one."""
+    """Describes the plan's time besides products, or its loss against the best plan."""
     shares = {
         "pipeline idle": plan.compute / (1 - plan.bubble) - plan.compute,
         "communication": plan.exposed,

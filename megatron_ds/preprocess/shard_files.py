@@ -107,7 +107,7 @@ class ShardFiles:
             Path(shard_prefix(self.output, shard) + PROGRESS_SUFFIX).unlink(missing_ok=True)
 
     def run_missing(self, run_shards: RunShards) -> None:
-        """Complete the missing shards. Raises UserError: If one is missing in the end."""
+        """Complete the missing shards. Raises UserError: If one is still missing."""
         if missing := self.missing():
             run_shards(missing)
             if missing := self.missing():

@@ -54,7 +54,7 @@ def preprocess_shard(
         tokenizer: Encodes the texts.
         report: Called with the counts of the shard after every chunk.
         log: Takes messages.
-        merges: Whether this process looks at the entire output and may merge the shards.
+        merges: Whether this process checks the entire output and may merge the shards.
 
     Returns:
         The counts of the entire output; None if it is not complete yet.
@@ -130,7 +130,7 @@ class ShardedRun:
             The counts of the entire output.
 
         Raises:
-            UserError: If another process merges; if a shard is missing in the end; if there is no
+            UserError: If another process merges; if a shard is still missing; if there is no
                 document in any.
         """
         options, files = self.options, self.files

@@ -117,7 +117,7 @@ def _draw_marks(axes: Any, chart: Chart, scale: float) -> None:
 
 
 def _format(axes: Any, chart: Chart) -> None:
-    """Numbers with prefixes of units, whole iterations, and a grid."""
+    """Numbers with prefixes of units, integer iterations, and a grid."""
     axes.grid(alpha=0.6)
     axes.margins(x=0.03)
     largest_x = max((abs(line.x).max() for line in chart.lines if len(line.x)), default=0)

@@ -200,7 +200,7 @@ class History:
         self.evaluations.clear()
 
     def continued_by(self, other: History) -> History:
-        """The history, continued by the history of a run that continues this one."""
+        """The history, followed by the history of a run that continues this one."""
         columns = {}
         for key in self.columns | other.columns:
             columns[key] = array("d", np.concatenate([self[key], other[key]]))

@@ -20,7 +20,7 @@ from megatron_ds.reports.tables import (
 
 SYMBOLS = {"dots": "●", "stars": "★", "restart": "┊", "checkpoint": "▲", "warning": "✕"}
 STYLE = read_text(__file__, "page.css")
-"""In which LIGHT, DARK and TABS stand for rules that the charts determine."""
+"""In which LIGHT, DARK and TABS are placeholders for rules that the charts determine."""
 
 
 def page(runs: Runs, charts: Sequence[Chart], peak_tflops: float | None = None) -> str:

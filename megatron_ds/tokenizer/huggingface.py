@@ -40,7 +40,7 @@ HARMLESS_SETTINGS = (
 )
 """Keys that do not change the ids of these classes."""
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken")
-"""Files at least one of which is in every folder with a tokenizer."""
+"""Files of tokenizers; every folder with a tokenizer has at least one."""
 HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 """Such as `gpt2` or `bigscience/bloom`."""
 HUB_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
@@ -86,7 +86,7 @@ def pretrained_files(path: str, trust_remote_code: bool) -> list[Path]:
         return [folder, *(file for file in beside if file.is_file() and file != folder)]
     patterns = _patterns(trust_remote_code)
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    # The list of a model's tensors, which may lie in the same folder, is large.
+    # The list of a model's tensors, which may be in the same folder, is large.
     return sorted(file for file in files if not file.name.endswith(".index.json"))
 
 
@@ -290,7 +290,7 @@ def _check_files(folder: Path, names: Mapping[str, str]) -> None:
     """Without its files transformers builds an empty tokenizer, which encodes to nothing."""
     required = [names[kind] for kind in REQUIRED_FILES if kind in names]
     missing = ", ".join(name for name in required if not (folder / name).is_file())
-    complete = names.get("tokenizer_file")  # replaces the others
+    complete = names.get("tokenizer_file")  # replaces all other ones
     if missing and not (complete and (folder / complete).is_file()):
         raise user_error("pretrained-tokenizer-incomplete", folder=folder, missing=missing)
 

@@ -80,7 +80,7 @@ class RunParts:
 
 @dataclass(frozen=True)
 class _Start:
-    """What a run continues: a checkpoint of its own, an imported one, or nothing."""
+    """Start of a run: from its own checkpoint, an imported one, or nothing."""
 
     checkpoint: Checkpoint | None = None
     imported: InitialLoad | None = None
@@ -226,7 +226,7 @@ def times_of_ranks(engine: Engine) -> dict[str, list[float]]:
 
 
 def _build_data(parts: RunParts, start: _Start) -> Datasets:
-    """Builds the datasets, continuing those of a checkpoint, and prints their composition."""
+    """Builds the datasets, continued from a checkpoint, and prints their composition."""
     config, inputs, save = parts.config, parts.inputs, parts.save
     if config.evaluation.eval_only is not None:
         return Datasets(None)

@@ -1,4 +1,4 @@
-"""What a program brings to a run: dataset, loss, layer, loggers, callbacks. Imports no torch."""
+"""Extensions of a run by a program: dataset, loss, layer, loggers, callbacks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Callback:
 
         Args:
             config: Complete configuration of the run.
-            state: State from which the run starts, that of the checkpoint if it resumes.
+            state: State from which the run starts, the checkpoint's if it resumes.
             model: This rank's `torch.nn.Module`; with ZeRO-3 its parameters are partitioned.
         """
 
@@ -63,7 +63,7 @@ OpenLogger = Callable[[Config, TrainState], Logger]
 
 @dataclass(frozen=True, kw_only=True)
 class Extensions:
-    """What a run has in addition to, or instead of, the package's own parts."""
+    """Parts of a run in addition to, or instead of, the package's own."""
 
     dataset: BuildDataset | None = None
     """Called for each split with a `DatasetRequest`; returns a dataset with a length, whose items
@@ -86,7 +86,7 @@ class Extensions:
         return {name: qualified_name(part) for name, part in parts.items() if part is not None}
 
     def problems(self) -> Iterator[Problem]:
-        """What is of another type, or is called with other arguments, than its field says."""
+        """Yields parts whose type or arguments differ from the field's declaration."""
         for name, arguments in CUSTOM_PARTS.items():
             if (part := getattr(self, name)) is not None:
                 yield from _call_problems(name, part, arguments)

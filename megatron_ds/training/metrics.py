@@ -80,7 +80,7 @@ class Metrics:
     seconds_left: Callable[[TrainState, float], float] | None = None
     """Seconds until the run ends, given the state and tokens per second."""
     loggers: Sequence[Logger] = ()
-    """Where records go; empty except on the reporting ranks."""
+    """Destinations of records; empty except on the reporting ranks."""
     _pending: list[_Step] = field(default_factory=list, init=False)
     _interval: list[StepRecord] = field(default_factory=list, init=False)
     _times: Mapping[str, Sequence[float]] = field(default_factory=dict, init=False)

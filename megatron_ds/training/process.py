@@ -1,4 +1,4 @@
-"""One process of a run: joins the others, claims the folders, builds the parts and trains.
+"""One process of a run: joins its peer ranks, claims the folders, builds the parts and trains.
 
 Owns what must be undone at the end. Collective: every rank calls `train`.
 """

@@ -116,7 +116,7 @@ class TaskRecord:
     consumed_tokens: int
     task: str
     metrics: Mapping[str, float]
-    """By name, such as "acc"; those of a filter as "exact_match,strict-match"."""
+    """By name, such as "acc"; with a filter as "exact_match,strict-match"."""
 
 
 def metrics_of_evaluation(record: EvalRecord) -> dict[str, float]:
@@ -127,7 +127,7 @@ def metrics_of_evaluation(record: EvalRecord) -> dict[str, float]:
 
 
 def metrics_of_task(record: TaskRecord) -> dict[str, float]:
-    """All metrics of a task by name, which begins with that of the task and `/`."""
+    """All metrics of a task by name, which begins with the task's name and `/`."""
     return {f"{record.task}/{name}": value for name, value in record.metrics.items()}
 
 

@@ -35,7 +35,7 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
 
     Args:
         extensions: What the run has in addition to, or instead of, the package's own parts.
-        argv: Flags of pretrain_gpt.py. None: those of the command line.
+        argv: Flags of pretrain_gpt.py. None: the command line's.
 
     Raises:
         SystemExit: If the run does not finish; docs/running/stopping_and_failures.md lists the

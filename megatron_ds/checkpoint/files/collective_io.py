@@ -21,7 +21,7 @@ from megatron_ds.launch import environment
 T = TypeVar("T")
 R = TypeVar("R")
 TIMEOUT = timedelta(hours=6)
-"""Longest time that one rank may spend on files while the others wait."""
+"""Longest time that one rank may spend on files while its peer ranks wait."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class CollectiveIO:
         return Outcome(work.merge([answer.result for answer in answers])) if answers else Outcome()
 
     def _gather_on_first(self, outcome: Outcome) -> list[Outcome]:
-        """The outcomes of all ranks on the first one, by rank; none on the others.
+        """The outcomes of all ranks on the first one, by rank; none on other ranks.
 
         `dist.gather_object` would send the sizes of all to all.
         """

@@ -18,7 +18,7 @@ OnTensor = Callable[[str, int], None]
 
 @contextmanager
 def output_folder(folder: Path) -> Iterator[Path]:
-    """Creates a folder under a temporary name beside its own, and renames it once it is written.
+    """Creates a folder under a temporary name next to its own, and renames it once it is written.
 
     Files inside are flushed to the disk first. What an error or an interruption leaves is removed.
     A mount point cannot be replaced: there, the temporary folder is inside, and its contents are

@@ -3,7 +3,7 @@
 The file names its owner: host, process and start time, and its folder, so that the lock in a copy
 of the folder has no effect. An owner on the same host is dead if its process is. Any other owner is
 dead if it has not touched the file for `FOREIGN_SILENCE_S`; clocks of different hosts are not
-compared. Where torchrun starts a run again after the loss of a node, the lock is that of the same
+compared. Where torchrun starts a run again after the loss of a node, the lock belongs to the same
 run, whose earlier ranks have most likely ended: a shorter silence is enough. Needs no locks of the
 file system, only exclusive creation and atomic renames, which network file systems have.
 """

@@ -1,9 +1,9 @@
 """Staging folders: the local folders that replace the URLs of --save and --load.
 
 A run works on a staging folder of each node. Before it starts, `mirror` downloads what describes
-the checkpoints of the store, so that they are selected and compared like those of a folder; `fetch`
-downloads the files of the selected one. A checkpoint is complete in the store when it has a
-manifest, which is written last and removed first. Imports no torch.
+the checkpoints of the store, so that they are selected and compared like the checkpoints of a
+folder; `fetch` downloads the files of the selected one. A checkpoint is complete in the store when
+it has a manifest, which is written last and removed first. Imports no torch.
 """
 
 from __future__ import annotations

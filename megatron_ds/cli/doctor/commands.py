@@ -30,7 +30,7 @@ def read_source(
     Args:
         words: The file and its arguments, or the command.
         variables: Variables of the environment.
-        ranks: Number of processes, if the source does not say.
+        ranks: Number of processes, if the source does not specify it.
         executes: Execute a script; see `sandbox`.
 
     Raises:
@@ -100,7 +100,7 @@ def shown(word: str) -> str:
 
 
 def _counts(words: Sequence[str]) -> dict[str, int]:
-    """Nodes, processes of a node and of all, as far as options of launchers say them."""
+    """Nodes, processes of a node and of all, as far as options of launchers specify them."""
     kinds = tables()["launchers"]["counts"]
     counts = {}
     for word, following in itertools.pairwise([*words, ""]):

@@ -20,7 +20,7 @@ from megatron_ds.cli.flags import different_defaults, training_flags
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
 
 MISSING_FILES = frozenset(("file-not-found", "not-a-file", "path-not-a-regular-file"))
-"""Problems that say nothing of a command's meaning."""
+"""Problems that do not concern a command's meaning."""
 TITLES = ("not read", "differences in meaning", "without a counterpart, and what to do")
 WIDTH = 96
 PER_MACHINE = 8

@@ -21,7 +21,7 @@ TIME_LIMIT_S = 60.0
 
 
 def execute(words: Sequence[str], variables: Mapping[str, str]) -> Reading:
-    """The programs that a script starts, and the files that they are told to read.
+    """The programs that a script starts, and the files that they are given to read.
 
     Args:
         words: The script and its arguments.

@@ -269,7 +269,7 @@ class Shell:
         return None, LOST
 
     def _unread(self, text: str, taken: str = "") -> str:
-        """Notes a construct, and returns what stands for its value."""
+        """Notes a construct, and returns a placeholder for its value."""
         written = f"{self._path}:{self._line}: {unmarked(text).strip()}"
         self.reading.unread.append(f"{written}: {taken}" if taken else written)
         return _moved(text, 0, UNKNOWN)

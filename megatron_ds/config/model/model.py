@@ -203,7 +203,7 @@ class ModelConfig:
 
     @property
     def gelu_kind(self) -> str:
-        """`gelu_approximation`, or its default: that of Megatron's kernel for bias and gelu."""
+        """`gelu_approximation`, or its default: as in Megatron's kernel for bias and gelu."""
         return self.gelu_approximation or ("tanh" if self.add_bias_linear else "none")
 
     @property

@@ -92,7 +92,7 @@ class MoEConfig:
 
     @property
     def is_pre_softmax(self) -> bool:
-        """Of the selected experts alone, one has the constant probability 1, without gradient."""
+        """Whether softmax precedes the selection; after it, one expert's probability would be 1."""
         return self.moe_router_pre_softmax or self.moe_router_topk == 1
 
     @property

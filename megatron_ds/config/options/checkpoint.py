@@ -210,7 +210,7 @@ class CheckpointConfig:
         load = split_location(self.load)[1]
         folder, name = os.path.split(os.path.normpath(load))
         is_one = name.startswith("global_step") and not name.endswith("_universal")
-        if is_one and not is_url(load):  # that of a URL is reported when it is downloaded
+        if is_one and not is_url(load):  # a URL's is reported when it is downloaded
             yield Problem("load-is-one-checkpoint", settings=self, name=name, folder=folder or ".")
         elif self.is_new_run and self.save is not None and _is_same(self.save, load):
             name = "finetune" if self.finetune else "reset_iteration"

@@ -1,4 +1,4 @@
-"""A parsed --deepspeed_config file: values by dotted key, and where each stands."""
+"""A parsed --deepspeed_config file: values by dotted key, and the line of each."""
 
 from __future__ import annotations
 

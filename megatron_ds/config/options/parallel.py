@@ -77,7 +77,7 @@ class ParallelConfig:
         return world_size // product if min(sizes) > 0 and world_size % product == 0 else 0
 
     def describe_data_parallel_size(self, world_size: int) -> str:
-        """How the data-parallel size is computed, for messages."""
+        """Describes the computation of the data-parallel size, for messages."""
         terms = [counted(world_size, "process"), with_value(self, "tensor_model_parallel_size")]
         terms += [
             with_value(self, name)

@@ -17,7 +17,8 @@ _of_dynamic_scale = functools.partial(option_field, only_with=DYNAMIC_SCALE)
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Mixed precision. fp16 keeps fp32 master weights; so does bf16, unless told otherwise."""
+    """Mixed precision. fp16 keeps fp32 master weights; so does bf16, unless configured
+    otherwise."""
 
     fp16: bool = option_field(False, "train in fp16 with loss scaling")
     bf16: bool = option_field(False, "train in bf16")

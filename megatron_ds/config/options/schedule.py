@@ -239,12 +239,12 @@ class ScheduleConfig:
             yield from _folded_pipeline_problems(self, parallel, unit)
 
     def _valid_dp_sizes(self, size: int) -> list[int]:
-        """Data-parallel sizes with which a batch has whole micro-batches."""
+        """Data-parallel sizes with which a batch has an integer number of micro-batches."""
         count, rest = divmod(size, self.micro_batch_size)
         return [] if rest else [number for number in range(1, count + 1) if count % number == 0]
 
     def _unit_problems(self) -> Iterator[Problem]:
-        """Check that each length has one unit, which is tokens or that of the run length."""
+        """Check that each length has one unit: tokens, or the unit of the run length."""
         wrong, right, changing = None, "samples", None
         if self.train_iters is not None and self.train_samples is None:
             wrong, right = "samples", "iters"

@@ -1,7 +1,7 @@
 """config.json of Hugging Face models: what each key means for the model's options, and back.
 
-A family of models is described by `Row`s, each of which reads some keys and writes them. A key that
-asks for a part that the model does not have is noted in `ConfigValues.lacking`.
+A family of models is described by `Row`s; each reads some keys and writes them. A key that asks for
+a part that the model does not have is noted in `ConfigValues.lacking`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def number(keys: str, field: str, kind: type[int] | type[float], default: Any = 
 
 
 def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) -> Row:
-    """A value that stands for one or several fields.
+    """A value that sets one or several fields.
 
     Args:
         key: The key.
@@ -119,7 +119,7 @@ def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) ->
 
 
 def only(key: str, part: str, default: Any, value: Any) -> Row:
-    """A part that the model does not have, with the value that stands for its absence."""
+    """A part that the model does not have, with the value that means its absence."""
     return choice(key, part, default, {value: {}})
 
 

@@ -1,7 +1,7 @@
 """The families of Hugging Face models that the model has the parts of: keys and tensor names.
 
-Defaults of absent keys are those of transformers' configuration classes, which files on the Hub
-rely on.
+Absent keys have the defaults of transformers' configuration classes, which files on the Hub rely
+on.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from megatron_ds.tokenizer.huggingface import PLAIN_CLASSES, SIDE_FILES, TOKENIZ
 from megatron_ds.tokenizer.stored_files import read_files
 
 OF_THE_MODEL = ("config.json", "generation_config.json")
-"""Files beside a tokenizer's that an export writes itself."""
+"""Files next to a tokenizer's that an export writes itself."""
 SETTINGS = SIDE_FILES[0]
 CLASSES: dict[str, dict[str, Any]] = {
     "GPT2BPETokenizer": {

@@ -215,7 +215,7 @@ def is_neox(state: Mapping[str, Any]) -> bool:
 def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The arguments of Megatron with the meaning of the settings of a run of gpt-neox.
 
-    A checkpoint of gpt-neox has few arguments in its files, and the settings beside them.
+    A checkpoint of gpt-neox has few arguments in its files, and the settings next to them.
 
     Returns:
         Nothing without the settings of the run: the saved arguments do not determine the model.
@@ -303,7 +303,7 @@ def qkv_order(args: Mapping[str, Any], version: float | None) -> QkvOrder:
 
 
 def true_vocab_size(state: Mapping[str, Any], args: Mapping[str, Any]) -> int | None:
-    """Number of tokens without padding; None if the checkpoint does not tell."""
+    """Number of tokens without padding; None if the checkpoint does not state it."""
     for key in ("universal_checkpoint_info", "checkpoint_info"):
         if size := (state.get(key) or {}).get("original_vocab_size"):
             return int(size)
@@ -313,7 +313,7 @@ def true_vocab_size(state: Mapping[str, Any], args: Mapping[str, Any]) -> int | 
 
 
 def notes(args: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Problem]:
-    """What a user should know of a checkpoint that can be loaded."""
+    """Yields notes for the user about a checkpoint that can be loaded."""
     rotary = settings.get("position_embedding_type") == "rope"
     if "ds_sequence_parallel_fpdt" in args and rotary and args.get("sequence_parallel") is False:
         yield Problem("megatron-deepspeed-wrong-rope")

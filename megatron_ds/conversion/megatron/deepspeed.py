@@ -2,9 +2,9 @@
 
     zero_pp_rank_D_mp_rank_XX_optim_states.pt    partition D of model-parallel rank XX
 
-A partition is flat. Up to ZeRO 2, `param_slice_mappings` records which part of which weight is
-where; with ZeRO 3, each rank has a part of every weight. Weights are named as DeepSpeed's engine
-names them.
+A partition is flat. Up to ZeRO 2, `param_slice_mappings` records where each part of a weight is;
+with ZeRO 3, each rank has a part of every weight. Weights are named as DeepSpeed's engine names
+them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def read_states(
 
     Args:
         folder: A `global_step*` folder.
-        weights: The weights by name in the whole model, one for each tensor-parallel rank.
-        rename: Gives a weight's name in the whole model.
+        weights: The weights by name in the complete model, one for each tensor-parallel rank.
+        rename: Gives a weight's name in the complete model.
         read: Reads a file.
 
     Returns:

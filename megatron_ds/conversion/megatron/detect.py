@@ -1,4 +1,4 @@
-"""Which folders are checkpoints of Megatron's programs. Imports no torch."""
+"""Detects checkpoints of Megatron's programs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MegatronCheckpoint:
 
 
 def has_kind(*kinds: str) -> Callable[[Path], bool]:
-    """Gives a function that tells whether a folder has a checkpoint of some kinds."""
+    """Gives a function that returns whether a folder has a checkpoint of some kinds."""
 
     def matches(path: Path) -> bool:
         checkpoint = detect_megatron(path)

@@ -32,7 +32,7 @@ UNKNOWN_FORM = "its distributed optimizer has an unknown form"
 
 
 class Flat(Protocol):
-    """A flat tensor, of which parts are read."""
+    """A flat tensor that is read in parts."""
 
     def numel(self) -> int: ...
 
@@ -105,11 +105,11 @@ def assign_buffers(
 def locate_by_value(
     weights: Mapping[str, Callable[[], Tensor]], buckets: Sequence[Bucket]
 ) -> BufferOffsets:
-    """Where a buffer has the master weights of a model chunk.
+    """Returns the offsets of a model chunk's master weights in a buffer.
 
     Args:
         weights: Functions that read them, in the order of the state dict.
-        buckets: Those of the buffer, in their order.
+        buckets: Buckets of the buffer, in their order.
 
     Returns:
         The places of the weights that were found.
@@ -143,7 +143,7 @@ def locate_by_value(
 
 
 def _is_at(weight: Tensor, flat: Flat, start: int) -> bool:
-    """Whether a buffer of master weights has those of a weight at a position."""
+    """Whether a buffer has the master weights of a weight at a position."""
     if start + weight.numel() > flat.numel():
         return False
     values = weight.reshape(-1)

@@ -37,12 +37,12 @@ class QkvOrder(StrEnum):
 
 @dataclass(frozen=True)
 class RowOrders:
-    """How rows of a checkpoint's fused weights are ordered."""
+    """Row orders of a checkpoint's fused weights."""
 
     heads: int
-    """Query heads of the whole model."""
+    """Query heads of the complete model."""
     groups: int
-    """Key-value heads of the whole model."""
+    """Key-value heads of the complete model."""
     head_dim: int
     qkv: QkvOrder
     gated: bool = False
@@ -61,7 +61,8 @@ def is_copy(name: str) -> bool:
 
 
 def canonical_name(name: str) -> str | None:
-    """Our name of a weight whose layer is counted over the whole model; None if it is unknown."""
+    """Our name of a weight whose layer is counted over the complete model; None if it is
+    unknown."""
     name = PREFIX.sub("", name)
     layer = LAYER.match(name)
     prefix = layer[0] if layer else ""
@@ -107,7 +108,7 @@ def joined_shape(name: str, shard: tuple[int, ...], ranks: int) -> tuple[int, ..
 
 
 def _cut_dimension(name: str) -> int | None:
-    """The dimension that tensor parallelism cuts; None for a replicated tensor."""
+    """The dimension that tensor parallelism shards; None for a replicated tensor."""
     weight = unit_weights().get(LAYER.sub("layers.0.", name))
     return None if weight is None or weight.shard is None else weight.shard.dim
 

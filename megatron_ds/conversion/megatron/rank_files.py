@@ -1,7 +1,7 @@
 """Files of Megatron-LM's `torch` checkpoints and of both forks of Megatron-DeepSpeed.
 
 Owns which file has which pipeline stage and tensor-parallel rank, and where a layer of a stage is
-in the whole model. Files are memory-mapped. Names and rows stay those of Megatron.
+in the complete model. Files are memory-mapped. Keeps Megatron's names and rows.
 
     iter_0001000/mp_rank_TT[_PPP]/model_optim_rng.pt    Megatron-LM; layers restart at 0 in a stage
     iter_0001000/mp_rank_TT[_PPP]/distrib_optim.pt      states of its distributed optimizer
@@ -40,7 +40,7 @@ BUFFERS = "distrib_optim.pt"
 NORM_KEYS = {"weight", "bias", "scale"}
 
 Shards = dict[str, list[TensorReader]]
-"""By Megatron's name, with layers counted over the whole model: one tensor per rank."""
+"""By Megatron's name, with layers counted over the complete model: one tensor per rank."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def read_legacy(folder: Path) -> MegatronContents:
 
 
 def _optimizer_states(chunks: list[dict[str, Tensor]], saved: Any, folder: Path) -> OptimizerStates:
-    """The states of a rank, in its file or in that of the distributed optimizer."""
+    """The states of a rank, in its file or the distributed optimizer's."""
     path = folder / BUFFERS
     if not isinstance(saved, Mapping) or not path.is_file():
         return assign_states(chunks, saved)
@@ -132,7 +132,7 @@ def read_deepspeed(folder: Path) -> MegatronContents:
 
 
 def pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
-    """A weight's name in the whole model, of its name in the pipeline engine."""
+    """A weight's name in the complete model, of its name in the pipeline engine."""
     if name.startswith("tied_modules."):
         return name.split(".", 2)[2]
     number, _, inner = name.partition(".")
@@ -140,10 +140,10 @@ def pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
 
 
 def layer_prefixes(names: Mapping[int, Set[str]]) -> dict[int, str]:
-    """The prefixes of names in the whole model, by the number of a layer in the pipeline engine.
+    """The prefixes of names in the complete model, by the number of a layer in the pipeline engine.
 
     Args:
-        names: Those of the weights in each layer.
+        names: Names of the weights in each layer.
     """
     prefixes: dict[int, str] = {}
     layers = itertools.count()
@@ -263,7 +263,7 @@ def _add(shards: Shards, stages: Sequence[Sequence[Mapping[str, Tensor]]], rank:
 def _stages_as_one(
     stages: Sequence[Sequence[Mapping[str, Tensor]]],
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of all stages, with layers counted over the whole model.
+    """The weights of all stages, with layers counted over the complete model.
 
     Chunk v of all stages comes before chunk v + 1 of any.
     """

@@ -5,8 +5,8 @@
     iter_0001000/__RANK_WRITER.distcp     their chunks
     iter_0001000/common.pt                arguments and counters; since Core 0.19 an entry instead
 
-Tensors are stored whole, whatever layout wrote them, and those of all layers as one: each layer is
-read alone. Nothing else is unpickled than by `foreign_pickle`.
+Tensors are stored unsharded, whatever layout wrote them, and all layers as one: each layer is read
+alone. Nothing else is unpickled than by `foreign_pickle`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ STATE_PREFIXES = {
     MASTER: "optimizer.state.fp32_param.",
 }
 PARTITIONED_MASTERS = "optimizer.state.param."
-"""Of the distributed optimizer, if its states are saved like weights."""
+"""Prefix of master weights, if the distributed optimizer's states are saved like weights."""
 COMMON_ENTRY = "common_state/shard_0_1"
 
 

@@ -3,10 +3,10 @@
     optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(...).bucket_idx_K.{param,exp_avg,...}
     optimizer.distributed.dp_group_idx_G.optimizer/shard_0_1    parameter groups, with the steps
 
-G counts the tensor-parallel ranks of the first pipeline stage, then those of the next one; B counts
-the model chunks of a stage, and K the buckets of a chunk. What a rank has of a weight are the
-chunks in which the weight was saved. Where a bucket has it is found by its values, as for
-`distrib_optim.pt`; see `megatron_buffers`.
+G counts the tensor-parallel ranks of the first pipeline stage, then of the next one; B counts the
+model chunks of a stage, and K the buckets of a chunk. What a rank has of a weight are the chunks in
+which the weight was saved. Where a bucket has it is found by its values, as for `distrib_optim.pt`;
+see `megatron_buffers`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class WeightEntry:
         return tuple(self.entry.size[0 if self.layer is None else 1 :])
 
     def parts_of(self, rank: int, tp: int) -> _Parts:
-        """What one of the tensor-parallel ranks has."""
+        """Returns the parts on one of the tensor-parallel ranks."""
         skipped = 0 if self.layer is None else 1
         chunks = [
             each
@@ -93,7 +93,7 @@ class WeightEntry:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What a tensor-parallel rank has of a weight.
+    """Parts of a weight on a tensor-parallel rank.
 
     Attributes:
         axis: The sharded one.
@@ -119,7 +119,7 @@ def read_buckets(
 
     Args:
         metadata: Of the checkpoint.
-        weights: Its weights by Megatron's names, with layers counted over the whole model.
+        weights: Its weights by Megatron's names, with layers counted over the complete model.
         sizes: Tensor-parallel size, pipeline stages and layers of the run that saved it.
         read_part: Reads from the checkpoint.
     """

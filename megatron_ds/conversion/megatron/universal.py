@@ -2,7 +2,7 @@
 
 Owns how the tensor-parallel shards of a weight were joined: along the dimension that its
 file declares. Rows of fused weights whose parts are not declared are in the order of
-the ranks, so that they are joined again here. Names and rows stay those of Megatron.
+the ranks, so that they are joined again here. Keeps Megatron's names and rows.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_universal(folder: Path) -> MegatronContents:
 
 
 class _Layout:
-    """How the weights were sharded before they were joined."""
+    """Sharding of the weights before they were joined."""
 
     def __init__(self, folder: Path, state: Mapping[str, Any]) -> None:
         args = megatron_args.arguments_of(state.get("args"))
@@ -93,7 +93,7 @@ class _Layout:
             if isinstance(group, Mapping)
             for name, shape in group.items()
         }
-        """Of the weights that DeepSpeed's converter leaves flat, as from ZeRO 3."""
+        """Shapes of the weights that DeepSpeed's converter leaves flat, as from ZeRO 3."""
         info = state.get("universal_checkpoint_info") or {}
         self.mapped = tuple((info.get("affine_map") or {}).get("params", ()))
         """Patterns of the weights that an affine map has joined."""

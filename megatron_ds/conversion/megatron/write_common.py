@@ -1,4 +1,4 @@
-"""What the writers of Megatron's formats have in common.
+"""Shared parts of the writers of Megatron's formats.
 
 Owns the order of the QKV rows, the padding of the vocabulary, the arguments that Megatron compares
 or takes over, and what its models lack.
@@ -61,7 +61,7 @@ def checkpoint_folder(source: SourceCheckpoint, folder: Path) -> Iterator[Path]:
 def common_state(
     source: SourceCheckpoint, options: WriteOptions, **arguments: Any
 ) -> dict[str, Any]:
-    """What a checkpoint has besides tensors.
+    """Returns the content of a checkpoint other than tensors.
 
     Args:
         source: The weights.
@@ -118,7 +118,7 @@ def adam_groups(training: SavedRun, adam: str) -> list[dict[str, Any]]:
 
 
 def padded(full: Tensor, rows: int) -> Tensor:
-    """A vocabulary table with so many rows; those of the padding are zeros."""
+    """A vocabulary table with so many rows; rows of padding are zeros."""
     return torch.nn.functional.pad(full, (0, 0, 0, rows - len(full)))
 
 

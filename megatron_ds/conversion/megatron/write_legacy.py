@@ -175,4 +175,4 @@ class _Stage:
                 spec = ShardSpec(0, (len(full),))
             full = take_shard(full, spec, self.rank, tp_size)
         self.on_tensor(name, tensor.nbytes // tp_size)
-        return full.clone()  # torch.save writes the whole storage of a view
+        return full.clone()  # torch.save writes the entire storage of a view

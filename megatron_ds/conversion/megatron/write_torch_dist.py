@@ -1,8 +1,8 @@
 """Writes a checkpoint of Megatron Core's `torch_dist` format, by torch's own writer.
 
-Owns the names and shapes of Core's distributed checkpoints. Tensors are written unsharded, those of
-all layers under one name with the layer as the first axis, so that any layout can load them.
-One tensor is in memory at a time.
+Owns the names and shapes of Core's distributed checkpoints. Tensors are written unsharded, all
+layers under one name with the layer as the first axis, so that any layout can load them. One tensor
+is in memory at a time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ BACKEND = {
 """`metadata.json` of Core 0.8 to 0.18. Core 0.19 has no common backend of its own, but still reads
 `common.pt` where there is one."""
 CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-"""Which of Core's layouts the keys follow."""
+"""Layouts of Core that the keys follow."""
 
 
 def write_torch_dist(

@@ -55,7 +55,7 @@ class FileUsage:
 
 
 def summary(usage: Sequence[FileUsage], full_list: str | None) -> Iterator[str]:
-    """Lines with the largest files of each split; the others are summed up.
+    """Lines with the largest files of each split; the remaining ones are summed up.
 
     Args:
         usage: All files.
@@ -164,6 +164,6 @@ def _blend(history: BlendHistory, phase: BlendPhase) -> str:
 
 
 def join_limited(words: Sequence[str], limit: int = MAX_NAMED) -> str:
-    """A list of the first `limit` words, and the number of the others."""
+    """A list of the first `limit` words, and the number of further ones."""
     more = len(words) - limit
     return ", ".join(words) if more <= 0 else f"{', '.join(words[:limit])} and {more} more"

@@ -1,8 +1,8 @@
 """Blocks of large files in a folder of a node, bounded in total, shared by the node's processes.
 
 The copy of a file is sparse: it has the size of the file, and the blocks that were downloaded.
-A mark per block tells which. Readers map the copy; while they read, they share a lock, and before a
-block is removed its mark is, under the same lock, exclusive. A block is marked only after its
+A mark per block records which. Readers map the copy; while they read, they share a lock, and before
+a block is removed its mark is, under the same lock, exclusive. A block is marked only after its
 bytes are written, and locks end with their process, so that a killed process leaves nothing wrong.
 As a machine may have lost what it had not written to its disk, blocks that no running process has
 used are compared with their checksums first.
@@ -53,7 +53,7 @@ class BlockFile:
 
     Attributes:
         marks: [blocks + 1], changed by other processes, too. The last one is `USED` while no block
-            is missing; readers then need not look at the others.
+            is missing; readers then need not check other marks.
     """
 
     def __init__(self, folder: Path, size: int, block_bytes: int) -> None:
@@ -230,7 +230,7 @@ class BlockCache:
         """Removes blocks until so many bytes and some more fit; returns the bytes that remain.
 
         First go blocks that were not used since the last time, in random order: samples are in
-        random order, too, so that the time of a use says little of the next one.
+        random order, too, so that the time of a use predicts little of the next one.
 
         Raises:
             OSError: If there are not enough blocks.

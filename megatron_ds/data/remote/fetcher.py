@@ -180,7 +180,7 @@ class _Server:
         self._writing = threading.Lock()
 
     def add(self, url: str, size: int, tag: str, folder: Path) -> None:
-        """Makes a file known, by the number of those before it."""
+        """Registers a file under the number of files before it."""
         copy = BlockFile(folder, size, self._cache.block_bytes)
         downloads = os.open(folder / DOWNLOADS, os.O_RDWR | os.O_CREAT, 0o666)
         self._files.append((RemoteFile(url, FileVersion(size, tag), copy), downloads))

@@ -187,10 +187,10 @@ class TokenCache:
             self.fetcher.wait()
 
     def read_present(self, items: Sequence[Item], read_into: ReadInto) -> list[Item]:
-        """Reads the rows whose blocks are here; requests the blocks of the others.
+        """Reads the rows whose blocks are here; requests the blocks of the missing ones.
 
         Returns:
-            The others.
+            The missing ones.
         """
         rest = []
         self.blocks.begin_reading()
@@ -335,7 +335,7 @@ class RemoteTokens:
         return self.size
 
     def __getitem__(self, key: Any) -> Any:
-        """A copy of one token, of consecutive ones, or of those whose numbers are an array."""
+        """A copy of one token, of consecutive ones, or of the tokens at an array of indices."""
         if isinstance(key, slice):
             start, stop, step = key.indices(self.size)
             assert step == 1

@@ -76,7 +76,7 @@ class IndexedDataset:
     Attributes:
         index_path: The `.idx` on this machine.
         tokenizer_path: The `.tokenizer.json` on this machine, which the pair may not have.
-        cache: Where the files of a URL are; None for those of a path.
+        cache: Where the files of a URL are; None for a path.
         lengths: [n], tokens of each sequence.
         pointers: [n], byte offset of each sequence in the `.bin` file.
         sizes: Bytes of the `.bin` and of the `.idx`.

@@ -110,7 +110,7 @@ class SafeCheckpointEngine(CheckpointEngine):
 
 
 class DeepSpeedSnapshot:
-    """What one rank writes of a checkpoint: the states of one moment of the run.
+    """One rank's part of a checkpoint: the states of one moment of the run.
 
     Args:
         states: Content of each file by name.
@@ -157,7 +157,7 @@ def load_checkpoint(engine: Any, folder: Path, tag: str) -> tuple[str | None, An
     """Let DeepSpeed load folder/tag.
 
     Raises:
-        UserError: If weights have other names or shapes than those of the model.
+        UserError: If names or shapes of weights differ from the model's.
     """
     try:
         loaded: tuple[str | None, Any] = engine.load_checkpoint(str(folder), tag=tag)

@@ -1,8 +1,8 @@
 """Files of a checkpoint for the experts of one expert-parallel rank.
 
 DeepSpeed writes the weights of the first data-parallel rank only, which has some of the experts,
-and without ZeRO its optimizer's states. Here those of experts are left out of its file, and the
-first rank that has them writes them to files of their own: every expert is in exactly one.
+and without ZeRO its optimizer's states. Here experts are left out of its file, and the first rank
+that has them writes them to files of their own: every expert is in exactly one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ExpertFiles:
     Args:
         model: The model.
         mesh: Mesh of this process.
-        optimizer: Optimizer whose states are those of full parameters; None with ZeRO, which
-            writes its partitions itself, or if the states are not saved.
+        optimizer: Optimizer with the states of full parameters; None with ZeRO, which writes its
+            partitions itself, or if the states are not saved.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, optimizer: Optimizer | None) -> None:

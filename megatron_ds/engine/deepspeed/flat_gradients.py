@@ -56,7 +56,7 @@ class FlatGradients:
         """Messages of this step, in the order of the slices."""
         self._passes = 0
         self._added: Counter[nn.Parameter] = Counter()
-        """How often a gradient was added in this step."""
+        """Number of times that each gradient was added in this step."""
         self._is_early = False
         """Whether a gradient is complete once it was added in each pass, as in the last step."""
         if not isinstance(optimizer, bf16_optimizer.BF16_Optimizer):
@@ -74,7 +74,7 @@ class FlatGradients:
             engine.buffered_allreduce_fallback = self._finish
 
     def begin_step(self, passes: int) -> None:
-        """Say that a step begins, and how many backward passes it has."""
+        """Begin a step with a number of backward passes."""
         self._passes, self._added = passes, Counter()
 
     def send(self, passes: int = 0, *, with_tied: bool = False) -> None:

@@ -1,8 +1,8 @@
 """The loss scaler of fp16 in DeepSpeed's ZeRO optimizers.
 
 Corrects two behaviours of DeepSpeed: at the minimum scale its scaler raises an exception in the
-middle of a step, and loading a checkpoint replaces the run's settings by those of the run that
-saved it. When skipped steps end a run is decided in `training/skipped_steps`.
+middle of a step, and loading a checkpoint replaces the run's settings by the saved ones. When
+skipped steps end a run is decided in `training/skipped_steps`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""Attributes of a dynamic scaler that change during a run; the others are settings."""
+"""Attributes of a dynamic scaler that change during a run; further ones are settings."""
 
 
 class LossScale:

@@ -53,10 +53,10 @@ def as_tensors(engine: Any) -> Iterator[None]:
 def align_gradients(optimizer: Any) -> None:
     """Let the swapped part of each gradient start at a multiple of the block of direct I/O.
 
-    DeepSpeed reads a gradient into its place among those of the flat tensor, which is anywhere; it
-    takes care of lengths only. A read into an address that is not aligned fails, or leaves parts of
-    the memory as they were. Here what precedes the first multiple stays in memory, as what follows
-    the last one does.
+    DeepSpeed reads a gradient into its place in the flat tensor, which is anywhere; it takes care
+    of lengths only. A read into an address that is not aligned fails, or leaves parts of the memory
+    as they were. Here what precedes the first multiple stays in memory, as what follows the last
+    one does.
 
     Args:
         optimizer: DeepSpeed's optimizer of an engine.

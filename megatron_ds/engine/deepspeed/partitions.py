@@ -49,7 +49,7 @@ class FlatPartition:
 def locate(
     place: ParameterPlace, size: int, stage: int, num_ranks: int, elements: range
 ) -> Iterator[tuple[int, int, range]]:
-    """Where elements of a flattened parameter are.
+    """Locates elements of a flattened parameter.
 
     Args:
         place: The parameter in a flat tensor.

@@ -2,15 +2,15 @@
 
 In four sections: what corrects its numbers, what prevents its failures, what gives it objects of
 this package, and what saves time and noise. The settings that loading a checkpoint replaces are
-restored elsewhere: those of the loss scaler in `loss_scaler.py`, of the optimizer in
-`param_groups.py`, and clipping in `zero.py`; `nvme_states.py` makes ordinary tensors of states on a
-disk, and `flat_gradients.py` sums and clips the gradients of the bf16 optimizer of stage 1.
+restored elsewhere: the loss scaler's in `loss_scaler.py`, the optimizer's in `param_groups.py`, and
+clipping in `zero.py`; `nvme_states.py` makes ordinary tensors of states on a disk, and
+`flat_gradients.py` sums and clips the gradients of the bf16 optimizer of stage 1.
 
 Private attributes of DeepSpeed are also read, without being replaced, in `deepspeed/partitions.py`,
 `deepspeed/checkpoint_io.py`, `deepspeed/nvme_states.py`, `states/resharding.py`,
 `optimizers/distributed_matrices.py`, `readback.py`, `pipeline.py` and `pipeline_module.py`.
 
-Written for DeepSpeed 0.19.x. Read this file first when upgrading DeepSpeed: every function says
+Written for DeepSpeed 0.19.x. Read this file first when upgrading DeepSpeed: every function states
 which behaviour it changes and why, so that it can be removed once DeepSpeed behaves differently.
 """
 
@@ -78,7 +78,8 @@ def drop_skipped_gradients(optimizer: Any) -> None:
     """Make an offloaded ZeRO optimizer forget the gradients of a step that it skips.
 
     With half precision and gradients that are accumulated in fp32, the pinned DeepSpeed keeps them
-    and adds those of the next step: after one that is not finite, every step would be skipped.
+    and adds the gradients of the next step: after one that is not finite, every step would be
+    skipped.
 
     Args:
         optimizer: DeepSpeedZeroOptimizer; others are left as they are.
@@ -96,7 +97,7 @@ def drop_skipped_gradients(optimizer: Any) -> None:
 
 
 def set_hpz_group(dp: Group, size: int) -> dist.ProcessGroup | None:
-    """Tell DeepSpeed among which ranks hpZ gathers second copies of the parameters. Collective.
+    """Set the ranks among which hpZ gathers second copies of the parameters. Collective.
 
     By itself it takes consecutive ranks of all, which mixes the shards of tensor-parallel ranks.
 
@@ -150,7 +151,7 @@ def reduce_norm_once(optimizer: Any, group: dist.ProcessGroup | None, device: to
 def limit_parameter_prefetch() -> None:
     """Make DeepSpeed's swapper of parameters prefetch each once, and not into the last buffers.
 
-    It prefetches in the order of use, where the last layer's parameters stand twice: for the
+    It prefetches in the order of use, where the last layer's parameters appear twice: for the
     forward and for the backward pass. If both uses are prefetched together, the pinned DeepSpeed
     fails ("already assigned swap buffer id"). It also prefetches into all buffers, and fails ("Not
     enough buffers") when a parameter is needed in another order, as for an evaluation.
@@ -222,7 +223,7 @@ def replace_checkpoint_engine(
         checkpoint_engine: Replacement of `engine.checkpoint_engine`.
         on_script: Called when DeepSpeed would copy its zero_to_fp32.py into the folder of the
             checkpoints, in the middle of a collective save, where an exception on one rank would
-            leave the others waiting, and all would wait for the disk.
+            leave its peer ranks waiting, and all would wait for the disk.
     """
     engine.checkpoint_engine = checkpoint_engine
     engine._copy_recovery_script = lambda folder: on_script()
@@ -232,7 +233,7 @@ def replace_pipeline_grid(grid: object) -> AbstractContextManager[None]:
     """Let a PipelineModule that is built inside use this grid.
 
     Its constructor would build a PipelineParallelGrid, which creates the process groups of the mesh
-    a second time, those of all other ranks included.
+    a second time, including the groups of all other ranks.
     """
     return replaced(pipe_module, "PipelineParallelGrid", lambda **_: grid)
 
@@ -288,7 +289,7 @@ def expert_groups(mesh: Mesh) -> Iterator[None]:
 
 
 def experts_saved_by_caller(engine: Any) -> AbstractContextManager[None]:
-    """Make an engine save and load checkpoints like those of a model without experts.
+    """Make an engine save and load checkpoints as for a model without experts.
 
     DeepSpeed's own files of experts are only for layers of its class.
     """

@@ -33,7 +33,7 @@ class StageMessages:
         self._pp, self._group, self._are_batched = mesh.pp, mesh.p2p.handle, are_batched
         self._queue: list[dist.P2POp] = []
         self._works: list[dist.Work] = []
-        """Of messages that have been started."""
+        """Handles of messages that have been started."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class StageMessages:
             self.exchange(wait=True)
 
     def exchange(self, *, wait: bool = False) -> None:
-        """Start the queued messages, and wait for all if any is received, or if told to."""
+        """Start the queued messages, and wait for all if any is received, or on request."""
         wait |= any(each.op is dist.irecv for each in self._queue)
         if self._queue:
             self._works += dist.batch_isend_irecv(self._queue)

@@ -1,4 +1,4 @@
-"""Reads files of tensors and plain values, such as those of DeepSpeed, without running their code.
+"""Reads files of tensors and plain values, such as DeepSpeed's, without running their code.
 
 Works without DeepSpeed, for generation, except for files that contain its classes.
 """
@@ -18,7 +18,7 @@ from megatron_ds.config.devices import HOST
 from megatron_ds.config.problems import user_error
 
 OPTIMIZER_KEYS = ("base_optimizer_state", "optimizer_state_dict", "optimizer")
-"""Where DeepSpeed's files have the state dict of torch's optimizer, from the inside outwards."""
+"""Keys of the state dict of torch's optimizer in DeepSpeed's files, from the inside outwards."""
 
 LARGEST = 1e25
 """Magnitude of a weight, or of a state of the optimizer, above which no run can train."""
@@ -60,7 +60,7 @@ def read_tensors(
         map_location: Device of the tensors.
         mmap: Read the bytes of a tensor when it is used.
         classes: Further classes that may be in it, each alone or with the name that the file has
-            (default: those of DeepSpeed).
+            (default: DeepSpeed's).
         name: Name for messages (default: the path).
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the keys of DeepSpeed files do, and where the values of a run come from.
+"""Describes the keys of DeepSpeed files, and the origins of a run's values.
 
 The descriptions are in descriptions.toml. Does not import deepspeed.
 """
@@ -21,7 +21,7 @@ from megatron_ds.engine.ds_config.values import KINDS
 
 TABLES = read_table(__file__, "descriptions.toml")
 DESCRIPTIONS: dict[str, str] = TABLES["keys"]
-"""What each supported key does."""
+"""Description of each supported key."""
 DERIVED: dict[str, str] = TABLES["derived"]
 """Key -> what its value follows from if nothing gives it."""
 FIELDS: dict[str, str] = TABLES["flags"]
@@ -107,7 +107,7 @@ def _other_keys() -> dict[str, str]:
 
 
 def facts(key: str) -> dict[str, Any]:
-    """What is known of a key: description, type, flags and default."""
+    """Returns the facts about a key: description, type, flags and default."""
     block, _, last = key.rpartition(".")
     kinds = {convert: name for name, convert in KINDS.items()}
     kind = (keys.BLOCKS.get(block, {}) if block else keys.TOP_KEYS).get(last)

@@ -241,7 +241,7 @@ def _entries(file: DeepSpeedFile, block: str) -> list[tuple[str, str, Any]]:
 
 
 def _check_value(file: DeepSpeedFile, key: str, kind: Kind, value: Any) -> bool:
-    """Whether a value is valid; an invalid one is removed, so that the others are readable."""
+    """Whether a value is valid; an invalid one is removed, so that the rest is readable."""
     try:
         kind(value)
     except ValueError as error:

@@ -56,7 +56,7 @@ ZERO3_DEFAULTS: Json = TABLES["generated"]["zero3"]
 
 
 PIPELINE_BLOCK: Json = TABLES["generated"]["pipeline"]
-"""The stages recompute their activations themselves, and send whole hidden states."""
+"""The stages recompute their activations themselves, and send full hidden states."""
 
 PARTITION_KEYS = ("round_robin_gradients", "parameter_alignment", "sub_group_size")
 """Keys of `zero_optimization` that decide where in the optimizer's flat tensors a parameter is."""
@@ -141,7 +141,7 @@ def _precision_blocks(precision: PrecisionConfig, user: Json) -> Json:
 
 
 def value_origins(config: Config) -> dict[str, str]:
-    """Where the values of `build_ds_config` that are not defaults come from.
+    """Returns the origins of the values of `build_ds_config` that are not defaults.
 
     Returns:
         Dotted key -> flag, or key and location in the file.

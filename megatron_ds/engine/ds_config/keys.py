@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = INSTALLED["defaults"]
 
 
 def _keys_of_models() -> dict[str, dict[str, Kind]]:
-    """Keys of DeepSpeed's models but for those of the tables above."""
+    """Keys of DeepSpeed's models that are not in the tables above."""
     blocks = INSTALLED["blocks"]
     treated = {*REFUSED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS}
     return {

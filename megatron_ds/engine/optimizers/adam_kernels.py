@@ -33,7 +33,7 @@ IsAvailable = Callable[[AdamKernel], bool]
 
 
 def only_torch(kernel: AdamKernel) -> bool:
-    """What is available on a CPU, and wherever nobody has looked."""
+    """Whether a kernel is available on a CPU, or where availability is unknown."""
     return kernel is AdamKernel.TORCH_FUSED
 
 

@@ -62,10 +62,10 @@ def _adam_with_8_bit_moments() -> Callable[..., Any]:
 
 
 def attach_matrices(engine: Any, stage: int, mesh: Mesh, device: torch.device) -> None:
-    """Tell a Muon optimizer where DeepSpeed has put the parts of its matrices.
+    """Give a Muon optimizer the locations of its matrices in DeepSpeed's partitions.
 
-    Matrices are orthogonalized in the type of the parameters, but fp16 ones in bf16, whose range is
-    that of fp32.
+    Matrices are orthogonalized in the type of the parameters, but fp16 ones in bf16, which has the
+    range of fp32.
 
     Args:
         engine: Engine of `deepspeed.initialize`.

@@ -37,7 +37,7 @@ class MatrixShard:
     """A parameter of one matrix or of several, and the part of it that this rank updates."""
 
     shape: tuple[int, ...]
-    """Of this tensor-parallel rank's shard; three-dimensional if matrices are stacked."""
+    """Shape of this tensor-parallel rank's shard; three-dimensional if matrices are stacked."""
     spec: ShardSpec | None
     """Sharding over the tensor-parallel ranks; None if the parameter is replicated."""
     master: Tensor
@@ -52,7 +52,7 @@ class MatrixShard:
 
     @property
     def sections(self) -> tuple[int, ...]:
-        """Rows of the matrices that are fused, in each one of those stacked; empty for one."""
+        """Rows of the fused matrices, in each stacked matrix; empty for one."""
         rows = len(self.shape) - 2
         return self.spec.sections if self.spec is not None and self.spec.dim == rows else ()
 
@@ -86,10 +86,10 @@ class DistributedMatrices:
 
         Args:
             values_of: This rank's elements of a matrix, one-dimensional.
-            function: Maps full matrices to those of the same shapes. Called on their owner only.
+            function: Maps full matrices to matrices of the same shapes. Called on their owner only.
 
         Yields:
-            Each matrix of which this rank updates elements, and the function's values of them.
+            Each matrix with elements that this rank updates, and the function's values of them.
         """
         dp, pieces = self._dp, self.pieces
         in_row = [piece for piece in pieces if piece.owner.dp == dp.rank]

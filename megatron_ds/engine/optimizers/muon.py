@@ -14,7 +14,7 @@ from megatron_ds.config.options.optimizer import MUON_BATCH
 from megatron_ds.engine.optimizers.distributed_matrices import DistributedMatrices, MatrixShard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration, chosen for the largest slope at zero (Jordan et al.)."""
+"""Coefficients of the quintic Newton-Schulz iteration; largest slope at zero (Jordan et al.)."""
 SMALLEST_NORM = 1e-7
 MATRICES = "is_matrix"
 """Key of parameter groups: whether Muon updates the group."""
@@ -47,7 +47,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(AdamW):
-    """Orthogonalized momentum for the groups whose key `is_matrix` is true, AdamW for the others.
+    """Orthogonalized momentum for the groups whose key `is_matrix` is true, AdamW for other groups.
 
         m = momentum m + (1 - momentum) g
         u = orthogonalize(momentum m + (1 - momentum) g), or of m without Nesterov momentum
@@ -66,8 +66,7 @@ class Muon(AdamW):
         steps: Newton-Schulz iterations.
         scale_mode: Key of SCALES.
         scale_factor: Further factor of the update.
-        adamw: Arguments of AdamW; its learning rate and weight decay are those of the matrices,
-            too.
+        adamw: Arguments of AdamW; its learning rate and weight decay apply to the matrices, too.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class Muon(AdamW):
         return sum(len(matrices.pieces) for matrices in self._matrices.values())
 
     def attach(self, matrices: Iterable[DistributedMatrices]) -> None:
-        """Tell the optimizer where its matrices are.
+        """Give the optimizer the locations of its matrices.
 
         Args:
             matrices: For each set of tensors that is stepped at once.
@@ -144,7 +143,7 @@ class Muon(AdamW):
     def _orthogonalize(self, shards: list[Tensor], pieces: Sequence[MatrixShard]) -> list[Tensor]:
         """The scaled update of each matrix that the parameters stack or fuse.
 
-        Those of one shape are computed together: one of a small model does not fill a device.
+        Matrices of one shape are computed together: one of a small model does not fill a device.
         """
         updates = [torch.empty_like(shard) for shard in shards]
         by_shape: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}

@@ -40,7 +40,7 @@ def decay_matrices_only(weight: Weight) -> Multipliers:
 def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
     """The rule for the options of a run."""
     decay, embedding_decay = options.weight_decay, options.embedding_weight_decay
-    # Without weight decay, that of the embeddings is 0, too.
+    # Without weight decay, embeddings have none, either.
     embeddings = 1.0 if embedding_decay is None or not decay else embedding_decay / decay
 
     def rule(weight: Weight) -> Multipliers:
@@ -113,7 +113,7 @@ def keep_settings_on_load(optimizer: Optimizer) -> None:
 
 @contextmanager
 def reused_states(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, the optimizer copies loaded states into the memory of those that it has.
+    """Within it, the optimizer copies loaded states into the memory of its current states.
 
     `load_state_dict` keeps the tensors that it is given. These may be mapped from a file, whose
     pages the next step would copy one by one; and until the old states are freed, both need memory.

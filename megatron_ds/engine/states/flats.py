@@ -1,4 +1,4 @@
-"""What the tensors that this rank's optimizer steps consist of, at every ZeRO stage."""
+"""Maps the flat tensors of this rank's optimizer to parameters, at every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Part:
     place: ParameterPlace
     parameter: nn.Parameter
     position: int
-    """Of the first element in the flat tensor."""
+    """Position of the first element in the flat tensor."""
     elements: range
-    """Of this rank's flattened shard."""
+    """Elements of this rank's flattened shard."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Copies of state dicts in host memory, which are written while training changes the states.
 
-A file that is written from a copy equals that of the original, byte by byte: tensors of one storage
-share one in the copy, and objects that occur twice are copied once. Knows nothing of checkpoints.
+A file that is written from a copy equals one from the original, byte by byte: tensors of one
+storage share one in the copy, and objects that occur twice are copied once. Knows nothing of
+checkpoints.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fills an engine with the states of a checkpoint that another layout saved.
 
 Every rank reads the elements of its own flat tensors, in blocks: master weights and moments of the
-optimizer, then the number of steps. Settings stay those of the engine. The
-parameters in the precision of the run follow from the master weights as after a step. Knows no
-files. Reads private attributes of the pinned DeepSpeed.
+optimizer, then the number of steps. The engine keeps its settings. The parameters in the precision
+of the run follow from the master weights as after a step. Knows no files. Reads private attributes
+of the pinned DeepSpeed.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Columns = tuple[int, Sequence[range]]
 
 @dataclass(frozen=True)
 class TensorReader:
-    """A tensor in files, of which rows are read on demand, on the CPU."""
+    """A tensor in files, whose rows are read on demand, on the CPU."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

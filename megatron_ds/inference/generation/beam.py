@@ -51,8 +51,8 @@ def beam_search(
 
     The score is the sum of a continuation's log-probabilities divided by length ** length_penalty.
     Each step takes the 2 x width most probable extensions of the beams. Those that end are kept if
-    they are among the first `width`; of the others, `width` remain as beams. The search ends when
-    no beam, if it ended now, would have a higher score than the worst of `width` ended ones.
+    they are among the first `width`; of the rest, `width` remain as beams. The search ends when no
+    beam, if it ended now, would have a higher score than the worst of `width` ended ones.
 
     Args:
         model: This rank's shard of the model, in evaluation mode.

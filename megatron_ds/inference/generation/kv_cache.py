@@ -35,7 +35,7 @@ class PreallocatedCache:
             slots: Number of texts.
             capacity: Number of tokens of a text.
             like: A tensor on the model's device and of the type of its activations.
-            has_spare: Add a slot, after the others, that no text has.
+            has_spare: Add a last slot, which no text has.
         """
         self.slots = slots
         self.lengths = [0] * slots

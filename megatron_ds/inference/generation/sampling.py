@@ -141,7 +141,7 @@ def draw(
     Divides the weights by exponential numbers, one for each id, and takes the largest quotient
     ("Gumbel-max"). So weights that differ by rounding, as in a batch of another size, give
     another id only if two quotients are equal up to that rounding. The inverse of a cumulative sum
-    would add up the differences of a whole vocabulary.
+    would add up the differences of an entire vocabulary.
 
     Top-p (nucleus sampling, Holtzman et al. 2020) keeps the fewest most probable candidates whose
     total probability reaches p. A candidate is outside if those that precede it reach p. If the

@@ -23,7 +23,7 @@ from megatron_ds.launch.watch.liveness import find_launchers
 NO_TIMEOUT = timedelta(days=365)
 STEP_TIMEOUT = timedelta(seconds=60)
 """Timeout of the exchange, except where a follower waits for work. It ends a rank that failed
-alone: the others may be waiting for that rank in a collective of the model until it exits."""
+alone: its peer ranks may be waiting for it in a collective of the model until it exits."""
 LAUNCHER_POLL_S = 0.5
 Command = TypeVar("Command")
 
@@ -62,7 +62,7 @@ class TpLink(Generic[Command]):
             sent = torch.tensor([len(commands) if self.is_leader else 0, kind, -kind])
             options: Any = AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
-            # Of the operation, not of the wait for it: the process cannot exit while one goes on.
+            # Of the operation, not of the wait for it: the process cannot exit while one runs.
             waits_for_work = error is None and not self.is_leader
             options.timeout = NO_TIMEOUT if waits_for_work else STEP_TIMEOUT
             self._group.allreduce([sent], options).wait()

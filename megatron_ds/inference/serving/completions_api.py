@@ -68,7 +68,7 @@ def _is_stream_options(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class OpenAiRequest:
-    """Fields of both kinds of requests; null stands for the default."""
+    """Fields of both kinds of requests; null means the default."""
 
     model: str | None = request_field(None, "a string", lambda value: isinstance(value, str))
     temperature: float = number_field(0, 100, 1.0)

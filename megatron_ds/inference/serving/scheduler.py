@@ -286,7 +286,7 @@ class Scheduler(Generic[Job]):
                 del self._owners[id(sequence)]
 
     def _report(self, sequence: TextSequence) -> None:
-        """Tells the listener of a sequence's job about its new token."""
+        """Notifies the listener of a sequence's job of its new token."""
         key, number = self._owners[id(sequence)]
         if sequence.error is not None or len(sequence.ids) == sequence.prompt_length:
             return

@@ -120,7 +120,7 @@ class TextGenerationService:
         for number, prompt in enumerate(prompts, start=1):
             read_chars += len(prompt)
             if problems and self._are_too_many(read_chars):
-                break  # a bad request must not take long
+                break  # an invalid request must not take long
             if isinstance(prompt, str) and self._are_too_many(len(prompt)):
                 problems.append(self._too_many_chars(prompt, number))
                 continue

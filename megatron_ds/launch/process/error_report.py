@@ -35,7 +35,7 @@ class ErrorReport:
         traceback: Formatted traceback, empty for users' errors.
         is_common: Whether most likely every rank has this error. Before the ranks know each other,
             only one of them then reports it.
-        problems: What the other hosts are told before the start, if that is not the message.
+        problems: Report to the other hosts before the start, if that is not the message.
     """
 
     summary: str
@@ -82,7 +82,7 @@ def make_report(error: BaseException) -> ErrorReport:
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether an error only says that another rank did not answer."""
+    """Whether an error only reports that another rank did not answer."""
     torch = sys.modules.get("torch.distributed")
     return any(
         (torch is not None and isinstance(link, torch.DistError))
@@ -107,7 +107,7 @@ def startup_report(reason: StopReason) -> ErrorReport:
 
 
 def suspension_report(seconds: float) -> ErrorReport:
-    """The report of a process that did not run for so long that the others went on without it."""
+    """The report of a process that did not run for so long that its peers continued without it."""
     problem = Problem("was-suspended", seconds=seconds)
     return ErrorReport(f"failed: {problem}", ExitCode.PEER_LOST, problem.render())
 

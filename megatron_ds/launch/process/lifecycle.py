@@ -108,7 +108,7 @@ class ProcessLifecycle:
         # Signal handlers are inherited by forked data loaders, where they must not raise.
         self._interruptible_pid = os.getpid()
         self._finished = threading.Event()
-        # Held while the monitor thread looks at other processes.
+        # Held while the monitor thread checks other processes.
         self._checks = threading.Lock()
         self._board_thread: threading.Thread | None = None
         self._wakeup, self._wakeup_writer = socket.socketpair()
@@ -141,7 +141,7 @@ class ProcessLifecycle:
         size, address = environment.world_size(), environment.rendezvous()
         others = f"the {size} processes of the run at MASTER_ADDR:MASTER_PORT = {address}"
         end = min(timeout.total_seconds() + GRACE_S, threading.TIMEOUT_MAX)
-        # If one host is slow, many ranks wait for it: they say so one after the other.
+        # If one host is slow, many ranks wait for it: they report it one after the other.
         waiting = output.waiting_for(others, 1.0 + environment.local_rank())
         with output.calling_after(end, self._end_rendezvous, timeout), waiting:
             yield
@@ -194,7 +194,7 @@ class ProcessLifecycle:
             self._board_thread.join(GRACE_S)
 
     def exit_with_error(self, error: BaseException) -> NoReturn:
-        """Reports the error, tells the other ranks and ends this process.
+        """Reports the error, informs the other ranks and ends this process.
 
         Skips the interpreter's clean-up, which would wait for ranks that are gone. A `sys.exit`
         that no other rank waits for is raised again.
@@ -224,7 +224,7 @@ class ProcessLifecycle:
             self._end.end_by_error(error_report.rendezvous_report(error))
 
     def _check_hang(self) -> None:
-        """Ends the process if it is overdue, or if another rank has said that it is."""
+        """Ends the process if it is overdue, or if another rank has reported that it is."""
         peer, seconds = self._peer_exit, self.hang_watch.overdue_s()
         announced = peer is not None and peer.code == ExitCode.HUNG
         if (announced or seconds) and self._exit_lock.acquire(blocking=False):

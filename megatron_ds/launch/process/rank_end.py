@@ -1,4 +1,4 @@
-"""Ends a rank: asks the roll call and the exit board, says the verdict, and exits.
+"""Ends a rank: asks the roll call and the exit board, prints the verdict, and exits.
 
 The verdict is a function of what the rank knows, without effects.
 """
@@ -53,7 +53,7 @@ class ExitVerdict:
     is_cause: bool = False
     """Whether torchelastic reports the message."""
     failure: str = ""
-    """What torchrun's attempts are compared by; empty: not compared."""
+    """Key by which torchrun's attempts are compared; empty: not compared."""
 
 
 def verdict_of_error(
@@ -63,7 +63,7 @@ def verdict_of_error(
 
     Args:
         report: Its error.
-        start: Why the run cannot start on all hosts, as the roll call says.
+        start: Why the run cannot start on all hosts, from the roll call.
         first: The exit of another rank, if that one posted it before.
         has_board: Whether the ranks know each other. Otherwise only one of a host reports an error
             that all have.
@@ -198,7 +198,7 @@ class RankEnd:
         self._end(verdict_of_hang(text, first), end_stopped)
 
     def _end(self, verdict: ExitVerdict, then: Callable[[], object] = lambda: None) -> NoReturn:
-        """Says a verdict, and ends the process after a last call."""
+        """Prints a verdict, and ends the process after a last call."""
         if verdict.text:
             say(output.print_error if verdict.is_printed else rank_log.note, verdict.text)
         if verdict.is_cause:

@@ -46,7 +46,7 @@ def call_with_timeout(
 
 
 def say(print_text: Callable[[str], None], text: str) -> None:
-    """Prints; goes on if the reader of the output stalls, or another thread that prints waits for
+    """Prints; continues if the reader of the output stalls, or another thread that prints waits for
     it."""
     thread = threading.Thread(target=print_text, args=(text,), daemon=True)
     try:

@@ -22,7 +22,7 @@ SETTINGS, DATA, CONTENT, SOFTWARE, DEVICES = "settings", "data", "content", "sof
 SOURCE = "source"
 """The section of the package's files, whose differences are one problem."""
 MODULES = "modules"
-"""The section of imported files beside the program, which not every host needs to import."""
+"""The section of imported files next to the program, which not every host needs to import."""
 
 
 @dataclass(frozen=True)

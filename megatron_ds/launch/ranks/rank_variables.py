@@ -34,7 +34,7 @@ MPI_VARIABLES = {
 }
 """Variables of rank, size, local rank and local size."""
 LONE_RANK_VARIABLES = ("PMIX_RANK", "PMI_RANK")
-"""Say that an MPI started this process, but not how many there are."""
+"""Show that an MPI started this process, but not how many there are."""
 
 DEFAULT_PORT = 29500
 """Port of the rendezvous, as in torch and DeepSpeed, where nothing identifies the job."""
@@ -137,7 +137,7 @@ def first_host(node_list: str) -> str:
 
 
 def _require_single_process(env: Environment) -> None:
-    """Raises an error if variables that are not complete say that there are other processes."""
+    """Raises an error if variables that are not complete show that there are other processes."""
     for name in LONE_RANK_VARIABLES:
         if name in env and env.get("PMI_SIZE") != "1" and not _is_single_step(env):
             raise _incomplete(env, name, RANK_VARIABLES)

@@ -1,10 +1,10 @@
 """The roll call: what every rank was started with, or why it cannot start, before a run begins.
 
-All ranks meet at the store where they form their process group later. Each says what it was started
-with. The first rank compares it, asks every host for its time and whether it sees the shared
-folders, and gives one verdict: the run starts on all hosts, or ends on all of them with one
-message. A rank that fails before comes only to say so. The traffic grows with the number of ranks:
-facts that many ranks have are sent once.
+All ranks meet at the store where they form their process group later. Each reports what it was
+started with. The first rank compares it, asks every host for its time and whether it sees the
+shared folders, and gives one verdict: the run starts on all hosts, or ends on all of them with one
+message. A rank that fails before comes only to report it. The traffic grows with the number of
+ranks: facts that many ranks have are sent once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ POLL_S = 0.01
 SLICE_S = 1.0
 """Time after which a wait inside torch returns to Python, where a signal may be waiting."""
 FAILURE_GRACE_S = 15.0
-"""Time for further ranks to come once one has said that it cannot start."""
+"""Time for further ranks to come once one has reported that it cannot start."""
 REPORT_S = 30.0
 """Longest wait of a rank that cannot start for a verdict that includes its reason."""
 ANSWER_S = 90.0
@@ -55,7 +55,7 @@ LEADER = "leader"
 ranks, such as torchrun's agent's, has the tokens of earlier attempts: a rank begins again when the
 token changes, and only takes what the first rank has written for its own token."""
 SILENT_S, REMINDER_S = 5.0, 60.0
-"""When the first rank first says which ranks it waits for, and how often again."""
+"""When the first rank first logs which ranks it waits for, and how often again."""
 
 
 class HostsDiffer(RunAborted):
@@ -126,7 +126,7 @@ class RollCall:
         return self._takes_part and not self.is_over
 
     def report(self, problems: Sequence[str], code: int, lost: int = 0) -> Verdict | None:
-        """Says why this rank, or the run, cannot start, if the other hosts do not know yet.
+        """Reports why this rank, or the run, cannot start, if the other hosts do not know yet.
 
         Args:
             problems: Messages for the user.
@@ -221,7 +221,7 @@ class RollCall:
 
 
 class _Leader:
-    """The first rank's part: it collects what the ranks say, asks the hosts, and decides.
+    """The first rank's part: it collects the reports of the ranks, asks the hosts, and decides.
 
     Args:
         call: What is below the token of the first rank.

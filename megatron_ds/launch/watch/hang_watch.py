@@ -54,7 +54,7 @@ class HangWatch:
 
     Args:
         timeout_s: Seconds without progress after which the rank is overdue.
-        patient_s: As many for phases whose duration says nothing, if that is more.
+        patient_s: As many for phases of unpredictable duration, if that is more.
         folder: Of the reports.
     """
 
@@ -77,8 +77,7 @@ class HangWatch:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """Around work that may take long, and whose duration says nothing: a compilation, a
-        save."""
+        """Around work that may take long, of unpredictable duration: a compilation, a save."""
         before = self._limit_s
         self._allow(None if before is None else self._patient_s)
         try:

@@ -80,7 +80,7 @@ class HostWatch:
 
     @property
     def was_suspended(self) -> bool:
-        """Whether this process did not run for so long that the others have taken it for lost."""
+        """Whether this process did not run for so long that its peers have taken it for lost."""
         return self.suspended_s > self._timeout_s
 
     def poll(self) -> RankExit | None:

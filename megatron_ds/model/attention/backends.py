@@ -1,5 +1,5 @@
-"""What computes attention: one ordered table, whose first backend that supports a layer's rule and
-the keys of a forward pass computes them.
+"""Selects the attention backend: the first one in an ordered table that supports a layer's rule and
+the keys of a forward pass.
 
 First the kernel that the trial at start-up has selected for the rule (`attention_trial`), then one
 document after the other, then torch's scaled_dot_product_attention of complete samples or a cache.
@@ -61,7 +61,7 @@ class SDPABackend:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What computes attention in passes without a cache."""
+    """Attention backends of passes without a cache."""
 
     samples: Order = ()
     """Kernels to consider for complete samples. Empty: those that the caller has selected."""

@@ -42,7 +42,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
     "overrideable": SDPBackend.OVERRIDEABLE,
 }
-"""Kernels by name, the fastest ones first. The last one is that of a device outside of torch."""
+"""Kernels by name, the fastest ones first. The last one belongs to a device outside of torch."""
 Order = tuple[SDPBackend, ...]
 FIXED_SIZES: Order = tuple(BACKENDS.values())
 VARYING_SIZES: Order = FIXED_SIZES[1:]
@@ -77,8 +77,8 @@ class AttentionCore(Protocol):
 
         Args:
             q: Queries [B, n, S, D].
-            k: Keys [B, k, L, D]; each serves n / k query heads. Those of a cache may be of a wider
-                type than the queries.
+            k: Keys [B, k, L, D]; each serves n / k query heads. Cached ones may be of a wider type
+                than the queries.
             v: Values [B, k, L, D].
             dropout: Probability with which a weight of the softmax is dropped.
 
@@ -153,11 +153,11 @@ class BatchInvariantAttention:
 class UlyssesAttention:
     """Attention on a slice of the sequence, by a core that sees all of it for some of the heads.
 
-    S and L are those of the slice.
+    S and L refer to the slice.
     """
 
     core: AttentionCore
-    """Of the complete sequence and this rank's heads."""
+    """Core for the complete sequence and this rank's heads."""
     group: Group
     """Sequence-parallel group."""
 
@@ -174,7 +174,7 @@ def _prefers_scores(q: Tensor) -> bool:
 def _attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
     """Attention of one query [B, n, 1, D] of each text, without a copy of the keys and values.
 
-    The queries of the heads that share them are those of one head.
+    Heads that share keys are computed as one head with all their queries.
     """
     by_group = (q.shape[0], k.shape[1], -1, q.shape[3])
     bias = bias[(None,) * (4 - bias.dim())]

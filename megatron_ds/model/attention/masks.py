@@ -2,7 +2,7 @@
 
 Tables are plain fp32 tensors made on first use (not buffers, which an engine would cast).
 
-Shapes: B micro-batch, S queries, L keys (S and those of the cache), n this rank's heads.
+Shapes: B micro-batch, S queries, L keys (S and the cached ones), n this rank's heads.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def block_mask(
     With `is_causal_only`, the tokens are one document, and the mask serves all rows.
 
     torch's create_block_mask computes the same from all [S, S] scores. Document numbers never
-    decrease along a row, so a block's first and last number tell which documents it contains.
+    decrease along a row, so a block's first and last number show which documents it contains.
     """
     from torch.nn.attention.flex_attention import BlockMask
 

@@ -1,7 +1,7 @@
 """Packed samples: document boundaries, positions within documents, intra-document attention.
 
 A sample is a slice of a stream of documents, so most samples contain several. Megatron's two flags
-determine what a document sees of those before it: --reset-attention-mask hides them,
+determine what a document sees of earlier ones: --reset-attention-mask hides them,
 --reset-position-ids restarts positions. Boundaries are found in the tokens where the model runs:
 the end-of-document token is the last token of its document. No [S, S] mask is built: attention runs
 over each document separately (`PerDocumentSDPA`, on every device), or through a kernel that leaves
@@ -43,7 +43,7 @@ first token of each sequence and T, int32, and the length of the longest to [T, 
 
 @dataclass(frozen=True)
 class PackingOptions:
-    """What happens at document boundaries in a training run."""
+    """Treatment of document boundaries in a training run."""
 
     eod: int
     """Id of the token that ends a document."""
@@ -78,7 +78,7 @@ class PackedBatchInfo:
 
 @dataclass(frozen=True)
 class Keys:
-    """What a forward pass brings to attention."""
+    """Properties of a forward pass that attention backends depend on."""
 
     queries: int
     """Tokens of this pass, of all sequence-parallel ranks."""

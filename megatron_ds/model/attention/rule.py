@@ -1,4 +1,4 @@
-"""What the attention of a layer computes, apart from its weights. Imports no torch."""
+"""Describes the attention of a layer, apart from its weights. Imports no torch."""
 
 from __future__ import annotations
 

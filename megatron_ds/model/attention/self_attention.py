@@ -4,7 +4,7 @@ Owns the projections and the random stream of attention dropout. How positions a
 in with the rotation and the core.
 
 Shapes: S sequence, B micro-batch, H hidden, n this rank's query heads, k its key-value heads, D
-head size, L keys (those of the cache included).
+head size, L keys (cached ones included).
 """
 
 from __future__ import annotations

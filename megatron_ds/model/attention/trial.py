@@ -182,7 +182,7 @@ def _max_relative_error(
 ) -> float:
     """The larger of the relative errors of output and gradient against `PerDocumentBackend`.
 
-    Without documents, those of the first tokens, which do not depend on later ones.
+    Without documents, for the first tokens, which do not depend on later ones.
     """
     length, documents = keys.queries, 6 if keys.has_documents else 0
     compared = length if documents else min(length, COMPARED)

@@ -18,8 +18,8 @@ TOLERANCE = 3e-2
 def try_layers(model: GPTModel, micro_batch: int, *, lengths_vary: bool) -> str | None:
     """Compile the layers and the loss, and compare them with the eager ones.
 
-    One layer is run, forward and backward, on a micro-batch of the run. The others have its graph,
-    so the first step needs no further compilation.
+    One layer is run, forward and backward, on a micro-batch of the run. Other layers have its
+    graph, so the first step needs no further compilation.
 
     Args:
         model: A model without tensor parallelism, on its device.

@@ -1,7 +1,7 @@
 """The model as a list of layer declarations, and sums over it.
 
-The only place where options become parts. Layers, weights and their order are those of the modules,
-which `model.layers` builds.
+The only place where options become parts. Layers, weights and their order match the modules that
+`model.layers` builds.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class ModelSpec:
     def flops(self, tokens: int, layers: Layers = None) -> int:
         """Operations of the forward and backward pass of a sample, without recomputation.
 
-        Operations are those of matrix products only, a multiplication and an addition each; the
-        causal mask does not halve attention. This is Megatron's convention (Narayanan et al. 2021,
-        section 5.1) without its approximations.
+        Only operations of matrix products count, a multiplication and an addition each; the causal
+        mask does not halve attention. This is Megatron's convention (Narayanan et al. 2021, section
+        5.1) without its approximations.
 
         Args:
             tokens: Tokens of the sample.

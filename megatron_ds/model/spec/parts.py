@@ -69,7 +69,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Residual:
-    """How attention and the feed-forward layer of a layer add to the residual stream."""
+    """Addition of a layer's attention and feed-forward layer to the residual stream."""
 
     pre: bool = True
     """Each reads a norm of the stream."""
@@ -169,7 +169,7 @@ class AttentionSpec(Part):
     """Self-attention: the fused projection of queries, keys and values, and the output's."""
 
     rule: AttentionRule = PLAIN
-    """What it computes besides."""
+    """Its computation apart from the weights."""
 
     @property
     def sections(self) -> tuple[int, int, int]:
@@ -293,7 +293,7 @@ class ExpertsSpec(FeedForwardSpec):
             )
 
     def products(self, keys: int) -> int:
-        """Those of the selected experts and of the router; dropped tokens are counted."""
+        """Products of the selected experts and the router; dropped tokens are counted."""
         router = self.moe.experts * self.model.hidden_size
         of_all = super().products(keys) - router
         return router + of_all // self.moe.experts * self.moe.moe_router_topk

@@ -264,7 +264,7 @@ def parquet_rows(
     Args:
         skip: Rows to skip; row groups among them are not read.
         set_progress: Takes a function that gives the fraction of the file that was read. The file
-            position would not tell: readers jump in it.
+            position would not show it: readers jump in it.
         part: Fractions of the rows between which the row groups that are read begin.
     """
     import_optional("pyarrow", name)

@@ -207,7 +207,7 @@ class InputSpec:
 
 
 def format_of(name: str, format: str) -> tuple[str, str]:
-    """Format and compression suffix of a file; JSON lines if the name does not tell."""
+    """Format and compression suffix of a file; JSON lines if the name does not show it."""
     suffix, compression = _suffixes(name)
     return (SUFFIXES.get(suffix, "jsonl") if format == "auto" else format), compression
 
@@ -403,7 +403,7 @@ def import_optional(package: str, name: str) -> Any:
 
 
 def describe_error(error: Exception) -> str:
-    """Message of an error, with the type where the message alone would not tell."""
+    """Message of an error, with the type where the message alone would be unclear."""
     if isinstance(error, (ValueError, OSError, ImportError)):
         return str(error)
     return f"{type(error).__name__}: {error}"

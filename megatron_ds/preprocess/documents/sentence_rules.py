@@ -25,7 +25,7 @@ OPENERS = "\"'“‘«‹([{¿¡「『（【《〈〔［*_-–—"
 
 
 WORDS = {kind: frozenset(words.split()) for kind, words in read_table(__file__).items()}
-"""Words by what they say of a full stop, see sentence_rules.toml."""
+"""Words by what they imply for a full stop, see sentence_rules.toml."""
 
 # Character classes in sequence, without nested repetition, keep matching linear. A blank line
 # ends a sentence too, since headlines have no full stop.

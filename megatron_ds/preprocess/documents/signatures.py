@@ -1,4 +1,4 @@
-"""First bytes of files, which show whether the content is of the format that the name says.
+"""First bytes of files, which show whether the content is of the format that the name implies.
 
 `signatures.toml` lists how formats begin. Knows no names of files.
 """

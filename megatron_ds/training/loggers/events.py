@@ -75,7 +75,7 @@ class EventLog:
 
         Args:
             event: Kind of the event.
-            iteration: Iteration after which it happened; None: that of the last step.
+            iteration: Iteration after which it happened; None: the last step.
             values: Further values.
         """
         done = self._iteration if iteration is None else iteration

@@ -178,7 +178,7 @@ def interval_line(record: IntervalRecord) -> str:
         NUM_ZEROS in last.extras and f"num zeros: {last.extras[NUM_ZEROS]:.1f}",
         record.params_norm is not None and f"params norm: {record.params_norm:.3f}",
         last.curriculum_seqlen is not None and f"curriculum seqlen: {last.curriculum_seqlen:5d}",
-        # Those of a series, such as one of each expert, are in the files only.
+        # Metrics of a series, such as one of each expert, are in the files only.
         *(
             f"{name}: {value:.6E}"
             for name, value in record.extras.items()

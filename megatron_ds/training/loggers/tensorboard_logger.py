@@ -223,7 +223,7 @@ class EventFile:
 
 
 def write_settings(folder: Path, config: Config) -> None:
-    """Writes the settings for the tab HPARAMS, instead of those of the run that is continued."""
+    """Writes the settings for the tab HPARAMS, instead of the continued run's."""
     values: Mapping[str, Any] = {
         name: value if type(value) in (int, float) else str(value)
         for group in config.to_dict().values()
@@ -246,7 +246,7 @@ def own_event_files(folder: Path) -> list[Path]:
 
 
 def _next_event_file(folder: Path) -> Path:
-    """A file whose name sorts after those of its folder, also if the clock was set back."""
+    """A file whose name sorts after all in its folder, also if the clock was set back."""
     names = (path.name for path in own_event_files(folder))
     earlier = (int(digits[1]) for name in names if (digits := re.search(r"tfevents\.(\d+)", name)))
     seconds = max(time.time(), max(earlier, default=0) + 1)

@@ -15,7 +15,7 @@ from megatron_ds.launch.device import memory_history
 STEP = "iteration"
 """Regions of a step are called by it and a number."""
 ROWS = 40
-"""Of the summary."""
+"""Number of rows of the summary."""
 
 
 class ProfilerSession:

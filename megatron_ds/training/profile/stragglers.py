@@ -1,7 +1,7 @@
-"""The report of --log-straggler: which ranks and hosts are slower than the others.
+"""The report of --log-straggler: which ranks and hosts are slower than their peers.
 
-A step ends for all ranks together. The slowest rank is the one that waits least for the others, so
-the times that are compared are those outside collectives.
+A step ends for all ranks together. The slowest rank is the one that waits least for its peer ranks,
+so the times that are compared are those outside collectives.
 """
 
 from __future__ import annotations

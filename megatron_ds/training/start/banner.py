@@ -48,7 +48,7 @@ class BannerData:
     attention: str
     """Attention implementation and the kernel that torch selects."""
     compiled: str
-    """What torch.compile compiles."""
+    """Description of what torch.compile compiles."""
     ops: tuple[str, ...]
     """Loaded C++ ops of DeepSpeed."""
 

@@ -31,7 +31,7 @@ from megatron_ds.tokenizer.huggingface import needs_transformers
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the checks have opened, for use by the run, and what it loads."""
+    """Inputs that the checks have opened for the run, and the plan of what it loads."""
 
     plan: LoadPlan
     tokenizer: Tokenizer

@@ -1,4 +1,4 @@
-"""What all ranks of a run must be started with alike; the roll call compares it."""
+"""Collects the settings that must be equal on all ranks; the roll call compares them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def settings(config: Config, plan: LoadPlan) -> Iterator[tuple[str, str]]:
 
 
 def data(inputs: RunInputs, *, reads: bool = False) -> Iterator[tuple[str, str]]:
-    """What identifies the tokenizer and each token file.
+    """Yields the identity of the tokenizer and of each token file.
 
     Args:
         inputs: Of the run.
