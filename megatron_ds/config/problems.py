@@ -1,8 +1,8 @@
 """Problems that a user can fix: a code, the option fields concerned, and a message.
 
 Messages are data: the `messages.toml` of a folder has the text of each code that the folder uses,
-`config/messages.toml` those of several folders. Code and tests identify a problem by its code and
-fields, and improving a message changes nothing else.
+`config/messages.toml` of codes that several folders use. Code and tests identify a problem by its
+code and fields, and improving a message changes nothing else.
 """
 
 from __future__ import annotations
