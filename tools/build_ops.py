@@ -58,7 +58,7 @@ def work(options: Options) -> int:
 
 
 def find_problem(op: CppOp) -> Problem | None:
-    """Why an op cannot be built here."""
+    """Returns the reason that an op cannot be built here."""
     return swap_disk.find_problem() if op is ASYNC_IO else cpp_ops.find_problem(op)
 
 

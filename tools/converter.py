@@ -134,7 +134,7 @@ class Peer:
 
     @property
     def options(self) -> ConversionOptions:
-        """The same for this program."""
+        """The options of this program."""
         return self.conversion
 
     def problems(self) -> Iterator[Problem]:

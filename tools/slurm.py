@@ -198,7 +198,7 @@ def submit(options: Submit, training: Sequence[str]) -> None:
 
 
 def _job_problems(options: Submit) -> Iterator[Problem]:
-    """Why the job cannot be submitted."""
+    """Yields reasons that the job cannot be submitted."""
     if not options.node_range:
         yield Problem("slurm-not-nodes", settings=options)
     if is_url(options.run):
@@ -368,7 +368,7 @@ def _progress(run: Path) -> int:
 
 
 def _reason_to_end(options: Restart, run: Path, iteration: int) -> str:
-    """Why a job is not queued again; "" if it is."""
+    """Returns the reason that a job is not queued again; "" if it is."""
     if options.status in ENDS:
         return "another attempt would not change that" if options.status else "the run is complete"
     own = [each for each in _records(run) if each["event"] == "end" and each["job"] == options.job]

@@ -40,7 +40,7 @@ CHANGEABLE_MOE_FIELDS = frozenset(
         *("moe_token_drop_policy", "moe_token_dropping"),
     }
 )
-"""The same of a mixture of experts."""
+"""Changeable fields of a mixture of experts."""
 CHANGEABLE_FIELDS = frozenset(
     {
         *("seq_length", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
@@ -124,7 +124,7 @@ def _position_conflicts(checkpoint: Checkpoint, config: Config) -> Iterator[Prob
 
 
 def _layout_conflicts(checkpoint: Checkpoint, now: ParallelLayout) -> Iterator[Problem]:
-    """Why the states of a checkpoint cannot be resharded to a layout."""
+    """Yields reasons against resharding the states of a checkpoint to a layout."""
     saved, path = checkpoint.run.layout, checkpoint.path
     if saved.optimizer != now.optimizer:
         yield Problem(

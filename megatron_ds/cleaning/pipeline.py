@@ -308,7 +308,7 @@ def keys_of(stage: str) -> str:
 
 
 def _lost(counts: Counts) -> str:
-    """Why no document is left."""
+    """Returns the reason that no document is left."""
     reasons = [f"{count} {reason}" for reason, count in sorted(counts.bad.items())]
     for name, stage in counts.stages.items():
         reasons += (f"{count} {reason} ({name})" for reason, count in sorted(stage.dropped.items()))

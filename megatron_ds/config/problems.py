@@ -139,15 +139,15 @@ class Problem(str):
         return frozenset((*self.fields, *MARKER.findall(self._template)))
 
     def extended(self, text: str) -> Problem:
-        """The same problem with text appended."""
+        """Returns the problem with text appended."""
         return self.of(self.code, self._template + text, *self.fields)
 
     def with_prefix(self, prefix: str, *fields: str) -> Problem:
-        """The same problem, with a prefix such as a flag or a path, and further fields."""
+        """Returns the problem with a prefix such as a flag or a path, and further fields."""
         return self.of(self.code, f"{prefix}{self._template}", *fields, *self.fields)
 
     def about(self, **fields: str) -> Problem:
-        """The same problem of other fields.
+        """Returns the problem of other fields.
 
         Args:
             fields: New field by field.

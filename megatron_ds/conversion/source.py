@@ -45,7 +45,7 @@ class SavedRun:
     consumed_samples: int | None
     """Samples of the run so far; None if the checkpoint does not state it."""
     applied_samples: int | None
-    """Those in steps that were not skipped, by which the learning rate is scheduled."""
+    """Samples in steps that were not skipped, by which the learning rate is scheduled."""
     steps: int | None
     """Steps of the optimizer."""
     softmax_rows: int | None
@@ -79,7 +79,7 @@ class SourceCheckpoint:
     """Full states by kind and canonical name, MASTER among them for weights in half precision;
     empty if they are not read. A vocabulary table may be padded."""
     unread: str = "the folder has weights alone"
-    """Why another program cannot continue with these states; empty if it can."""
+    """Reason that another program cannot continue with these states; empty if it can."""
     run: SavedRun | None = None
     """None for weights alone."""
     notes: tuple[Problem, ...] = ()

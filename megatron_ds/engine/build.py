@@ -265,7 +265,7 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
 
 
 def _reason_for_eager_layers(config: Config, mesh: Mesh) -> str:
-    """Why layers are not compiled by default; empty if they are."""
+    """Returns the reason that layers are not compiled by default; empty if they are."""
     reasons = {
         "experts": config.moe.is_used,
         "ZeRO stage 3": config.zero_stage == 3,

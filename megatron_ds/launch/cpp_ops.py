@@ -97,7 +97,7 @@ def find_problem(op: CppOp) -> Problem | None:
 
 
 def problems(ops: Sequence[CppOp]) -> list[Problem]:
-    """Why ops that are not built yet cannot be built."""
+    """Returns the reasons that ops that are not built yet cannot be built."""
     problems = (find_problem(op) for op in ops if not op.is_built())
     return [problem for problem in problems if problem is not None]
 

@@ -115,7 +115,7 @@ def merge_model(
 def _length_problems(
     source: SourceCheckpoint, continued: TrainState | None, length: int
 ) -> Iterator[Problem]:
-    """Why a run cannot have its sequence length."""
+    """Yields reasons that a run cannot have its sequence length."""
     settings, path = source.settings, source.path
     saved = settings.defaults.get("seq_length", length)
     if continued is not None and continued.consumed_samples and length != saved:
@@ -123,7 +123,7 @@ def _length_problems(
 
 
 def conflicts(source: SourceCheckpoint, config: Config, vocab_size: int) -> Iterator[Problem]:
-    """Why the checkpoint of another program cannot be loaded.
+    """Yields reasons that the checkpoint of another program cannot be loaded.
 
     Args:
         source: The checkpoint.

@@ -55,7 +55,7 @@ class LoadPlan:
     saved: Checkpoint | None = None
     """Otherwise the checkpoint of this program. `CheckpointManager.select` selects again."""
     unusable: tuple[Problem, ...] = ()
-    """Why no checkpoint of this program can be selected."""
+    """Reason that no checkpoint of this program can be selected."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _with_pretrained(options: CheckpointConfig) -> CheckpointConfig:
 
 
 def _missing_weights(config: Config, location: Location, contents: _Contents) -> list[Problem]:
-    """Why the location does not have the weights that the run expects there."""
+    """Returns the reasons that the location lacks the weights that the run expects there."""
     options = config.checkpoint
     assert options.load is not None
     name = split_location(options.load)[0]

@@ -101,7 +101,7 @@ VOCABULARY = (Role.WORDS, Role.OUTPUT)
 
 
 class Partial(StrEnum):
-    """When each tensor-parallel rank computes only part of a replicated weight's gradient."""
+    """Condition for each tensor-parallel rank to compute part of a replicated weight's gradient."""
 
     NEVER = "never"
     SEQUENCE = "with sequence parallelism"
@@ -126,7 +126,7 @@ class Weight:
     """Mean of the initial values."""
     role: Role = Role.MATRIX
     partial_over: Partial = Partial.NEVER
-    """When its gradient is summed over the tensor-parallel ranks."""
+    """Condition for summing its gradient over the tensor-parallel ranks."""
     is_stacked: bool = False
     """Whether dimension 0 counts experts, which expert-parallel ranks share."""
     padding: int = 0

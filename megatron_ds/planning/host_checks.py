@@ -182,7 +182,7 @@ def _host_excesses(estimate: MemoryEstimate, host: Host) -> Iterator[tuple[Probl
 def _device_excesses(
     estimate: MemoryEstimate, own: DeviceCapacity | None
 ) -> Iterator[tuple[Problem, bool]]:
-    """The same of the device. Its states are certain; the rest of the peak is an estimate."""
+    """Yields excesses over the device's memory. Only the states are certain, not the peak."""
     if own is None:
         return
     count, total, free = own.processes, own.total / 1e9, own.free / 1e9

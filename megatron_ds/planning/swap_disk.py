@@ -72,7 +72,7 @@ def check(folder: Path) -> tuple[Disk | None, list[Problem]]:
 
 
 def find_problem() -> Problem | None:
-    """Why a program that uses libaio cannot be built and run; None if it can.
+    """Returns the reason that a program with libaio cannot be built and run; None if it can.
 
     DeepSpeed tests the same before it loads its operations, even if they are built.
     """

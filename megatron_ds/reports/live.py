@@ -42,7 +42,7 @@ class Follower:
     path: Path
     clock: Callable[[], float] = time.time
     problem: str = field(default="", init=False)
-    """Why the last `poll` could not read everything."""
+    """Reason that the last `poll` could not read everything."""
 
     def __post_init__(self) -> None:
         self._reader = RunReader(self.path)

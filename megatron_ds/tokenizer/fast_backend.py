@@ -39,7 +39,7 @@ class BackendChoice(NamedTuple):
     tokenizer: Tokenizer
     library: str
     reason: Problem | None = None
-    """Why the fast library is not used although it was allowed."""
+    """Reason that the fast library is not used although it was allowed."""
 
 
 class FastTokenizer(Tokenizer):

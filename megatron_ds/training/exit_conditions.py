@@ -18,7 +18,7 @@ from megatron_ds.launch.process.stop_request import StopReason, StopRequest
 
 @dataclass(frozen=True)
 class StopDecision:
-    """Why a run ends early."""
+    """Reason that a run ends early."""
 
     message: str
     code: ExitCode = ExitCode.FINISHED

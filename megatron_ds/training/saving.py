@@ -1,4 +1,4 @@
-"""When a run saves checkpoints, and what it does about a save that fails.
+"""Decides when a run saves checkpoints, and handles a save that fails.
 
 How a checkpoint is written is up to the manager of checkpoints.
 """

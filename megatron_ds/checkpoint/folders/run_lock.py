@@ -35,7 +35,7 @@ FOREIGN_SILENCE_S = 60.0
 """Time without a touch after which an owner on another host is dead."""
 ELASTIC_HEARTBEAT_S = 1.5
 ELASTIC_SILENCE_S = 5.0
-"""The same within a run that torchrun starts again."""
+"""Silence of a dead owner within a run that torchrun starts again."""
 ENDING_S = 10.0
 """Time that a live owner has to end: ranks may outlive their launcher for seconds."""
 POLL_S = 0.2
@@ -53,7 +53,7 @@ class Owner:
     started: str | None
     """Start time of the process, see `ProcessHandle`."""
     since: str
-    """When it took the lock, for messages."""
+    """Time at which it took the lock, for messages."""
     nonce: str
     """Distinguishes two locks of one process."""
     folder: str = ""
@@ -253,7 +253,7 @@ class FolderLockFile:
             os.utime(self._path)
 
     def touched(self) -> int | None:
-        """When the file was last touched; None without the file.
+        """Returns the time of the file's last touch; None without the file.
 
         Opened because network file systems ask their server then, instead of answering from a
         cache.

@@ -116,7 +116,7 @@ class LoggingConfig:
 
 
 def _new_file_problems(name: str, path: str | None) -> Iterator[Problem]:
-    """Why a file of an option cannot be written, whether it exists or not."""
+    """Yields reasons that a file of an option cannot be written, whether it exists or not."""
     if path is None:
         return
     if os.path.isdir(path):

@@ -44,7 +44,7 @@ class ConfigValues:
         return default
 
     def number(self, keys: str, kind: type[int] | type[float], default: Any = REQUIRED) -> Any:
-        """The same, of a number; None if the value is null.
+        """Returns a number; None if the value is null.
 
         Raises:
             UserError: If it is anything else.

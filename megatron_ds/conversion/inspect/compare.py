@@ -34,7 +34,7 @@ class TensorDifference:
     max_abs: float | None
     """Largest absolute difference; None if the shapes differ."""
     max_rel: float | None
-    """The same relative to the largest absolute value in both tensors."""
+    """Largest difference relative to the largest absolute value in both tensors."""
 
     @property
     def numel(self) -> int:

@@ -27,7 +27,7 @@ ALIGNMENT = 64
 COMPARED = 16
 """First elements that are compared before all are."""
 MISPLACED = "its distributed optimizer's buffers do not have its weights at the expected places"
-"""Why states are not read, with the name of a weight."""
+"""Reason that states are not read, with the name of a weight."""
 UNKNOWN_FORM = "its distributed optimizer has an unknown form"
 
 

@@ -31,7 +31,7 @@ class OptimizerStates:
     by_kind: dict[str, Chunks] = field(default_factory=dict)
     """Moments and, if the model is in half precision, master weights."""
     unread: str = ""
-    """Why there are none."""
+    """Reason that there are none."""
 
 
 def assign_states(chunks: Chunks, saved: Any) -> OptimizerStates:

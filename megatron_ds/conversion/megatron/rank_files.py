@@ -51,11 +51,11 @@ class MegatronContents:
     """Everything but the weights: arguments, version, counters."""
     shards: Shards
     optimizer: Mapping[str, Shards] = field(default_factory=dict)
-    """The same of the optimizer's states, by kind; empty if they cannot be read."""
+    """Shards of the optimizer's states, by kind; empty if they cannot be read."""
     steps: int | None = None
     """Steps of the optimizer."""
     unread: str = ""
-    """Why the optimizer's states cannot be read."""
+    """Reason that the optimizer's states cannot be read."""
 
 
 def read_legacy(folder: Path) -> MegatronContents:

@@ -48,7 +48,7 @@ class DocumentSelection:
         return 0, size
 
     def empty_message(self, split: str, size: int) -> str:
-        """Why the selection has no tokens, and what to change; completes a sentence."""
+        """Reason that the selection has no tokens, and what to change; completes a sentence."""
         return "which has no tokens: "
 
 

@@ -42,7 +42,7 @@ OVERLAPPED_BUCKET = 40_000_000
 """Elements of a message that is sent during the backward pass, as in Megatron-Core: a bucket as
 large as the model would be sent at its end."""
 OVERLAPPED_BUCKET_PER_RANK = 1_000_000
-"""The same for each data-parallel rank, so that its share of the message stays large."""
+"""Elements for each data-parallel rank, so that its share of the message stays large."""
 
 SWAPPED_SUB_GROUP = 100_000_000
 """Elements of a flat tensor of optimizer states on a disk. DeepSpeed keeps buffers for the states

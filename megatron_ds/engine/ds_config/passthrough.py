@@ -93,7 +93,7 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def unsupported_reason(passed: PassedKey) -> str | None:
-    """Why DeepSpeed does not support a key on this device; None if it does."""
+    """Returns the reason that DeepSpeed lacks a key on this device; None if it has it."""
     from deepspeed.accelerator import get_accelerator
 
     builder = get_accelerator().create_op_builder(passed.builder)

@@ -26,7 +26,7 @@ GAMMA = 0x9E3779B97F4A7C15 - 2**64
 MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 """Constants of SplitMix64 as signed numbers: the step of its state, shifts and factors."""
 CACHED_NUMBERS = 2**16
-"""That are hashed at a time on a CPU, in its cache."""
+"""Numbers that are hashed at a time on a CPU, in its cache."""
 
 
 def noise_key(seed: int, index: int, position: int) -> int:

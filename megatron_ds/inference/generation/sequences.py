@@ -64,7 +64,7 @@ class TextSequence:
     ended_itself: bool = False
     """Whether a token ended the text, not its maximal length."""
     error: UserError | None = None
-    """Why the sequence ended early."""
+    """Reason that the sequence ended early."""
 
     @classmethod
     def of(cls, prompt: Sequence[int], config: GenerationConfig, index: int) -> TextSequence:

@@ -130,7 +130,7 @@ class CompletionsApi:
     names: tuple[str, ...]
     """Names of the model."""
     created: int = 0
-    """When it was saved, in seconds since 1970."""
+    """Time of the save, in seconds since 1970."""
 
     def read(self, body: bytes) -> CompletionJob:
         """

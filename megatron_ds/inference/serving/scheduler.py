@@ -65,7 +65,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a job has no result."""
+    """Reason that a job has no result."""
 
     error: Exception
 
@@ -85,7 +85,7 @@ class Ticket(Generic[Job]):
     """On the monotonic clock."""
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None
-    """When the first token was chosen."""
+    """Time at which the first token was chosen."""
 
 
 @dataclass

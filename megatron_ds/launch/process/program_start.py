@@ -37,7 +37,7 @@ def finish() -> None:
 
 
 def find_problem() -> str:
-    """Why this Python cannot run the programs; empty if it can."""
+    """Returns the reason that this Python cannot run the programs; empty if it can."""
     if sys.version_info < OLDEST_PYTHON:
         version, needed = (".".join(map(str, v[:2])) for v in (sys.version_info, OLDEST_PYTHON))
         return f"needs Python {needed} or newer; {sys.executable} is Python {version}. {_remedy()}"

@@ -121,7 +121,7 @@ class RankEnd:
     """Names of the hosts of ranks, as far as this one knows them."""
 
     def find_start_verdict(self, report: ErrorReport, lost: int = 0) -> Verdict | None:
-        """Why the run cannot start on all hosts; None if there is no verdict, as on one host.
+        """Asks why the run cannot start on all hosts; None without a verdict, as on one host.
 
         Args:
             report: Why this rank cannot start.

@@ -9,7 +9,8 @@ from megatron_ds.launch.exit_codes import ExitCode
 
 
 class StopReason(Enum):
-    """Why the run was asked to end. The value completes the message `exiting program ...`."""
+    """Reason that the run was asked to end. The value completes the message `exiting program
+    ...`."""
 
     SIGINT = "after receiving SIGINT."
     SIGTERM = "after receiving SIGTERM."

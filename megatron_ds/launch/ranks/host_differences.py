@@ -48,7 +48,7 @@ class RankEntry:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run cannot start; no text if it can.
+    """Reason that a run cannot start; no text if it can.
 
     Attributes:
         text: Message for the user.

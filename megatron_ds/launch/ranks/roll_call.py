@@ -55,7 +55,7 @@ LEADER = "leader"
 ranks, such as torchrun's agent's, has the tokens of earlier attempts: a rank begins again when the
 token changes, and only takes what the first rank has written for its own token."""
 SILENT_S, REMINDER_S = 5.0, 60.0
-"""When the first rank first logs which ranks it waits for, and how often again."""
+"""Delay until the first rank logs which ranks it waits for, and the interval afterwards."""
 
 
 class HostsDiffer(RunAborted):

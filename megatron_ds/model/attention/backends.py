@@ -64,11 +64,11 @@ class AttentionOptions:
     """Attention backends of passes without a cache."""
 
     samples: Order = ()
-    """Kernels to consider for complete samples. Empty: those that the caller has selected."""
+    """Kernels to consider for complete samples. Empty: selected by the caller."""
     documents: Order = VARYING_SIZES
     """Kernels to consider for one document after the other."""
     kernels: Mapping[AttentionRule, AttentionBackend] = field(default_factory=dict)
-    """Those that a trial has selected for complete samples or documents."""
+    """Backends that a trial has selected for complete samples or documents."""
 
     def backend(self, rule: AttentionRule, keys: Keys) -> AttentionBackend:
         """The first backend of the table that computes this attention."""

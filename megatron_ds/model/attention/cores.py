@@ -29,7 +29,7 @@ QUERY_BLOCK = 8
 """Keys and queries of the matrix products of `BatchInvariantAttention`: with other numbers the
 kernels of CPUs add in another order."""
 SCORES_AT_ONCE = 2**24
-"""That `BatchInvariantAttention` has in memory."""
+"""Number of scores that `BatchInvariantAttention` has in memory."""
 SHORT = 512
 """Positions up to which a compiled graph on a CPU stores all scores in bf16. torch's kernel, which
 does not store them, takes up to twice the time there."""

@@ -101,7 +101,7 @@ def check(
 
 
 def _task_problems(options: EvaluationConfig) -> Iterator[Problem]:
-    """Why tasks cannot be evaluated; their modules import torch."""
+    """Yields reasons that tasks cannot be evaluated; their modules import torch."""
     if options.file_tasks or options.harness_tasks:
         from megatron_ds.evaluation import in_training
 
@@ -155,7 +155,7 @@ def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
 def _checkpoint_problems(
     config: Config, plan: LoadPlan, dp_size: int, tokenizer: Tokenizer | None
 ) -> Iterator[Problem]:
-    """Why the checkpoint to load does not fit; its tensors are checked when it is loaded."""
+    """Yields reasons against the checkpoint to load; its tensors are checked when it is loaded."""
     if plan.imported is not None:
         if tokenizer is not None:
             yield from initial_load.conflicts(plan.imported, config, tokenizer.vocab_size)
