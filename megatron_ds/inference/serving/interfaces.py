@@ -1,12 +1,11 @@
-"""Protocols between a server, the interfaces that it serves, and the runner of their jobs."""
+"""Protocols between a server, the interfaces that it serves, and their jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from megatron_ds.inference.serving.scheduler import AnyJob, Event, Finished, NewToken, Ticket
-from megatron_ds.inference.serving.server_metrics import Counted
+from megatron_ds.inference.serving.scheduler import AnyJob, Finished, NewToken
 
 
 class ServedJob(AnyJob, Protocol):
@@ -50,23 +49,3 @@ class Api(Protocol[Job]):
     def error(self, message: str, status: int, codes: Sequence[str] = ()) -> dict[str, Any]:
         """The response to a request that failed."""
         ...
-
-
-class Backend(Counted, Protocol[Job]):
-    """Runs jobs; `Scheduler` without its models."""
-
-    @property
-    def jobs(self) -> int: ...
-
-    @property
-    def step_s(self) -> float: ...
-
-    def submit(
-        self, job: Job, listener: Callable[[Event], None], timeout: float
-    ) -> Ticket[Job]: ...
-
-    def cancel(self, ticket: Ticket[Job]) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def run(self) -> None: ...

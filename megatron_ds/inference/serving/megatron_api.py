@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron_ds.config.problems import user_error
 from megatron_ds.inference.generation.beam import BeamSearchConfig, Hypothesis
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import TextSequence
@@ -34,8 +35,9 @@ class MegatronApi:
         given = request.tokens_to_generate
         new_tokens = self.defaults.tokens_to_generate if given is None else given
         beam, stop_token = None, request.stop_token
-        if stop_token is not None:
-            service.check_stop_token(stop_token)
+        vocab = service.model.config.vocab_size
+        if stop_token is not None and stop_token >= vocab:
+            raise user_error("stop-token-out-of-range", stop_token=stop_token, vocab=vocab)
         if request.beam_width is not None:
             stop_token = service.tokenizer.eod if stop_token is None else stop_token
             beam = BeamSearchConfig(

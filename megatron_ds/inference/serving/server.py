@@ -32,12 +32,13 @@ from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.generation.sequences import TextSequence
 from megatron_ds.inference.generation.tp_group import TpGroupBroken
 from megatron_ds.inference.serving.access import HostCheck, KeyCheck, error_response
-from megatron_ds.inference.serving.interfaces import Api, Backend, Job
+from megatron_ds.inference.serving.interfaces import Api, Job
 from megatron_ds.inference.serving.scheduler import (
     Event,
     Failed,
     Finished,
     NewToken,
+    Scheduler,
     Ticket,
     TimedOut,
     TooManyWaiting,
@@ -89,7 +90,7 @@ class TextServer(Generic[Job]):
 
     def __init__(
         self,
-        backend: Backend[Job],
+        scheduler: Scheduler[Job],
         apis: Mapping[str, Api[Job]],
         log: Callable[[str], None],
         options: ServerOptions,
@@ -97,17 +98,17 @@ class TextServer(Generic[Job]):
     ) -> None:
         """
         Args:
-            backend: Runs the jobs.
+            scheduler: Runs the jobs.
             apis: By path.
             log: Called with lines for the log.
             options: How requests are treated.
             documents: JSON objects by path, for GET.
         """
-        self._backend = backend
+        self._scheduler = scheduler
         self._apis = apis
         self._log = log
         self._options = options
-        self._metrics = ServerMetrics(backend)
+        self._metrics = ServerMetrics(scheduler)
         # A thread, so that long prompts take no time from other requests.
         self._reader = WorkerThread()
         self._read_s = min(BODY_TIMEOUT_S, options.timeout)
@@ -146,13 +147,13 @@ class TextServer(Generic[Job]):
         config.timeout_keep_alive = KEEP_ALIVE_S
         config.timeout_graceful_shutdown = SHUTDOWN_TIMEOUT_S
         server = _Server(config)
-        with server.stopping(self._backend.stop):
+        with server.stopping(self._scheduler.stop):
             # The model stays in the main thread: a second thread would have threads of its own
             # for matrix products, and they would wait for each other.
             serving = threading.Thread(target=self._serve, args=(server, listener), name="http")
             serving.start()
             try:
-                self._backend.run()
+                self._scheduler.run()
             finally:
                 server.should_exit = True
                 serving.join()
@@ -161,7 +162,7 @@ class TextServer(Generic[Job]):
         try:
             server.run(sockets=[listener])
         finally:
-            self._backend.stop()
+            self._scheduler.stop()
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -210,7 +211,7 @@ class TextServer(Generic[Job]):
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         try:
-            ticket = self._backend.submit(job, listen_to, self._options.timeout)
+            ticket = self._scheduler.submit(job, listen_to, self._options.timeout)
         except TooManyWaiting:
             return error(
                 "too many requests wait; repeat this one later", 429, **{"Retry-After": "1"}
@@ -250,7 +251,7 @@ class TextServer(Generic[Job]):
         finally:
             ended.cancel()
             disconnected.cancel()
-            self._backend.cancel(ticket)
+            self._scheduler.cancel(ticket)
         self._finish(ticket, event)
         return response
 
@@ -309,7 +310,7 @@ class TextServer(Generic[Job]):
         except Exception as error:
             yield _event(api.error(*self._explain(error)))
         finally:  # also when the client disconnects
-            self._backend.cancel(ticket)
+            self._scheduler.cancel(ticket)
 
     def _explain(self, error: Exception) -> tuple[str, int]:
         """Message and status of a job without a result."""
@@ -344,9 +345,9 @@ class TextServer(Generic[Job]):
             )
 
     async def _health(self) -> Response:
-        stalled = self._backend.step_s > STALL_S
+        stalled = self._scheduler.step_s > STALL_S
         status = f"a step takes longer than {STALL_S:.0f} s" if stalled else "ok"
-        content = {"status": status, "requests": self._backend.jobs}
+        content = {"status": status, "requests": self._scheduler.jobs}
         return JSONResponse(content, 503 if stalled else 200)
 
     async def _show_metrics(self) -> Response:

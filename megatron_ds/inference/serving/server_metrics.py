@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,20 +16,9 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from megatron_ds.inference.serving.scheduler import Scheduler
+
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-
-
-class Counted(Protocol):
-    """Counts of a scheduler."""
-
-    generated: int
-    prompted: int
-
-    @property
-    def running(self) -> int: ...
-
-    @property
-    def waiting(self) -> int: ...
 
 
 class ServerMetrics:
@@ -43,7 +32,7 @@ class ServerMetrics:
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, counted: Counted) -> None:
+    def __init__(self, scheduler: Scheduler[Any]) -> None:
         disable_created_metrics()  # a second time series of each metric
         self._registry = CollectorRegistry()
         prefix, registry = "megatron_ds", self._registry
@@ -60,17 +49,17 @@ class ServerMetrics:
             buckets=SECONDS,
         )
         running = Gauge(f"{prefix}_sequences_running", "Sequences in the batch", registry=registry)
-        running.set_function(lambda: counted.running)
+        running.set_function(lambda: scheduler.running)
         waiting = Gauge(f"{prefix}_requests_waiting", "Requests that wait", registry=registry)
-        waiting.set_function(lambda: counted.waiting)
+        waiting.set_function(lambda: scheduler.waiting)
 
         class Tokens(Collector):
             def collect(self) -> list[CounterMetricFamily]:
                 return [
                     CounterMetricFamily(f"{prefix}_{name}_tokens", text, value=value)
                     for name, text, value in (
-                        ("generated", "New tokens", counted.generated),
-                        ("prompt", "Tokens of prompts", counted.prompted),
+                        ("generated", "New tokens", scheduler.generated),
+                        ("prompt", "Tokens of prompts", scheduler.prompted),
                     )
                 ]
 

@@ -131,15 +131,6 @@ class TextGenerationService:
         raise_if_any(problems)
         return encoded
 
-    def check_stop_token(self, stop_token: int) -> None:
-        """
-        Raises:
-            UserError: If the vocabulary does not have this id.
-        """
-        vocab = self.model.config.vocab_size
-        if stop_token >= vocab:
-            raise user_error("stop-token-out-of-range", stop_token=stop_token, vocab=vocab)
-
     def _encode(self, text: str, number: int, add_bos: bool) -> list[int]:
         try:
             ids = self.tokenizer.begin(self.tokenizer.encode(text))
