@@ -9,13 +9,13 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.checkpoint.lineage import Lineage
-from megatron_ds.checkpoint.universal.folders import is_universal, source_folder
+from megatron_ds.checkpoint.universal.folders import SUFFIX, is_universal
 from megatron_ds.config import Config, DataConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.data.blend.blend_history import BlendHistory
@@ -317,18 +317,23 @@ def _first_problem(path: Path, check: Callable[[Path], object]) -> Problem | Non
     return None
 
 
-def _check_files(path: Path) -> None:
-    if is_universal(path) and not (path / MANIFEST).is_file():
-        read_run(path)  # of DeepSpeed's converter
-        return
-    expected = read_manifest(path)
-    for name, (size, _) in expected.items():
+def listed_files(path: Path) -> Iterator[str]:
+    """Names of the files of a manifest, each checked to be there with its size."""
+    for name, (size, _) in read_manifest(path).items():
         file = path / name
         if not file.is_file():
             raise user_error("checkpoint-file-missing", name=name)
         if (actual := file.stat().st_size) != size:
             raise user_error("checkpoint-file-size", name=name, actual=actual, expected=size)
-    unlisted = sorted({file.name for file in path.glob(f"*{STATES}")} - expected.keys())
+        yield name
+
+
+def _check_files(path: Path) -> None:
+    if is_universal(path) and not (path / MANIFEST).is_file():
+        read_run(path)  # of DeepSpeed's converter
+        return
+    expected = {*listed_files(path)}
+    unlisted = sorted({file.name for file in path.glob(f"*{STATES}")} - expected)
     if unlisted:
         raise user_error("checkpoint-file-unlisted", unlisted=unlisted[0], manifest=MANIFEST)
 
@@ -342,9 +347,12 @@ def _metadata_damage(name: str, reason: object) -> Problem:
 
 
 def run_folder(path: Path) -> Path:
-    """The folder with the `run.json` of a checkpoint, which may have none."""
+    """The folder with the `run.json` of a checkpoint, which may have none.
+
+    That of a universal checkpoint may be the folder that it was converted from, by its name.
+    """
     if not (path / RUN).is_file() and is_universal(path):
-        return source_folder(path)
+        return path.with_name(path.name.removesuffix(SUFFIX))
     return path
 
 

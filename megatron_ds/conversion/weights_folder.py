@@ -18,7 +18,13 @@ from typing import Any
 
 from megatron_ds.checkpoint.files.local_files import files_damaged, find_damaged_files
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
-from megatron_ds.checkpoint.metadata import MANIFEST, TOKENIZER, manifest_text, read_manifest
+from megatron_ds.checkpoint.metadata import (
+    MANIFEST,
+    TOKENIZER,
+    listed_files,
+    manifest_text,
+    read_manifest,
+)
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
 from megatron_ds.conversion.model_settings import ModelSettings, read_json_object
@@ -56,14 +62,9 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
         raise user_error("checkpoint-of-other-format", name=SETTINGS, version=version, age=age)
     settings = _settings_of(values, path)
     tensors: dict[str, TensorReader] = {}
-    for name, (size, _) in read_manifest(path).items():
-        file = path / name
-        if not file.is_file():
-            raise user_error("checkpoint-file-missing", name=name)
-        if (actual := file.stat().st_size) != size:
-            raise user_error("checkpoint-file-size", name=name, actual=actual, expected=size)
+    for name in listed_files(path):
         if name.endswith(".safetensors"):
-            tensors |= open_safetensors(file)
+            tensors |= open_safetensors(path / name)
     check_sizes(settings, tensors, path / SETTINGS)
     parts = _parts_of(values, path)
     return SourceCheckpoint(path, "native", settings, tensors, parts=parts).checked()

@@ -31,11 +31,6 @@ def is_universal(path: Path) -> bool:
     return any((path / ZERO).glob(f"*/{FP32}.pt"))
 
 
-def source_folder(path: Path) -> Path:
-    """The folder of the checkpoint that a universal one was converted from, by its name."""
-    return path.with_name(path.name.removesuffix(SUFFIX))
-
-
 def list_universal(folder: Path) -> list[Path]:
     """The universal checkpoints of a folder: itself, or the ones below it.
 
