@@ -101,11 +101,6 @@ class SaveSteps:
         return str(self.folder)
 
     @property
-    def outcome_line(self) -> str:
-        """For the log, once the checkpoint is complete."""
-        return f"{self.outcome} checkpoint at iteration {self.iteration:7d} to {self.shown_folder}"
-
-    @property
     def temporary(self) -> Path:
         return self.folder / f"{local_files.INCOMPLETE}{self.target.name}"
 

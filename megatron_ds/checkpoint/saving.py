@@ -143,7 +143,8 @@ class Saving(RunCheckpoints):
         save = done.save
         self.newest = save.target
         self.on_saved(save.iteration, **done.times(waited))
-        self.log(f"  {save.outcome_line}")
+        folder = save.shown_folder
+        self.log(f"  {save.outcome} checkpoint at iteration {save.iteration:7d} to {folder}")
         if done.in_background:
             self.log(f"  {done.background_line(waited)}")
 

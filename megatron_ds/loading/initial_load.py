@@ -76,7 +76,11 @@ def open_importable(
     continued = _continued(source, config)
     if "softmax_vocab_size" not in config.given and continued is not None:
         config = config.with_values({"softmax_vocab_size": source.rows})
-    problems += _length_problems(source, continued, config.model.seq_length)
+    length = config.model.seq_length
+    saved = source.settings.defaults.get("seq_length", length)
+    if continued is not None and continued.consumed_samples and length != saved:
+        where = source.path
+        problems.append(Problem("foreign-length-differs", "seq_length", path=where, saved=saved))
     own_tokenizer = config.given & vars(config.tokenizer).keys() - {"trust_remote_code"}
     stored = source.settings.tokenizer_config
     if source.run is None and stored is not None and not own_tokenizer:
@@ -110,16 +114,6 @@ def merge_model(
                 Problem("foreign-setting-differs", name, given=given, path=path, saved=saved)
             )
     return dataclasses.replace(config, origins={**config.origins, **origins}), problems
-
-
-def _length_problems(
-    source: SourceCheckpoint, continued: TrainState | None, length: int
-) -> Iterator[Problem]:
-    """Yields reasons that a run cannot have its sequence length."""
-    settings, path = source.settings, source.path
-    saved = settings.defaults.get("seq_length", length)
-    if continued is not None and continued.consumed_samples and length != saved:
-        yield Problem("foreign-length-differs", "seq_length", path=path, saved=saved)
 
 
 def conflicts(source: SourceCheckpoint, config: Config, vocab_size: int) -> Iterator[Problem]:

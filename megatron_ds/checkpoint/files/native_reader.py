@@ -252,20 +252,16 @@ class SavedStates:
         left = list(self._partitions)
         for pp_rank in range(self._layout.pipeline_model_parallel_size):
             number = 0
-            for group in range(self._num_flats(pp_rank)):
+            file = self._file(pp_rank, 0, 0)
+            is_partitioned = self._layout.zero_stage == 3
+            groups = file["fp32_flat_groups"] if is_partitioned else _inner(file)["param_groups"]
+            for group in range(len(groups)):
                 partition = left.pop(0)
                 for place in partition.parameters:
                     yield _Saved(place, partition, pp_rank, group, number)
                     number += self._layout.zero_stage == 0
                 number += self._layout.zero_stage > 0
         assert not left
-
-    def _num_flats(self, pp_rank: int) -> int:
-        """Number of flat tensors of a pipeline stage; without ZeRO of parameter groups."""
-        file = self._file(pp_rank, 0, 0)
-        if self._layout.zero_stage == 3:
-            return len(file["fp32_flat_groups"])
-        return len(_inner(file)["param_groups"])
 
     def _ep_size(self, name: str) -> int:
         return self._layout.expert_model_parallel_size if name in self._experts else 1

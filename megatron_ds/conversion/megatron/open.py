@@ -45,7 +45,7 @@ from megatron_ds.conversion.source import (
     SourceCheckpoint,
     check_sizes,
 )
-from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
+from megatron_ds.engine.states.state_reader import TensorReader
 
 READERS = {
     LEGACY: read_legacy,
@@ -93,7 +93,16 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
         kind: _canonical(found.path, shards, orders, complete)
         for kind, shards in weights.optimizer.items()
     }
-    described = _settings_of(found.path, settings, state, args, tensors)
+    table = tensors.get("embedding.word.weight")
+    vocab_size = megatron_args.true_vocab_size(state, args)
+    rows = vocab_size or (table.shape[0] if table else 0)
+    described = ModelSettings({}, {"vocab_size": rows})
+    if settings:
+        config = ModelConfig(**settings, vocab_size=rows)
+        described = ModelSettings.of(config, MoEConfig(), None, None)
+        tokenizer = megatron_args.tokenizer_settings(args)
+        described = dataclasses.replace(described, tokenizer=tokenizer)
+        check_sizes(described, tensors, found.path)
     is_coupled = bool(optimizer) and has_coupled_decay(state)
     coupled = [Problem("foreign-decay-coupled", path=found.path)] if is_coupled else []
     scheduler = state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
@@ -102,7 +111,7 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
     return SourceCheckpoint(
         found.path,
         found.kind,
-        described,
+        dataclasses.replace(described, may_have_padding=vocab_size is None),
         tensors,
         optimizer=optimizer,
         unread=weights.unread,
@@ -117,26 +126,6 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
             scheduler=scheduler,
         ),
     )
-
-
-def _settings_of(
-    path: Path,
-    settings: Mapping[str, Any],
-    state: Mapping[str, Any],
-    args: Mapping[str, Any],
-    tensors: TensorReaders,
-) -> ModelSettings:
-    """The options of the model, whose sizes are checked."""
-    table = tensors.get("embedding.word.weight")
-    vocab_size = megatron_args.true_vocab_size(state, args)
-    rows = vocab_size or (table.shape[0] if table else 0)
-    result = ModelSettings({}, {"vocab_size": rows})
-    if settings:
-        config = ModelConfig(**settings, vocab_size=rows)
-        result = ModelSettings.of(config, MoEConfig(), None, None)
-        result = dataclasses.replace(result, tokenizer=megatron_args.tokenizer_settings(args))
-        check_sizes(result, tensors, path)
-    return dataclasses.replace(result, may_have_padding=vocab_size is None)
 
 
 def _canonical(
