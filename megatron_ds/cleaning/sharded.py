@@ -115,30 +115,21 @@ class ShardedCleaning:
             if work.published:
                 return
             if not work.finished:
-                self._trace(shard, work, workers, report)
+                start = {"place": START, "lines": {}, "documents": 0}
+                saved: dict[str, Any] = work.progress or start
+                position, documents = ReadPosition(*saved["place"]), saved["documents"]
+                keys = (options.json_key,) if options.order else ()
+                reader = DocumentReader(options.inputs, keys, position, True, shard, saved["lines"])
+                for record, size, end in workers.map(chunks(reader, options.part_bytes)):
+                    work.files[TRACES].write(record)
+                    documents += size
+                    report(documents, end.input_bytes)
+                    if end.ends_part:
+                        place, lines = end.position, reader.lines
+                        work.commit({"place": place, "lines": lines, "documents": documents})
+                progress = {"place": reader.end, "lines": reader.lines, "documents": documents}
+                work.commit(progress, finished=True)
             work.publish({TRACES: _traces_of(prefix)})
-
-    def _trace(
-        self,
-        shard: Shard,
-        work: ResumableOutput,
-        workers: Workers[Chunk, tuple[bytes, int, ChunkEnd]],
-        report: Callable[[int, int], None],
-    ) -> None:
-        options = self._options
-        saved: dict[str, Any] = work.progress or {"place": START, "lines": {}, "documents": 0}
-        position, documents = ReadPosition(*saved["place"]), saved["documents"]
-        keys = (options.json_key,) if options.order else ()
-        reader = DocumentReader(options.inputs, keys, position, True, shard, saved["lines"])
-        for record, size, end in workers.map(chunks(reader, options.part_bytes)):
-            work.files[TRACES].write(record)
-            position, documents = end.position, documents + size
-            report(documents, end.input_bytes)
-            if end.ends_part:
-                progress = {"place": position, "lines": reader.lines, "documents": documents}
-                work.commit(progress)
-        progress = {"place": reader.end, "lines": reader.lines, "documents": documents}
-        work.commit(progress, finished=True)
 
     def complete(
         self,

@@ -203,10 +203,14 @@ class _DatasetBuilder:
             )
         ]
         history = with_requests(history, requests)
-        datasets = [
-            self._dataset(group.split, file, request, *rest)
-            for file, request, rest in zip(files, requests, remaining, strict=True)
-        ]
+        datasets: list[TokenDataset] = []
+        for file, request, (rest, number) in zip(files, requests, remaining, strict=True):
+            # The samples that are left from earlier lengths, then the consecutive indexes.
+            indexes: list[LazyIndexes] = [] if rest is None else [rest]
+            indexes += self._indexed(group.split, file, request, self.seq_length, number)
+            parts = [each.dataset(self.vocab_size) for each in indexes]
+            self.pending.extend(zip(parts, indexes, strict=True))
+            datasets.append(parts[0] if len(parts) == 1 else ConcatDataset(parts))
         self._open_indexes()
         self._note_usage(group, files, history, order)
         dataset = datasets[0]
@@ -292,29 +296,6 @@ class _DatasetBuilder:
         first, end = source.documents.range_of(len(data))
         tokens = int(data.lengths[first:end].sum(dtype=np.int64))
         return OpenedFile(data, source, (first, end), tokens, digest)
-
-    def _dataset(
-        self,
-        split: str,
-        file: OpenedFile,
-        requests: Sequence[int],
-        remaining: LazyRemainingIndexes | None,
-        number: int,
-    ) -> TokenDataset:
-        """The samples of a file: those left from earlier lengths, then its consecutive indexes.
-
-        Args:
-            split: Name of the split.
-            file: The file.
-            requests: Samples that each index is built for.
-            remaining: Indexes of the samples that are left from earlier lengths.
-            number: Indexes of earlier lengths.
-        """
-        indexes: list[LazyIndexes] = [] if remaining is None else [remaining]
-        indexes += self._indexed(split, file, requests, self.seq_length, number)
-        datasets = [each.dataset(self.vocab_size) for each in indexes]
-        self.pending.extend(zip(datasets, indexes, strict=True))
-        return datasets[0] if len(datasets) == 1 else ConcatDataset(datasets)
 
     def _indexed(
         self, split: str, file: OpenedFile, requests: Sequence[int], seq_length: int, first: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from deepspeed.utils.timer import SynchronizedWallClockTimer
@@ -71,7 +71,5 @@ class StepTimers:
         with self._time(name):
             yield
 
-    @contextmanager
-    def _time_collective(self, name: str) -> Iterator[None]:
-        with self._time(COMMUNICATION, *([name] if self._level > 1 else [])):
-            yield
+    def _time_collective(self, name: str) -> AbstractContextManager[None]:
+        return self._time(COMMUNICATION, *([name] if self._level > 1 else []))

@@ -66,7 +66,8 @@ def continue_prompts(
     for sequence in sequences:
         engine.add(sequence)
     while engine.is_busy:
-        check_cancelled(should_continue)
+        if should_continue is not None and not should_continue():
+            raise Cancelled
         for sequence in engine.step():
             if sequence.error is not None:
                 raise sequence.error
@@ -86,12 +87,3 @@ def generate(
         model, prompts, config, indexes=indexes, should_continue=should_continue
     )
     return [sequence.new_ids for sequence in sequences]
-
-
-def check_cancelled(should_continue: ShouldContinue | None) -> None:
-    """
-    Raises:
-        Cancelled: If `should_continue` returns False.
-    """
-    if should_continue is not None and not should_continue():
-        raise Cancelled

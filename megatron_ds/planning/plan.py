@@ -254,7 +254,10 @@ def _link_time(
 
     Ranks of a group that share a machine send to others over all of their network cards.
     """
-    stride = _stride(traffic.axis, sizes)
+    tp, sp, ep, dp = (sizes[name] for name in ("tp", "sp", "ep", "dp"))
+    strides = {"tp": 1, "sp": tp, "dp_sp": tp, "expert_dp": tp, "ep": tp * sp}
+    # Distance of neighbouring ranks of the axis, by default of stages.
+    stride = strides.get(traffic.axis, tp * sp * ep * dp)
     inside = max(1, min(traffic.ranks, hardware.per_machine // stride))
     latency = traffic.messages * _latency(traffic, inside, hardware)
     if inside >= traffic.ranks:
@@ -282,13 +285,6 @@ def _latency(traffic: Traffic, inside: int, hardware: Hardware) -> float:
         near, far = inside - 1, depth
     times = RING.get(traffic.operation, 1)
     return times * (near * hardware.latency_inside + far * hardware.latency_between)
-
-
-def _stride(axis: str, sizes: dict[str, int]) -> int:
-    """Distance of neighbouring ranks of an axis."""
-    tp, sp, ep, dp = (sizes[name] for name in ("tp", "sp", "ep", "dp"))
-    strides = {"tp": 1, "sp": tp, "dp_sp": tp, "expert_dp": tp, "ep": tp * sp}
-    return strides.get(axis, tp * sp * ep * dp)  # of stages
 
 
 def _exposed(links: tuple[Link, ...], compute: float) -> float:

@@ -48,7 +48,10 @@ def pretrain(extensions: Extensions, argv: Sequence[str] | None = None) -> None:
         environment.prepare_environment()  # before the checks import libraries
         config, inputs = _read_settings(words, extensions, life.roll_call)
         if config.runtime.dry_run is not None:
-            _print_plan(config, config.runtime.dry_run)
+            if environment.rank() == 0:
+                from megatron_ds.planning import plan_report  # imports torch
+
+                plan_report.print_plan(config, config.runtime.dry_run)
             return
         assert inputs is not None
         rank_log.open_log(config.logging.log_dir)
@@ -131,11 +134,3 @@ def _describe(
     from megatron_ds.training.start import rank_settings
 
     rank_settings.describe(roll_call, config, plan, inputs)
-
-
-def _print_plan(config: Config, world_size: int) -> None:
-    """Prints what a run will need and take, on the first rank."""
-    if environment.rank() == 0:
-        from megatron_ds.planning import plan_report  # imports torch
-
-        plan_report.print_plan(config, world_size)

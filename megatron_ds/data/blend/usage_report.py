@@ -108,7 +108,8 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
             now=after.seq_length,
         )
         lines.append(f"WARNING: {changed.render()}")
-    if now is not was and not (is_of_other_length and _same_blend(before, after)):
+    has_same_blend = (was.sources, was.weights) == (now.sources, now.weights)
+    if now is not was and not (is_of_other_length and has_same_blend):
         lines += [
             f"WARNING: {Problem('blend-changed', num_samples=now.first_sample).render()}",
             f"    before: {_blend(before, was)}",
@@ -125,11 +126,6 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
             "newly shuffled epochs"
         )
     return lines
-
-
-def _same_blend(before: BlendHistory, after: BlendHistory) -> bool:
-    was, now = before.current, after.current
-    return (was.sources, was.weights) == (now.sources, now.weights)
 
 
 def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:

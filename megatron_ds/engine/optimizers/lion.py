@@ -37,25 +37,16 @@ class Lion(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for group in self.param_groups:
+            lr, betas, weight_decay = group["lr"], group["betas"], group["weight_decay"]
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, **group)
-
-    def _update(
-        self,
-        parameter: torch.Tensor,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        **_: object,
-    ) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        flat = (tensor.view(-1).split(CHUNK) for tensor in (parameter, gradient, state["exp_avg"]))
-        for weights, slope, momentum in zip(*flat, strict=True):
-            direction = momentum.lerp(slope, 1 - betas[0]).sign_()
-            weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
-            momentum.lerp_(slope, 1 - betas[1])
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                tensors = parameter, parameter.grad, state["exp_avg"]
+                flat = (tensor.view(-1).split(CHUNK) for tensor in tensors)
+                for weights, slope, momentum in zip(*flat, strict=True):
+                    direction = momentum.lerp(slope, 1 - betas[0]).sign_()
+                    weights.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
+                    momentum.lerp_(slope, 1 - betas[1])
