@@ -105,7 +105,16 @@ class Inspection:
         )
         with tensor_progress("comparing", total) as tensors:
             result = comparison.compare(opened, other, tensors.add)
-        self._compared(result, opened, other)
+        self.found["comparison"] = {
+            **dataclasses.asdict(result),
+            "paths": [str(opened.path), str(other.path)],
+            "is_equal": result.is_equal,
+        }
+        self.good &= result.is_equal
+        self._print(
+            f"first:  {opened.path} ({opened.format})", f"second: {other.path} ({other.format})"
+        )
+        self._print(*_comparison_lines(result))
 
     def _verified(self, results: Sequence[Verification]) -> None:
         self.found["verification"] = [
@@ -133,20 +142,6 @@ class Inspection:
         width = max(map(len, files), default=0)
         self._print("", f"files: {len(files)}, {_size(sum(files.values()))}")
         self._print(*(f"  {name:{width}}  {_size(size):>10}" for name, size in files.items()))
-
-    def _compared(
-        self, result: Comparison, opened: CheckpointSummary, other: CheckpointSummary
-    ) -> None:
-        self.found["comparison"] = {
-            **dataclasses.asdict(result),
-            "paths": [str(opened.path), str(other.path)],
-            "is_equal": result.is_equal,
-        }
-        self.good &= result.is_equal
-        self._print(
-            f"first:  {opened.path} ({opened.format})", f"second: {other.path} ({other.format})"
-        )
-        self._print(*_comparison_lines(result))
 
     def _print(self, *lines: str) -> None:
         if not self._options.json:

@@ -32,7 +32,7 @@ from megatron_ds.cli.command import print_warning, table_of
 from megatron_ds.cli.subcommands import Commands, run_command
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.fields import UNSET_INT, option_field
-from megatron_ds.config.options.checkpoint import is_url
+from megatron_ds.config.options.checkpoint import is_same_path, is_url
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.reports.history import run_problems
@@ -248,11 +248,11 @@ def _check_run(
     save, load = config.checkpoint.save, config.checkpoint.load
     if save is None:
         flags += ["--save", options.run]
-    elif not _is_same(save, options.run):
+    elif not is_same_path(save, options.run):
         problems.append(Problem("slurm-save-elsewhere", value=save, run=options.run))
     if load is None:
         flags += ["--load", options.run]
-    elif not _is_same(load, options.run):
+    elif not is_same_path(load, options.run):
         problems.append(Problem("slurm-load-elsewhere", value=load, run=options.run))
     usable, reasons = [], dict[int, list[Problem]]()
     for count in reversed(options.node_range or range(1, 2)):
@@ -274,10 +274,6 @@ def _check_run(
 
 def _ignore(warning: str) -> None:
     """Leaves out a warning that another call prints."""
-
-
-def _is_same(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def _complete(

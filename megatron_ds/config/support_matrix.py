@@ -96,18 +96,6 @@ class Rule:
 MANY = "> 1"
 
 
-def _size(title: str, name: str) -> Axis:
-    """The axis of an option field whose value 1 is the default."""
-    values = {"1": f"{flag_of(name)} 1", MANY: f"{flag_of(name)} 2"}
-    return Axis(title, values, lambda config: MANY if config.in_effect(name) > 1 else "1", "1")
-
-
-def _switch(title: str, name: str) -> Axis:
-    """The axis of an option field that is on or off, which is the default."""
-    values = {"off": "", "on": flag_of(name)}
-    return Axis(title, values, lambda config: "on" if config.in_effect(name) else "off", "off")
-
-
 def _offload(config: Config) -> str:
     offload = config.deepspeed
     if offload.param_offload == "nvme":
@@ -147,8 +135,13 @@ READERS: Mapping[str, Callable[[Config], str]] = {
 
 def _axis(name: str, title: str, size: str = "", switch: str = "", **entry: Any) -> Axis:
     """An axis of layout_axes.toml, which explains the arguments."""
-    if size or switch:
-        return _size(title, size) if size else _switch(title, switch)
+    field = size or switch
+    if size:  # the value 1 is the default
+        values = {"1": f"{flag_of(field)} 1", MANY: f"{flag_of(field)} 2"}
+        return Axis(title, values, lambda config: MANY if config.in_effect(field) > 1 else "1", "1")
+    if switch:  # off is the default
+        values = {"off": "", "on": flag_of(field)}
+        return Axis(title, values, lambda config: "on" if config.in_effect(field) else "off", "off")
     return Axis(title, read=READERS[name], **entry)
 
 

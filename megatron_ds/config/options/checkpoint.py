@@ -212,7 +212,7 @@ class CheckpointConfig:
         is_one = name.startswith("global_step") and not name.endswith("_universal")
         if is_one and not is_url(load):  # a URL's is reported when it is downloaded
             yield Problem("load-is-one-checkpoint", settings=self, name=name, folder=folder or ".")
-        elif self.is_new_run and self.save is not None and _is_same(self.save, load):
+        elif self.is_new_run and self.save is not None and is_same_path(self.save, load):
             name = "finetune" if self.finetune else "reset_iteration"
             names, flag = (name, "load", "save"), option(name)
             yield Problem("new-run-in-the-same-folder", *names, settings=self, flag=flag)
@@ -220,5 +220,5 @@ class CheckpointConfig:
             yield Problem("load-is-a-file", settings=self)
 
 
-def _is_same(one: str, other: str) -> bool:
+def is_same_path(one: str, other: str) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
