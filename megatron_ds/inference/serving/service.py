@@ -117,6 +117,7 @@ class TextGenerationService:
             UserError: If a prompt does not fit the tokenizer or the model.
         """
         encoded, problems, read_chars = list[list[int]](), list[Problem](), 0
+        vocab = self.model.config.vocab_size
         for number, prompt in enumerate(prompts, start=1):
             read_chars += len(prompt)
             if problems and self._are_too_many(read_chars):
@@ -125,7 +126,9 @@ class TextGenerationService:
                 problems.append(self._too_many_chars(prompt, number))
                 continue
             ids = self._encode(prompt, number, add_bos) if isinstance(prompt, str) else prompt
-            problems.extend(self._id_problems(ids, number))
+            if (invalid := max(ids)) >= vocab:
+                names = {"invalid": invalid, "vocab_size": vocab}
+                problems.append(Problem("prompt-id-out-of-range", number=number, **names))
             problems.extend(self._length_problems(new_tokens, len(ids), number))
             encoded.append(ids)
         raise_if_any(problems)
@@ -154,14 +157,6 @@ class TextGenerationService:
             max_chars=self._max_chars,
             max_length=self.max_length,
         )
-
-    def _id_problems(self, ids: Sequence[int], number: int) -> Iterator[Problem]:
-        """Check that the model has embeddings of all ids of a prompt."""
-        vocab = self.model.config.vocab_size
-        if (invalid := max(ids)) >= vocab:
-            yield Problem(
-                "prompt-id-out-of-range", number=number, invalid=invalid, vocab_size=vocab
-            )
 
     def _length_problems(
         self, new_tokens: int | None, length: int, number: int

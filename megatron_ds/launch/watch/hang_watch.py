@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -66,20 +66,18 @@ class HangWatch:
         self._limit_s: float | None = None
         self._since = time.monotonic()
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Around the part of the run that is watched."""
-        self._allow(self.timeout_s)
-        try:
-            yield
-        finally:
-            self._allow(None)
+        return self._limited(self.timeout_s)
+
+    def patient(self) -> AbstractContextManager[None]:
+        """Around work that may take long, of unpredictable duration: a compilation, a save."""
+        return self._limited(None if self._limit_s is None else self._patient_s)
 
     @contextmanager
-    def patient(self) -> Iterator[None]:
-        """Around work that may take long, of unpredictable duration: a compilation, a save."""
+    def _limited(self, limit_s: float | None) -> Iterator[None]:
         before = self._limit_s
-        self._allow(None if before is None else self._patient_s)
+        self._allow(limit_s)
         try:
             yield
         finally:
