@@ -14,7 +14,7 @@ import functools
 import hashlib
 import shutil
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,12 +266,16 @@ class LocalCheckpoints:
                 Problem("local-checkpoint-incomplete", name=name, lost=lost[0], count=len(lost))
             )
             return None
-        present: dict[int, set[str]] = {}
-        for node, ranks in enumerate(self._nodes.members):
+        files, is_needed, transfers = described.files, readers(described.run), list[Transfer]()
+        # Files that nodes lack and their ranks load.
+        for ranks in self._nodes.members:
             own = [intact[rank] for rank in ranks if rank in intact]
-            present[node] = set().union(*own) if own else {*described.texts}
-        is_needed = readers(described.run)
-        transfers = list(self._missing(described.files, present, intact, is_needed))
+            present = set[str]().union(*own) if own else {*described.texts}
+            needed = [file for file in files if any(is_needed(file, rank) for rank in ranks)]
+            missing = sorted(file for file in needed if file not in present)
+            for index, file in enumerate(missing):
+                sender = next(rank for rank, names in intact.items() if file in names)
+                transfers.append(Transfer(sender, ranks[index % len(ranks)], file, files[file]))
         try:
             self._on_first_ranks(lambda: _adopt(path, digest, described))
             exchange(transfers, path, self._ranks)
@@ -280,21 +284,6 @@ class LocalCheckpoints:
             return None
         self._report(name, transfers)
         return Checkpoint(path, described.run)
-
-    def _missing(
-        self,
-        files: Files,
-        present: Mapping[int, Collection[str]],
-        intact: Mapping[int, Collection[str]],
-        is_needed: IsNeeded,
-    ) -> Iterator[Transfer]:
-        """Transfers of the files that nodes lack and their ranks load."""
-        for node, ranks in enumerate(self._nodes.members):
-            needed = [name for name in files if any(is_needed(name, rank) for rank in ranks)]
-            missing = sorted(name for name in needed if name not in present[node])
-            for index, name in enumerate(missing):
-                source = next(rank for rank, names in intact.items() if name in names)
-                yield Transfer(source, ranks[index % len(ranks)], name, files[name])
 
     def _report(self, name: str, transfers: Sequence[Transfer]) -> None:
         for node, ranks in enumerate(self._nodes.members):
