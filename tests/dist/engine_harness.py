@@ -5,7 +5,6 @@ Owns everything that reads internals of DeepSpeed's engine.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import weakref
@@ -175,7 +174,7 @@ def train(
     mesh = meshes.of(config.parallel)
     logged = {"log_num_zeros_in_grad": True, "log_layer_norms_interval": 1}
     logged |= {"timing_log_level": 2, "log_interval": 1}
-    config = dataclasses.replace(config, logging=dataclasses.replace(config.logging, **logged))
+    config = config.with_values(logged)
     with watch_construction() as construction:
         engine = build(config, mesh)
     parameters = [weakref.ref(p) for p in engine._engine.module.parameters()]

@@ -34,7 +34,7 @@ def refuse(self=None, *arguments, **keywords):
 
 sys.modules["deepspeed"] = None  # importing it raises ImportError
 load(f"megatron_ds.{name}" for name in (
-    "model.gpt", "inference.service", "inference.load_checkpoint", "launch.distributed",
+    "model.gpt", "inference.serving.service", "inference.load_checkpoint", "launch.ranks.distributed",
     "conversion.registry",
 ))
 from megatron_ds.config import Config
