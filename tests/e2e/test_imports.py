@@ -34,8 +34,8 @@ def refuse(self=None, *arguments, **keywords):
 
 sys.modules["deepspeed"] = None  # importing it raises ImportError
 load(f"megatron_ds.{name}" for name in (
-    "model.gpt", "inference.serving.service", "inference.load_checkpoint", "launch.ranks.distributed",
-    "conversion.registry",
+    "model.gpt", "inference.serving.service", "inference.load_checkpoint",
+    "launch.ranks.distributed", "conversion.registry",
 ))
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState

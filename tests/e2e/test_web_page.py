@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
 
 SERVER = REPOSITORY / "tools" / "run_text_generation_server.py"
-PAGE = REPOSITORY / "megatron_ds" / "inference" / "web_page.html"
+PAGE = REPOSITORY / "megatron_ds" / "inference" / "serving" / "web_page.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PHONE = {"width": 360, "height": 740}
 KEY = "a key of the test"
