@@ -18,20 +18,20 @@ from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
 from megatron_ds.config.fields import field_problems, in_effect, ineffective, option_fields
 from megatron_ds.config.model.model import ModelConfig
 from megatron_ds.config.model.moe import MoEConfig
+from megatron_ds.config.monitoring.evaluation import EvaluationConfig
+from megatron_ds.config.monitoring.logging import LoggingConfig
+from megatron_ds.config.monitoring.profiling import ProfilingConfig
+from megatron_ds.config.monitoring.stopping import StoppingConfig
 from megatron_ds.config.options.checkpoint import CheckpointConfig
 from megatron_ds.config.options.data import DataConfig
 from megatron_ds.config.options.deepspeed import DeepSpeedConfig
 from megatron_ds.config.options.deepspeed_file import DeepSpeedFile
-from megatron_ds.config.options.evaluation import EvaluationConfig
-from megatron_ds.config.options.logging import LoggingConfig
 from megatron_ds.config.options.optimizer import OptimizerConfig
 from megatron_ds.config.options.parallel import ParallelConfig
 from megatron_ds.config.options.precision import PrecisionConfig
-from megatron_ds.config.options.profiling import ProfilingConfig
 from megatron_ds.config.options.recompute import RecomputeConfig
 from megatron_ds.config.options.runtime import RuntimeConfig
 from megatron_ds.config.options.schedule import ScheduleConfig
-from megatron_ds.config.options.stopping import StoppingConfig
 from megatron_ds.config.options.tokenizer import TokenizerConfig
 from megatron_ds.config.problems import Problem, option, with_value
 

@@ -19,7 +19,7 @@ import torch
 
 from megatron_ds.config import EvaluationConfig
 from megatron_ds.config.devices import is_host
-from megatron_ds.config.options.evaluation import FileTask
+from megatron_ds.config.monitoring.evaluation import FileTask
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.evaluation import texts
 from megatron_ds.evaluation.scoring import NOTHING, Score, ScoredText, Scorer

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_ds.config.options.evaluation import FILE_TASKS
+from megatron_ds.config.monitoring.evaluation import FILE_TASKS
 from megatron_ds.config.problems import user_error
 from megatron_ds.tokenizer import Tokenizer
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -255,6 +256,12 @@ def above(limit: int, sizes: dict[str, int], larger: Mapping[str, int]) -> dict[
     return unneeded | {
         place: size for place, size in sizes.items() if size > limits.get(place, limit)
     }
+
+
+def test_folders_have_few_modules() -> None:
+    """A list of a folder is read at a glance; a full folder gets folders of its own."""
+    modules = Counter(path.parent for path in sources() if path.name != "__init__.py")
+    assert {folder.name: count for folder, count in modules.items() if count > 14} == {}
 
 
 def test_functions_classes_and_modules_are_short() -> None:

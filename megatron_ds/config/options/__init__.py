@@ -1,1 +1,1 @@
-"""Options of a run besides the model, one module per group."""
+"""Options of a run besides the model and its monitoring, one module per group."""

@@ -1,0 +1,1 @@
+"""Options of what a run evaluates, logs and measures, and of when it stops."""
