@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""DeepSpeed's JSON: generate, explain and validate it, without starting a run."""
+"""DeepSpeed's JSON: generate, explain, validate and migrate it, without starting a run."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megatron_ds.config.fields import option_field
 from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, Json
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_config import explain
+from megatron_ds.engine.ds_config import migrate as migration
 from megatron_ds.engine.ds_config.file import parse_file, read_file
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
@@ -100,6 +101,34 @@ class Validate:
     )
 
 
+@dataclass(frozen=True)
+class Migrate:
+    """Rewrites a file for an earlier version of DeepSpeed, 0.5 or later, with the same meaning.
+
+    The new file goes to the standard output, the list of changes to the standard error: translated
+    keys, removed features with their successor, and absent keys whose default has changed, which
+    are written with their former default if training would differ.
+
+        python tools/ds_config.py migrate old.json --from-version 0.9 > ds.json
+    """
+
+    PROGRAM: ClassVar[str] = f"{PROGRAM} migrate"
+    FIELD_FLAGS: ClassVar[dict[str, str]] = FILE_FLAGS
+    file: str = option_field("", "DeepSpeed file", metavar="FILE", positional=True, required=True)
+    from_version: str | None = option_field(
+        None,
+        "version of DeepSpeed that the file was written for, such as 0.9 (default: the oldest one "
+        "with all of its keys)",
+        metavar="VERSION",
+    )
+    output: str | None = option_field(
+        None, "new file, which must not exist (default: standard output)", metavar="FILE"
+    )
+    new_defaults: bool = option_field(
+        False, "leave defaults that have changed as they are now, instead of writing former ones"
+    )
+
+
 def generate(options: Generate, training: Sequence[str]) -> None:
     config, generated = _generated(training, options.world_size)
     print(json.dumps(generated, indent=2))
@@ -145,10 +174,24 @@ def validate(options: Validate, training: Sequence[str]) -> None:
     print(f"{options.file}: valid{'' if training else ' (without the flags of a run)'}")
 
 
+def migrate(options: Migrate, _: Sequence[str]) -> None:
+    result = migration.migrate(
+        options.file, options.from_version, new_defaults=options.new_defaults
+    )
+    print(migration.text(result, options.file), end="", file=sys.stderr)
+    text = json.dumps(result.values, indent=2) + "\n"
+    if options.output is None:
+        print(text, end="")
+    else:
+        with Path(options.output).open("x", encoding="utf-8") as output:
+            output.write(text)
+
+
 COMMANDS: Commands = {
     "generate": (Generate, generate),
     "explain": (Explain, explain_keys),
     "validate": (Validate, validate),
+    "migrate": (Migrate, migrate),
 }
 
 
@@ -228,7 +271,8 @@ def _print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_command(PROGRAM, COMMANDS, argv, with_training=COMMANDS, default="generate")
+    with_training = COMMANDS.keys() - {"migrate"}
+    return run_command(PROGRAM, COMMANDS, argv, with_training=with_training, default="generate")
 
 
 if __name__ == "__main__":

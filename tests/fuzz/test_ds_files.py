@@ -1,8 +1,12 @@
-"""Any JSON at any key of a --deepspeed_config file: an error that names file or flag, or a run."""
+"""Any JSON at any key of a --deepspeed_config file: an error that names file or flag, or a run.
+
+The file is migrated as well, or rejected with an error.
+"""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,9 @@ from hypothesis import strategies as st
 from megatron_ds import schedule_validation
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.engine.ds_config import keys as ds_keys
+from megatron_ds.engine.ds_config import migrate
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
 from tests.fuzz.fuzz_helpers import FUZZ_SETTINGS, JSON
@@ -59,6 +64,8 @@ def check(config: Config, content: bytes) -> list[str]:
     """The problems; each says where it is. Without one, the file leads to a DeepSpeed JSON."""
     path = str(config.deepspeed.deepspeed_config)
     Path(path).write_bytes(content)
+    with suppress(UserError):
+        migrate.text(migrate.migrate(path), path)
     filled, problems = merge_file(config, 2)
     problems = [*problems, *filled.problems(2), *schedule_validation.problems(filled, 2)]
     for problem in problems:

@@ -226,6 +226,16 @@ def _drop_rate_of_optimizer(file: DeepSpeedFile) -> None:
         _warn_dropped(file, key, f"the scheduler sets the learning rate, by warmup_max_lr {value}")
 
 
+def unknown_keys(file: DeepSpeedFile) -> list[str]:
+    """The dotted keys of a file that are unknown."""
+    return [
+        dotted
+        for block, kinds in {"": TOP_KEYS, **BLOCKS}.items()
+        for dotted, key, _ in _entries(file, block)
+        if key not in kinds
+    ]
+
+
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The end of a message about an unknown name."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)

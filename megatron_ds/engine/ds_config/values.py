@@ -72,7 +72,8 @@ def as_optimizer(value: Any) -> str:
     for name, types in {"adam": ADAM_TYPES, "lion": LION_TYPES}.items():
         kind = name if kind in types else kind
     if kind not in ("adam", "sgd", "lion", "muon"):
-        raise ValueError("must be Adam, AdamW, SGD, Lion or Muon (AdamW replaces 1-bit and Lamb)")
+        reason = "must be Adam, AdamW, SGD, Lion or Muon"
+        raise ValueError(f"{reason}; tools/ds_config.py migrate replaces 1-bit optimizers and Lamb")
     return kind
 
 

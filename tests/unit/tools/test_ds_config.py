@@ -1,4 +1,4 @@
-"""tools/ds_config.py generates, explains and validates DeepSpeed files."""
+"""tools/ds_config.py generates, explains, validates and migrates DeepSpeed files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron_ds.config.options.deepspeed_file import leaves
 from megatron_ds.engine.ds_config.generate import build_ds_config
 from megatron_ds.engine.ds_config.merge import merge_file
 from tests.claims import claim
+from tests.peer_ds_files import FILES, FOLDER, OWN, fill_placeholders
 from tools import ds_config
 
 FLAGS = (
@@ -24,6 +25,11 @@ FLAGS = (
     "--data-path nowhere --adam-beta1 0.8 --adam-beta2 0.95"
 )
 REPOSITORY = Path(__file__).resolve().parents[3]
+PUBLISHED = {
+    **{name: json.dumps(file) for name, (file, _) in OWN.items()},
+    **{name: fill_placeholders((FOLDER / f"{name}.json").read_text("utf-8")) for name in FILES},
+}
+"""Text of files for earlier versions, by name."""
 WITHOUT_TORCH = """
 import sys, time
 from tools import ds_config
@@ -195,6 +201,30 @@ def test_validation_assumes_the_processes_that_the_batch_sizes_imply(
     assert ds_config.main(["validate", str(path)]) == status
 
 
+@claim(
+    "deepspeed",
+    "files for DeepSpeed 0.5 and later are migrated with the meaning that they had, and are valid "
+    "afterwards",
+)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_migrated_files_of_other_projects_are_valid(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(PUBLISHED[name])
+    assert ds_config.main(["migrate", str(old)]) == 0
+    printed = capsys.readouterr()
+    assert ds_config.main(["migrate", str(old), "--output", str(new)]) == 0
+    assert new.read_text() == printed.out
+    assert printed.err.startswith(f"{old}: from DeepSpeed 0.")
+    assert ds_config.main(["validate", str(new)]) == 0
+    again = tmp_path / "again.json"
+    assert ds_config.main(["migrate", str(new), "--output", str(again)]) == 0
+    assert again.read_text() == new.read_text()
+    assert ds_config.main(["migrate", str(old), "--output", str(new)]) == 1
+    assert "File exists" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -224,8 +254,10 @@ def test_unreadable_files_are_reported(
     ("argv", "shown"),
     [
         (["validat", "x"], "did you mean 'validate'"),
-        (["x.json"], "valid: generate, explain, validate"),
+        (["x.json"], "valid: generate, explain, validate, migrate"),
         (["validate"], "FILE"),
+        (["migrate", "x", "--from-version", "0.4"], "from 0.5.0 to "),
+        (["migrate", "x", "--lr", "1"], "[unknown-flag]"),
         (["generate", *FLAGS.split(), "--deepspeed_config", "none.json"], "No such file"),
     ],
 )
