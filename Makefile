@@ -74,7 +74,7 @@ cluster-packages: ## install what test-cluster needs; Debian, as root or with su
 	$(AS_ROOT) env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $(CLUSTER_PACKAGES)
 
 test-cluster: $(VENV)/.dev-installed $(RAY)/.installed $(RECIPES)/.installed ## runs on two nodes, which are namespaces of this machine; as root or with sudo
-	$(AS_ROOT) env $(PYTEST) tests/cluster  # in one worker: a run has four ranks
+	$(AS_ROOT) env $(PARALLEL) tests/cluster
 
 test-deepspeed: $(VENV)/.dev-installed ## run the proofs with VERSIONS="0.19.8 ..." of DeepSpeed; writes docs/development/deepspeed_versions.md
 	$(RUN)/python tests/versions/run.py $(VERSIONS)
