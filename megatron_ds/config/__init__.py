@@ -136,7 +136,8 @@ class Config:
             "logging": self.logging.problems(),
             "profiling": self.profiling.problems(
                 world_size,
-                has_folder=(self.checkpoint.save, self.logging.tensorboard_dir) != (None, None),
+                has_folder=self.checkpoint.save is not None
+                or self.logging.tensorboard_dir is not None,
             ),
         }
         of_groups = [

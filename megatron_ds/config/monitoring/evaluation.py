@@ -12,11 +12,10 @@ from typing import NamedTuple
 from megatron_ds.config.fields import ANY_VALUE, option_field, when
 from megatron_ds.config.problems import Problem
 
-EVAL_TASKS = when(eval_tasks=ANY_VALUE)
 FILE_TASKS = ("perplexity", "WIKITEXT103", "LAMBADA")
 """Tasks of --eval-tasks that read a file."""
 
-_of_eval_tasks = functools.partial(option_field, only_with=EVAL_TASKS)
+_of_eval_tasks = functools.partial(option_field, only_with=when(eval_tasks=ANY_VALUE))
 
 
 class FileTask(NamedTuple):

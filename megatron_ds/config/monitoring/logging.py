@@ -12,9 +12,7 @@ from megatron_ds.config.checks import file_problems, folder_problems
 from megatron_ds.config.fields import ANY_VALUE, option_field, when
 from megatron_ds.config.problems import Problem
 
-TENSORBOARD = when(tensorboard_dir=ANY_VALUE)
-
-_tensorboard = functools.partial(option_field, only_with=TENSORBOARD)
+_tensorboard = functools.partial(option_field, only_with=when(tensorboard_dir=ANY_VALUE))
 
 
 @dataclass(frozen=True)
