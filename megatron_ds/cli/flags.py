@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -224,23 +225,37 @@ def _groups(
 ) -> Iterator[FlagGroup]:
     """The flags of a dataclass, then of the groups in it, depth first."""
     hints = typing.get_type_hints(type(options))
-    own = tuple(
-        _of_field(item.name, spec, hints[item.name], getattr(options, item.name), named)
-        for item, spec in option_fields(options)
-        if (named := names.get(item.name, "")) is not None
-    )
-    if own:
-        yield FlagGroup(title, own, hidden)
+    sections: dict[str, list[Flag]] = {}
+    for item, spec in option_fields(options):
+        if (named := names.get(item.name, "")) is not None:
+            flag = _of_field(item.name, spec, hints[item.name], getattr(options, item.name), named)
+            sections.setdefault(_section(type(options), item.name, title), []).append(flag)
+    for section, flags in sections.items():
+        yield FlagGroup(section, tuple(flags), hidden)
     for item in dataclasses.fields(options):
         group = getattr(options, item.name)
         if "option" not in item.metadata and dataclasses.is_dataclass(group):
-            doc = " ".join((group.__doc__ or "").split("\n\n")[0].split())
             yield from _groups(
                 group,
-                f"{item.name.replace('_', ' ')}: {doc}",
+                _title(item.name, type(group)),
                 {**item.metadata.get("flags", {}), **names},
                 hidden or item.metadata.get("hidden", False),
             )
+
+
+def _section(options: type, field: str, title: str) -> str:
+    """The title of the class that declares a field: of `options`, or of one that it extends."""
+    declares = (each for each in options.__mro__ if field in vars(each).get("__annotations__", ()))
+    owner = next(declares)
+    if owner is options:
+        return title
+    return _title(re.sub("(?<=[a-z])(?=[A-Z])", "_", owner.__name__.removesuffix("Config")), owner)
+
+
+def _title(name: str, group: type) -> str:
+    """Name and purpose of a group."""
+    doc = " ".join((group.__doc__ or "").split("\n\n")[0].split())
+    return f"{name.replace('_', ' ').lower()}: {doc}"
 
 
 def _of_field(name: str, spec: OptionSpec, hint: Any, default: Any, named: Names) -> Flag:

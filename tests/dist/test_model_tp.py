@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_ds.config.model.model import ACTIVATIONS, ModelConfig
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.model.feed_forward import ACTIVATIONS
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.collectives import all_gather
 from megatron_ds.parallel.mesh import Mesh

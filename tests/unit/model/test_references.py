@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ds.config.model.model import ACTIVATIONS, ModelConfig
+from megatron_ds.config import ModelConfig
+from megatron_ds.config.model.feed_forward import ACTIVATIONS
 from megatron_ds.conversion.huggingface.read_write import open_hf
 from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.model.gpt import GPTModel

@@ -1,0 +1,88 @@
+"""Options of attention."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import ANY_VALUE, option_field, when
+from megatron_ds.config.model.layer_pattern import layer_pattern
+from megatron_ds.config.model.sizes import SizesConfig, size_field
+from megatron_ds.config.problems import Problem
+
+WINDOW = re.compile(r"\s*[\[(]?\s*(-1|\d+)\s*,\s*(?:-1|\d+)\s*[\])]?\s*")
+"""The form of `window_size`."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of the transformer."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig(SizesConfig):
+    """Heads of attention, and the keys that a token attends to."""
+
+    num_query_groups: int | None = size_field(
+        "number of key-value heads for grouped-query attention (default: --num-attention-heads)",
+        aliases=("num-key-value-heads",),
+    )
+    window_size: str | None = option_field(
+        None,
+        "LEFT,RIGHT: a token attends to itself and LEFT tokens before it, -1 for all; RIGHT has no "
+        "effect, because attention is causal (default: all)",
+        metavar="LEFT,RIGHT",
+    )
+    window_attn_skip_freq: str | None = option_field(
+        None,
+        "layers without the window: N for every N-th layer, counted from 1, or a list with 0 for "
+        "these layers and 1 for the others, such as ([1]*3+[0])*4",
+        metavar="PATTERN",
+        only_with=when(window_size=ANY_VALUE),
+    )
+    qk_layernorm: bool = option_field(
+        False, "normalize the queries and keys of each head, before they are rotated"
+    )
+    attention_dropout: float = option_field(
+        0.1, "dropout probability of the attention weights", minimum=0, below=1
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def window(self) -> int | None:
+        """Keys that a token attends to in layers with a window, its own included; None: all."""
+        if self.window_size is None:
+            return None
+        values = WINDOW.fullmatch(self.window_size)
+        if values is None:
+            raise ValueError
+        return None if values[1] == "-1" else int(values[1]) + 1
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        pattern, layers = self.window_attn_skip_freq, range(1, self.num_layers + 1)
+        if pattern is None:
+            has_window = [1 for _ in layers]
+        elif pattern.strip().isdecimal():
+            has_window = [layer % int(pattern) for layer in layers]
+        else:
+            has_window = layer_pattern(pattern)
+        return tuple(
+            self.window if has else None for _, has in zip(layers, has_window, strict=True)
+        )
+
+    def window_problems(self) -> Iterator[Problem]:
+        """Check the window and its pattern."""
+        try:
+            _ = self.window
+        except ValueError:
+            return (yield Problem("window-malformed", settings=self))
+        try:
+            _ = self.windows
+        except (ValueError, TypeError, SyntaxError, ZeroDivisionError):
+            yield Problem("window-pattern-malformed", settings=self, layers=self.num_layers)

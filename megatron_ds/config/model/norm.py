@@ -1,0 +1,25 @@
+"""Options of normalization."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import option_field
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Normalization."""
+
+    normalization: str = option_field(
+        "LayerNorm",
+        "type of normalization",
+        choices=("LayerNorm", "RMSNorm"),
+        synonyms={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+    )
+    norm_epsilon: float = option_field(
+        1e-5, "epsilon of the normalization", aliases=("layernorm-epsilon",), above=0
+    )
+    embed_layernorm: bool = option_field(
+        False, "normalize the token embedding, before position embeddings are added"
+    )

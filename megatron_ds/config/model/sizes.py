@@ -1,0 +1,31 @@
+"""Sizes of the transformer that other options are checked against."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from megatron_ds.config.fields import UNSET_INT, option_field
+
+_required_size = functools.partial(option_field, UNSET_INT, required=True, minimum=1)
+size_field = functools.partial(option_field, None, minimum=1)
+"""Declares a size whose default follows from others."""
+
+
+@dataclass(frozen=True)
+class SizesConfig:
+    """Sizes of the transformer."""
+
+    num_layers: int = _required_size(
+        "number of transformer layers", aliases=("encoder-num-layers",)
+    )
+    hidden_size: int = _required_size("hidden size")
+    num_attention_heads: int = _required_size("number of attention heads")
+    kv_channels: int | None = size_field(
+        "dimension of each attention head (default: hidden size / heads)"
+    )
+    seq_length: int = _required_size("sequence length in tokens", aliases=("encoder-seq-length",))
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
