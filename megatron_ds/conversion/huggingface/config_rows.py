@@ -118,26 +118,9 @@ def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) ->
     return Row(read, write)
 
 
-def only(key: str, part: str, default: Any, value: Any) -> Row:
-    """A part that the model does not have, with the value that means its absence."""
-    return choice(key, part, default, {value: {}})
-
-
 def ignored(**values: Any) -> Row:
     """Keys that change nothing; written with these values."""
     return Row(lambda config: {}, lambda model: dict(values))
-
-
-def always(**fields: Any) -> Row:
-    """Fields that all models of the family have."""
-    return Row(lambda config: dict(fields), lambda model: {})
-
-
-def tied(default: bool) -> Row:
-    """Whether embedding and output layer share their weights."""
-    name = "untie_embeddings_and_output_weights"
-    meanings = {value: {name: not value} for value in (True, False)}
-    return choice("tie_word_embeddings", "sharing of the embedding", default, meanings)
 
 
 def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:

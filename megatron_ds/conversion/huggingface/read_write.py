@@ -1,6 +1,6 @@
 """Models in Hugging Face's format: read from and written to folders of `transformers`.
 
-`hf_families.py` has what is known of each family of models. Neither transformers nor code of a
+`families.py` has what is known of each family of models. Neither transformers nor code of a
 folder runs.
 """
 
