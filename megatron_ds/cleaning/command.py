@@ -111,6 +111,14 @@ class MergeOptions:
             if not any(files_of(path, self.output_file)):
                 yield Problem("no-files-to-merge", path=path, suffixes=" ".join(MERGED_SUFFIXES))
 
+    def run(self) -> None:
+        """Merges the files and reports the results."""
+        inputs = InputSpec(paths=tuple(self.files), format="jsonl")
+        cleaning = CleaningOptions(
+            inputs, self.output_file, stages=(), workers=self.workers, resume=self.resume
+        )
+        clean_and_report(cleaning, log_interval=10_000)
+
 
 def files_of(path: str, output: str) -> Iterator[str]:
     """The files of a path, by name, except the outputs of this and of earlier runs."""
@@ -172,18 +180,6 @@ def _clean_shards(
 
 def log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def merge_files(options: MergeOptions) -> None:
-    """Merge the files and report the results."""
-    cleaning = CleaningOptions(
-        InputSpec(paths=tuple(options.files), format="jsonl"),
-        options.output_file,
-        stages=(),
-        workers=options.workers,
-        resume=options.resume,
-    )
-    clean_and_report(cleaning, log_interval=10_000)
 
 
 def clean_and_report(

@@ -51,7 +51,7 @@ from tests.problems import printed_codes
 from tests.unit.conversion.models import assert_same_tensors
 from tools import convert_checkpoint as convert_tool
 
-TOOL = flags_page.load(flags_page.REPOSITORY / "tools/convert_checkpoint/ds_to_universal.py")
+TOOL = flags_page.REPOSITORY / "tools" / "convert_checkpoint" / "ds_to_universal.py"
 
 LAYOUTS = {
     "zero1": Layout(1, changes={"model": DENSE}),
@@ -261,7 +261,7 @@ def test_the_tool_converts(
     output = tmp_path / f"{path.name}{SUFFIX}"
     flags = ["--input_folder", str(copy), "--output_folder", str(output), "--no_strict"]
 
-    assert TOOL.main(flags) == 0
+    assert flags_page.load(TOOL).main(flags) == 0
 
     printed = capsys.readouterr()
     assert f"wrote {output}" in printed.out
@@ -289,13 +289,13 @@ def test_the_tool_converts(
         shutil.rmtree(tmp_path / name)
     (tmp_path / "latest_universal").write_text(output.name)
     # Neither a damaged checkpoint nor a folder with files.
-    assert TOOL.main(flags) == 1
+    assert flags_page.load(TOOL).main(flags) == 1
     assert printed_codes(capsys.readouterr().err)[-1] == "output-folder-not-empty"
     shutil.rmtree(output)
     damaged = next(copy.glob("*optim_states.pt"))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    assert TOOL.main(flags) == 1
+    assert flags_page.load(TOOL).main(flags) == 1
     assert printed_codes(capsys.readouterr().err)[-1] == "all-checkpoints-damaged"
     assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, "latest_universal"]

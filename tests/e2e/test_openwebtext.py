@@ -15,6 +15,7 @@ import pytest
 
 from tests.claims import claim
 from tests.cleaning_runs import write
+from tests.pages import flags as flags_page
 from tests.problems import printed_codes
 from tools.openwebtext import (
     blacklist_urls,
@@ -22,7 +23,6 @@ from tools.openwebtext import (
     cleanup_dataset,
     filter_ngrams,
     find_duplicates,
-    merge_data,
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -120,6 +120,7 @@ def test_merge_data_accepts_megatron_flags(
     (tmp_path / "notes.txt").write_text("no JSON")
     monkeypatch.chdir(tmp_path)
     lines = ['{"text": "a"}', '{"title": "no text"}', '{"text": "b"}', '{"text": "c"}']
+    merge_data = flags_page.load(REPOSITORY / "tools" / "openwebtext" / "merge_data.py")
     for _ in range(2):  # the second run does not merge the output of the first
         printed = run_tool(merge_data)
         assert (tmp_path / "merged_output.json").read_text().splitlines() == lines

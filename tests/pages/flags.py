@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -58,17 +60,21 @@ All other flags have the same defaults as in Megatron-LM and its forks.
 
 def tool_tables() -> dict[str, FlagTable]:
     """The flags of all tools that have any, by the path of the tool and its command."""
-    tables = {}
+    tables: dict[str, FlagTable] = {}
+    other_names = tomllib.loads((REPOSITORY / "tools" / "other_names.toml").read_text("utf-8"))
     for path in sorted((REPOSITORY / "tools").rglob("*.py")):
-        if path.is_symlink() or path.stem == "start_tool":  # another name, or no tool
-            continue
         name = path.relative_to(REPOSITORY)
-        module = load(path)
-        commands = {
-            f" {word}": options for word, (options, _) in vars(module).get("COMMANDS", {}).items()
-        }
-        for word, options in (commands or {"": vars(module).get("Options")}).items():
-            if options is not None and (table := table_of(options)).groups:
+        commands = {}
+        if path.name in other_names:
+            commands = {"": pkgutil.resolve_name(other_names[path.name])}
+        elif not path.is_symlink() and path.stem != "start_tool":  # not another name, and a tool
+            module = vars(load(path))
+            commands = {
+                f" {word}": options for word, (options, _) in module.get("COMMANDS", {}).items()
+            } or {"": module.get("Options")}
+        for word, options in commands.items():
+            table = None if options is None else table_of(options)
+            if table is not None and table.groups and table not in tables.values():
                 tables[f"{name.as_posix()}{word}"] = table
     return tables
 

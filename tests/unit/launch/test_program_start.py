@@ -36,7 +36,7 @@ PROGRAMS = [
 
 def test_every_program_for_users_begins_with_the_check() -> None:
     names = {path.name for path in PROGRAMS}
-    others = {"converter.py", "start_tool.py"}
+    others = {"start_tool.py"}
     assert names.isdisjoint(others)
     assert names | others == {path.name for path in (REPOSITORY / "tools").rglob("*.py")} | {
         "pretrain_gpt.py",

@@ -32,7 +32,7 @@ from tests.unit.conversion.hf_models import load_strictly, random_model
 from tests.unit.conversion.models import SMALL, assert_same_tensors, random_source
 from tests.unit.tools.conftest import Run
 from tools import convert_checkpoint
-from tools.converter import MODEL_TYPES
+from tools.convert_checkpoint import MODEL_TYPES
 
 TOOL = convert_checkpoint
 FOLDER = "convert_checkpoint"

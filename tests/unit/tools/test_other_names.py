@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ NAMES = {
     "pretrain_gpt_alcf.py": "pretrain_gpt.py",
     "tools/generate_samples_gpt2.py": "tools/generate_samples_gpt.py",
     "tools/merge_preprocessed_data.py": "tools/merge_datasets.py",
-    "tools/checkpoint/util.py": "tools/checkpoint/convert.py",
+    "tools/checkpoint/util.py": "tools/start_tool.py",
     "tasks/eval_harness/evaluate.py": "tools/evaluate.py",
     "tasks/main.py": "tools/evaluate.py",
 }
@@ -32,6 +34,17 @@ def test_a_program_has_its_other_name(name: str, tmp_path: Path) -> None:
     )
     assert done.stdout.startswith("usage: ")
     assert "FLAGS" in done.stdout
+
+
+def test_each_link_to_the_start_of_programs_has_one() -> None:
+    tools = REPOSITORY / "tools"
+    names = tomllib.loads((tools / "other_names.toml").read_text())
+    start = tools / "start_tool.py"
+    links = {
+        path.name for path in tools.rglob("*.py") if path.is_symlink() and path.resolve() == start
+    }
+    assert links == {*names, start.name}
+    assert all(callable(pkgutil.resolve_name(options).run) for options in names.values())
 
 
 def test_flags_of_the_harness_of_the_forks_are_known() -> None:
