@@ -1,5 +1,5 @@
 """Selects the attention backend: the first one in an ordered table that supports a layer's rule and
-the keys of a forward pass.
+the keys of a forward pass. The last one computes the scores explicitly and supports all.
 
 First the kernel that the trial at start-up has selected for the rule (`attention_trial`), then one
 document after the other, then torch's scaled_dot_product_attention of complete samples or a cache.
@@ -21,7 +21,7 @@ from megatron_ds.model.attention.cores import (
     SDPA,
     VARYING_SIZES,
     AttentionCore,
-    BatchInvariantAttention,
+    EagerAttention,
     Order,
     backends_in_order,
     name_of,
@@ -41,22 +41,50 @@ class SDPABackend:
     is_traceable = True
 
     def supports(self, rule: AttentionRule, keys: Keys) -> bool:
+        return not keys.is_wider and not rule.needs_scores
+
+    def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
+        bias = None
+        has_equal_lengths = keys.num_keys is None or keys.positions_BS is None
+        # A single query sees every key, and kernels without a bias are faster.
+        is_plain = has_equal_lengths and not rule.has_mask(keys.offset + keys.queries)
+        if not is_plain or (keys.offset > 0 and keys.queries > 1):
+            bias = _score_bias(rule, keys, tables, keys.dtype)
+        is_sample = has_equal_lengths and keys.offset == 0
+        return SDPA(bias, is_sample and is_plain, self.order if is_sample else (), rule.scale)
+
+
+@dataclass(frozen=True)
+class EagerBackend:
+    """Scores that are computed explicitly."""
+
+    name = "explicit scores"
+    is_traceable = False
+
+    def supports(self, rule: AttentionRule, keys: Keys) -> bool:
         return True
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
-        end, dtype, device = keys.offset + keys.queries, keys.dtype, keys.device
-        positions_BS, num_keys = keys.positions_BS, keys.num_keys
-        if num_keys is None or positions_BS is None:
-            if keys.offset == 0:
-                bias = tables.bias(rule, end, dtype, device) if rule.has_mask(end) else None
-                return SDPA(bias, is_causal=bias is None, backends=self.order)
-            if keys.queries == 1 and not rule.has_mask(end):
-                return SDPA()  # a single query sees every key, and this has faster kernels
-            positions_BS, num_keys = torch.arange(keys.offset, end, device=device)[None], end
-        dtype = torch.float32 if keys.is_wider else dtype
-        slopes_n = tables.slopes(rule, device)
-        bias = ragged_bias(positions_BS, num_keys, dtype, slopes_n, rule.window)
-        return BatchInvariantAttention(bias) if keys.is_wider else SDPA(bias)
+        bias = _score_bias(rule, keys, tables, torch.float32)
+        if keys.has_documents:
+            assert keys.packed is not None
+            ids_BS = keys.packed.doc_ids_BS
+            bias = bias.masked_fill(ids_BS[:, None, :, None] != ids_BS[:, None, None], -torch.inf)
+        return EagerAttention(bias[(None,) * (4 - bias.dim())], rule)
+
+
+def _score_bias(
+    rule: AttentionRule, keys: Keys, tables: MaskTables, dtype: torch.dtype
+) -> torch.Tensor:
+    """The bias of complete samples, [n or 1, S, S], or of a cache, [B, n or 1, S, L]."""
+    positions_BS, num_keys = keys.positions_BS, keys.num_keys
+    if num_keys is None or positions_BS is None:
+        end = keys.offset + keys.queries
+        if keys.offset == 0:
+            return tables.bias(rule, end, dtype, keys.device)
+        positions_BS, num_keys = torch.arange(keys.offset, end, device=keys.device)[None], end
+    slopes_n = tables.slopes(rule, keys.device)
+    return ragged_bias(positions_BS, num_keys, dtype, slopes_n, rule.window)
 
 
 @dataclass(frozen=True)
@@ -76,6 +104,7 @@ class AttentionOptions:
             self.kernels.get(rule),
             PerDocumentBackend(self.documents),
             SDPABackend(self.samples),
+            EagerBackend(),
         )
         return next(each for each in table if each is not None and each.supports(rule, keys))
 
@@ -106,6 +135,8 @@ def selected_backend(
     Returns:
         The name; None if none of the kernels can compute the call.
     """
+    if rule.needs_scores:
+        return None
     queries = config.seq_length
 
     def empty(*shape: int) -> torch.Tensor:

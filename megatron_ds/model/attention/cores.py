@@ -13,23 +13,26 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from megatron_ds.config.devices import is_host
+from megatron_ds.model.attention.rule import PLAIN, AttentionRule
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
+from megatron_ds.parallel.ulysses import gather_heads, gather_sequence, local_slice
 
 KEY_BLOCK = 64
 QUERY_BLOCK = 8
-"""Keys and queries of the matrix products of `BatchInvariantAttention`: with other numbers the
+"""Keys and queries of the matrix products of `EagerAttention`: with other numbers the
 kernels of CPUs add in another order."""
 SCORES_AT_ONCE = 2**24
-"""Number of scores that `BatchInvariantAttention` has in memory."""
+"""Number of scores that `EagerAttention` has in memory."""
 SHORT = 512
 """Positions up to which a compiled graph on a CPU stores all scores in bf16. torch's kernel, which
 does not store them, takes up to twice the time there."""
@@ -70,9 +73,9 @@ def backends_in_order(order: Order, device: torch.device) -> AbstractContextMana
 
 
 class AttentionCore(Protocol):
-    """softmax(q k^T / sqrt(D) + mask) v."""
+    """softmax(q k^T / sqrt(D) + mask) v, or as another `AttentionRule` has it."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         """Compute causal attention.
 
         Args:
@@ -81,6 +84,7 @@ class AttentionCore(Protocol):
                 than the queries.
             v: Values [B, k, L, D].
             dropout: Probability with which a weight of the softmax is dropped.
+            sinks_n: The logit of each head, of rules with sinks.
 
         Returns:
             [B, n, S, D].
@@ -100,8 +104,11 @@ class SDPA:
     leaves out what the mask hides."""
     backends: Order = ()
     """Kernels to consider on a device. Empty: those that the caller has selected."""
+    scale: float | None = None
+    """Of the rule."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
+        assert not sinks_n
         bias, has_groups = self.bias, q.shape[1] != k.shape[1]
         if bias is not None and bias.dim() == 3:
             # With three dimensions, torch selects the kernel that stores all scores on a CPU.
@@ -109,44 +116,49 @@ class SDPA:
         if bias is not None and has_groups and not is_host(q.device.type):
             # Elsewhere it selects that kernel for grouped queries with a bias.
             if q.shape[2] == 1:
-                return _attend_by_group(q, k, v, bias, dropout)
+                return _attend_by_group(q, k, v, bias, dropout, self.scale)
             k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
             has_groups = False
         if self.is_causal and dropout == 0.0 and _prefers_scores(q):
-            return _attend_by_scores(q, k, v)
+            return _attend_by_scores(q, k, v, self.scale)
         with backends_in_order(self.backends, q.device):
             return F.scaled_dot_product_attention(
-                q, k, v, bias, dropout, self.is_causal, enable_gqa=has_groups
+                q, k, v, bias, dropout, self.is_causal, scale=self.scale, enable_gqa=has_groups
             )
 
 
 @dataclass(frozen=True)
-class BatchInvariantAttention:
-    """Attention to keys and values in fp32 that gives a query the same bits whatever else is
-    computed with it: other texts, other queries of its text, or hidden keys.
+class EagerAttention:
+    """Attention by scores that are computed in fp32, in blocks of queries and keys, and not saved
+    for the backward pass. It computes every rule.
 
-    That holds with the kernels of torch for CPUs, except that a single query of a text gets other
-    bits than one of several. torch's scaled_dot_product_attention computes blocks of other sizes
-    for other numbers of queries and keys.
+    To keys and values in fp32 it gives a query the same bits whatever else is computed with it:
+    other texts, other queries of its text, or hidden keys. That holds with the kernels of torch for
+    CPUs, except that a single query of a text gets other bits than one of several. torch's
+    scaled_dot_product_attention computes blocks of other sizes for other numbers of queries and
+    keys.
     """
 
     bias_BnSL: Tensor
-    """fp32, added to the scores, -inf where a key is hidden; n may be 1. L is a multiple of
-    `KEY_BLOCK`."""
+    """fp32, added to the scores, -inf where a key is hidden; B and n may be 1. The bits are the
+    same where L is a multiple of `KEY_BLOCK`."""
+    rule: AttentionRule = PLAIN
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        assert dropout == 0.0
-        texts, heads, queries, _ = q.shape
-        bias, q32 = self.bias_BnSL, q.to(k.dtype)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
+        (texts, heads, queries, _), dtype = q.shape, q.dtype
+        bias, attend = self.bias_BnSL, partial(_attend_in_blocks, self.rule, dropout)
+        if torch.is_grad_enabled():
+            attend = partial(checkpoint, attend, use_reentrant=False)
         if queries == 1:
-            return _attend_in_blocks(q32, k, v, bias).to(q.dtype)
+            attended: Tensor = attend(q, k, v, bias, *sinks_n)
+            return attended.to(dtype)
         missing = (0, 0, 0, round_up(queries, QUERY_BLOCK) - queries)
-        q32, bias = F.pad(q32, missing), F.pad(bias, missing)
+        q, bias = F.pad(q, missing), F.pad(bias, missing)
         at_once = SCORES_AT_ONCE // (texts * heads * k.shape[2]) // QUERY_BLOCK * QUERY_BLOCK
         at_once = max(at_once, QUERY_BLOCK)
-        parts = zip(q32.split(at_once, dim=2), bias.split(at_once, dim=2), strict=True)
-        attended = [_attend_in_blocks(part, k, v, own) for part, own in parts]
-        return torch.cat(attended, dim=2)[:, :, :queries].to(q.dtype)
+        parts = zip(q.split(at_once, dim=2), bias.split(at_once, dim=2), strict=True)
+        blocks = [attend(part, k, v, part_bias, *sinks_n) for part, part_bias in parts]
+        return torch.cat(blocks, dim=2)[:, :, :queries].to(dtype)
 
 
 @dataclass(frozen=True)
@@ -161,9 +173,10 @@ class UlyssesAttention:
     group: Group
     """Sequence-parallel group."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
+        sinks = (sink_n[local_slice(len(sink_n), self.group)] for sink_n in sinks_n)
         q, k, v = gather_sequence(q, k, v, self.group)
-        return gather_heads(self.core.attend(q, k, v, dropout), self.group)
+        return gather_heads(self.core.attend(q, k, v, dropout, *sinks), self.group)
 
 
 def _prefers_scores(q: Tensor) -> bool:
@@ -171,7 +184,9 @@ def _prefers_scores(q: Tensor) -> bool:
     return is_short and torch.compiler.is_compiling()
 
 
-def _attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float) -> Tensor:
+def _attend_by_group(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: float, scale: float | None
+) -> Tensor:
     """Attention of one query [B, n, 1, D] of each text, without a copy of the keys and values.
 
     Heads that share keys are computed as one head with all their queries.
@@ -180,11 +195,12 @@ def _attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, dropout: flo
     bias = bias[(None,) * (4 - bias.dim())]
     if bias.shape[1] > 1:
         bias = bias.reshape(bias.shape[0], k.shape[1], -1, bias.shape[3])
-    attended = F.scaled_dot_product_attention(q.reshape(by_group), k, v, bias, dropout)
-    return attended.reshape(q.shape)
+    q_by_group = q.reshape(by_group)
+    attended = F.scaled_dot_product_attention(q_by_group, k, v, bias, dropout, scale=scale)
+    return attended.reshape(*q.shape[:-1], -1)
 
 
-def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Causal attention in operations between whose matrix products torch.compile makes one kernel.
 
     Softmax is computed in fp32 and rounded once.
@@ -192,26 +208,45 @@ def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.shape[1] != k.shape[1]:
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     position = torch.arange(q.shape[2], device=q.device)
-    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
+    scores = (q @ k.transpose(-1, -2)).float() * _scale(scale, q)
     scores = scores.masked_fill(position > position.unsqueeze(1), -torch.inf)
     attended: Tensor = scores.softmax(-1).to(q.dtype) @ v
     return attended
 
 
-def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+def _scale(scale: float | None, q: Tensor) -> float:
+    return float(q.shape[-1] ** -0.5) if scale is None else scale
+
+
+def _attend_in_blocks(
+    rule: AttentionRule,
+    dropout: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    *sinks_n: Tensor,
+) -> Tensor:
     """Attention that multiplies weights and values in blocks of keys, added in their order."""
     (texts, heads, queries, size), (_, groups, num_keys, _) = q.shape, k.shape
     # The queries that share a head's keys are rows of one matrix.
-    scores = q.reshape(texts, groups, -1, size) @ k.transpose(-1, -2)
-    scores = scores.mul_(size**-0.5).view(texts, heads, queries, num_keys).add_(bias)
-    weights = scores.softmax(dim=-1).view(texts, groups, -1, num_keys)
+    q, k, v = q.reshape(texts, groups, -1, size).float(), k.float(), v.float()
+    scores = (q @ k.transpose(-1, -2)).mul_(_scale(rule.scale, q))
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.view(texts, heads, queries, num_keys).add_(bias)
+    for sink_n in sinks_n:
+        column = sink_n.float().view(-1, 1, 1).expand(texts, -1, queries, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :num_keys].reshape(texts, groups, -1, num_keys)
+    weights = F.dropout(weights, dropout) if dropout > 0.0 else weights
     if weights.shape[2] == 1:
         return weights @ v
     attended = weights[..., :KEY_BLOCK] @ v[:, :, :KEY_BLOCK]
     for start in range(KEY_BLOCK, num_keys, KEY_BLOCK):
         block = slice(start, start + KEY_BLOCK)
         attended += weights[..., block] @ v[:, :, block]
-    return attended.view(texts, heads, queries, size)
+    return attended.view(texts, heads, queries, v.shape[-1])
 
 
 def round_up(number: int, multiple: int) -> int:

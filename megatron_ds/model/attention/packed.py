@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ from megatron_ds.model.attention.cores import (
     backends_in_order,
 )
 from megatron_ds.model.attention.masks import MaskTables, block_mask
-from megatron_ds.model.attention.rule import AttentionRule
+from megatron_ds.model.attention.rule import PLAIN, AttentionRule
 
 DOCUMENT_UNIT = 16
 """The number of documents of variable-length attention is a multiple."""
@@ -153,8 +154,11 @@ class PerDocumentSDPA:
     wide as the longest document."""
     backends: Order = VARYING_SIZES
     """Kernels to consider on a device."""
+    scale: float | None = None
+    """Of the rule."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
+        assert not sinks_n
         parts = [self._split(x) for x in (q, k, v)]
         by_length: dict[int, list[int]] = {}
         for index, part in enumerate(parts[0]):
@@ -166,11 +170,12 @@ class PerDocumentSDPA:
                     torch.stack([part[at] for at in members]) for part in parts
                 )
                 bias = None if self.bias_nSS is None else self.bias_nSS[:, :length, :length]
-                outputs = SDPA(bias, bias is None).attend(queries, keys, values, dropout)
+                core = SDPA(bias, bias is None, scale=self.scale)
+                outputs = core.attend(queries, keys, values, dropout)
                 for index, output in zip(members, outputs.unbind(), strict=True):
                     attended[index] = output
-        rows, heads, length, size = q.shape
-        return torch.cat(attended, dim=1).view(heads, rows, length, size).transpose(0, 1)
+        rows, heads, length, _ = q.shape
+        return torch.cat(attended, dim=1).view(heads, rows, length, -1).transpose(0, 1)
 
     def _split(self, x: Tensor) -> list[Tensor]:
         """[heads, tokens, D] of each document, row by row."""
@@ -190,13 +195,13 @@ class PerDocumentBackend:
     is_traceable = False
 
     def supports(self, rule: AttentionRule, keys: Keys) -> bool:
-        return keys.has_documents
+        return keys.has_documents and not rule.needs_scores
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
         assert keys.packed is not None
         lengths = document_lengths(keys.packed.doc_ids_BS)
         bias = tables.document_bias(rule, max(map(max, lengths)), keys.dtype, keys.device)
-        return PerDocumentSDPA(lengths, bias, self.order)
+        return PerDocumentSDPA(lengths, bias, self.order, rule.scale)
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ class VarlenKernel:
 
     @staticmethod
     def supports(rule: AttentionRule, keys: Keys) -> bool:
-        return keys.has_documents and not rule.alibi
+        return keys.has_documents and not rule.alibi and not rule.needs_scores
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
         assert keys.packed is not None
@@ -246,7 +251,8 @@ class DocumentVarlenAttention:
     starts: Tensor
     """As `sequence_starts` returns them."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
+        assert not sinks_n
         assert dropout == 0.0, "variable-length attention has no dropout"
         rows, _, length, _ = q.shape
         q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (q, k, v))
@@ -264,7 +270,8 @@ class FlexKernel:
 
     @staticmethod
     def supports(rule: AttentionRule, keys: Keys) -> bool:
-        return keys.num_keys is None and (keys.has_documents or rule.has_mask(keys.queries))
+        has_mask = keys.has_documents or rule.has_mask(keys.queries)
+        return keys.num_keys is None and (has_mask or rule.needs_scores)
 
     def core(self, rule: AttentionRule, keys: Keys, tables: MaskTables) -> AttentionCore:
         if keys.has_documents:
@@ -272,7 +279,7 @@ class FlexKernel:
             mask = block_mask(keys.packed.doc_ids_BS, rule.window)
         else:
             mask = tables.blocks(rule, keys.queries, keys.device)
-        return DocumentFlexAttention(self.flex, mask, tables.slopes(rule, keys.device))
+        return DocumentFlexAttention(self.flex, mask, tables.slopes(rule, keys.device), rule)
 
 
 @dataclass(frozen=True)
@@ -284,14 +291,26 @@ class DocumentFlexAttention:
     """As `block_mask` returns it."""
     slopes_n: Tensor | None = None
     """ALiBi slopes, fp32."""
+    rule: AttentionRule = PLAIN
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, *sinks_n: Tensor) -> Tensor:
         assert dropout == 0.0, "flex attention has no dropout"
-        slopes, has_groups = self.slopes_n, q.shape[1] != k.shape[1]
+        slopes, softcap = self.slopes_n, self.rule.softcap
 
-        def alibi(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            assert slopes is not None
-            return score + slopes[head] * (key - query)
+        def change(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            score = score if softcap is None else softcap * torch.tanh(score / softcap)
+            return score if slopes is None else score + slopes[head] * (key - query)
 
-        score_mod = None if slopes is None else alibi
-        return self.flex(q, k, v, score_mod=score_mod, block_mask=self.mask, enable_gqa=has_groups)
+        attend = partial(
+            self.flex,
+            score_mod=None if slopes is None and softcap is None else change,
+            block_mask=self.mask,
+            scale=self.rule.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        if not sinks_n:
+            return attend(q, k, v)
+        attended: Tensor
+        attended, log_sum_BnS = attend(q, k, v, return_lse=True)
+        kept_BnS1 = torch.sigmoid(log_sum_BnS - sinks_n[0].unsqueeze(1)).unsqueeze(-1)
+        return attended * kept_BnS1.to(q.dtype)

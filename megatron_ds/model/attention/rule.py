@@ -27,6 +27,18 @@ class AttentionRule:
     """ALiBi's bias is added to the scores."""
     window: int | None = None
     """Keys that a query attends to: its own and those before it. None: all."""
+    scale: float | None = None
+    """Factor of the products of queries and keys. None: 1 / sqrt(D), D the size of a head."""
+    softcap: float | None = None
+    """c of c tanh(s / c), which replaces a scaled score s before ALiBi's bias (Gemma 2)."""
+    sinks: bool = False
+    """A learned logit of each head is added to the keys of a softmax, without a value (Xiao et al.
+    2023, gpt-oss)."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether torch's scaled_dot_product_attention lacks it."""
+        return self.softcap is not None or self.sinks
 
     def is_windowed(self, keys: int) -> bool:
         """Whether the window hides some of so many keys."""

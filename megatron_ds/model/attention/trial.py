@@ -1,7 +1,7 @@
 """The trial at start-up of kernels for documents, ALiBi and windows, on an accelerator.
 
 Whether a kernel runs, and runs correctly, depends on the device, torch's version and the shapes, so
-it is selected only if it equals `PerDocumentBackend` in a trial of the layer's rule. On a CPU none
+it is selected only if it equals an eager backend in a trial of the layer's rule. On a CPU none
 of them trains.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem
+from megatron_ds.model.attention.backends import EagerBackend
 from megatron_ds.model.attention.masks import MaskTables
 from megatron_ds.model.attention.packed import (
     AttentionBackend,
@@ -75,12 +76,13 @@ def select_kernel(
     kinds = candidates(rule, keys, shards, choice)
     if not kinds:
         return None, None
-    subject = 0 if has_documents else 1 if rule.alibi else 2
+    subject = 3 if rule.needs_scores else 0 if has_documents else 1 if rule.alibi else 2
     if config.attention_dropout > 0.0:
         dropped = (
             Problem("document-attention-with-dropout"),
             Problem("alibi-with-dropout"),
             Problem("window-attention-with-dropout"),
+            Problem("explicit-scores-with-dropout"),
         )
         return None, dropped[subject]
     trial = rule, keys, config, micro_batch, shards
@@ -95,6 +97,7 @@ def select_kernel(
         Problem("document-attention-slow", reasons=text),
         Problem("alibi-slow", reasons=text),
         Problem("window-attention-slow", reasons=text),
+        Problem("explicit-scores-slow", reasons=text),
     )
     return None, slow[subject]
 
@@ -132,23 +135,20 @@ def candidates(
 def _build(kind: Kind, rule: AttentionRule, device: torch.device) -> AttentionBackend:
     """Raises what torch raises where it lacks the function, or on this device."""
     if kind is VarlenKernel:
-        return VarlenKernel(_torch_varlen(rule.window))
+        return VarlenKernel(_torch_varlen(rule))
     return FlexKernel(_compiled_flex(device))
 
 
-def _torch_varlen(window: int | None) -> VarlenAttention:
-    """Causal `varlen_attn`, whose parameters differ between torch's versions.
-
-    Args:
-        window: Keys that a query attends to. None: all.
-    """
+def _torch_varlen(rule: AttentionRule) -> VarlenAttention:
+    """Causal `varlen_attn`, whose parameters differ between torch's versions."""
     from torch.nn.attention import varlen as module
 
     varlen_attn: Any = module.varlen_attn
     names = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if window is None and "is_causal" in names:
+    causal: dict[str, Any] = {"window_size": (-1 if rule.window is None else rule.window - 1, 0)}
+    if rule.window is None and "is_causal" in names:
         causal = {"is_causal": True}
+    causal |= {} if rule.scale is None else {"scale": rule.scale}
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
         options = dict(causal)
@@ -180,7 +180,7 @@ def _max_relative_error(
     micro_batch: int,
     shards: int,
 ) -> float:
-    """The larger of the relative errors of output and gradient against `PerDocumentBackend`.
+    """The largest of the relative errors of output and gradients against an eager backend.
 
     Without documents, for the first tokens, which do not depend on later ones.
     """
@@ -204,16 +204,19 @@ def _max_relative_error(
     grad[:, :, compared:] = 0
     tables = MaskTables(torch.linspace(0.1, 0.5, local_heads[0]).tolist())
     results = []
-    for backend, given in ((kernel, keys), (PerDocumentBackend(), alone)):
+    sinks = [torch.linspace(-1, 1, local_heads[0], device=keys.device, requires_grad=True)]
+    sinks = sinks if rule.sinks else []
+    eager = EagerBackend() if rule.needs_scores else PerDocumentBackend()
+    for backend, given in ((kernel, keys), (eager, alone)):
         size = given.queries
         parts = qkv[:size].split([heads * config.head_dim for heads in local_heads], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
         if rule.rope is not None:  # both are rotated in one tensor
             q, k = torch.cat([q, k], dim=2).split([q.shape[2], k.shape[2]], dim=2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out = backend.core(rule, given, tables).attend(q, k, v, 0.0)
-        (gradient,) = torch.autograd.grad(out, qkv, grad[:, :, :size])
-        results.append((out.detach()[:, :, :compared].float(), gradient.float()))
+        out = backend.core(rule, given, tables).attend(q, k, v, 0.0, *sinks)
+        gradients = torch.autograd.grad(out, (qkv, *sinks), grad[:, :, :size])
+        results.append((out.detach()[:, :, :compared].float(), *(x.float() for x in gradients)))
     pairs = zip(*results, strict=True)
     # torch's maximum, unlike Python's, is nan if any is.
     return float(torch.stack([(one - other).norm() / other.norm() for one, other in pairs]).max())

@@ -275,6 +275,7 @@ def describe_kernel(
             text += "" if is_host(device.type) else f" (first of {', '.join(map(name_of, order))})"
         else:
             subject = "ALiBi" if rule.alibi else "windows"
+            subject = "changed scores" if rule.needs_scores else subject
             text += " within documents" if has_documents else f" with {subject}"
         texts.append(text)
     return ", ".join(dict.fromkeys(texts))

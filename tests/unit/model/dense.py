@@ -41,17 +41,27 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
 
 
 def dense_flex(
-    q: Tensor, k: Tensor, v: Tensor, *, score_mod: Any, block_mask: Any, enable_gqa: bool
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    score_mod: Any,
+    block_mask: Any,
+    enable_gqa: bool,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
     """Flex attention that computes every score, on any device and with gradients."""
     assert enable_gqa == (q.shape[1] != k.shape[1])
     k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
     at = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
     if score_mod is not None:
         scores = score_mod(scores, *at)
     hidden = ~block_mask.mask_mod(*at)
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+    scores = scores.masked_fill(hidden, -torch.inf)
+    attended = scores.softmax(-1) @ v
+    return (attended, scores.logsumexp(-1)) if return_lse else attended
 
 
 def dense_varlen(

@@ -13,19 +13,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ds.model.attention import cores as attention_cores
+from megatron_ds.model.attention.backends import AttentionOptions, EagerBackend, SDPABackend
 from megatron_ds.model.attention.cores import (
     BACKENDS,
     FIXED_SIZES,
     SDPA,
     SHORT,
     VARYING_SIZES,
-    BatchInvariantAttention,
+    EagerAttention,
     Order,
 )
-from megatron_ds.model.attention.masks import ragged_bias
-from megatron_ds.model.attention.packed import PerDocumentSDPA
+from megatron_ds.model.attention.masks import MaskTables, ragged_bias
+from megatron_ds.model.attention.packed import (
+    FlexKernel,
+    Keys,
+    PackingOptions,
+    PerDocumentBackend,
+    PerDocumentSDPA,
+)
+from megatron_ds.model.attention.rule import AttentionRule
+from tests.unit.model.dense import dense_flex
 
 HEAD_SIZE = 8
+CPU = torch.device("cpu")
+SLOPES = [0.1, 0.2, 0.3, 0.4]
 
 
 def traced(core: SDPA, dropout: float) -> tuple[Callable[..., Any], list[str]]:
@@ -97,7 +108,7 @@ def test_attention_to_a_cache_does_not_depend_on_what_is_computed_with_it(
 
     def attend(texts: int, start: int, end: int, keys: int) -> Tensor:
         positions = torch.arange(start, end).expand(texts, -1)
-        core = BatchInvariantAttention(ragged_bias(positions, keys, torch.float32, slopes))
+        core = EagerAttention(ragged_bias(positions, keys, torch.float32, slopes))
         k, v = cache[:, :texts, :, :keys]
         return core.attend(q[:texts, :, start:end], k, v, 0.0)[0]
 
@@ -113,6 +124,95 @@ def test_attention_to_a_cache_does_not_depend_on_what_is_computed_with_it(
         torch.testing.assert_close(one, other)
         # All are equal with the processors tried; SDPA gives other bits to a third of `parts`.
         assert (one == other).float().mean() > 0.98
+
+
+def by_definition(
+    rule: AttentionRule, doc_ids: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor
+) -> Tensor:
+    """Attention with all scores."""
+    k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
+    scores = q @ k.transpose(-1, -2) * (rule.scale or q.shape[-1] ** -0.5)
+    if rule.softcap is not None:
+        scores = (scores / rule.softcap).tanh() * rule.softcap
+    at = torch.arange(q.shape[2])
+    distance = at.unsqueeze(1) - at
+    scores = scores - rule.alibi * torch.tensor(SLOPES).double().view(-1, 1, 1) * distance
+    hidden = (distance < 0) | (distance >= (rule.window or len(at)))
+    if doc_ids is not None:
+        hidden = hidden | (doc_ids.unsqueeze(2) != doc_ids.unsqueeze(1)).unsqueeze(1)
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    for sink in sinks:
+        total = total + sink.view(-1, 1, 1).exp()
+    return weights / total @ v
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        AttentionRule(scale=0.6),
+        AttentionRule(softcap=1.5),
+        AttentionRule(sinks=True),
+        AttentionRule(window=4, alibi=True, scale=0.6, softcap=1.5, sinks=True),
+    ],
+    ids=str,
+)
+def test_every_backend_computes_a_rule_or_refuses_it(
+    rule: AttentionRule, has_documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients, of keys and values of different sizes, in several blocks."""
+    monkeypatch.setattr(attention_cores, "SCORES_AT_ONCE", 2**10)
+    rows = torch.tensor([[5, 6, 0, 8, 0, 5, 6, 7, 8, 9, 5], [0, *[7] * 10]])
+    packed = PackingOptions(0, False, True).find_documents(rows) if has_documents else None
+    keys = Keys(rows.shape[1], torch.float32, CPU, has_documents, packed)
+    inputs = [draw(heads, 11, torch.float32, seed) for heads, seed in ((4, 1), (2, 2), (2, 3))]
+    inputs[2] = inputs[2].detach()[..., :6].requires_grad_()
+    if rule.sinks:
+        inputs.append(torch.tensor([-1.0, 0.0, 0.5, 2.0], requires_grad=True))
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    doc_ids = None if packed is None else packed.doc_ids_BS
+    expected = results(partial(by_definition, rule, doc_ids), *exact)
+    backends = SDPABackend(), PerDocumentBackend(), FlexKernel(dense_flex), EagerBackend()
+    computed = []
+    for backend in backends:
+        if not backend.supports(rule, keys):
+            continue
+        computed.append(type(backend))
+        core: Any = backend.core(rule, keys, MaskTables(SLOPES))
+        attend = lambda q, k, v, *sinks, core=core: core.attend(q, k, v, 0.0, *sinks)  # noqa: E731
+        if isinstance(backend, SDPABackend) and has_documents:
+            continue  # without documents, as the table has `PerDocumentBackend` before it
+        for value, reference in zip(results(attend, *inputs), expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-5)
+    needs_scores = rule.softcap is not None or rule.sinks
+    eager = [] if needs_scores else [SDPABackend, *[PerDocumentBackend] * has_documents]
+    flex = [FlexKernel] if has_documents or needs_scores else []
+    assert computed == [*eager, *flex, EagerBackend]
+    assert (
+        type(AttentionOptions().backend(rule, keys))
+        is [*eager, EagerBackend][-1 if needs_scores else has_documents]
+    )
+
+
+def test_explicit_scores_drop_weights_of_the_softmax_and_keep_no_scores() -> None:
+    """Unit vectors as values give the weights; the backward pass drops the same ones."""
+    length = 64
+    q, k = (draw(2, length, torch.float32, seed) for seed in (1, 2))
+    v = torch.eye(length).expand(2, 2, -1, -1).clone().requires_grad_()
+    core = EagerAttention(ragged_bias(torch.arange(length)[None], length, torch.float32))
+    saved: list[Tensor] = []
+    torch.manual_seed(5)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        dropped = core.attend(q, k, v, 0.25)
+    whole = core.attend(q, k, v, 0.0)
+    is_kept = dropped != 0
+    share = is_kept.sum() / (whole > 0).sum()
+    assert 0.7 < share < 0.8
+    torch.testing.assert_close(dropped, is_kept * whole / 0.75)
+    (gradient,) = torch.autograd.grad(dropped.sum(), v)
+    torch.testing.assert_close(gradient, dropped.transpose(-1, -2).sum(-1, True).expand_as(v))
+    assert all(part.numel() <= v.numel() for part in saved)
 
 
 @pytest.mark.parametrize("heads_of_bias", [1, 4])

@@ -22,7 +22,7 @@ from megatron_ds.model.attention.packed import (
     VarlenKernel,
     document_lengths,
 )
-from megatron_ds.model.attention.rule import attention_rules
+from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.attention.trial import candidates, select_kernel
 from tests.problems import codes
 from tests.unit.model.dense import dense_flex, dense_varlen
@@ -59,7 +59,7 @@ def select(
     **options: Any,
 ) -> tuple[Any, list[str]]:
     """The name of the selected kernel, and the code of the reason why none was."""
-    monkeypatch.setattr(attention_trial, "_torch_varlen", lambda window: varlen)
+    monkeypatch.setattr(attention_trial, "_torch_varlen", lambda rule: varlen)
     monkeypatch.setattr(attention_trial, "_compiled_flex", lambda device: flex)
     config = dataclasses.replace(CONFIG, **options)
     kernel, reason = select_for(config, 2, 1, dtype, CPU)
@@ -163,6 +163,32 @@ def test_a_window_has_a_kernel_that_agrees(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == "torch's flex_attention"
 
 
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_changed_scores_have_a_kernel_that_agrees(
+    has_documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_cap(*qkv: Tensor, score_mod: Any, **options: Any) -> Any:
+        return dense_flex(*qkv, score_mod=None, **options)
+
+    def without_sinks(*qkv: Tensor, return_lse: bool = False, **options: Any) -> Any:
+        attended = dense_flex(*qkv, **options)
+        return (attended, torch.full(attended.shape[:3], 20.0)) if return_lse else attended
+
+    rule, shape = AttentionRule(softcap=0.5, sinks=True), (2, 1, torch.float32, CPU)
+    config = dataclasses.replace(CONFIG, seq_length=64)
+    codes_of: list[list[str]] = []
+    for flex in (dense_flex, without_cap, without_sinks):
+        monkeypatch.setattr(attention_trial, "_compiled_flex", lambda _, flex=flex: flex)
+        kernel, reason = select_kernel(rule, config, *shape, has_documents=has_documents)
+        assert (kernel is None) == (flex is not dense_flex)
+        codes_of.append([] if reason is None else codes([reason]))
+    dropping = dataclasses.replace(config, attention_dropout=0.1)
+    _, reason = select_kernel(rule, dropping, *shape, has_documents=has_documents)
+    assert reason is not None
+    slow = ["explicit-scores-slow"]
+    assert [*codes_of, codes([reason])] == [[], slow, slow, ["explicit-scores-with-dropout"]]
+
+
 def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
     kernel, reason = select_for(CONFIG, 2, 1, torch.bfloat16, CPU)
     assert kernel is None
@@ -170,12 +196,14 @@ def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "parameters", "expected"),
+    ("window", "scale", "parameters", "expected"),
     [
-        (None, "is_causal=False", {"is_causal": True}),
-        (None, "*, window_size=(-1, -1)", {"window_size": (-1, 0)}),
-        (4, "*, is_causal=False, window_size=(-1, -1)", {"window_size": (3, 0)}),
+        (None, None, "is_causal=False", {"is_causal": True}),
+        (None, None, "*, window_size=(-1, -1)", {"window_size": (-1, 0)}),
+        (4, None, "*, is_causal=False, window_size=(-1, -1)", {"window_size": (3, 0)}),
+        (4, 0.5, "*, window_size=None, scale=None", {"window_size": (3, 0), "scale": 0.5}),
         (
+            None,
             None,
             "*, window_size=(-1, -1), enable_gqa=False",
             {"window_size": (-1, 0), "enable_gqa": True},
@@ -184,6 +212,7 @@ def test_kernels_of_torch_do_not_train_on_a_cpu() -> None:
 )
 def test_varlen_attention_is_causal_in_every_version_of_torch(
     window: int | None,
+    scale: float | None,
     parameters: str,
     expected: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -195,7 +224,7 @@ def test_varlen_attention_is_causal_in_every_version_of_torch(
     exec(f"def attend({arguments}, {parameters}): seen.update(locals())", names)
     monkeypatch.setattr(varlen, "varlen_attn", names["attend"])
     q, k, starts = torch.zeros(3, 4, 8), torch.zeros(3, 2, 8), torch.tensor([0, 3])
-    TORCH_VARLEN(window)(q, k, k, starts, 3)
+    TORCH_VARLEN(AttentionRule(window=window, scale=scale))(q, k, k, starts, 3)
     seen = names["seen"]
     assert (seen.pop("cu_seq_q") is starts, seen.pop("cu_seq_k") is starts) == (True, True)
     assert (seen.pop("max_q"), seen.pop("max_k")) == (3, 3)
@@ -210,6 +239,20 @@ def test_a_kernel_is_selected_on_an_accelerator(position: str, dtype: torch.dtyp
     shape = {"hidden_size": 256, "num_query_groups": 2, "seq_length": 5 * BLOCK + 3}
     config = dataclasses.replace(CONFIG, **shape, position_embedding_type=position)
     kernel, reason = select_for(config, 3, 1, dtype, device)
+    assert kernel is not None, reason
+
+
+@pytest.mark.gpu(reason="flex attention trains only there")
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changed_scores_have_a_kernel_on_an_accelerator(
+    dtype: torch.dtype, has_documents: bool
+) -> None:
+    device = torch.device(get_accelerator().current_device_name())
+    shape = {"hidden_size": 256, "num_query_groups": 2, "seq_length": 5 * BLOCK + 3}
+    config = dataclasses.replace(CONFIG, **shape)
+    rule = AttentionRule(window=200, scale=0.2, softcap=3.0, sinks=True)
+    kernel, reason = select_kernel(rule, config, 3, 1, dtype, device, has_documents=has_documents)
     assert kernel is not None, reason
 
 

@@ -91,7 +91,7 @@ def test_alibi_with_grouped_queries_stores_no_scores(
     """torch's kernels take groups with a bias on a CPU only, and there only in 4 dimensions."""
     calls: list[Any] = []
 
-    def record(q: Any, k: Any, v: Any, bias: Any, *_: Any, enable_gqa: bool) -> torch.Tensor:
+    def record(q: Any, k: Any, v: Any, bias: Any, *_: Any, enable_gqa: bool, **__: Any) -> Any:
         calls.append((k.shape, v.shape, bias.shape, enable_gqa))
         return q
 
