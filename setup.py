@@ -10,7 +10,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_namespace_packages(include=["megatron_ds", "megatron_ds.*"]),
-    package_data={"": ["*.css", "*.html", "*.json", "*.toml"]},
+    package_data={"": ["*.css", "*.html", "*.json", "*.toml", "*.yaml"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.19.8,<0.20",

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from megatron_ds import schedule_validation
+from megatron_ds import presets, schedule_validation
 from megatron_ds.cli import config_file
 from megatron_ds.cli.command import (
     HELP,
@@ -20,14 +21,16 @@ from megatron_ds.cli.command import (
     print_warning,
     render,
 )
+from megatron_ds.cli.config_file import ConfigFiles
 from megatron_ds.cli.flags import PROGRAM, training_flags
 from megatron_ds.cli.help import training_help
 from megatron_ds.cli.scan import scan
-from megatron_ds.config import Config, yaml_file
+from megatron_ds.config import Config, TokenizerConfig, yaml_file
 from megatron_ds.config.problems import Problem
 from megatron_ds.launch.exit_codes import SettingsRejected
 from megatron_ds.launch.software import version_text
 from megatron_ds.launch.watch.liveness import find_launchers
+from megatron_ds.presets import PRESETS
 
 VERSION = "--version"
 FIRST_RANK_TIMEOUT_S = 10.0
@@ -67,6 +70,8 @@ def build_config(
     """
     line = scan(argv, training_flags())
     files = config_file.read(line.values.get("config", ()), training_flags())
+    if (preset := line.values.get("preset", files.values.get("preset"))) in PRESETS:
+        files = _with_preset(preset, line.values)
     for warning in (*line.warnings, *files.warnings):
         warn(warning)
     config: Config = build(Config(), line.implied | files.values | line.values)
@@ -97,6 +102,21 @@ def build_config(
         if unreadable.isdisjoint(problem.mentioned)
     ]
     return config, [*line.problems, *files.problems, *sound]
+
+
+def _with_preset(preset: str, values: Mapping[str, Any]) -> ConfigFiles:
+    """The settings of a preset, overridden by the files of --config.
+
+    Args:
+        values: The settings of the command line.
+    """
+    path = presets.path_of(preset)
+    files = config_file.read((path, *values.get("config", ())), training_flags())
+    has_tokenizer = not vars(TokenizerConfig()).keys().isdisjoint(files.given | values.keys())
+    if has_tokenizer and files.origins.get("vocab_size", "").startswith(f"set in {path}"):
+        del files.values["vocab_size"], files.origins["vocab_size"]
+        files.given.remove("vocab_size")
+    return files
 
 
 def parse(

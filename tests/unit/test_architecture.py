@@ -26,7 +26,8 @@ from tests.import_graph import (
 )
 
 ALLOWED = {
-    "config": "",
+    "presets": "",
+    "config": "presets",
     "fileio": "config",
     "train_state": "config",
     "launch": "config",
@@ -34,7 +35,7 @@ ALLOWED = {
     "schedule_validation": "config schedules",
     "schedules": "config train_state",
     "tokenizer": "config",
-    "cli": "config launch schedule_validation",
+    "cli": "config launch presets schedule_validation",
     "data": "config fileio tokenizer",
     "model": "config parallel",
     "evaluation": "cli config data inference launch model parallel preprocess tokenizer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ds.config.fields import option_field
+from megatron_ds.presets import PRESETS
 
 MEGATRON = {"auto": "auto", "flash": "flash", "fused": "cudnn", "unfused": "math", "local": "math"}
 """The kernels of attention by Megatron's names."""
@@ -21,6 +22,12 @@ class RuntimeConfig:
         nargs="*",
         metavar="FILE",
         repeatable=True,
+    )
+    preset: str | None = option_field(
+        None,
+        "architecture of a public model, which --config and flags override; its vocabulary size "
+        "yields to the tokenizer's",
+        choices=PRESETS,
     )
     print_config: bool = option_field(
         False,

@@ -302,24 +302,9 @@ def test_options_of_the_command_line_contradict_config_json(
     assert printed_codes(capsys.readouterr().err) == ["foreign-setting-differs"]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("bloom_176b", 176_247_271_424),
-        ("gpt2_124m", 124_439_808 + 47 * 768),  # 47 rows of padding
-        ("gpt3_175b", 174_604_836_864),
-        ("llama3_8b", 8_030_261_248),
-        ("llama3_70b", 70_553_706_496),
-        ("llama3_405b", 405_853_388_800),
-        ("qwen2_7b", 7_615_616_512),
-    ],
-)
-def test_files_of_known_models_have_their_parameters(
-    name: str, parameters: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = plan_example.REPOSITORY / "examples" / "models" / f"{name}.yaml"
-    plan = json_of(f"--config {file} --micro-batch-size 1", capsys)
-    assert plan["parameters"] == parameters
+def test_a_preset_is_planned_with_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = json_of("--preset llama3-8b --micro-batch-size 1", capsys)
+    assert plan["parameters"] == 8_030_261_248
 
 
 @claim("deepspeed", "planned memory is 0 to 5 % above the peaks measured on one H200")

@@ -1,0 +1,94 @@
+"""Presets: published numbers of parameters, a tiny model of each trains, and what overrides them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ds import presets
+from megatron_ds.cli.arguments import build_config
+from megatron_ds.config import Config
+from megatron_ds.config.problems import Problem
+from megatron_ds.model.spec.architecture import run_spec
+from tests.claims import claim
+from tests.problems import codes
+from tests.unit.model.dense import build_model
+
+PUBLISHED = re.compile(r"# .+?: (?P<count>[\d.]+(?= billion)|[\d,]+).* parameters.*")
+"""The first line of a preset."""
+TINY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 16}
+SMALLER = {
+    "ffn_hidden_size": 96,
+    "kv_channels": 24,
+    "window_size": "7,0",
+    "vocab_size": 90,
+    "num_experts": (4,),
+}
+"""Tiny values of options that a preset sets."""
+RUN = "--micro-batch-size 2 --lr 1e-3 --train-iters 4 --data-path x"
+
+
+def built(line: str) -> tuple[Config, list[Problem]]:
+    return build_config(shlex.split(line), world_size=1, warn=lambda warning: None)
+
+
+@claim("command-line", "every preset has the published number of parameters of its model")
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_presets_have_the_published_number_of_parameters(preset: str) -> None:
+    first_line = Path(presets.path_of(preset)).read_text(encoding="utf-8").partition("\n")[0]
+    published = PUBLISHED.fullmatch(first_line)
+    assert published is not None
+    config, problems = built(f"--preset {preset} {RUN}")
+    assert codes(problems) == ["tokenizer-option-required"] * 2
+    count, text = run_spec(config).elements(), published["count"]
+    assert (f"{count:,}" if "," in text else f"{count / 1e9:.1f}") == text
+
+
+@claim("command-line", "every preset trains at tiny size")
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_presets_train_at_tiny_size(preset: str) -> None:
+    config, _ = built(f"--preset {preset} {RUN}")
+    tiny = TINY | {name: size for name, size in SMALLER.items() if name in config.given}
+    if "num_query_groups" in config.given:
+        tiny["num_query_groups"] = 2
+    config = config.with_values(tiny)
+    model = build_model(config.model, moe=config.moe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.arange(34).reshape(2, 17) % 5
+    losses = []
+    for _ in range(8):
+        loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_files_and_flags_override_a_preset(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: llama3-8b\nnum-layers: 4\nrotary-base: 9\n", encoding="utf-8")
+    tokenizer = "--tokenizer-type NullTokenizer --vocab-size 7"
+    config, problems = built(f"--config {file} --rotary-base 10 {RUN} {tokenizer}")
+    assert not problems
+    assert (config.model.num_layers, config.model.rotary_base) == (4, 10)
+    assert (config.model.hidden_size, config.model.vocab_size) == (4096, 7)
+    same, _ = built(f"--preset llama3-8b {RUN} --num-layers 4 --rotary-base 10 {tokenizer}")
+    assert dataclasses.replace(same.model) == config.model
+
+
+def test_the_vocabulary_of_a_preset_yields_to_the_tokenizer() -> None:
+    config, _ = built(f"--preset gpt2-124m {RUN} --vocab-file v --merge-file m")
+    assert "vocab_size" not in config.given
+    assert config.model.vocab_size == 0
+
+
+def test_unknown_presets_are_listed() -> None:
+    _, problems = built(f"--preset llama9 {RUN}")
+    problem = next(problem for problem in problems if problem.code == "invalid-choice")
+    assert "llama3-8b" in problem.render()
