@@ -1,4 +1,4 @@
-"""Presets: published numbers of parameters, a tiny model of each trains, and what overrides them."""
+"""Presets: published numbers of parameters, tiny models that train, and what overrides them."""
 
 from __future__ import annotations
 
