@@ -71,23 +71,18 @@ def chunks(reader: DocumentReader, part_bytes: int) -> Iterator[tuple[list[RawDo
         yield chunk, ChunkEnd(reader.end, False, reader.bytes_read)
 
 
-@dataclass(slots=True)
-class TextChanged:
-    """In a trace: this stage changed the text."""
-
-
-@dataclass(slots=True)
-class DocumentTrace:
-    """Outcomes of a text, stage by stage.
+class DocumentTrace(NamedTuple):
+    """Outcomes of a text, stage by stage, of types that msgpack stores.
 
     Attributes:
-        steps: One per stage, from the first stage that the text passed. A list holds the traces of
-            its fragments from the next stage.
+        steps: One per stage, from the first stage that the text passed. True: the stage changed the
+            text. A string: it dropped the text, for this reason. Bytes: the key that must be
+            unique. A list: the traces of the text's fragments from the next stage.
         length: Characters of the text at the end.
         line: The document at the end as a JSON line, or b"" if it is not needed.
     """
 
-    steps: list[TextChanged | Dropped | NeedsUniqueKey | list[DocumentTrace] | None]
+    steps: list[bool | str | bytes | list[DocumentTrace] | None]
     length: int
     line: bytes
 
@@ -156,28 +151,29 @@ class Cleaner:
         self, document: Document, stages: Sequence[Stage], line_of: Callable[[str], bytes]
     ) -> DocumentTrace:
         """Pass a document through stages; `line_of` gives it as a JSON line, with a text."""
-        trace = DocumentTrace([], 0, b"")
+        steps: list[bool | str | bytes | list[DocumentTrace] | None] = []
         outcome = None
         for number, stage in enumerate(stages, 1):
             outcome = stage(document)
-            if isinstance(outcome, Replaced):
-                document = document._replace(text=outcome.text)
-                trace.steps.append(TextChanged())
-            elif isinstance(outcome, SplitInto):
-                fragments = (document._replace(text=text) for text in outcome.texts)
-                trace.steps.append(
-                    [self._trace(one, stages[number:], line_of) for one in fragments]
-                )
-                break
-            else:
-                trace.steps.append(outcome)
-                if isinstance(outcome, Dropped):
+            match outcome:
+                case Replaced(text):
+                    document = document._replace(text=text)
+                    steps.append(True)
+                case SplitInto(texts):
+                    fragments = (document._replace(text=text) for text in texts)
+                    steps.append([self._trace(one, stages[number:], line_of) for one in fragments])
                     break
-        trace.length = len(document.text)
+                case Dropped(reason):
+                    steps.append(reason)
+                    break
+                case NeedsUniqueKey(key):
+                    steps.append(key)
+                case None:
+                    steps.append(None)
         # A document whose key is still undecided may be kept, so its line is needed.
-        if self.keep_dropped or not isinstance(outcome, Dropped | SplitInto):
-            trace.line = line_of(document.text)
-        return trace
+        is_needed = self.keep_dropped or not isinstance(outcome, Dropped | SplitInto)
+        line = line_of(document.text) if is_needed else b""
+        return DocumentTrace(steps, len(document.text), line)
 
 
 def _line(item: RawDocument, key: str | None, before: str, text: str) -> bytes:
@@ -275,20 +271,20 @@ class Run:
             counts = self.counts.stages[name]
             counts.entered += 1
             reason = None
-            if isinstance(step, NeedsUniqueKey):
-                reason = self._seen_keys[name].add_or_reject(step.key)
+            if isinstance(step, bytes):
+                reason = self._seen_keys[name].add_or_reject(step)
                 if reason is None:
-                    self._work.files[keys_of(name)].write(pack_record(step.key))
-            elif isinstance(step, Dropped):
-                reason = step.reason
-            elif isinstance(step, TextChanged):
-                counts.changed += 1
+                    self._work.files[keys_of(name)].write(pack_record(step))
+            elif isinstance(step, str):
+                reason = step
             elif isinstance(step, list):
                 counts.changed += 1
                 counts.added += len(step) - 1
                 for fragment in step:
-                    self._add_trace(answer, fragment, number + 1)
+                    self._add_trace(answer, DocumentTrace(*fragment), number + 1)
                 return
+            elif step:
+                counts.changed += 1
             if reason is not None:
                 counts.dropped[reason] += 1
                 counts.dropped_characters += trace.length

@@ -13,31 +13,37 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
+
 from megatron_ds.cleaning.options import CleaningOptions
 from megatron_ds.cleaning.pipeline import (
     Answers,
     Chunk,
     ChunkEnd,
     Cleaner,
+    DocumentTrace,
     Run,
+    TracedDocument,
     build_cleaner,
     chunks,
     publish,
     work_names,
 )
 from megatron_ds.cleaning.stats import Counts
-from megatron_ds.cleaning.traces import pack, unpack
 from megatron_ds.config.problems import raise_if_any
 from megatron_ds.fileio.resumable import LENGTH, ResumableOutput, pack_record
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import content_size
 from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
+from megatron_ds.preprocess.documents.parsing import RejectedDocument
 from megatron_ds.preprocess.shard_files import RunShards, ShardFiles, remove_shards, shard_prefix
 from megatron_ds.preprocess.shards import Shard, shard_problems
 from megatron_ds.preprocess.worker_pool import Workers
 
 TRACES = "traces"
-"""Name of the file of a shard."""
+"""Name of the file of a shard, with a record for the documents of each chunk."""
+SURROGATES = "surrogatepass"
+"""Names of files and rejected lines may contain lone surrogates."""
 Report = Callable[[Counts, int], None]
 
 
@@ -49,8 +55,12 @@ class _Tracer:
 
     def __call__(self, chunk: Chunk) -> tuple[bytes, int, ChunkEnd]:
         answers, end = self.cleaner(chunk)
-        sizes = [content_size(item.value) for item in chunk[0]]
-        return pack_record(pack(answers, sizes)), len(sizes), end
+        rows = [
+            (content_size(item.value), isinstance(answer, TracedDocument), answer)
+            for item, answer in zip(chunk[0], answers, strict=True)
+        ]
+        record = msgpack.packb(rows, unicode_errors=SURROGATES)
+        return pack_record(record), len(rows), end
 
 
 def clean_shard(
@@ -176,7 +186,7 @@ class ShardedCleaning:
             for place, record in _records(self._options.output, shard, start.offset):
                 if number < after.file:
                     break
-                for index, (answer, size) in enumerate(unpack(record), 1):
+                for index, (answer, size) in enumerate(_unpack(record), 1):
                     if place == start.offset and index <= start.line:
                         continue
                     part += size
@@ -196,6 +206,16 @@ def _records(output: str, shard: Shard, offset: int) -> Iterator[tuple[int, byte
             (length,) = LENGTH.unpack(head)
             yield offset, file.read(length)
             offset = file.tell()
+
+
+def _unpack(record: bytes) -> Iterator[tuple[TracedDocument | RejectedDocument, int]]:
+    """The documents of a record, with their sizes as read."""
+    for size, is_traced, fields in msgpack.unpackb(record, unicode_errors=SURROGATES):
+        if is_traced:
+            *known, trace = fields
+            yield TracedDocument(*known, DocumentTrace(*trace)), size
+        else:
+            yield RejectedDocument(*fields), size
 
 
 def _traces_of(prefix: str) -> str:
