@@ -22,6 +22,7 @@ from megatron_ds.checkpoint.metadata import (
     ParallelLayout,
 )
 from megatron_ds.config import GROUP_OF_FIELD, GROUPS, Config, flag_of
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.data import SPLIT_DATA_FIELDS
 from megatron_ds.config.options.schedule import SCHEDULE_LENGTHS, SCHEDULE_UNITS
 from megatron_ds.config.problems import Problem, default_flag, option
@@ -31,47 +32,21 @@ from megatron_ds.tokenizer import TokenizerFingerprint
 
 Parts = Mapping[str, Sequence[str]]
 """Names of the parts of fused parameters, in their order, by canonical name of the parameter."""
-CHANGEABLE_MODEL_FIELDS = frozenset({"attention_dropout", "hidden_dropout", "init_method_std"})
+TABLES: dict[str, list[str]] = read_table(__file__)
+CHANGEABLE_MODEL_FIELDS = frozenset(TABLES["changeable_model"])
 """Fields of the model that may change on a resume."""
-CHANGEABLE_MOE_FIELDS = frozenset(
-    {
-        *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"),
-        *("moe_expert_capacity_factor", "moe_eval_capacity_factor", "moe_min_capacity"),
-        *("moe_token_drop_policy", "moe_token_dropping"),
-    }
-)
+CHANGEABLE_MOE_FIELDS = frozenset(TABLES["changeable_moe"])
 """Changeable fields of a mixture of experts."""
-CHANGEABLE_FIELDS = frozenset(
-    {
-        *("seq_length", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
-        *CHANGEABLE_MODEL_FIELDS,
-        *CHANGEABLE_MOE_FIELDS,
-    }
-)
+CHANGEABLE_FIELDS = CHANGEABLE_MODEL_FIELDS.union(CHANGEABLE_MOE_FIELDS, TABLES["changeable_sizes"])
 """Fields of the model that do not change its weights, or only their padding."""
-VOCABULARY = ("vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to")
-"""Fields of the model that determine the rows of its embedding table."""
-CHANGEABLE_BATCH_SIZES = ("global_batch_size", "rampup_batch_size", "step_batch_size_schedule")
-"""Fields of the data's order that may change: they determine how many of the next samples a step
-takes, but not their order."""
-SCHEDULER_FIELDS = frozenset(
-    {
-        *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"),
-        *("lr_decay_style", "lr_wsd_decay_style"),
-        *("lr_warmup_style", "lr_warmup_init", "lr_warmup_fraction"),
-        *(f"{stem}_{unit}" for stem in ("train", *SCHEDULE_LENGTHS) for unit in SCHEDULE_UNITS),
-        *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
-    }
+VOCABULARY, CHANGEABLE_BATCH_SIZES = TABLES["vocabulary"], TABLES["batch_sizes"]
+SCHEDULER_FIELDS = frozenset(TABLES["scheduler"]).union(
+    f"{stem}_{unit}" for stem in ("train", *SCHEDULE_LENGTHS) for unit in SCHEDULE_UNITS
 )
 """Fields that --override-opt_param-scheduler takes from the command line without a warning."""
-REPORTED_GROUPS = ("model", "moe", "data", "optimizer", "schedule", "precision")
-UNREPORTED = {
-    *("init_method_std", *VOCABULARY),  # not used, or compared otherwise
-    *CHANGEABLE_BATCH_SIZES,  # compared as part of the data's order
-    *("max_consecutive_skipped_steps", "allow_fp16_on_cpu"),
-}
-"""Fields of these groups that do not change what a step computes, or are compared otherwise."""
-REPORTED_DATA_FIELDS = {"reset_position_ids", "reset_attention_mask", "eod_mask_loss"}
+UNREPORTED = frozenset([*TABLES["unreported"], *VOCABULARY, *CHANGEABLE_BATCH_SIZES])
+"""Fields of the reported groups that do not change what a step computes, or are compared
+otherwise."""
 
 
 def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> list[Problem]:
@@ -189,9 +164,9 @@ def changed_settings(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
     model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
     changes = [
         change
-        for change in _changed_fields(checkpoint, config, REPORTED_GROUPS)
+        for change in _changed_fields(checkpoint, config, TABLES["reported_groups"])
         if change[0] not in UNREPORTED | (model - CHANGEABLE_FIELDS)
-        and (GROUP_OF_FIELD.get(change[0]) != "data" or change[0] in REPORTED_DATA_FIELDS)
+        and (GROUP_OF_FIELD.get(change[0]) != "data" or change[0] in TABLES["reported_data"])
     ]
     changes += [change for change in _changes(*order) if change[0] in CHANGEABLE_BATCH_SIZES]
     if config.checkpoint.override_opt_param_scheduler:
