@@ -6,7 +6,7 @@ requested values are read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -29,28 +29,35 @@ class UniversalStates:
     Args:
         path: The folder.
         has_optimizer: Read the states of the optimizer, too, and not only the weights.
+        read: Reads a file.
 
     Attributes:
         bytes_read: Bytes of all values that were read.
     """
 
-    def __init__(self, path: Path, *, has_optimizer: bool = True) -> None:
-        self._path, self._has_optimizer = path, has_optimizer
-        self._files: dict[tuple[str, str], Any] = {}
+    def __init__(
+        self,
+        path: Path,
+        *,
+        has_optimizer: bool = True,
+        read: Callable[[Path], Any] = lambda path: read_tensors(path, mmap=True),
+    ) -> None:
+        self._path, self._has_optimizer, self._read = path, has_optimizer, read
+        self._entries: dict[tuple[str, str], Mapping[str, Any]] = {}
         self.bytes_read = 0
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         names = sorted(path.parent.name for path in (self._path / ZERO).glob(f"*/{FP32}.pt"))
-        return {name: tuple(self._tensor(name, FP32).shape) for name in names}
+        return {name: tuple(self.entry(name, FP32)[PARAM].shape) for name in names}
 
     @cached_property
     def counters(self) -> Mapping[str, int]:
-        return {name: self._run[name] for name in COUNTERS}
+        return {name: self.run[name] for name in COUNTERS}
 
     @property
     def loss_scaler(self) -> Any:
-        return self._common.get("loss_scaler") if self._has_optimizer else None
+        return self.common.get("loss_scaler") if self._has_optimizer else None
 
     def state_names(self, name: str) -> tuple[str, ...]:
         if not self._has_optimizer:
@@ -63,13 +70,13 @@ class UniversalStates:
             return None
         path = self._path / ZERO / name / f"{STEP}.pt"
         if path.is_file():
-            return int(read_tensors(path))
-        inner = self._common.get("optimizer_state_dict") or {}
-        sources = [*self._common.get("param_groups", ()), *inner.get("state", {}).values()]
+            return int(self._read(path))
+        inner = self.common.get("optimizer_state_dict") or {}
+        sources = [*self.common.get("param_groups", ()), *inner.get("state", {}).values()]
         return next((int(each[STEP]) for each in sources if STEP in each), None)
 
     def tensor(self, name: str, kind: str) -> TensorReader:
-        full = self._tensor(name, FP32 if kind == MASTER else kind)
+        full = self.entry(name, FP32 if kind == MASTER else kind)[PARAM]
         return TensorReader(self.shapes[name], full.dtype, partial(self._read_part, full))
 
     def _read_part(self, full: Tensor, rows: range, columns: Columns | None) -> Tensor:
@@ -78,37 +85,37 @@ class UniversalStates:
         return part
 
     @cached_property
-    def _run(self) -> Any:
+    def run(self) -> Any:
         """DeepSpeed's file of the run."""
         path = next(iter(sorted(self._path.glob(STATES))), None)
         if path is None:
             raise user_error("checkpoint-file-missing", name=f"mp_rank_00{STATES[1:]}")
-        return read_tensors(path, mmap=True)
+        return self._read(path)
 
     @cached_property
     def _flat_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of the parameters that DeepSpeed's converter has left flat, as from ZeRO 3."""
-        groups = self._run.get("param_shapes") or []
-        return {name: tuple(shape) for group in groups for name, shape in group.items()}
+        groups = self.run.get("param_shapes") or []
+        listed = groups if isinstance(groups, list) else [groups]
+        return {name: tuple(shape) for group in listed for name, shape in group.items()}
 
     @cached_property
-    def _common(self) -> Any:
-        return read_tensors(self._path / ZERO / OPTIMIZER_STATE, mmap=True)
+    def common(self) -> Any:
+        """DeepSpeed's file of what the optimizer states have in common."""
+        return self._read(self._path / ZERO / OPTIMIZER_STATE)
 
-    def _tensor(self, name: str, stem: str) -> Tensor:
-        """The full tensor of a file, memory-mapped."""
+    def entry(self, name: str, stem: str) -> Mapping[str, Any]:
+        """The content of a weight's file, with the full tensor, memory-mapped, as `PARAM`."""
         key = name, stem
-        if key not in self._files:
+        if key not in self._entries:
             path = self._path / ZERO / name / f"{stem}.pt"
-            content = read_tensors(path, mmap=True)
+            content = self._read(path)
             if isinstance(content, Tensor) and name in self._flat_shapes:
                 content = {PARAM: content.view(self._flat_shapes[name])}
-            tensor = content.get(PARAM) if isinstance(content, dict) else None
-            if not isinstance(tensor, Tensor):
+            if not isinstance(content, dict) or not isinstance(content.get(PARAM), Tensor):
                 raise user_error("tensor-file-unreadable", path=path, error="it has no tensor")
-            self._files[key] = tensor
-        full: Tensor = self._files[key]
-        return full
+            self._entries[key] = content
+        return self._entries[key]
 
 
 def open_states(

@@ -15,17 +15,17 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, STATES, STEP, ZERO
+from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, ZERO
+from megatron_ds.checkpoint.universal.reader import PARAM, UniversalStates
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron import arguments as megatron_args
 from megatron_ds.conversion.megatron.names import PREFIX, QkvOrder, canonical_name, is_copy
-from megatron_ds.conversion.megatron.optimizer import MOMENTS, steps_of
+from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.rank_files import (
     MegatronContents,
     Shards,
     layer_prefixes,
     pipeline_name,
-    read_state_dict,
 )
 from megatron_ds.conversion.safe_unpickle import read_foreign
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
@@ -43,15 +43,12 @@ def read_universal(folder: Path) -> MegatronContents:
     Raises:
         UserError: If files are missing or damaged, or the order of rows is not known.
     """
-    paths = sorted(folder.glob(STATES))
-    if not paths:
-        raise user_error("megatron-files-missing", folder=folder, names=f"mp_rank_00{STATES[1:]}")
-    saved = read_state_dict(paths[0])
-    state = {key: value for key, value in saved.items() if key not in ("module", "optimizer")}
-    if (path := folder / ZERO / OPTIMIZER_STATE).is_file():
-        state["optimizer"] = read_state_dict(path)
+    states = UniversalStates(folder, read=read_foreign)
+    state = {key: value for key, value in states.run.items() if key not in ("module", "optimizer")}
+    if (folder / ZERO / OPTIMIZER_STATE).is_file():
+        state["optimizer"] = states.common
     layout = _Layout(folder, state)
-    names = sorted(path.parent.name for path in (folder / ZERO).glob(f"*/{FP32}.pt"))
+    names = [*states.shapes]
     inner: dict[int, set[str]] = defaultdict(set)
     for found_name in filter(None, map(NUMBERED.fullmatch, names)):
         inner[int(found_name[1])].add(found_name[2])
@@ -60,13 +57,12 @@ def read_universal(folder: Path) -> MegatronContents:
     for stem, kind in KINDS.items():
         shards: Shards = {}
         for saved_name in names:
-            path = folder / ZERO / saved_name / f"{stem}.pt"
             name = pipeline_name(prefixes, saved_name) if prefixes else saved_name
             name = PREFIX.sub("", name)
-            if not is_copy(name) and path.is_file():
-                shards[name] = layout.shards(name, saved_name, path)
+            if not is_copy(name) and (folder / ZERO / saved_name / f"{stem}.pt").is_file():
+                shards[name] = layout.shards(name, saved_name, states.entry(saved_name, stem))
         kinds[kind] = shards
-    weights, steps = kinds[MASTER], _steps(folder, names[0])
+    weights, steps = kinds[MASTER], states.steps(names[0])
     unread = ""
     if any(kinds[kind].keys() != weights.keys() for kind in MOMENTS):
         unread = "its optimizer states are not those of Adam"
@@ -86,27 +82,14 @@ class _Layout:
         self.qkv = megatron_args.qkv_order(args, state.get("checkpoint_version"))
         self.is_gated = settings.get("activation") in megatron_args.GATED
         self.positions: int | None = settings.get("max_position_embeddings")
-        groups = state.get("param_shapes") or []
-        self.flat_shapes = {
-            name: tuple(shape)
-            for group in (groups if isinstance(groups, list) else [groups])
-            if isinstance(group, Mapping)
-            for name, shape in group.items()
-        }
-        """Shapes of the weights that DeepSpeed's converter leaves flat, as from ZeRO 3."""
         info = state.get("universal_checkpoint_info") or {}
         self.mapped = tuple((info.get("affine_map") or {}).get("params", ()))
         """Patterns of the weights that an affine map has joined."""
 
-    def shards(self, name: str, saved_name: str, path: Path) -> list[TensorReader]:
+    def shards(self, name: str, saved_name: str, entry: Mapping[str, Any]) -> list[TensorReader]:
         """A weight, or its rows of each tensor-parallel rank where their order depends on it."""
-        content = read_foreign(path)
-        if isinstance(content, Tensor) and saved_name in self.flat_shapes:
-            content = {"param": content.view(self.flat_shapes[saved_name])}
-        if not isinstance(content, Mapping) or not isinstance(content.get("param"), Tensor):
-            raise user_error("tensor-file-unreadable", path=path, error="it has no tensor")
-        tensor: Tensor = content["param"]
-        ranks = self._joined_ranks(name, saved_name, tensor, content)
+        tensor: Tensor = entry[PARAM]
+        ranks = self._joined_ranks(name, saved_name, tensor, entry)
         rows = tensor.shape[0] // ranks
         return [TensorReader.of(tensor[rank * rows :][:rows]) for rank in range(ranks)]
 
@@ -145,14 +128,3 @@ class _Layout:
 
     def _ambiguous(self, name: str) -> Exception:
         return user_error("universal-rows-ambiguous", folder=self.folder, name=name)
-
-
-def _steps(folder: Path, name: str) -> int | None:
-    path = folder / ZERO / name / f"{STEP}.pt"
-    if path.is_file():
-        value = read_foreign(path)
-        return int(value) if isinstance(value, Tensor | int | float) else None
-    common = read_state_dict(folder / ZERO / OPTIMIZER_STATE)
-    inner = (common.get("optimizer_state_dict") or {}).get("state") or {}
-    groups = common.get("param_groups") or [{}]
-    return steps_of(groups[0], next(iter(inner.values()), {}))
