@@ -31,8 +31,6 @@ from megatron_ds.config import CheckpointConfig
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.fileio.file_lock import SharedLock
 
-ReadLocker = Callable[[Path], SharedLock | None]
-
 
 @dataclass(frozen=True)
 class CheckpointListing:
@@ -125,7 +123,7 @@ def select_checkpoint(
     find_damage: DamageCheck,
     warn: Callable[[Problem], None],
     fallbacks: Callable[[CheckpointListing], list[Path]] = CheckpointListing.fallbacks,
-    lock: ReadLocker = lock_for_reading,
+    lock: Callable[[Path], SharedLock | None] = lock_for_reading,
     read: Callable[[Path], Checkpoint] = read_run,
 ) -> Checkpoint | None:
     """Selects the checkpoint of --ckpt-step, or the one that the pointer names.
@@ -150,35 +148,47 @@ def select_checkpoint(
         UserError: If there is no such checkpoint.
     """
     is_training = options is not None
-    if options is not None and (path := listing.chosen_universal(options)) is not None:
-        return _require_undamaged(path, "universal_checkpoint", find_damage, lock, read)
+    path, field = _named(listing, options)
     options = options or CheckpointConfig(exit_on_missing_checkpoint=True)
-    if options.step is not None:
-        field = "ckpt_step" if options.load_tag is None else "load_tag"
-        return _select_step(listing, options.step, field, find_damage, lock, read)
-    if not listing.paths:
+    if path is None and not listing.paths:
         if listing.stale or options.exit_on_missing_checkpoint:
             raise _missing(listing, is_training)
         return None
-    if listing.stale:
+    if path is None and listing.stale:
         stale = " and ".join(listing.stale)
         first = (*listing.preferred, *listing.paths)[0]
         other = option("ckpt_step") if is_training else f"{option('load')} FOLDER/global_stepN"
         warn(Problem("checkpoint-pointer-ignored", stale=stale, first=first, other=other))
     damaged = []
-    for path in _candidates(listing, fallbacks):
-        read_lock = lock(path)
-        damage = find_damage(path)
+    for candidate in _candidates(listing, fallbacks) if path is None else [path]:
+        read_lock = lock(candidate)
+        damage = find_damage(candidate)
         if damage is None:
-            return dataclasses.replace(read(path), read_lock=read_lock)
-        if options.on_damaged_checkpoint == "error":
-            hint = f"; {option('on_damaged_checkpoint')} fallback loads an older one"
-            raise UserError(_damaged(path, damage, "on_damaged_checkpoint", hint))
-        warn(Problem("checkpoint-skipped", path=path, damage=damage))
-        damaged.append(f"\n  - {path}: {damage}")
+            return dataclasses.replace(read(candidate), read_lock=read_lock)
+        if path is not None or options.on_damaged_checkpoint == "error":
+            hint = f"; {option(field)} fallback loads an older one" if path is None else ""
+            values = {"path": candidate, "damage": damage, "hint": hint}
+            raise user_error("checkpoint-damaged", "load", field, **values)
+        warn(Problem("checkpoint-skipped", path=candidate, damage=damage))
+        damaged.append(f"\n  - {candidate}: {damage}")
     new_run = ", or move them away to start a new run" if is_training else ""
     folder, listed = listing.folder, "".join(damaged)
     raise user_error("all-checkpoints-damaged", folder=folder, damaged=listed, new_run=new_run)
+
+
+def _named(listing: CheckpointListing, options: CheckpointConfig | None) -> tuple[Path | None, str]:
+    """The checkpoint that the options name, if they do, and the option that decides on damage."""
+    if options is not None and (path := listing.chosen_universal(options)) is not None:
+        return path, "universal_checkpoint"
+    if options is None or options.step is None:
+        return None, "on_damaged_checkpoint"
+    field = "ckpt_step" if options.load_tag is None else "load_tag"
+    path = next((path for path in listing.paths if iteration_of(path) == options.step), None)
+    if path is None:
+        names = ", ".join(path.name for path in listing.paths) or "no checkpoint"
+        values = {"flag": option(field), "step": options.step, "folder": listing.folder}
+        raise user_error("ckpt-step-missing", field, **values, names=names)
+    return path, field
 
 
 def _missing(listing: CheckpointListing, is_training: bool) -> UserError:
@@ -200,42 +210,6 @@ def _candidates(
 ) -> Iterator[Path]:
     yield from listing.preferred
     yield from fallbacks(listing)
-
-
-def _select_step(
-    listing: CheckpointListing,
-    step: int,
-    field: str,
-    find_damage: DamageCheck,
-    lock: ReadLocker,
-    read: Callable[[Path], Checkpoint],
-) -> Checkpoint:
-    path = next((path for path in listing.paths if iteration_of(path) == step), None)
-    if path is None:
-        names = ", ".join(path.name for path in listing.paths) or "no checkpoint"
-        flag = option(field)
-        folder = listing.folder
-        raise user_error(
-            "ckpt-step-missing", field, flag=flag, step=step, folder=folder, names=names
-        )
-    return _require_undamaged(path, field, find_damage, lock, read)
-
-
-def _require_undamaged(
-    path: Path,
-    field: str,
-    find_damage: DamageCheck,
-    lock: ReadLocker,
-    read: Callable[[Path], Checkpoint],
-) -> Checkpoint:
-    read_lock = lock(path)
-    if (damage := find_damage(path)) is not None:
-        raise UserError(_damaged(path, damage, field))
-    return dataclasses.replace(read(path), read_lock=read_lock)
-
-
-def _damaged(path: Path, damage: Problem, field: str, hint: str = "") -> Problem:
-    return Problem("checkpoint-damaged", "load", field, path=path, damage=damage, hint=hint)
 
 
 def _megatron_hint(folder: Path) -> str:
