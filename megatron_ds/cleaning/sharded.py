@@ -212,8 +212,8 @@ def _unpack(record: bytes) -> Iterator[tuple[TracedDocument | RejectedDocument, 
     """The documents of a record, with their sizes as read."""
     for size, is_traced, fields in msgpack.unpackb(record, unicode_errors=SURROGATES):
         if is_traced:
-            *known, trace = fields
-            yield TracedDocument(*known, DocumentTrace(*trace)), size
+            document = TracedDocument(*fields)
+            yield document._replace(trace=DocumentTrace(*document.trace)), size
         else:
             yield RejectedDocument(*fields), size
 
