@@ -29,6 +29,7 @@ import torch.distributed as dist
 from benchmarks.common import this_machine, versions, write_json
 from megatron_ds.config import ModelConfig, RecomputeConfig
 from megatron_ds.launch.device import PeakMemory
+from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -103,13 +104,14 @@ def measure(shape: Shape, setting: Setting, length: int, rank: int, store: str) 
     rng = RngStreams(0, sp_rank=mesh.sp.rank)
     granularity = "full" if setting.recompute else None
     options = RecomputeConfig(recompute_granularity=granularity, tiled_mlp=setting.tiled_mlp)
+    packing = PackingOptions(EOD, False, True) if shape.document else None
     model = GPTModel(
         shape.config(length),
         mesh=mesh,
         rng=rng,
         seed=1,
         checkpointing=ActivationCheckpointing(options, rng),
-        packing=PackingOptions(EOD, False, True) if shape.document else None,
+        attention=AttentionOptions(packing=packing),
     )
     tokens = torch.randint(EOD + 1, shape.vocab, (1, length + 1))
     if shape.document:

@@ -90,10 +90,9 @@ def build_engine(
     deepspeed_patches.limit_parameter_prefetch()
     _validate_with_deepspeed(ds_config, Mpu(mesh), config.deepspeed.deepspeed_config)
     rng = RngStreams(mesh.tp.rank, device, mesh.sp.rank)
-    packing = _packing_options(config, eod)
-    attention, missing = _attention_options(config, mesh, device)
+    attention, missing = _attention_options(config, mesh, device, _packing_options(config, eod))
     build_cpp_ops(cpp_ops(ds_config))
-    build = partial(_build_model, config, mesh, rng, packing, attention, init_weights, parts)
+    build = partial(_build_model, config, mesh, rng, attention, init_weights, parts)
     with _swap_folder(config, ds_config) as swap_folder:
         module, model = _build_module(config, mesh, ds_config, build)
         warnings = [*_notes(config, model, device), *missing]
@@ -107,7 +106,6 @@ def build_engine(
         ds_config=ds_config,
         read_settings=partial(readback.check, config, mesh, engine, ds_config, multipliers),
         multipliers=multipliers,
-        packing=packing,
         startup_warnings=tuple(one for one in warnings if one is not None),
         mesh=mesh,
         rng=rng,
@@ -203,7 +201,6 @@ def _build_model(
     config: Config,
     mesh: Mesh,
     rng: RngStreams,
-    packing: PackingOptions | None,
     attention: AttentionOptions,
     init_weights: bool,
     parts: CustomParts,
@@ -219,7 +216,6 @@ def _build_model(
         rng=rng,
         seed=config.runtime.seed if init_weights else None,
         checkpointing=ActivationCheckpointing(config.recompute, rng, checkpoint),
-        packing=packing,
         attention=attention,
         moe=config.moe,
         stages=stages,
@@ -364,7 +360,7 @@ def _packing_options(config: Config, eod: int | None) -> PackingOptions | None:
 
 
 def _attention_options(
-    config: Config, mesh: Mesh, device: torch.device
+    config: Config, mesh: Mesh, device: torch.device, packing: PackingOptions | None = None
 ) -> tuple[AttentionOptions, list[Problem]]:
     """Returns the attention backends, and why a kernel is missing."""
     choice = config.runtime.attention_backend
@@ -385,7 +381,8 @@ def _attention_options(
         kernels |= {} if kernel is None else {rule: kernel}
         warnings += [] if warning is None else [warning]
     samples = order_of(choice, sizes_vary=lengths_vary)
-    return AttentionOptions(samples, order_of(choice, sizes_vary=True), kernels), warnings
+    documents = order_of(choice, sizes_vary=True)
+    return AttentionOptions(samples, documents, kernels, packing), warnings
 
 
 def _validate_with_deepspeed(ds_config: dict[str, Any], mpu: object, path: str | None) -> None:

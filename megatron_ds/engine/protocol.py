@@ -18,7 +18,6 @@ from megatron_ds.engine.regions import Open
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.model.attention.backends import AttentionOptions
-from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.weights import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
@@ -133,10 +132,6 @@ class Engine(Protocol):
         """Settings in effect, read from the engine when it was built or last loaded. Local."""
 
     @property
-    def packing(self) -> PackingOptions | None:
-        """Treatment of document boundaries in packed samples; None: ignored. Local."""
-
-    @property
     def module(self) -> nn.Module:
         """The layers of this rank. Local."""
 
@@ -146,8 +141,7 @@ class Engine(Protocol):
 
     @property
     def attention(self) -> AttentionOptions:
-        """Attention backends."""
-        ...
+        """Attention backends, and treatment of document boundaries. Local."""
 
     @property
     def startup_warnings(self) -> tuple[Problem, ...]:

@@ -56,7 +56,6 @@ from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.engine.timers import StepTimers
 from megatron_ds.fileio.swap_folder import SwapFolder
 from megatron_ds.model.attention.backends import AttentionOptions
-from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.inference_form import inference_form
 from megatron_ds.model.output_layer import TokenLoss
@@ -78,7 +77,6 @@ class ZeroEngine:
         ds_config: DeepSpeed configuration that was passed to it.
         read_settings: Reads the settings in effect back from the engine, and checks them.
         multipliers: Factors of each parameter group.
-        packing: How document boundaries are treated.
         startup_warnings: What the run does more slowly than it could.
         mesh: Mesh of this process.
         rng: Random number generators for dropout.
@@ -95,7 +93,6 @@ class ZeroEngine:
         ds_config: dict[str, Any],
         read_settings: Callable[[], EngineSettings],
         multipliers: tuple[Multipliers, ...],
-        packing: PackingOptions | None,
         startup_warnings: tuple[Problem, ...],
         mesh: Mesh,
         rng: RngStreams,
@@ -113,7 +110,6 @@ class ZeroEngine:
         self._copies = HostStaging()
         self.ds_config = ds_config
         self.settings = read_settings()
-        self.packing = packing
         self.attention: AttentionOptions = engine.module.attention
         self.startup_warnings = startup_warnings
         self.module: nn.Module = engine.module
@@ -187,7 +183,7 @@ class ZeroEngine:
             yield
 
     def device_batches(self, batches: Iterator[Batch]) -> DeviceBatches:
-        packing = self.packing
+        packing = self.attention.packing
         counted = packing.eod if packing is not None and packing.reset_attention else None
         return DeviceBatches(batches, self._device, self._mesh.sp_tp, document_end=counted)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
-from megatron_ds.model.attention.packed import Keys, PackedBatchInfo, PackingOptions
+from megatron_ds.model.attention.packed import Keys, PackedBatchInfo
 from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.model.attention.self_attention import KeyValueCache
 from megatron_ds.model.block import Block
@@ -68,8 +68,7 @@ class GPTModel(nn.Module):
         seed: Seed of the initial weights, which are the same for every mesh. None: weights are not
             initialized, because a checkpoint will be loaded.
         checkpointing: What is recomputed in the backward pass. None: nothing.
-        packing: What happens at document boundaries, in passes without a cache. None: nothing.
-        attention: What computes attention, in passes without a cache.
+        attention: What computes attention, and ends documents, in passes without a cache.
         stages: Which of `layer_specs` this model has: the parts that `forward` computes together.
         moe: Which layers have experts, and how many.
         parts: What replaces parts of the model.
@@ -90,7 +89,6 @@ class GPTModel(nn.Module):
         rng: RngStreams,
         seed: int | None,
         checkpointing: ActivationCheckpointing | None = None,
-        packing: PackingOptions | None = None,
         attention: AttentionOptions = CALLERS,
         stages: Sequence[slice] = ALL_LAYERS,
         moe: MoEConfig = DENSE,
@@ -100,7 +98,6 @@ class GPTModel(nn.Module):
         self.config = config
         self.compiled = EAGER_TEXT
         self.has_compiled_layers = False
-        self.packing = packing
         self.attention = attention
         self.router_log = RouterLog(logged_shapes(moe))
         self._rng = rng
@@ -171,7 +168,7 @@ class GPTModel(nn.Module):
             return self._output(x_SBH, None, None, slice(None))
         dropout = self._rng.next_micro_batch() if self.training and self._has_dropout else None
         offset = 0 if cache is None else cache.length
-        packing = self.packing if cache is None else None
+        packing = self.attention.packing if cache is None else None
         packed = None if packing is None else packing.find_documents(tokens_BS, max_documents)
         positions_BS = getattr(cache or packed, "positions_BS", None)
         local = local_slice(length := tokens_BS.shape[1], self._sp)
@@ -216,7 +213,7 @@ class GPTModel(nn.Module):
             lengths_vary: Compile the second sequence length for all lengths, instead of once for
                 each length.
         """
-        has_documents, are_graphs = self.packing is not None and self.packing.reset_attention, []
+        has_documents, are_graphs = self.attention.has_documents, []
         weight = next(self.parameters())
         keys = Keys(self.config.seq_length, weight.dtype, weight.device, has_documents)
         for block in self.blocks():

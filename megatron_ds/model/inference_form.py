@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_ds.config import MoEConfig
+from megatron_ds.model.attention.backends import CALLERS
 from megatron_ds.model.attention.cores import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.position_embedding import PositionEncoder
@@ -47,7 +48,10 @@ def inference_form(model: GPTModel, mesh: Mesh) -> Iterator[None]:
                 if (new := changed(value)) is not value:
                     before.callback(setattr, module, name, value)
                     setattr(module, name, new)
-        for name, new in (("packing", None), ("positions", PositionEncoder(model.config, plain))):
+        for name, new in (
+            ("attention", CALLERS),
+            ("positions", PositionEncoder(model.config, plain)),
+        ):
             before.callback(setattr, model, name, getattr(model, name))
             setattr(model, name, new)
         device = next(model.parameters()).device

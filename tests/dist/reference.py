@@ -7,6 +7,7 @@ No engine, no DeepSpeed, no gradient accumulation: autograd over the full global
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -118,8 +119,9 @@ def packing_of(config: Config) -> PackingOptions | None:
 
 def dense_attention(config: Config) -> AttentionOptions:
     """Attention within documents by a dense mask."""
-    has_documents = config.data.reset_attention_mask
-    return computed_by(FlexKernel(dense_flex) if has_documents else None, config.model)
+    kernel = FlexKernel(dense_flex) if config.data.reset_attention_mask else None
+    attention = computed_by(kernel, config.model)
+    return dataclasses.replace(attention, packing=packing_of(config))
 
 
 def train_reference(
@@ -145,7 +147,6 @@ def train_reference(
         mesh=Mesh.single(),
         rng=rng,
         seed=config.runtime.seed,
-        packing=packing_of(config),
         attention=dense_attention(config),
         moe=config.moe,
     )
@@ -202,7 +203,6 @@ def evaluate_reference(
         mesh=Mesh.single(),
         rng=RngStreams(0),
         seed=None,
-        packing=packing_of(config),
         attention=dense_attention(config),
     ).eval()
     model.load_state_dict(weights)

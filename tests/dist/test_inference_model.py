@@ -68,7 +68,7 @@ def compare(rank: int) -> None:
 
 def attributes(model: torch.nn.Module) -> list[Any]:
     """What the context changes, of all modules."""
-    names = ("group", "sp_group", "_sp", "moe", "packing", "positions")
+    names = ("group", "sp_group", "_sp", "moe", "attention", "positions")
     return [getattr(each, name, None) for each in model.modules() for name in names]
 
 

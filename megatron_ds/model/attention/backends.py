@@ -27,7 +27,12 @@ from megatron_ds.model.attention.cores import (
     name_of,
 )
 from megatron_ds.model.attention.masks import MaskTables, ragged_bias
-from megatron_ds.model.attention.packed import AttentionBackend, Keys, PerDocumentBackend
+from megatron_ds.model.attention.packed import (
+    AttentionBackend,
+    Keys,
+    PackingOptions,
+    PerDocumentBackend,
+)
 from megatron_ds.model.attention.rule import AttentionRule
 
 
@@ -89,7 +94,7 @@ def _score_bias(
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Attention backends of passes without a cache."""
+    """Attention of passes without a cache."""
 
     samples: Order = ()
     """Kernels to consider for complete samples. Empty: selected by the caller."""
@@ -97,6 +102,13 @@ class AttentionOptions:
     """Kernels to consider for one document after the other."""
     kernels: Mapping[AttentionRule, AttentionBackend] = field(default_factory=dict)
     """Backends that a trial has selected for complete samples or documents."""
+    packing: PackingOptions | None = None
+    """Treatment of document boundaries. None: ignored."""
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether attention ends with a document."""
+        return self.packing is not None and self.packing.reset_attention
 
     def backend(self, rule: AttentionRule, keys: Keys) -> AttentionBackend:
         """The first backend of the table that computes this attention."""

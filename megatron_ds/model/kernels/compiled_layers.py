@@ -48,7 +48,7 @@ def _results(model: GPTModel, micro_batch: int, kernels: LossKernels) -> Iterato
     generator = torch.Generator(device).manual_seed(0)
     shape = length, micro_batch, config.hidden_size
     x = torch.randn(shape, generator=generator, device=device, dtype=weight.dtype).requires_grad_()
-    packed, packing = None, model.packing
+    packed, packing = None, model.attention.packing
     if packing is not None:
         tokens = torch.full((micro_batch, length), packing.eod + 1, device=device)
         packed = packing.find_documents(tokens, micro_batch)

@@ -35,7 +35,7 @@ from megatron_ds.launch.software import commit
 from megatron_ds.launch.startup_timer import StartupTimer
 from megatron_ds.model.attention.backends import CALLERS, AttentionOptions, selected_backend
 from megatron_ds.model.attention.cores import name_of
-from megatron_ds.model.attention.packed import Keys, PackingOptions
+from megatron_ds.model.attention.packed import Keys
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.parallel.mesh import Mesh, axis_groups, groups_across_hosts
 from megatron_ds.planning.memory_estimate import MemoryEstimate
@@ -136,7 +136,6 @@ class StartReport:
         config, context, mesh = self.config, self.context, self.mesh
         if context.rank != 0:
             return {}
-        documents = engine.packing
         for warning in engine.startup_warnings:
             output.warn_on_rank(warning)
         facts = BannerData(
@@ -157,7 +156,6 @@ class StartReport:
                 mesh.sp_tp.size,
                 getattr(torch, engine.settings.param_dtype),
                 context.device,
-                documents,
                 engine.attention,
             ),
             compiled=engine.compiled,
@@ -250,7 +248,6 @@ def describe_kernel(
     shards: int,
     dtype: torch.dtype,
     device: torch.device,
-    packing: PackingOptions | None = None,
     attention: AttentionOptions = CALLERS,
 ) -> str:
     """Name the function that computes attention, and the kernel that torch selects for it.
@@ -261,21 +258,19 @@ def describe_kernel(
         shards: Ranks that share the heads: tensor- and sequence-parallel ones.
         dtype: Type of the activations.
         device: Device of the activations.
-        packing: What happens at document boundaries.
         attention: What computes attention.
     """
-    has_documents = packing is not None and packing.reset_attention
-    keys, texts = Keys(config.seq_length, dtype, device, has_documents), []
+    keys, texts = Keys(config.seq_length, dtype, device, attention.has_documents), []
     for rule in attention_rules(config):
         backend = attention.backend(rule, keys)
         text, order = backend.name, getattr(backend, "order", None)
         if order is not None:
-            batch = 1 if has_documents else micro_batch
+            batch = 1 if keys.has_documents else micro_batch
             text += f": {selected_backend(rule, config, batch, shards, dtype, device, order)}"
             text += "" if is_host(device.type) else f" (first of {', '.join(map(name_of, order))})"
         else:
             subject = "ALiBi" if rule.alibi else "windows"
             subject = "changed scores" if rule.needs_scores else subject
-            text += " within documents" if has_documents else f" with {subject}"
+            text += " within documents" if keys.has_documents else f" with {subject}"
         texts.append(text)
     return ", ".join(dict.fromkeys(texts))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_ds.config import ModelConfig, RecomputeConfig
-from megatron_ds.model.attention.backends import AttentionOptions
-from megatron_ds.model.attention.packed import AttentionBackend
+from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
+from megatron_ds.model.attention.packed import AttentionBackend, PackingOptions
 from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -20,11 +21,19 @@ TINY: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads
 TINY |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 
-def build_model(config: ModelConfig, recompute: str | None = None, **options: Any) -> GPTModel:
+def build_model(
+    config: ModelConfig,
+    recompute: str | None = None,
+    *,
+    packing: PackingOptions | None = None,
+    attention: AttentionOptions = CALLERS,
+    **options: Any,
+) -> GPTModel:
     """The model in one process."""
     assert list(config.problems(1)) == []
     rng = RngStreams(0)
     how = ActivationCheckpointing(RecomputeConfig(recompute_granularity=recompute), rng)
+    options["attention"] = dataclasses.replace(attention, packing=packing)
     return GPTModel(config, mesh=Mesh.single(), rng=rng, seed=3, checkpointing=how, **options)
 
 

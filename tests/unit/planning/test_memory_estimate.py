@@ -25,6 +25,7 @@ from megatron_ds.config import (
     RecomputeConfig,
     ScheduleConfig,
 )
+from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.packed import PackingOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.spec.architecture import is_expert, is_matrix, model_spec
@@ -117,7 +118,8 @@ def saved_bytes(config: Config, dtype: torch.dtype, mesh: Mesh | None = None) ->
     rng = RngStreams(0)
     recompute = ActivationCheckpointing(config.recompute, rng)
     documents = PackingOptions(1, False, True) if config.data.reset_attention_mask else None
-    options: dict[str, Any] = {"checkpointing": recompute, "packing": documents}
+    attention = AttentionOptions(packing=documents)
+    options: dict[str, Any] = {"checkpointing": recompute, "attention": attention}
     mesh = mesh or Mesh.single()
     options["moe"] = config.moe
     model = GPTModel(config.model, mesh=mesh, rng=rng, seed=1, **options).to(dtype)

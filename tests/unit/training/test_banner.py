@@ -247,8 +247,8 @@ def test_kernel_is_described() -> None:
     config, cpu = dataclasses.replace(CONFIG.model, seq_length=8), torch.device("cpu")
 
     def describe(packing: PackingOptions | None, kernel: Any = None) -> str:
-        attention = computed_by(kernel, config)
-        return describe_kernel(config, 2, 1, torch.float32, cpu, packing, attention)
+        attention = dataclasses.replace(computed_by(kernel, config), packing=packing)
+        return describe_kernel(config, 2, 1, torch.float32, cpu, attention)
 
     assert describe(None) == describe(PackingOptions(0, True, False))
     assert "scaled_dot_product_attention: " in describe(None)
@@ -264,9 +264,10 @@ def test_the_order_of_kernels_is_shown() -> None:
 
     def describe(device: str, packing: PackingOptions | None, kernel: Any = None) -> str:
         kernels = computed_by(kernel, alibi).kernels
-        attention, where = AttentionOptions(FIXED_SIZES, kernels=kernels), torch.device(device)
+        where = torch.device(device)
+        attention = AttentionOptions(FIXED_SIZES, kernels=kernels, packing=packing)
         shape = config if kernel is None else alibi
-        return describe_kernel(shape, 2, 1, torch.bfloat16, where, packing, attention)
+        return describe_kernel(shape, 2, 1, torch.bfloat16, where, attention)
 
     alibi = dataclasses.replace(config, position_embedding_type="alibi")
     order = "(first of cudnn, flash, efficient, math, overrideable)"
@@ -279,5 +280,5 @@ def test_the_order_of_kernels_is_shown() -> None:
     assert "flex_attention within documents" in describe("meta", per_document, kernel)
     windows = dataclasses.replace(config, window_size="3,0")
     meta, attention = torch.device("meta"), computed_by(kernel, windows)
-    shown = describe_kernel(windows, 2, 1, torch.bfloat16, meta, None, attention)
+    shown = describe_kernel(windows, 2, 1, torch.bfloat16, meta, attention)
     assert shown == "torch's flex_attention with windows"
