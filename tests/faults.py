@@ -250,12 +250,12 @@ def action_of(fault: Fault) -> Action:
 def _at_micro_batch(fault: Fault, action: Action) -> None:
     """Before the forward pass of the first micro-batch at or after sample `number`."""
     from megatron_ds.engine.pipeline_module import PipelineStage
-    from megatron_ds.engine.zero import ZeroEngine
+    from megatron_ds.engine.step import ModelPasses
 
     def is_due(_: Any, batch: Any, x_SBH: Any = None) -> bool:
         return bool(batch.position >= fault.number)
 
-    before_call(ZeroEngine, ZeroEngine._forward.__name__, action, is_due)
+    before_call(ModelPasses, ModelPasses._forward.__name__, action, is_due)
     before_call(PipelineStage, PipelineStage.compute.__name__, action, is_due)
 
 

@@ -34,7 +34,7 @@ from megatron_ds.engine.optimizers.param_groups import (
     multiplier_rule,
     parameter_groups,
 )
-from megatron_ds.engine.pipeline import PipelineEngine
+from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.pipeline_module import PipelineStage, build_stage
 from megatron_ds.engine.zero import ZeroEngine
 from megatron_ds.fileio.swap_folder import SwapFolder
@@ -100,19 +100,20 @@ def build_engine(
     if not _is_deepcompiled(ds_config):
         warnings.append(_compile(model, config, mesh, device))
     _correct(engine, model, mesh, ds_config, device)
-    return (ZeroEngine if mesh.pp.size == 1 else PipelineEngine)(
+    built = EngineParts(
         engine,
-        config=config,
-        ds_config=ds_config,
-        read_settings=partial(readback.check, config, mesh, engine, ds_config, multipliers),
-        multipliers=multipliers,
-        startup_warnings=tuple(one for one in warnings if one is not None),
-        mesh=mesh,
-        rng=rng,
-        device=device,
-        swap_folder=swap_folder,
+        model,
+        config,
+        ds_config,
+        multipliers,
+        mesh,
+        rng,
+        device,
         is_compiled=model.has_compiled_layers or _is_deepcompiled(ds_config),
+        startup_warnings=tuple(one for one in warnings if one is not None),
+        swap_folder=swap_folder,
     )
+    return ZeroEngine(built)
 
 
 def _dtype(config: Config) -> torch.dtype:

@@ -6,7 +6,7 @@ zeros of its gradients, and the norms of each layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_ds.config import LoggingConfig
 from megatron_ds.config.devices import is_host
+from megatron_ds.engine.deepspeed import nvme_states
+from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.states.flats import Flat, own_flats, replicas_of
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import shard_spec
+from megatron_ds.parallel.sharding import expert_group, shard_spec
 
 CHUNK = 2**22
 """Elements whose squares are summed at once; the sums are added in fp64."""
@@ -64,6 +65,60 @@ def is_counted(parameter: nn.Parameter, mesh: Mesh) -> bool:
     return not is_tied and (mesh.tp.rank == 0 or shard_spec(parameter) is not None)
 
 
+class ModelNorms:
+    """Norms over all parameters of the model, each counted once.
+
+    Args:
+        parts: Parts of the engine.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._mesh, self._device, self._stage = parts.mesh, parts.device, parts.stage
+        self.parameters = tuple(parts.engine.module.named_parameters())
+        """This rank's, by name. A walk over the modules takes longer than a small tensor's norm."""
+        self._counted = tuple(
+            (parameter, expert_group(parameter) is not None)
+            for _, parameter in self.parameters
+            if is_counted(parameter, self._mesh)
+        )
+
+    def norm(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
+        """The L2 norm of a value of each parameter, a float64 scalar. Collective."""
+        return self._sum_of_squares(values_of).sqrt()
+
+    def of_parameters(self) -> float:
+        """The L2 norm of the parameters. Collective."""
+        squares = self._sum_of_squares(self._own_partition)
+        if self._stage == 3:
+            dist.all_reduce(squares, group=self._mesh.dp_sp.handle)
+        return float(squares.sqrt())
+
+    def _own_partition(self, parameter: nn.Parameter) -> Tensor:
+        """This data-parallel rank's ZeRO-3 partition, without padding; else the parameter."""
+        if self._stage != 3:
+            return parameter.data
+        size, partition = parameter.ds_numel, nvme_states.partition_of(parameter)  # type: ignore[attr-defined]
+        start = self._mesh.dp_sp.rank * partition.numel()
+        own: Tensor = partition.flatten()[: max(0, size - start)]
+        return own
+
+    def _sum_of_squares(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
+        tensors: dict[bool, list[Tensor]] = {False: [], True: []}
+        for parameter, is_expert in self._counted:
+            values = values_of(parameter)
+            if values is not None:
+                tensors[is_expert].append(values)
+        squares = sum_of_squares(tensors[False], self._device)
+        if tensors[True] or self._mesh.ep.size > 1:
+            of_experts = sum_of_squares(tensors[True], self._device)
+            if self._mesh.ep.size > 1:
+                dist.all_reduce(of_experts, group=self._mesh.ep.handle)
+            squares += of_experts
+        if self._mesh.model.size > 1:
+            dist.all_reduce(squares, group=self._mesh.model.handle)
+        return squares
+
+
 class StepNorms:
     """Counts zeros of the gradient and sums squares by layer, while the optimizer steps.
 
@@ -72,22 +127,18 @@ class StepNorms:
     one rank, so that one sum over all ranks is exact.
 
     Args:
-        engine: Engine of `deepspeed.initialize`.
-        stage: ZeRO stage.
-        mesh: Mesh of this process.
-        device: Device of this process.
-        logging: Whether zeros are counted, and in which steps norms are computed.
+        parts: Parts of the engine. Options of logging say whether zeros are counted, and in which
+            steps norms are computed.
     """
 
-    def __init__(
-        self, engine: Any, stage: int, mesh: Mesh, device: torch.device, logging: LoggingConfig
-    ) -> None:
-        self._engine, self._stage, self._mesh, self._device = engine, stage, mesh, device
-        self._zeros = logging.log_num_zeros_in_grad
-        self._interval = logging.log_layer_norms_interval
+    def __init__(self, parts: EngineParts) -> None:
+        self._engine, self._stage = parts.engine, parts.stage
+        self._mesh, self._device = parts.mesh, parts.device
+        self._zeros = parts.config.logging.log_num_zeros_in_grad
+        self._interval = parts.config.logging.log_layer_norms_interval
         self._flats: dict[int, Flat] = {}
-        layers = dict.fromkeys(layer_of(name) for name, _ in engine.module.named_parameters())
-        stages = gather_objects(list(layers), mesh.pp)
+        names = (name for name, _ in self._engine.module.named_parameters())
+        stages = gather_objects(list(dict.fromkeys(map(layer_of, names))), self._mesh.pp)
         self._layers = list(dict.fromkeys(layer for stage in stages for layer in stage))
 
     @contextmanager

@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from megatron_ds.config import Config
 from megatron_ds.engine.deepspeed.patches import replace_pipeline_grid
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.model.attention.backends import AttentionOptions
+from megatron_ds.engine.step import WeightedBatch
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.output_layer import TokenLoss
 from megatron_ds.model.stages import ENDS, layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 
-WeightedBatch = tuple[DeviceBatch, Tensor | None]
-"""A micro-batch, and the factor of its summed loss; None for the mean over its tokens."""
 TIED = "embedding.word"
 """The layer whose weight a tied output layer shares."""
 
@@ -93,16 +91,6 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
             super().__init__(
                 layers=range(sum(self._layers_per_stage) + len(ENDS)), topology=grid.topology()
             )
-
-    @property
-    def compiled(self) -> str:
-        """Description of what torch.compile compiles."""
-        return self.gpt.compiled
-
-    @property
-    def attention(self) -> AttentionOptions:
-        """Attention backends."""
-        return self.gpt.attention
 
     def feed(self, inputs: Callable[[], Iterator[WeightedBatch]]) -> None:
         """Set the micro-batches of the next forward passes.

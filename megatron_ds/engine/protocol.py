@@ -17,7 +17,6 @@ from megatron_ds.engine.device_batches import DeviceBatch, DeviceBatches
 from megatron_ds.engine.regions import Open
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.weights import ShardSpec
 from megatron_ds.train_state import StepPlan, StepResult
@@ -136,12 +135,8 @@ class Engine(Protocol):
         """The layers of this rank. Local."""
 
     @property
-    def compiled(self) -> str:
-        """Description of what torch.compile compiles. Local."""
-
-    @property
-    def attention(self) -> AttentionOptions:
-        """Attention backends, and treatment of document boundaries. Local."""
+    def model(self) -> GPTModel:
+        """The model or, with pipeline parallelism, its part in the stages of this rank. Local."""
 
     @property
     def startup_warnings(self) -> tuple[Problem, ...]:

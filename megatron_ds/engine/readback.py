@@ -20,7 +20,7 @@ from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import user_error
 from megatron_ds.engine.ds_config import passthrough
 from megatron_ds.engine.ds_config.generate import adam_kernel
-from megatron_ds.engine.optimizers.param_groups import Multipliers
+from megatron_ds.engine.parts import EngineParts
 from megatron_ds.engine.protocol import (
     ON_DEVICE,
     ON_HOST,
@@ -30,7 +30,6 @@ from megatron_ds.engine.protocol import (
 )
 from megatron_ds.model.spec.architecture import is_matrix, run_spec
 from megatron_ds.model.stages import rank_layers
-from megatron_ds.parallel.mesh import Mesh
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Our names of number formats, and torch's."""
@@ -43,21 +42,11 @@ SUPER_OFFLOAD_OPTIMIZER = "SuperOffloadOptimizer_Stage3"
 """DeepSpeed's class of optimizer for `super_offload`."""
 
 
-def check(
-    config: Config,
-    mesh: Mesh,
-    engine: Any,
-    ds_config: Mapping[str, Any],
-    multipliers: tuple[Multipliers, ...],
-) -> EngineSettings:
+def check(parts: EngineParts) -> EngineSettings:
     """Compare the settings of an engine, built or just loaded, with the configuration.
 
     Args:
-        config: Complete configuration of the run.
-        mesh: Mesh of this process.
-        engine: Engine of `deepspeed.initialize`.
-        ds_config: DeepSpeed configuration that was passed to it; used for what no flag gives.
-        multipliers: Factors of each parameter group.
+        parts: Parts of the engine. The DeepSpeed configuration is used for what no flag gives.
 
     Returns:
         The settings in effect.
@@ -65,10 +54,9 @@ def check(
     Raises:
         UserError: If any setting differs, with a table.
     """
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    expected = _expected_settings(config, mesh, ds_config, multipliers, scaler)
+    expected = _expected_settings(parts)
     actual: dict[str, dict[Any, None]] = {}  # sets in order
-    for name, value in _actual_settings(engine):
+    for name, value in _actual_settings(parts.engine):
         actual.setdefault(name, {})[value] = None
     rows = [("setting", "expected", "actual")]
     for name, want in vars(expected).items():
@@ -118,22 +106,19 @@ def loaded_ops() -> list[str]:
     return sorted(OpBuilder._loaded_ops)
 
 
-def _expected_settings(
-    config: Config,
-    mesh: Mesh,
-    ds_config: Mapping[str, Any],
-    multipliers: tuple[Multipliers, ...],
-    scaler: Any,
-) -> EngineSettings:
+def _expected_settings(parts: EngineParts) -> EngineSettings:
     """The settings that a configuration asks for."""
-    matrices = run_spec(config).sizes(rank_layers(config)[mesh.pp.rank], is_matrix).total()
-    precision, options, dp_size = config.precision, config.optimizer, mesh.dp.size
+    config, ds_config = parts.config, parts.ds_config
+    scaler = getattr(parts.engine.optimizer, "loss_scaler", None)
+    layers, decay = rank_layers(config)[parts.mesh.pp.rank], config.optimizer.weight_decay
+    matrices = run_spec(config).sizes(layers, is_matrix).total()
+    precision, options, dp_size = config.precision, config.optimizer, parts.mesh.dp.size
     in_fp32 = precision.accumulate_allreduce_grads_in_fp32 or precision.name == "fp32"
     offload = config.deepspeed
     betas = dict.fromkeys(("adam", "muon"), (options.adam_beta1, options.adam_beta2))
     return EngineSettings(
         zero_stage=config.zero_stage,
-        dp_size=mesh.dp_sp.size,
+        dp_size=parts.mesh.dp_sp.size,
         accumulation_steps=config.final_global_batch_size(dp_size)
         // (config.schedule.micro_batch_size * dp_size),
         optimizer=_expected_optimizer(config, ds_config),
@@ -143,7 +128,7 @@ def _expected_settings(
             options.optimizer
         ),
         orthogonalized=matrices if options.optimizer == "muon" else None,
-        weight_decay=tuple(options.weight_decay * factors.weight_decay for factors in multipliers),
+        weight_decay=tuple(decay * factors.weight_decay for factors in parts.multipliers),
         clip_grad=options.clip_grad,
         param_dtype=DTYPES[precision.name],
         accumulation_dtype="float32" if in_fp32 else DTYPES[precision.name],

@@ -268,7 +268,7 @@ def _record_gradients(
     ds_engine = engine._engine
 
     def record() -> None:
-        engine._flat.complete()
+        engine._steps.gradients.complete()
         # A decoupled learning rate is larger.
         rate = min(group["lr"] for group in ds_engine.optimizer.param_groups)
         run.rates.append(rate)

@@ -223,7 +223,7 @@ class Summed(NamedTuple):
 def calls_after_norm(engine: ZeroEngine) -> Counter[str]:
     """Operations, but views, of the last step of a bf16 optimizer of ZeRO 1 after its norm."""
     calls: Counter[str] = Counter()
-    flat, optimizer = engine._flat, engine._engine.optimizer
+    flat, optimizer = engine._steps.gradients, engine._engine.optimizer
     measure, take_step = flat._measure, optimizer.step
     counting = ExitStack()
 
@@ -258,7 +258,7 @@ def summed(name: str, in_slices: bool, meshes: dict[int, Mesh]) -> Summed:
         mock.patch.object(flat_gradients, "_is_mean", return_value=in_slices),
     ):
         engine = build_engine(config, mesh, cpu)
-    flat = engine._flat
+    flat = engine._steps.gradients
     send = flat.send
 
     def send_and_count(passes: int = 0, **options: bool) -> None:

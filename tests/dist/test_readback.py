@@ -175,7 +175,7 @@ ON_THE_HOST = {
 """Reads of host tensors: the agreement on stopping has its own group for them, and token ids are
 checked by an assertion on the device where that is not the CPU."""
 DECISIONS = {
-    "megatron_ds/engine/zero.py _skip_without_zero",  # stage 0
+    "megatron_ds/engine/step.py _is_dropped",  # stage 0
     "megatron_ds/engine/deepspeed/flat_gradients.py _step_flat",  # bf16, stage 1
     "deepspeed/runtime/utils.py is_invalid_grad_norm",
 }
@@ -257,10 +257,7 @@ def on_a_rank(rank: int, configs: dict[str, Config]) -> RankResult:
         with stand_in_for_apex():
             engine = build(config, mesh)
         result.settings[layout] = engine.settings
-        inner, ds_config = engine._engine, engine.ds_config
-        check = functools.partial(
-            readback.check, config, mesh, inner, ds_config, engine._multipliers
-        )
+        inner, check = engine._engine, functools.partial(readback.check, engine._parts)
         for setting, (where, change) in FALSIFIED.items():
             if where == layout:
                 with change(inner):

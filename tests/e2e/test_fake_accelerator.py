@@ -79,7 +79,7 @@ STAGE3 = {"zero_stage": 3}
 COPY = {"event.synchronize megatron_ds/engine/device_batches.py start"}
 """Waits until a pinned buffer has been copied, which was two micro-batches ago."""
 WAITS = {
-    "zero0": {"item megatron_ds/engine/zero.py _skip_without_zero": 1},
+    "zero0": {"item megatron_ds/engine/step.py _is_dropped": 1},
     "zero1-bf16": {"item megatron_ds/engine/deepspeed/flat_gradients.py _step_flat": 1},
     "zero1-ep2-experts": {"copy megatron_ds/model/moe.py _run_experts": 2},
 }

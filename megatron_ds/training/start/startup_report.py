@@ -156,9 +156,9 @@ class StartReport:
                 mesh.sp_tp.size,
                 getattr(torch, engine.settings.param_dtype),
                 context.device,
-                engine.attention,
+                engine.model.attention,
             ),
-            compiled=engine.compiled,
+            compiled=engine.model.compiled,
             ops=tuple(loaded_ops()),
         )
         terminal = sys.stdout.isatty()

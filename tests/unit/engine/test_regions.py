@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig, ProfilingConfig
 from megatron_ds.engine.device_batches import DeviceBatches
+from megatron_ds.engine.measures import COARSE, StepTimers
 from megatron_ds.engine.regions import COLLECTIVES, mark_collectives, mark_layers, mark_passes
-from megatron_ds.engine.timers import COARSE, StepTimers
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from tests.claims import claim

@@ -1,4 +1,4 @@
-"""Parts of the ZeRO engine that need no DeepSpeed engine."""
+"""Parts of an engine that need no DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ds.config import Config, OptimizerConfig
 from megatron_ds.engine.deepspeed.checkpoint_io import load_checkpoint
 from megatron_ds.engine.device_batches import DeviceBatch
-from megatron_ds.engine.norms import sum_of_squares
-from megatron_ds.engine.zero import ZeroEngine, _read_step
+from megatron_ds.engine.norms import ModelNorms, sum_of_squares
+from megatron_ds.engine.step import StepControl, _read_step
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.train_state import StepPlan
 from tests.observed import Observed
@@ -53,19 +54,20 @@ def test_data_that_ends_within_a_step_is_an_error() -> None:
 def test_clipping_never_enlarges_gradients(norm: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([norm, 0.0])
-    engine = object.__new__(ZeroEngine)
-    engine._engine = SimpleNamespace(gradient_clipping=lambda: 1.0)
-    engine._named_parameters = (("weight", parameter),)
-    engine._norm = torch.tensor(norm, dtype=torch.float64)
-    engine._clip_gradients()
+    steps: Any = object.__new__(StepControl)
+    steps._engine = SimpleNamespace(gradient_clipping=lambda: 1.0)
+    steps.norms = SimpleNamespace(parameters=(("weight", parameter),))
+    steps._norm = torch.tensor(norm, dtype=torch.float64)
+    steps._clip_gradients()
     assert parameter.grad.tolist() == pytest.approx([min(norm, 1.0), 0.0], abs=1e-6)
 
 
 def test_per_token_loss_of_a_step_without_counted_tokens_is_zero() -> None:
-    engine = object.__new__(ZeroEngine)
-    engine._per_token_loss, engine._mesh, engine._device = True, Mesh.single(), CPU
+    steps: Any = object.__new__(StepControl)
+    config = Config(optimizer=OptimizerConfig(calculate_per_token_loss=True))
+    steps.parts = SimpleNamespace(config=config, mesh=Mesh.single(), device=CPU)
     masked = (batch._replace(loss_mask_BS=torch.zeros(1, 4)) for batch in batches(3))
-    factors = [factor for _, factor in engine._weighted(masked, PLAN)]
+    factors = [factor for _, factor in steps.micro_batches(masked, PLAN)]
     assert [float(0.0 * factor) for factor in factors if factor is not None] == [0.0] * 3
 
 
@@ -102,9 +104,9 @@ def test_padding_of_a_zero3_partition_is_not_part_of_the_parameter(
 
     The partition may be in a file, whose length is a multiple of the block of the disk.
     """
-    engine = object.__new__(ZeroEngine)
-    engine._stage = 3
-    engine._mesh = dataclasses.replace(Mesh.single(), dp_sp=Group((0, 1, 2, 3), rank, None))
+    norms = object.__new__(ModelNorms)
+    norms._stage = 3
+    norms._mesh = dataclasses.replace(Mesh.single(), dp_sp=Group((0, 1, 2, 3), rank, None))
     partition: Any = torch.tensor([1.0, 2.0, 3.0, 4.0])
     parameter = SimpleNamespace(ds_numel=10, ds_tensor=partition)
     if status == "NOT_AVAILABLE":
@@ -113,7 +115,7 @@ def test_padding_of_a_zero3_partition_is_not_part_of_the_parameter(
         parameter.nvme_swapper = SimpleNamespace(get_path=get_path, dtype=torch.float32)
         partition = parameter.ds_tensor = torch.tensor(1.0).half()
     partition.status, partition.ds_numel = SimpleNamespace(name=status), 4
-    assert engine._own_partition(parameter).tolist() == own
+    assert norms._own_partition(parameter).tolist() == own
 
 
 def test_weights_of_other_shapes_are_named_with_both() -> None:

@@ -1,19 +1,75 @@
-"""Times of the parts of a step, measured without waiting for the device."""
+"""What is measured of steps besides loss and norm, without waiting for the device.
+
+Times of a step's parts, sums by layer, what the routers report, and regions for a profiler.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from deepspeed.utils.timer import SynchronizedWallClockTimer
 
 from megatron_ds.config import ProfilingConfig
-from megatron_ds.engine.regions import BACKWARD, FORWARD, OPTIMIZER, mark_collectives, mark_passes
+from megatron_ds.engine.norms import StepNorms
+from megatron_ds.engine.parts import EngineParts
+from megatron_ds.engine.regions import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Open,
+    mark_collectives,
+    mark_layers,
+    mark_passes,
+)
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.train_state import COMMUNICATION, STEP
+from megatron_ds.parallel.router_log import router_metrics
+from megatron_ds.train_state import COMMUNICATION, STEP, StepResult
 
 COARSE = (FORWARD, BACKWARD, OPTIMIZER)
+
+
+class StepMeasures:
+    """Measures the steps of an engine.
+
+    Args:
+        parts: Parts of the engine.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._norms = StepNorms(parts)
+        self.timers = StepTimers(
+            parts.config.profiling,
+            interval=parts.config.logging.log_interval,
+            is_compiled=parts.compiles_collectives,
+        )
+
+    def measure(self, iteration: int, step: Callable[[], StepResult]) -> StepResult:
+        """Take a step, and add to its result what was measured. Collective."""
+        parts, log = self._parts, self._parts.model.router_log
+        timing = self.timers.measuring(parts.engine, parts.mesh, iteration)
+        with timing, self._norms.counting(iteration) as sums:
+            result, stages = step(), parts.mesh.pp
+            means = log.take() if stages.size == 1 else log.take_of_stages(stages, parts.device)
+        extras = {**router_metrics(means), **result.extras}
+        if sums is not None and not result.skipped:
+            extras |= self._norms.metrics(sums, result.grad_norm)
+        return dataclasses.replace(result, extras=extras)
+
+    @contextmanager
+    def marked(self, open_region: Open) -> Iterator[None]:
+        """See `Engine.marked`."""
+        parts = self._parts
+        with ExitStack() as stack:
+            stack.enter_context(mark_passes(parts.engine, open_region))
+            if not parts.compiles_collectives:
+                stack.enter_context(mark_collectives(parts.mesh, open_region))
+            if not parts.is_compiled:
+                stack.enter_context(mark_layers(parts.engine.module, open_region))
+            yield
 
 
 class StepTimers:
