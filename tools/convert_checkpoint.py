@@ -123,7 +123,7 @@ class Options:
             yield Problem("universal-dtype")
 
 
-HIDDEN: dict[str, str | None] = dict.fromkeys(each.name for each in dataclasses.fields(Options))
+HIDDEN: dict[str, str | None] = dict.fromkeys(item.name for item in dataclasses.fields(Options))
 """No flags of this program."""
 FOLDERS = HIDDEN | {"load": "input-folder", "save": "output-folder"}
 """The flags of the scripts of tools/convert_checkpoint/."""
@@ -287,9 +287,9 @@ class HfToMegads(Peer):
 
     @property
     def options(self) -> Options:
-        own = self.converter
-        load, target = (own.load, "hf") if own.to_hf_ckpt else (own.hf_ckpt_dir, "native")
-        return Options(load=load or "", save=own.save, target_format=target)
+        flags = self.converter
+        load, target = (flags.load, "hf") if flags.to_hf_ckpt else (flags.hf_ckpt_dir, "native")
+        return Options(load=load or "", save=flags.save, target_format=target)
 
     def problems(self) -> Iterator[Problem]:
         name = "load" if self.converter.to_hf_ckpt else "hf_ckpt_dir"
@@ -299,8 +299,8 @@ class HfToMegads(Peer):
             yield from self.options.problems()
 
     def warnings(self) -> Iterator[Problem]:
-        own = vars(self.converter).keys()
-        if others := sorted(self.given - own):
+        names = vars(self.converter).keys()
+        if others := sorted(self.given - names):
             yield no_effect_problem(*others, reason="on a conversion")
 
 

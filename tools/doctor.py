@@ -71,21 +71,21 @@ class Options:
 
 
 def doctor(options: Options, arguments: Sequence[str]) -> int:
-    given = list(itertools.takewhile(lambda each: "=" in each, options.variables))
-    words = [*options.variables[len(given) :], *options.source, *arguments]
+    settings = list(itertools.takewhile(lambda word: "=" in word, options.variables))
+    words = [*options.variables[len(settings) :], *options.source, *arguments]
     if not words:
         raise user_error("doctor-no-source")
-    variables = dict(each.split("=", 1) for each in given)
+    variables = dict(word.split("=", 1) for word in settings)
     commands = read_source(words, variables, options.world_size, executes=options.executes)
     status = 0
     for command in commands:
         _add_model(command)
         with tempfile.TemporaryDirectory() as name:
-            found = diagnose(command, _complete, Path(name))
-            print(found.report(), file=sys.stderr)
-            text = yaml_file.dump(found.config) if options.print_yaml else found.command_text()
+            result = diagnose(command, _complete, Path(name))
+            print(result.report(), file=sys.stderr)
+            text = yaml_file.dump(result.config) if options.print_yaml else result.command_text()
             print(text, end="", flush=True)
-            status |= bool(found.lacking) | (options.tries and _train(found, Path(name)))
+            status |= bool(result.lacking) | (options.tries and _train(result, Path(name)))
     return status
 
 
@@ -105,9 +105,9 @@ def _add_model(command: TrainingCommand) -> None:
     command.flags[:0] = joined(f for f in flags_of(config) if f"--{f[0]}" not in command.flags)
 
 
-def _train(found: Diagnosis, folder: Path) -> bool:
+def _train(diagnosis: Diagnosis, folder: Path) -> bool:
     """Trains the settings at a tiny size; returns whether that fails."""
-    flags, processes = shrink(found.checked, found.world_size, folder)
+    flags, processes = shrink(diagnosis.checked, diagnosis.world_size, folder)
     with pair_writer(folder / "data", "uint16") as writer:
         for start in range(DOCUMENTS):
             document = (np.arange(DOCUMENTS) * (start + 1) % 256).astype(np.uint16)

@@ -141,8 +141,8 @@ def generate(options: Generate, training: Sequence[str]) -> None:
 def explain_keys(options: Explain, training: Sequence[str]) -> None:
     names = [key for name in options.keys for key in explain.find(name)]
     if options.keys and not training:
-        found = [explain.facts(key) for key in dict.fromkeys(names)]
-        print(json.dumps(found, indent=1) if options.print_json else "\n".join(map(_lines, found)))
+        facts = [explain.facts(key) for key in dict.fromkeys(names)]
+        print(json.dumps(facts, indent=1) if options.print_json else "\n".join(map(_lines, facts)))
         return
     config, generated = _generated(training, options.world_size)
     rows = [row for row in explain.rows(config, generated) if not options.keys or row.key in names]
@@ -202,9 +202,9 @@ def _generated(training: Sequence[str], world_size: int) -> tuple[Config, Json]:
     )
     config = _with_vocabulary(config)
     dp_size = config.parallel.data_parallel_size(config.runtime.dry_run or world_size)
-    kind = device.kind()
-    is_available = only_torch if is_host(kind) else available_on(kind)
-    return config, build_ds_config(config, dp_size, kind, is_available)
+    device_type = device.kind()
+    is_available = only_torch if is_host(device_type) else available_on(device_type)
+    return config, build_ds_config(config, dp_size, device_type, is_available)
 
 
 def _merge_existing_file(

@@ -184,7 +184,7 @@ class Options(GenerationOptions):
                 yield Problem("output-is-prompt-file", name, path=path)
 
     def warnings(self) -> Iterator[Problem]:
-        names = [each for each in ("temperature", "top_k", "top_p") if each in self.given]
+        names = [name for name in ("temperature", "top_k", "top_p") if name in self.given]
         if self.sampling.greedy and names:
             yield no_effect_problem(*names, reason=f"with {option('greedy')}")
 
@@ -302,20 +302,20 @@ def write_texts(options: Options, tokenizer: Tokenizer, results: Iterable[Contin
         log_rank0(f"wrote {count} texts to {path}")
 
 
-def _shown(result: Continuation, number: int, tokenizer: Tokenizer, *, as_json: bool) -> str:
+def _shown(result: Continuation, index: int, tokenizer: Tokenizer, *, as_json: bool) -> str:
     """A continuation as text or as a JSON line."""
-    ids, given = result.ids, result.prompt.text
+    ids, prompt = result.ids, result.prompt.text
     finished = ids[-1] == tokenizer.eod
     text = tokenizer.decode(ids[:-1] if finished else ids)
     if as_json:
-        record: dict[str, Any] = {} if given is None else {"prompt": given}
+        record: dict[str, Any] = {} if prompt is None else {"prompt": prompt}
         record |= {"text": text, "length": len(ids), "finished": finished}
         if result.logprobs is not None:
             record |= {"tokens": [*result.prompt.ids, *ids], "logprobs": result.logprobs}
         return json.dumps(record, ensure_ascii=False) + "\n"
-    if given is None:
-        return f"Sample {number}: {text}\n\n"
-    return f"Context: {given}\nGenerated: {text}\n\n"
+    if prompt is None:
+        return f"Sample {index}: {text}\n\n"
+    return f"Context: {prompt}\nGenerated: {text}\n\n"
 
 
 if __name__ == "__main__":

@@ -65,9 +65,9 @@ class Options:
     json: bool = option_field(False, "print one JSON object")
 
     def problems(self) -> Iterator[Problem]:
-        for field, given in (("path", self.path), ("other", self.other)):
-            if given and not _location(given)[1].is_dir():
-                yield Problem("checkpoint-folder-missing", field, path=_location(given)[1])
+        for field, text in (("path", self.path), ("other", self.other)):
+            if text and not _location(text)[1].is_dir():
+                yield Problem("checkpoint-folder-missing", field, path=_location(text)[1])
 
 
 class Inspection:
@@ -99,8 +99,8 @@ class Inspection:
         other = inspection.open_checkpoint(other_folder, other_name, _warn)
         total = sum(
             tensor.nbytes
-            for each in (opened, other)
-            for tensors in each.tensors.values()
+            for summary in (opened, other)
+            for tensors in summary.tensors.values()
             for tensor in tensors.values()
         )
         with tensor_progress("comparing", total) as tensors:
@@ -119,19 +119,19 @@ class Inspection:
     def _verified(self, results: Sequence[Verification]) -> None:
         self.found["verification"] = [
             {
-                "path": str(each.path),
-                "files": each.num_files,
-                "bytes": each.num_bytes,
-                "has_checksums": each.has_checksums,
-                "problems": [{"code": p.code, "text": p.render()} for p in each.problems],
+                "path": str(result.path),
+                "files": result.num_files,
+                "bytes": result.num_bytes,
+                "has_checksums": result.has_checksums,
+                "problems": [{"code": p.code, "text": p.render()} for p in result.problems],
             }
-            for each in results
+            for result in results
         ]
-        self.good &= not any(each.problems for each in results)
-        for each in results:
-            for problem in each.problems:
-                print(_printable(f"{each.path}: {problem.render()}"), file=sys.stderr)
-            self._print(_verified_line(each))
+        self.good &= not any(result.problems for result in results)
+        for result in results:
+            for problem in result.problems:
+                print(_printable(f"{result.path}: {problem.render()}"), file=sys.stderr)
+            self._print(_verified_line(result))
 
     def _describe(self, opened: CheckpointSummary) -> None:
         self.found["checkpoint"] = _as_json(opened)
@@ -149,9 +149,9 @@ class Inspection:
                 print(_printable(line))
 
 
-def _location(given: str) -> tuple[str, Path]:
+def _location(text: str) -> tuple[str, Path]:
     """Format and folder of an argument."""
-    name, folder = split_location(given)
+    name, folder = split_location(text)
     return name, Path(folder)
 
 
@@ -161,7 +161,7 @@ def _warn(text: str) -> None:
 
 def _printable(text: str) -> str:
     """Text without the control characters that names in a file may have, as for a terminal."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _verified_line(result: Verification) -> str:
@@ -185,18 +185,18 @@ def _as_json(opened: CheckpointSummary) -> dict[str, Any]:
         "progress": opened.progress,
         "optimizer": opened.scalars,
         "layout": opened.layout,
-        "data": [dataclasses.asdict(each) for each in opened.data],
+        "data": [dataclasses.asdict(source) for source in opened.data],
         "settings": opened.settings,
         "tensors": [
             {
-                "kind": kind,
+                "kind": key,
                 "name": name,
                 "shape": tensor.shape,
                 "dtype": _dtype(tensor),
                 "bytes": tensor.nbytes,
                 "shards": opened.shards.get(name),
             }
-            for kind, tensors in opened.tensors.items()
+            for key, tensors in opened.tensors.items()
             for name, tensor in tensors.items()
         ],
     }
@@ -208,10 +208,10 @@ def _summary(opened: CheckpointSummary) -> Iterator[str]:
     at = "weights alone" if iteration is None else f"iteration {iteration:,}"
     yield f"{opened.path}: {opened.format}, {at}"
     yield f"  {opened.num_parameters:,} parameters"
-    for kind, tensors in opened.tensors.items():
+    for key, tensors in opened.tensors.items():
         dtypes = dict.fromkeys(map(_dtype, tensors.values()))
         size = sum(tensor.nbytes for tensor in tensors.values())
-        yield f"  {kind}: {counted(len(tensors), 'tensor')}, {', '.join(dtypes)}, {_size(size)}"
+        yield f"  {key}: {counted(len(tensors), 'tensor')}, {', '.join(dtypes)}, {_size(size)}"
     for name, value in opened.scalars.items():
         yield f"  {name.replace('_', ' ')} {value}"
 
@@ -221,9 +221,9 @@ def _groups(opened: CheckpointSummary) -> Iterator[str]:
     yield from _paragraph("progress", _values(opened.progress))
     if opened.data:
         yield from ("", "training data:")
-        for each in opened.data:
-            weight = "left the blend" if each.weight is None else f"weight {each.weight:.4g}"
-            yield f"  {each.name}: {counted(each.samples, 'sample', ',')} read, {weight}"
+        for source in opened.data:
+            weight = "left the blend" if source.weight is None else f"weight {source.weight:.4g}"
+            yield f"  {source.name}: {counted(source.samples, 'sample', ',')} read, {weight}"
     yield from _paragraph("layout", _values(opened.layout))
     for group, values in opened.settings.items():
         yield from _paragraph(group, _values(values))
@@ -263,20 +263,20 @@ def _tensor_lines(opened: CheckpointSummary, *, every: bool) -> Iterator[str]:
 def _ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers in short: 0-3,5."""
     parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
+    for value in sorted(numbers):
+        if parts and parts[-1][1] == value - 1:
+            parts[-1][1] = value
         else:
-            parts.append([number, number])
+            parts.append([value, value])
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
 def _comparison_lines(result: Comparison) -> Iterator[str]:
-    for kind, equal in result.num_equal.items():
-        different = sum(each.kind == kind for each in result.differences)
-        yield f"{kind}: {equal} tensors equal, {different} different"
-    for kind in result.uncompared:
-        yield f"{kind}: not compared, one of them has weights alone"
+    for key, equal in result.num_equal.items():
+        different = sum(item.kind == key for item in result.differences)
+        yield f"{key}: {equal} tensors equal, {different} different"
+    for key in result.uncompared:
+        yield f"{key}: not compared, one of them has weights alone"
     for name, (first, second) in result.scalars.items():
         yield f"{name.replace('_', ' ')}: {first} in the first, {second} in the second"
     for where, names in (("first", result.only_in_first), ("second", result.only_in_second)):
@@ -289,19 +289,19 @@ def _comparison_lines(result: Comparison) -> Iterator[str]:
     yield "equal" if result.is_equal else "different"
 
 
-def _difference_line(each: TensorDifference) -> str:
-    first, second = each.shapes
+def _difference_line(tensor: TensorDifference) -> str:
+    first, second = tensor.shapes
     parts = [] if first == second else [f"{list(first)} in the first, {list(second)} in the second"]
-    if each.dtypes[0] != each.dtypes[1]:
-        parts.append(f"{each.dtypes[0]} in the first, {each.dtypes[1]} in the second")
-    if each.num_different and each.max_abs is not None:
+    if tensor.dtypes[0] != tensor.dtypes[1]:
+        parts.append(f"{tensor.dtypes[0]} in the first, {tensor.dtypes[1]} in the second")
+    if tensor.num_different and tensor.max_abs is not None:
         parts.append(
-            f"{each.num_different:,} of {each.numel:,} values differ, by up to "
-            f"{each.max_abs:.3g}, relative {each.max_rel:.3g}"
+            f"{tensor.num_different:,} of {tensor.numel:,} values differ, by up to "
+            f"{tensor.max_abs:.3g}, relative {tensor.max_rel:.3g}"
         )
     elif first == second:
         parts.append("the same values")
-    return f"  {each.kind} {each.name}: {'; '.join(parts)}"
+    return f"  {tensor.kind} {tensor.name}: {'; '.join(parts)}"
 
 
 def _dtype(tensor: TensorReader) -> str:

@@ -202,18 +202,18 @@ class Inspection:
             raise user_error("split-without-documents", split=args.split, part=args.part)
         return samples
 
-    def _show(self, kind: str, numbers: Sequence[range], get: Any, name: Any = None) -> None:
-        for number in itertools.chain(*numbers):
-            tokens = get(number)
+    def _show(self, noun: str, numbers: Sequence[range], get: Any, name: Any = None) -> None:
+        for index in itertools.chain(*numbers):
+            tokens = get(index)
             ids = tokens[: self._options.max_tokens].tolist()
-            entry: dict[str, Any] = {"number": number, "tokens": len(tokens), "ids": ids}
-            title = f"{kind} {number}, {counted(len(tokens), 'token')}"
+            entry: dict[str, Any] = {"number": index, "tokens": len(tokens), "ids": ids}
+            title = f"{noun} {index}, {counted(len(tokens), 'token')}"
             if name is not None:
-                entry["id"] = name(number)
+                entry["id"] = name(index)
                 title += f", {entry['id']}"
             if self._tokenizer:
                 entry["text"] = self._tokenizer.decode(ids)
-            self.found.setdefault(f"{kind}s", []).append(entry)
+            self.found.setdefault(f"{noun}s", []).append(entry)
             self._print(f"--- {title}", self._shown(ids))
 
     def _shown(self, ids: list[int]) -> str:

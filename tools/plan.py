@@ -40,7 +40,7 @@ from megatron_ds.tokenizer import build_tokenizer
 
 UNITS = {"MB": 1e6, "GB": 1e9, "MIB": 2**20, "GIB": 2**30}
 SIZE = re.compile(r"([0-9.]+)\s*([A-Za-z]*)")
-RATES = {each.name for each in dataclasses.fields(Hardware)} - {"name"}
+RATES = {item.name for item in dataclasses.fields(Hardware)} - {"name"}
 PICTURES = (".png", ".pdf", ".svg")
 
 
@@ -129,10 +129,10 @@ class Options:
         """
         if self.rates is None:
             return {}
-        found = json.loads(Path(self.rates).read_bytes())
-        if not isinstance(found, dict) or not found.keys() <= RATES | {"name"}:
+        values = json.loads(Path(self.rates).read_bytes())
+        if not isinstance(values, dict) or not values.keys() <= RATES | {"name"}:
             raise ValueError("unknown keys")
-        rates = {name: value for name, value in found.items() if name != "name"}
+        rates = {name: value for name, value in values.items() if name != "name"}
         if not all(type(value) in (int, float) and value > 0 for value in rates.values()):
             raise ValueError("values that are not positive numbers")
         return rates
@@ -148,16 +148,16 @@ class Options:
             "efficiency": self.efficiency,
             "per_machine": self.devices_per_machine,
         }
-        given = {name: value for name, value in changes.items() if value is not None}
-        return dataclasses.replace(device, **given)  # type: ignore[arg-type]
+        chosen = {name: value for name, value in changes.items() if value is not None}
+        return dataclasses.replace(device, **chosen)  # type: ignore[arg-type]
 
 
 def _bytes_of(text: str) -> float | None:
     """Bytes of a text such as 80GB; None if it is none."""
-    found = SIZE.fullmatch(text.strip())
-    unit = UNITS.get(found[2].upper()) if found else None
+    match = SIZE.fullmatch(text.strip())
+    unit = UNITS.get(match[2].upper()) if match else None
     try:
-        return None if found is None or unit is None else float(found[1]) * unit
+        return None if match is None or unit is None else float(match[1]) * unit
     except ValueError:
         return None
 
@@ -168,7 +168,7 @@ def _complete(
     warn: Callable[[str], None],
     *,
     is_host: bool = False,
-    found: list[Completed] | None = None,
+    plans: list[Completed] | None = None,
 ) -> tuple[Config, list[Problem]]:
     """Fills in the model that --load names, the DeepSpeed file, and what a plan does not need."""
     config, of_model = model_options(config, warn)
@@ -178,8 +178,8 @@ def _complete(
         config = with_values(config, **dict.fromkeys(unknown, 1))
     config, of_file = merge_file(config, world_size, warn)
     plan = completed(without_tokenizer(config), world_size, is_host=is_host)
-    if found is not None:
-        found.append(plan)
+    if plans is not None:
+        plans.append(plan)
     return plan.config, [*of_model, *of_file, *([] if of_model else plan.problems)]
 
 
@@ -192,7 +192,7 @@ def _work(options: Options, training: Sequence[str]) -> None:
     """Prints the plan of the flags of pretrain_gpt.py."""
     completions: list[Completed] = []
     device = options.device
-    complete = functools.partial(_complete, is_host=device.kind == HOST, found=completions)
+    complete = functools.partial(_complete, is_host=device.kind == HOST, plans=completions)
     config = arguments.parse(
         training, world_size=options.world_size, complete=complete, program="plan.py"
     )
@@ -201,13 +201,13 @@ def _work(options: Options, training: Sequence[str]) -> None:
     world_size = config.runtime.dry_run or options.world_size
     (settings,) = completions
     samples, assumed = settings.samples, settings.assumed
-    found = suggest(config, world_size, device, samples) if options.suggest or samples else None
-    plan = found[0].plan if found and samples else make_plan(config, world_size, device)
+    layouts = suggest(config, world_size, device, samples) if options.suggest or samples else None
+    plan = layouts[0].plan if layouts and samples else make_plan(config, world_size, device)
     tokens = options.tokens or planned_tokens(config, plan.samples)
     if options.print_json:
-        print(json.dumps(plan_report.as_json(plan, tokens, found or (), assumed), indent=1))
+        print(json.dumps(plan_report.as_json(plan, tokens, layouts or (), assumed), indent=1))
     else:
-        print(plan_report.text(plan, tokens, found, assumed), end="")
+        print(plan_report.text(plan, tokens, layouts, assumed), end="")
     if options.plot is not None:
         plan_report.draw_memory(plan, Path(options.plot))
 

@@ -220,7 +220,7 @@ def serve(
     }
     models = completions.models()
     documents = {"/info": info | {"name": model_names[0]}, "/v1/models": models}
-    documents |= {f"/v1/models/{each['id']}": each for each in models["data"]}
+    documents |= {f"/v1/models/{entry['id']}": entry for entry in models["data"]}
     server_options = ServerOptions(names, options.allowed_origins, keys, options.request_timeout)
     TextServer(scheduler, apis, log_rank0, server_options, documents).run(listener)
 
@@ -288,7 +288,7 @@ def thinned(points: Points) -> Points:
     points = [(iteration, loss) for iteration, loss in points if math.isfinite(loss)]
     size = math.ceil(len(points) / CURVE_POINTS) or 1
     groups = [points[max(0, end - size) : end] for end in range(len(points), 0, -size)]
-    return [(each[-1][0], sum(loss for _, loss in each) / len(each)) for each in reversed(groups)]
+    return [(part[-1][0], sum(loss for _, loss in part) / len(part)) for part in reversed(groups)]
 
 
 if __name__ == "__main__":

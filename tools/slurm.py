@@ -227,14 +227,14 @@ def _job_problems(options: Submit) -> Iterator[Problem]:
 
 def seconds_of(limit: str) -> int | None:
     """Seconds of a time limit as sbatch reads it; None if it is none."""
-    found = TIME.fullmatch(limit)
-    if found is None:
+    match = TIME.fullmatch(limit)
+    if match is None:
         return None
-    days, *parts = found.groups()
-    given = [int(part) for part in parts if part is not None]
-    if days is None and len(given) < 3:
-        given = [0, *given]  # minutes, or minutes and seconds
-    hours, minutes, seconds = (*given, 0, 0)[:3]
+    days, *parts = match.groups()
+    values = [int(part) for part in parts if part is not None]
+    if days is None and len(values) < 3:
+        values = [0, *values]  # minutes, or minutes and seconds
+    hours, minutes, seconds = (*values, 0, 0)[:3]
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -336,10 +336,10 @@ def job_file(options: Submit, counts: Sequence[int], flags: Sequence[str]) -> st
 
 def restart(options: Restart, training: Sequence[str]) -> int:
     config, _ = arguments.build_config(training, world_size=1, warn=_ignore)
-    save, place = config.checkpoint.save, ""
+    save, where = config.checkpoint.save, ""
     if save is not None and not is_url(save):
         iteration = _progress(Path(save))
-        place = f" at iteration {iteration}"
+        where = f" at iteration {iteration}"
         reason = _reason_to_end(options, Path(save), iteration)
         ended = {"status": options.status, "iteration": iteration}
         with suppress(OSError):  # a full disk; the job is queued again all the same
@@ -349,7 +349,7 @@ def restart(options: Restart, training: Sequence[str]) -> int:
     else:
         reason = "there is no --save folder that tells whether another attempt would help"
     outcome = f"the job ends: {reason}" if reason else "the job is queued again"
-    print(f"{PROGRAM}: the run ended with status {options.status}{place}; {outcome}", flush=True)
+    print(f"{PROGRAM}: the run ended with status {options.status}{where}; {outcome}", flush=True)
     if not reason:
         _slurm("scontrol", "requeue", options.job)
     return options.status
@@ -359,7 +359,7 @@ def _progress(run: Path) -> int:
     """Iteration of the newest checkpoint, or from which the run has started since."""
     follower = Follower(run)
     follower.poll()
-    known = [each for each in follower.history.events if each["event"] in ("start", "checkpoint")]
+    known = [item for item in follower.history.events if item["event"] in ("start", "checkpoint")]
     return int(known[-1]["iteration"]) if known else max(follower.history.checkpoints, default=0)
 
 
@@ -367,8 +367,8 @@ def _reason_to_end(options: Restart, run: Path, iteration: int) -> str:
     """Returns the reason that a job is not queued again; "" if it is."""
     if options.status in ENDS:
         return "another attempt would not change that" if options.status else "the run is complete"
-    own = [each for each in _records(run) if each["event"] == "end" and each["job"] == options.job]
-    before = [each["iteration"] for each in own[1 - FUTILE :]]
+    ends = [item for item in _records(run) if item["event"] == "end" and item["job"] == options.job]
+    before = [item["iteration"] for item in ends[1 - FUTILE :]]
     if len(before) == FUTILE - 1 and {*before} == {iteration}:
         return f"{FUTILE} attempts in a row left no newer checkpoint"
     state = _job_fields(options.job).get("JobState")
@@ -382,15 +382,15 @@ def status(options: Status, _: Sequence[str]) -> None:
     job = _require_job(run)
     fields = _job_fields(job)
     if fields:
-        place = f" on {fields['NodeList']}" if fields["JobState"] == "RUNNING" else ""
-        place = place or (f" ({fields['Reason']})" if fields["JobState"] == "PENDING" else "")
+        where = f" on {fields['NodeList']}" if fields["JobState"] == "RUNNING" else ""
+        where = where or (f" ({fields['Reason']})" if fields["JobState"] == "PENDING" else "")
         restarts, used, limit = (fields[key] for key in ("Restarts", "RunTime", "TimeLimit"))
-        print(f"job {job}: {fields['JobState']}{place}, {used} of {limit}, {restarts} restarts")
+        print(f"job {job}: {fields['JobState']}{where}, {used} of {limit}, {restarts} restarts")
     else:
         print(f"job {job}: Slurm does not know it any more")
-    for each in _records(run):
-        if each["event"] == "end" and each["job"] == job:
-            print(f"  attempt ended with status {each['status']} at iteration {each['iteration']}")
+    for item in _records(run):
+        if item["event"] == "end" and item["job"] == job:
+            print(f"  attempt ended with status {item['status']} at iteration {item['iteration']}")
     follower, console = Follower(run), Console(highlight=False)
     follower.poll()
     console.print(frame(run.resolve().name, follower, console.width, has_dots=False))
@@ -399,12 +399,12 @@ def status(options: Status, _: Sequence[str]) -> None:
 def tail(options: Tail, _: Sequence[str]) -> None:
     run = Path(options.run)
     job, path, offset = _require_job(run), run / OUTPUT, 0
-    for number in itertools.count():
-        is_alive = number % (STATE_S / POLL_S) or _job_fields(job).get("JobState") in ALIVE
+    for poll in itertools.count():
+        is_alive = poll % (STATE_S / POLL_S) or _job_fields(job).get("JobState") in ALIVE
         if path.exists():
             with path.open("rb") as file:
                 file.seek(offset)
-                text = b"".join(deque(file, None if number else options.lines))
+                text = b"".join(deque(file, None if poll else options.lines))
                 offset = file.tell()
             print(text.decode(errors="replace"), end="", flush=True)
         if not is_alive:
@@ -451,15 +451,15 @@ def _record(run: Path, **values: Any) -> None:
 def _records(run: Path) -> list[dict[str, Any]]:
     path = run / RECORD
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    found = []
+    records = []
     for line in text.splitlines():
         with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
+            records.append(json.loads(line))
+    return records
 
 
 def _last_job(run: Path) -> str | None:
-    jobs = [str(each["job"]) for each in _records(run)]
+    jobs = [str(record["job"]) for record in _records(run)]
     return jobs[-1] if jobs else None
 
 

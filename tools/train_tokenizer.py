@@ -129,10 +129,10 @@ def work(options: Options) -> None:
     if size < options.vocab_size:
         smaller = Problem("vocabulary-smaller", asked=options.vocab_size, size=size)
         warnings.warn(smaller, stacklevel=1)
-    kind = "BertWordPieceCase" if options.keep_case else "BertWordPieceLowerCase"
+    name = "BertWordPieceCase" if options.keep_case else "BertWordPieceLowerCase"
     with output.ignore_broken_pipe():
         print(f"{counted(size, 'token')} from {texts.summary}")
-        print(f"use it with {FLAGS[options.type].format(options.output_dir, kind)}")
+        print(f"use it with {FLAGS[options.type].format(options.output_dir, name)}")
 
 
 main = cli.program(Options, work)

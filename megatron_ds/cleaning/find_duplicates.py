@@ -185,11 +185,11 @@ class _Search:
     def _chunks(self) -> Iterator[Chunk]:
         """Documents from the position on."""
         first, start = self._position
-        for number, (file, key) in enumerate(self._options.pairs[first:], first):
-            after = start if number == first else START
+        for index, (file, key) in enumerate(self._options.pairs[first:], first):
+            after = start if index == first else START
             reader = DocumentReader(InputSpec(paths=(file,)), (key, "text"), after)
             for items, end in chunks(reader, sys.maxsize):
-                yield items, key, Position(number, end.position)
+                yield items, key, Position(index, end.position)
 
     def _add(self, result: SignedDocument | RejectedDocument) -> None:
         """List a duplicate, or keep the document."""
@@ -207,6 +207,6 @@ class _Search:
             self._work.files[KEPT].write(record)
             return
         self.counts["duplicates"] += 1
-        number, similarity = similar
-        line = {self._names[number]: [{result.name: round(similarity, 4)}]}
+        index, similarity = similar
+        line = {self._names[index]: [{result.name: round(similarity, 4)}]}
         self._work.files[OUTPUT].write(json.dumps(line, ensure_ascii=False).encode() + b"\n")

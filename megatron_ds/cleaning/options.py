@@ -121,11 +121,11 @@ class CleaningOptions:
     def _output_problems(self) -> Iterator[Problem]:
         if not self.output:
             return
-        given = {name: getattr(self, name) for name in ("output", "dropped_output", "report")}
-        given = {name: path for name, path in given.items() if path is not None}
-        files = {option(name): path for name, path in given.items()}
+        paths = {name: getattr(self, name) for name in ("output", "dropped_output", "report")}
+        paths = {name: path for name, path in paths.items() if path is not None}
+        files = {option(name): path for name, path in paths.items()}
         files["the list of rejected documents"] = self.quarantine
-        for name, path in given.items():
+        for name, path in paths.items():
             yield from self._folder_problems(name, path)
             suffix = os.path.splitext(path)[1].lower()
             if name != "report" and suffix in (".zst", ".parquet", ".arrow", ".csv", ".tsv"):

@@ -153,7 +153,7 @@ class Cleaner:
         """Pass a document through stages; `line_of` gives it as a JSON line, with a text."""
         steps: list[bool | str | bytes | list[DocumentTrace] | None] = []
         outcome = None
-        for number, stage in enumerate(stages, 1):
+        for position, stage in enumerate(stages, 1):
             outcome = stage(document)
             match outcome:
                 case Replaced(text):
@@ -161,7 +161,9 @@ class Cleaner:
                     steps.append(True)
                 case SplitInto(texts):
                     fragments = (document._replace(text=text) for text in texts)
-                    steps.append([self._trace(one, stages[number:], line_of) for one in fragments])
+                    steps.append(
+                        [self._trace(one, stages[position:], line_of) for one in fragments]
+                    )
                     break
                 case Dropped(reason):
                     steps.append(reason)
@@ -266,8 +268,8 @@ class Run:
         self._add_trace(answer, answer.trace, 0)
 
     def _add_trace(self, answer: TracedDocument, trace: DocumentTrace, first: int) -> None:
-        for number, step in enumerate(trace.steps, first):
-            name = self._order[number]
+        for index, step in enumerate(trace.steps, first):
+            name = self._order[index]
             counts = self.counts.stages[name]
             counts.entered += 1
             reason = None
@@ -281,7 +283,7 @@ class Run:
                 counts.changed += 1
                 counts.added += len(step) - 1
                 for fragment in step:
-                    self._add_trace(answer, DocumentTrace(*fragment), number + 1)
+                    self._add_trace(answer, DocumentTrace(*fragment), index + 1)
                 return
             elif step:
                 counts.changed += 1

@@ -135,8 +135,8 @@ class ShardedCleaning:
                     documents += size
                     report(documents, end.input_bytes)
                     if end.ends_part:
-                        place, lines = end.position, reader.lines
-                        work.commit({"place": place, "lines": lines, "documents": documents})
+                        reached, lines = end.position, reader.lines
+                        work.commit({"place": reached, "lines": lines, "documents": documents})
                 progress = {"place": reader.end, "lines": reader.lines, "documents": documents}
                 work.commit(progress, finished=True)
             work.publish({TRACES: _traces_of(prefix)})
@@ -181,19 +181,19 @@ class ShardedCleaning:
                 record, and the offset of the record.
         """
         part, before = 0, Counter[str]()
-        for number, shard in enumerate(self.files.shards):
-            start = after if number == after.file else START
-            for place, record in _records(self._options.output, shard, start.offset):
-                if number < after.file:
+        for file, shard in enumerate(self.files.shards):
+            start = after if file == after.file else START
+            for offset, record in _records(self._options.output, shard, start.offset):
+                if file < after.file:
                     break
                 for index, (answer, size) in enumerate(_unpack(record), 1):
-                    if place == start.offset and index <= start.line:
+                    if offset == start.offset and index <= start.line:
                         continue
                     part += size
                     ends_part = part >= self._options.part_bytes
                     part = 0 if ends_part else part
                     answer = answer._replace(line=answer.line + before[answer.file])
-                    position = ReadPosition(number, index, place)
+                    position = ReadPosition(file, index, offset)
                     yield [answer], ChunkEnd(position, ends_part, 0)
             before.update(self.files.progress(shard)["lines"])
 

@@ -47,11 +47,11 @@ class FixUnicode:
         # Lines end at \n alone, unlike in splitlines().
         config = self._config
         lines = list(io.StringIO(text, newline="\n"))
-        for number, line in enumerate(lines):
+        for index, line in enumerate(lines):
             if "<" in line:  # ftfy takes the rest for HTML and keeps its entities
                 config = config._replace(unescape_html=False)
             if SUSPICIOUS.search(line) is not None:
-                lines[number] = self._fix_text(line, config)
+                lines[index] = self._fix_text(line, config)
         fixed = "".join(lines)
         return None if fixed == text else Replaced(fixed)
 

@@ -59,7 +59,7 @@ class UrlFilter:
             return
         version = sha256(content).hexdigest()[:12]
         self.settings["url_blacklist"].append(f"{path} ({version})")
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             entry = line.partition(" #")[0].strip()
             if not entry or entry.startswith("#"):
                 continue
@@ -67,7 +67,7 @@ class UrlFilter:
                 try:
                     self._patterns.append(re.compile(entry.removeprefix(REGEX), re.IGNORECASE))
                 except re.error as error:
-                    yield _list_problem(f"{path}:{number}", f"invalid pattern: {error}")
+                    yield _list_problem(f"{path}:{line_number}", f"invalid pattern: {error}")
                 continue
             entry = _unicode_host(entry.lower())
             if SUFFIX.fullmatch(entry):
@@ -76,7 +76,7 @@ class UrlFilter:
                 (self._hosts if "." in entry else self._names).add(entry)
             else:
                 expected = "neither a host (example.com) nor a file suffix (.pdf) nor regex:PATTERN"
-                yield _list_problem(f"{path}:{number}", f"{entry!r} is {expected}")
+                yield _list_problem(f"{path}:{line_number}", f"{entry!r} is {expected}")
 
     def __call__(self, document: Document) -> Dropped | None:
         reason = None if document.url is None else self.judge(document.url)
@@ -104,8 +104,8 @@ class UrlFilter:
         return None
 
 
-def _list_problem(place: str, reason: str) -> Problem:
-    return Problem("invalid-url-blacklist", place=place, reason=reason)
+def _list_problem(location: str, reason: str) -> Problem:
+    return Problem("invalid-url-blacklist", place=location, reason=reason)
 
 
 def _unicode_host(host: str) -> str:

@@ -101,9 +101,9 @@ def _kept(
     first, offset = (0, 0) if work.progress is None else work.progress["place"]
     with (work.folder / OUTPUT).open("rb") as lines:
         seen = {_hash(line.rstrip(b"\n")) for line in lines}
-    for number, file in enumerate(files[first:], first):
+    for index, file in enumerate(files[first:], first):
         with file.open("rb") as lines:
-            lines.seek(offset if number == first else 0)
+            lines.seek(offset if index == first else 0)
             while line := lines.readline():
                 try:
                     url = line.decode("utf-8-sig").strip()
@@ -118,7 +118,7 @@ def _kept(
                     counts[reason] += 1
                     continue
                 seen.add(key)
-                yield url, (number, lines.tell())
+                yield url, (index, lines.tell())
 
 
 def _hash(url: bytes) -> bytes:

@@ -70,11 +70,11 @@ def parse(
     values = _each(result, field_problems, line.values, table)
     related = result.problems() if hasattr(result, "problems") else ()
     # Consequences of a value that could not be read are unknown: reporting them would mislead.
-    invalid = [each for each in (*values, *related) if line.unreadable.isdisjoint(each.mentioned)]
+    invalid = [item for item in (*values, *related) if line.unreadable.isdisjoint(item.mentioned)]
     problems = list(dict.fromkeys([*line.problems, *invalid]))
     if rank == 0:
-        own = result.warnings() if hasattr(result, "warnings") and not problems else ()
-        for warning in (*line.warnings, *_each(result, ineffective, line.values, table), *own):
+        warnings = result.warnings() if hasattr(result, "warnings") and not problems else ()
+        for warning in (*line.warnings, *_each(result, ineffective, line.values, table), *warnings):
             print_warning(warning, table)
     if problems:
         fail(problems, table, rank=rank)
@@ -111,7 +111,7 @@ def run(
             return 128 + signal.SIGPIPE
         except (UserError, OSError) as error:
             problems = error.problems if isinstance(error, UserError) else (str(error),)
-            shown = [f"{table.program}: error:", *(render(each, table) for each in problems)]
+            shown = [f"{table.program}: error:", *(render(problem, table) for problem in problems)]
             print(*shown, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             return ExitCode.ERROR
         except KeyboardInterrupt as error:
@@ -173,14 +173,14 @@ def build(options: Any, values: Mapping[str, Any], argv: Sequence[str] = ()) -> 
 def _each(
     options: Any,
     check: Callable[[Any, Mapping[str, Any]], Iterable[Problem]],
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     table: FlagTable,
 ) -> Iterator[Problem]:
     """The problems of fields with flags, of a dataclass of options and of its groups."""
-    for problem in check(options, given):
+    for problem in check(options, values):
         if not table.by_field.keys().isdisjoint(problem.fields):
             yield problem
     for item in dataclasses.fields(options):
         value = getattr(options, item.name)
         if dataclasses.is_dataclass(value) and not item.metadata.get("hidden"):
-            yield from _each(value, check, given, table)
+            yield from _each(value, check, values, table)

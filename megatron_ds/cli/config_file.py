@@ -126,10 +126,10 @@ class _Reader:
         scanner, direct = Scanner(self._table), dict[str, Any]()
         line = scanner.line
         for key, value in entries:
-            number = key.start_mark.line + 1
+            line_number = key.start_mark.line + 1
             name = key.value if isinstance(key.value, str) else "a list"  # which may be endless
             flag = self._table.by_name.get(dashed(name))
-            if self._lines.setdefault(name, number) != number:
+            if self._lines.setdefault(name, line_number) != line_number:
                 self._report(
                     key, Problem("config-file-repeated-key", key=name, first=self._lines[name])
                 )
@@ -138,7 +138,7 @@ class _Reader:
                 self._report(key, Problem("config-file-key-refused", key=name))
                 continue
             if flag is not None and flag.field:
-                self._lines[flag.field] = number
+                self._lines[flag.field] = line_number
             before = len(line.problems)
             words = self._words(flag, key, value)
             if words == [] and flag is not None and flag.nargs == "*":
@@ -150,14 +150,14 @@ class _Reader:
             elif flag is not None and words is None:
                 self.removed.add(flag.field)
             line.problems[before:] = [
-                self._located(number, each) for each in line.problems[before:]
+                self._located(line_number, problem) for problem in line.problems[before:]
             ]
         count = len(line.problems)
         scanner.finish()
         line.values = direct | line.values
         self.problems += line.problems[:count]
-        self.problems += [each.with_prefix(f"{self._path}: ") for each in line.problems[count:]]
-        self.warnings += [each.with_prefix(f"{self._path}: ") for each in line.warnings]
+        self.problems += [item.with_prefix(f"{self._path}: ") for item in line.problems[count:]]
+        self.warnings += [warning.with_prefix(f"{self._path}: ") for warning in line.warnings]
         self.unreadable |= line.unreadable
         return line
 
@@ -191,8 +191,8 @@ class _Reader:
     def _report(self, node: Node, problem: Problem) -> None:
         self.problems.append(self._located(node.start_mark.line + 1, problem))
 
-    def _located(self, number: int, problem: Problem) -> Problem:
-        return problem.with_prefix(f"{self._path}:{number}: ")
+    def _located(self, line_number: int, problem: Problem) -> Problem:
+        return problem.with_prefix(f"{self._path}:{line_number}: ")
 
 
 def _scalars(sequence: Node) -> Iterator[str]:

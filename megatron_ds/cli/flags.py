@@ -145,7 +145,7 @@ class FlagTable:
         """The flag that is written so, also if it is only known by how its name begins."""
         name = dashed(option)
         families = (flag for flag in self.foreign if flag.names[0].endswith(FAMILY))
-        like = (each for each in families if name.startswith(each.names[0].removesuffix(FAMILY)))
+        like = (item for item in families if name.startswith(item.names[0].removesuffix(FAMILY)))
         return self.by_name.get(name) or next(like, None)
 
     @functools.cached_property
@@ -161,7 +161,7 @@ class FlagTable:
 
     def resolve(self, text: str) -> str:
         """Replaces references to option fields by the flags of this program."""
-        return MARKER.sub(lambda found: self.flag_of(found[1]), text)
+        return MARKER.sub(lambda match: self.flag_of(match[1]), text)
 
 
 def dashed(name: str) -> str:
@@ -185,12 +185,12 @@ def flag_table(options: type, program: str, peers: str = "") -> FlagTable:
         hidden = any(group.hidden for group in groups)
         groups += (FlagGroup(FIXED_TITLE, tuple(_fixed_values(section["sets"])), hidden),)
     references = getattr(options, "FIELD_FLAGS", {})
-    own = _peer_flags().get(program.removesuffix(".py"), {})
+    specific = _peer_flags().get(program.removesuffix(".py"), {})
     same = _by_name(section.get("same", {}))
-    advice = _by_name(section.get("advice", {})) | _by_name(own.get("advice", {}))
+    advice = _by_name(section.get("advice", {})) | _by_name(specific.get("advice", {}))
     dialects = tuple(
-        Dialect(each["owner"], frozenset(each["flags"].split()), each["when"], each["defaults"])
-        for each in section.get("dialect", ())
+        Dialect(entry["owner"], frozenset(entry["flags"].split()), entry["when"], entry["defaults"])
+        for entry in section.get("dialect", ())
     )
     return FlagTable(program, groups, tuple(_foreign(section)), references, same, advice, dialects)
 
@@ -245,7 +245,7 @@ def _groups(
 
 def _section(options: type, field: str, title: str) -> str:
     """The title of the class that declares a field: of `options`, or of one that it extends."""
-    declares = (each for each in options.__mro__ if field in vars(each).get("__annotations__", ()))
+    declares = (cls for cls in options.__mro__ if field in vars(cls).get("__annotations__", ()))
     owner = next(declares)
     if owner is options:
         return title
@@ -259,22 +259,22 @@ def _title(name: str, group: type) -> str:
 
 
 def _of_field(name: str, spec: OptionSpec, hint: Any, default: Any, named: Names) -> Flag:
-    kind = _value_type(hint)
+    value_type = _value_type(hint)
     names = (spec.flag_name(name, default), *spec.aliases)
     if named:
         names = (named,) if isinstance(named, str) else named
-    declared = {**vars(spec), "metavar": spec.metavar or _metavar(kind, spec.choices)}
-    if kind is bool:
+    declared = {**vars(spec), "metavar": spec.metavar or _metavar(value_type, spec.choices)}
+    if value_type is bool:
         declared |= {"nargs": 0, "const": default is not True}
     elif not spec.required:
         declared["default"] = default
-    return Flag(**declared, names=names, outcome="set", field=name, kind=kind)
+    return Flag(**declared, names=names, outcome="set", field=name, kind=value_type)
 
 
-def _metavar(kind: Any, choices: tuple[str, ...]) -> str:
+def _metavar(value_type: Any, choices: tuple[str, ...]) -> str:
     if choices:
         return "{" + ",".join(choices) + "}"
-    return {int: "N", float: "X", range: "N"}.get(kind, "TEXT")
+    return {int: "N", float: "X", range: "N"}.get(value_type, "TEXT")
 
 
 def _value_type(hint: Any) -> Any:

@@ -123,15 +123,15 @@ class Scanner:
         line.values, contradictions = _resolve(list(self._given.values()))
         line.unreadable |= {name for name in self._misspelt if name not in line.values}
         line.problems += [
-            Problem("flag-requires-another", each.flag.needs, given=each.option)
-            for each in self._readable
-            if each.flag.needs and each.flag.needs not in line.values.keys() | line.unreadable
+            Problem("flag-requires-another", entry.flag.needs, given=entry.option)
+            for entry in self._readable
+            if entry.flag.needs and entry.flag.needs not in line.values.keys() | line.unreadable
         ]
         line.problems += [
-            Problem("value-below-option", each.flag.at_least, given=each, reason=each.flag.help)
-            for each in self._readable
-            if each.flag.at_least and each.flag.at_least not in line.unreadable
-            if each.value < line.values.get(each.flag.at_least, math.inf)
+            Problem("value-below-option", entry.flag.at_least, given=entry, reason=entry.flag.help)
+            for entry in self._readable
+            if entry.flag.at_least and entry.flag.at_least not in line.unreadable
+            if entry.value < line.values.get(entry.flag.at_least, math.inf)
         ]
         line.problems += contradictions
         return line
@@ -141,7 +141,7 @@ class Scanner:
         line, ours = self.line, self._table.by_field
         for dialect in self._table.dialects:
             written = [
-                each.option for each in self._readable if dashed(each.option) in dialect.flags
+                entry.option for entry in self._readable if dashed(entry.option) in dialect.flags
             ]
             if not written or line.values.get(dialect.when) != ABOVE_ONE:
                 continue
@@ -160,7 +160,7 @@ class Scanner:
         hint = f"; did you mean --{meant}?" if meant else " (--help-all lists the flags)"
         if name in table.advice:
             meant, hint = "", f": {table.advice[name]}"
-        if [each.lower() for each in arguments] in OFF:
+        if [argument.lower() for argument in arguments] in OFF:
             meant, hint = "", "; its value switches it off: leave it out"
         self.line.problems.append(Problem("unknown-flag", flag=option, hint=hint))
         if meant:
@@ -175,12 +175,12 @@ class Scanner:
             self.line.problems += error.problems
             self.line.unreadable.update(*(problem.fields for problem in error.problems))
             return
-        given = GivenFlag(flag, option, tuple(arguments[:count]), value)
-        self._readable.append(given)
+        entry = GivenFlag(flag, option, tuple(arguments[:count]), value)
+        self._readable.append(entry)
         if flag.outcome == "ignored" and not _is_accepted(flag, arguments):
             self._ignored.setdefault(flag.help, []).append(option)
         elif flag.outcome == "set":
-            self._set(given)
+            self._set(entry)
 
     def _set(self, new: GivenFlag) -> None:
         if new.flag.repeatable:
@@ -227,8 +227,8 @@ class Scanner:
 
 def _closest(name: str, table: FlagTable) -> str:
     """The option with the most similar name, never one that negates it; "" if none is similar."""
-    options = (each for each, flag in table.by_name.items() if flag.outcome == "set")
-    names = [each for each in options if each.startswith(NEGATIONS) == name.startswith(NEGATIONS)]
+    options = (word for word, flag in table.by_name.items() if flag.outcome == "set")
+    names = [word for word in options if word.startswith(NEGATIONS) == name.startswith(NEGATIONS)]
     return "".join(difflib.get_close_matches(name, names, n=1, cutoff=0.75))
 
 
@@ -266,8 +266,8 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
         return flag.const
     is_ignored = flag.outcome == "ignored"
     if len(arguments) < flag.count and not (is_ignored and flag.nargs == "*"):
-        fields, number = (flag.field,) if flag.field else (), flag.count
-        needed = "a value" if number == 1 else f"{number} values, not {len(arguments)}"
+        fields, count = (flag.field,) if flag.field else (), flag.count
+        needed = "a value" if count == 1 else f"{count} values, not {len(arguments)}"
         raise user_error(
             "flag-needs-a-value", *fields, flag=option, needed=needed, usage=flag.usage
         )
@@ -317,9 +317,9 @@ def _integer(flag: Flag, option: str, argument: str) -> int:
     with suppress(ValueError):
         return int(argument)
     with suppress(ValueError):
-        number = float(argument)
-        if number.is_integer() and abs(number) <= LARGEST_EXACT:
-            return int(number)
+        value = float(argument)
+        if value.is_integer() and abs(value) <= LARGEST_EXACT:
+            return int(value)
     raise user_error("not-an-integer", flag.field, flag=option, argument=argument)
 
 
@@ -337,26 +337,26 @@ def _invalid_choice(flag: Flag, option: str, argument: str) -> Problem:
     reason = refused_values().get(flag.field, {}).get(argument)
     if reason is not None:
         return Problem("unsupported-value", flag.field, flag=option, value=argument, reason=reason)
-    lowered = {each.lower(): each for each in (*flag.synonyms, *flag.choices)}
+    lowered = {choice.lower(): choice for choice in (*flag.synonyms, *flag.choices)}
     near = difflib.get_close_matches(argument.lower(), lowered, n=1, cutoff=0.6)
     hint = f"; did you mean {lowered[near[0]]}?" if near else ""
     return choice_problem(flag.field, argument, flag.choices, hint)
 
 
-def _resolve(given: list[GivenFlag]) -> tuple[dict[str, Any], list[Problem]]:
+def _resolve(entries: list[GivenFlag]) -> tuple[dict[str, Any], list[Problem]]:
     """The values by field, and the flags that give one field different values."""
     problems = []
     first: dict[str, GivenFlag] = {}
-    for each in sorted(given, key=lambda each: bool(each.flag.yields_to)):
-        before = first.setdefault(each.flag.field, each)
-        if before.value in each.flag.yields_to:
+    for entry in sorted(entries, key=lambda item: bool(item.flag.yields_to)):
+        before = first.setdefault(entry.flag.field, entry)
+        if before.value in entry.flag.yields_to:
             continue
-        if before.value != each.value:
+        if before.value != entry.value:
             problems.append(
-                Problem("contradicting-flags", each.flag.field, before=before, each=each)
+                Problem("contradicting-flags", entry.flag.field, before=before, each=entry)
             )
-    values = {name: each.value for name, each in first.items()}
-    written = {dashed(each.option) for each in given}
+    values = {name: item.value for name, item in first.items()}
+    written = {dashed(item.option) for item in entries}
     if "glu-activation" in written and "hidden_size" in values:
         # The fork that has the flag does not shrink the MLP of gated activations.
         values.setdefault("ffn_hidden_size", 4 * values["hidden_size"])

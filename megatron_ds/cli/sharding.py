@@ -116,8 +116,8 @@ def connect_ray(
         def run(shards: Sequence[object]) -> None:
             start = [os.path.abspath(program), *options.arguments, "--workers", str(cores)]
             commands = {str(shard): [*start, "--shard", str(shard)] for shard in shards}
-            nodes, each = counted(len(cluster.cores), "node"), counted(cores, "core")
-            log(f"{counted(len(commands), 'shard')} on {nodes}, {each} each")
+            nodes, per_node = counted(len(cluster.cores), "node"), counted(cores, "core")
+            log(f"{counted(len(commands), 'shard')} on {nodes}, {per_node} each")
             cluster.run(commands, cores, log)
 
         yield RayShards(SHARDS_PER_TASK * tasks, run)

@@ -129,10 +129,10 @@ def build_datasets(
     progress: BlendProgress | None = None
     others: dict[str, dict[str, TokenDataset]] = {"valid": {}, "test": {}}
     needed = dict(zip(SPLITS, num_samples, strict=True))
-    for given in files.groups:
-        if not needed[given.split]:
+    for entry in files.groups:
+        if not needed[entry.split]:
             continue
-        group = files.with_text(given)
+        group = files.with_text(entry)
         if group.split == "train":
             train, progress = builder.blend(group, needed["train"], history, consumed)
         elif group.sources:
@@ -182,8 +182,8 @@ class _DatasetBuilder:
         history = resume_history(before, identities, weights, version, consumed, self.seq_length)
         phase = history.current
         remaining = [
-            self._remaining(group.split, file, history.sources[number].earlier)
-            for number, file in zip(phase.sources, files, strict=True)
+            self._remaining(group.split, file, history.sources[index].earlier)
+            for index, file in zip(phase.sources, files, strict=True)
         ]
         length = max(1, samples - phase.first_sample)
         order: BlendOrder = SingleSourceOrder(length)
@@ -193,22 +193,22 @@ class _DatasetBuilder:
         needed = self._needed(files, phase.weights, order, length)
         requests = [
             extend_requests(
-                history.sources[number].requests,
+                history.sources[index].requests,
                 start + count - len(rest or ()),
                 file.tokens,
                 self.seq_length,
             )
-            for number, start, count, file, (rest, _) in zip(
+            for index, start, count, file, (rest, _) in zip(
                 phase.sources, phase.source_starts, needed, files, remaining, strict=True
             )
         ]
         history = with_requests(history, requests)
         datasets: list[TokenDataset] = []
-        for file, request, (rest, number) in zip(files, requests, remaining, strict=True):
+        for file, request, (rest, first) in zip(files, requests, remaining, strict=True):
             # The samples that are left from earlier lengths, then the consecutive indexes.
             indexes: list[LazyIndexes] = [] if rest is None else [rest]
-            indexes += self._indexed(group.split, file, request, self.seq_length, number)
-            parts = [each.dataset(self.vocab_size) for each in indexes]
+            indexes += self._indexed(group.split, file, request, self.seq_length, first)
+            parts = [entry.dataset(self.vocab_size) for entry in indexes]
             self.pending.extend(zip(parts, indexes, strict=True))
             datasets.append(parts[0] if len(parts) == 1 else ConcatDataset(parts))
         self._open_indexes()
@@ -228,10 +228,8 @@ class _DatasetBuilder:
         """Adds what the run reads of each file, with earlier blends, to the report."""
         phase = history.current
         ends = np.add(phase.source_starts, order.counts_at(len(order))).tolist()
-        for file, number, weight, end in zip(
-            files, phase.sources, phase.weights, ends, strict=True
-        ):
-            earlier = history.sources[number].earlier
+        for file, index, weight, end in zip(files, phase.sources, phase.weights, ends, strict=True):
+            earlier = history.sources[index].earlier
             tokens = end * self.seq_length + sum(
                 period.consumed * period.seq_length for period in earlier
             )
@@ -247,29 +245,29 @@ class _DatasetBuilder:
 
     def _weights(self, files: Sequence[OpenedFile]) -> list[float]:
         """The weights of a blend, by default in proportion to the files' sizes."""
-        given = [file.source.given_weight for file in files]
+        file_weights = [file.source.given_weight for file in files]
         if self.files.config.blend_order == FAIR:
             total = sum(file.tokens for file in files)
             return [
                 file.tokens / total if file.source.weight is None else file.source.weight
                 for file in files
             ]
-        if None in given:
+        if None in file_weights:
             return normalized([self._samples_of_epoch(file) for file in files])
-        return normalized(normalized([weight for weight in given if weight is not None]))
+        return normalized(normalized([weight for weight in file_weights if weight is not None]))
 
     def _needed(
         self, files: Sequence[OpenedFile], weights: Sequence[float], order: BlendOrder, length: int
     ) -> list[int]:
         """Samples to request of each file, which determine the order of its documents."""
         rule = self.files.config.blend_order
-        given = [file.source.given_weight for file in files]
-        if len(files) == 1 and given[0] is None:
+        file_weights = [file.source.given_weight for file in files]
+        if len(files) == 1 and file_weights[0] is None:
             return [length]
         if rule != "megatron":
             needed = samples_per_source(weights, length)
-        elif None not in given:
-            shares = normalized([weight for weight in given if weight is not None])
+        elif None not in file_weights:
+            shares = normalized([weight for weight in file_weights if weight is not None])
             needed = core_samples_per_source(shares, length)
         else:  # one epoch of each file
             needed = [self._samples_of_epoch(file) for file in files]
@@ -302,9 +300,9 @@ class _DatasetBuilder:
     ) -> Iterator[LazySampleIndexes]:
         """The indexes of each request, numbered from `first`."""
         cache = self._cache(file.source.prefix)
-        for number, samples in enumerate(requests, first):
+        for index, samples in enumerate(requests, first):
             # Each index has another seed: it must not repeat the order of the previous one.
-            seed = (self.seed + number) % (1 << 32)
+            seed = (self.seed + index) % (1 << 32)
             yield LazySampleIndexes(
                 file, split, samples, seq_length, seed, self.tokenizer_fingerprint, cache
             )
@@ -320,20 +318,20 @@ class _DatasetBuilder:
             Their indexes, None if the index ended there; and the number of indexes so far.
         """
         rest: LazyRemainingIndexes | None = None
-        number = 0
+        first = 0
         lengths = [*(period.seq_length for period in earlier), self.seq_length][1:]
         for period, length in zip(earlier, lengths, strict=True):
             parts: list[LazyIndexes] = [] if rest is None else [rest]
-            parts += self._indexed(split, file, period.requests, period.seq_length, number)
-            number += len(period.requests) + 1
+            parts += self._indexed(split, file, period.requests, period.seq_length, first)
+            first += len(period.requests) + 1
             rest, position = None, period.consumed
-            seed = (self.seed + number - 1) % (1 << 32)
+            seed = (self.seed + first - 1) % (1 << 32)
             for part in parts:
                 if 0 < position < len(part):
                     rest = LazyRemainingIndexes(part, position, length, seed)
                 position -= min(position, len(part))
             rest = rest or None  # text that is shorter than a sample
-        return rest, number
+        return rest, first
 
     def _open_indexes(self) -> None:
         """Loads the indexes of the pending datasets.

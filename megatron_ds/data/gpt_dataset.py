@@ -294,8 +294,8 @@ class RemainingDataset(NumberedDataset):
         piece = np.empty(length + 1, dtype=np.int32)
         first, filled = sample * self.seq_length, 0
         while filled < self.seq_length:
-            number, offset = divmod(first + filled, length)
-            self._dataset.read_numbered(unread[number], piece)
+            index, offset = divmod(first + filled, length)
+            self._dataset.read_numbered(unread[index], piece)
             size = min(length - offset, self.seq_length - filled)
             # Together with the label of the last token, which the next piece replaces.
             row[filled : filled + size + 1] = piece[offset : offset + size + 1]

@@ -48,12 +48,12 @@ class ArrayCache:
         self._folders = folders
 
     def get_or_build(
-        self, kind: str, key: Mapping[str, Any], build: Callable[[], Arrays]
+        self, prefix: str, key: Mapping[str, Any], build: Callable[[], Arrays]
     ) -> Arrays:
         """The arrays of a key, memory-mapped; builds them if they are missing.
 
         Args:
-            kind: Readable prefix of the file names.
+            prefix: Readable prefix of the file names.
             key: Everything that determines the arrays.
             build: Computes the arrays.
 
@@ -61,7 +61,7 @@ class ArrayCache:
             UserError: If no folder has the arrays and none is writable, or if another process that
                 builds them does not finish.
         """
-        name = _entry_name(kind, key)
+        name = _entry_name(prefix, key)
         for folder in self._folders:
             arrays = _load(folder, name)
             if arrays is not None:
@@ -75,9 +75,9 @@ class ArrayCache:
                 reasons.append(f"{folder}: {error.strerror or error}")
         raise user_error("index-cache-not-writable", reasons="; ".join(reasons))
 
-    def contains(self, kind: str, key: Mapping[str, Any]) -> bool:
+    def contains(self, prefix: str, key: Mapping[str, Any]) -> bool:
         """Whether an entry exists; its checksums are verified when it is read."""
-        name = _entry_name(kind, key)
+        name = _entry_name(prefix, key)
         return any((folder / f"{name}.json").exists() for folder in self._folders)
 
     def require_space(self, size: int) -> None:
@@ -126,10 +126,10 @@ class ArrayCache:
         raise OSError("files vanish or cannot be read back")
 
 
-def _entry_name(kind: str, key: Mapping[str, Any]) -> str:
+def _entry_name(prefix: str, key: Mapping[str, Any]) -> str:
     """Common prefix of the file names of an entry."""
     text = json.dumps(key, sort_keys=True)
-    return f"{kind[:MAX_KIND_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    return f"{prefix[:MAX_KIND_LENGTH]}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
 
 
 def _load(folder: Path, name: str) -> Arrays | None:

@@ -148,8 +148,8 @@ class LoaderProcess:
             error = self._errors.recv()
         except EOFError:
             self._process.join()
-            pid, number = self._process.pid, -(self._process.exitcode or 0)
-            text = f"data loader process (pid {pid}) was killed by signal {number}"
+            pid, signum = self._process.pid, -(self._process.exitcode or 0)
+            text = f"data loader process (pid {pid}) was killed by signal {signum}"
             raise RuntimeError(text) from None
         raise error
 
@@ -165,12 +165,12 @@ class LoaderProcess:
         die_with_parent()
         for end in (self._reports, self._free):  # here they would hide that the parent closed them
             os.close(end)
-        ahead, free_slots, number = ReadAhead(dataset, self._ring.shape[1]), len(self._ring), 0
+        ahead, free_slots, index = ReadAhead(dataset, self._ring.shape[1]), len(self._ring), 0
         try:
-            while number < len(firsts) or ahead:
-                if number < len(firsts) and free_slots and not ahead.is_busy():
-                    ahead.begin(firsts[number], self._ring[number % len(self._ring)])
-                    number, free_slots = number + 1, free_slots - 1
+            while index < len(firsts) or ahead:
+                if index < len(firsts) and free_slots and not ahead.is_busy():
+                    ahead.begin(firsts[index], self._ring[index % len(self._ring)])
+                    index, free_slots = index + 1, free_slots - 1
                 elif not ahead:
                     free_slots = len(os.read(free, PIPE_READ))
                     if not free_slots:

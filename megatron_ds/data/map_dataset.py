@@ -42,8 +42,8 @@ class MapDataset:
         index = self._index(position)
         sample, limit = np.asarray(self._items[index]), self._request.tokenizer.vocab_size
         if sample.shape != row.shape or sample.dtype.kind not in "iu":
-            found, needed = f"{sample.dtype} {list(sample.shape)}", f"integers {list(row.shape)}"
-            raise user_error("dataset-item-of-other-shape", index=index, found=found, needed=needed)
+            shown, needed = f"{sample.dtype} {list(sample.shape)}", f"integers {list(row.shape)}"
+            raise user_error("dataset-item-of-other-shape", index=index, found=shown, needed=needed)
         if not -limit <= sample.min() <= sample.max() < limit:
             token = next(one for one in sample.tolist() if not -limit <= one < limit)
             raise user_error(
@@ -55,11 +55,11 @@ class MapDataset:
         return f"item {self._index(position)}"
 
     def _index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self._items))
+        epoch, offset = divmod(position, len(self._items))
         if self._epoch[0] != epoch:
             shuffle = np.random.RandomState((self._request.seed + epoch) % (1 << 32))
             self._epoch = epoch, shuffle.permutation(len(self._items))
-        return int(self._epoch[1][place])
+        return int(self._epoch[1][offset])
 
 
 def build_own_datasets(

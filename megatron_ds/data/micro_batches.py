@@ -117,8 +117,8 @@ def _read_all(
         return
     processes: list[LoaderProcess] = []
     try:
-        for number in range(min(num_workers, len(firsts))):
-            processes.append(LoaderProcess(dataset, firsts[number::num_workers], micro_batch_size))
+        for worker in range(min(num_workers, len(firsts))):
+            processes.append(LoaderProcess(dataset, firsts[worker::num_workers], micro_batch_size))
         for first, process in zip(firsts, itertools.cycle(processes), strict=False):
             yield first, process.read()
     finally:

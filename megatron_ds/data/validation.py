@@ -80,18 +80,18 @@ class DataFiles:
             reads: Identify files by blocks of their contents too, and not only by their sizes.
         """
         for group in self.groups:
-            for number, source in enumerate(group.sources, 1):
+            for index, source in enumerate(group.sources, 1):
                 name, weight = os.path.basename(source.prefix), source.given_weight
                 value = f"{name}, weight {weight}, documents {source.documents.text}"
-                yield f"source {number} of {group.flag} ({group.split} {group.name})", value
-        for number, prefix in enumerate(self.prefixes, 1):
+                yield f"source {index} of {group.flag} ({group.split} {group.name})", value
+        for index, prefix in enumerate(self.prefixes, 1):
             file = self.open(prefix)
             value = f"{file.sizes[0]} and {file.sizes[1]} bytes"
             if file.version:  # of a store, which has given all hosts the same content with it
                 value = f"{value}, version {file.version}"
             elif reads:
                 value = f"{value} with content {self._content_digest(prefix)}"
-            yield f"{os.path.basename(prefix)} (.bin and .idx, file {number})", value
+            yield f"{os.path.basename(prefix)} (.bin and .idx, file {index})", value
 
     def _content_digest(self, prefix: str) -> str:
         """A digest of the blocks of a file that the checks read, and of the ends of its index."""

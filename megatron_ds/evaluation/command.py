@@ -37,7 +37,7 @@ def run(options: Options) -> None:
         from megatron_ds.evaluation import harness
 
         # Before the model: data may be missing.
-        names = [name for each in options.tasks for name in each.split(",") if name]
+        names = [name for text in options.tasks for name in text.split(",") if name]
         loaded = harness.load_tasks(names, options.include_path)
     with loaded_model(options, source) as (model, mesh):
         scorer = Scorer(model, mesh, options.micro_batch_size)
@@ -67,7 +67,7 @@ def _run_task(options: Options, scorer: Scorer, tokenizer: Tokenizer) -> Figures
         totals[path] = task.evaluate(documents, lambda asked: scorer.score(_reported(asked)))
     figures: Figures = task.figures(sum(totals.values(), Totals()))
     if len(totals) > 1:
-        figures["files"] = {path: task.figures(each) for path, each in totals.items()}
+        figures["files"] = {path: task.figures(total) for path, total in totals.items()}
     return figures
 
 
@@ -76,8 +76,8 @@ def _lines(figures: Figures) -> str:
     names = [name for name in figures if name != "files"]
     files = figures.get("files", {})
     rows = [[name.replace("_", " ") for name in names]]
-    for each in (*files.values(), figures):
-        values = (each[name] for name in names)
+    for row in (*files.values(), figures):
+        values = (row[name] for name in names)
         rows.append([f"{one:.8g}" if isinstance(one, float) else str(one) for one in values])
     if files:
         rows = [[name, *row] for name, row in zip(("", *files, "total"), rows, strict=True)]
@@ -91,8 +91,8 @@ def _lines(figures: Figures) -> str:
 def _reported(requests: Iterator[ScoredText]) -> Iterator[ScoredText]:
     """The requests; prints how many there were, now and then."""
     due = time.perf_counter() + REPORT_SECONDS
-    for number, request in enumerate(requests):
+    for count, request in enumerate(requests):
         if time.perf_counter() > due:
             due += REPORT_SECONDS
-            log_rank0(f"scored {number:,} windows or texts")
+            log_rank0(f"scored {count:,} windows or texts")
         yield request

@@ -139,16 +139,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continuations up to their stop sequences; requests with equal settings share batches."""
         groups: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(number)
+        for index, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(index)
         texts: dict[int, str] = {}
         for numbers in groups.values():
             settings = requests[numbers[0]].args[1]
-            contexts = [requests[number].args[0] for number in numbers]
-            for number, text in zip(numbers, self._continue(contexts, settings), strict=True):
-                self.cache_hook.add_partial("generate_until", requests[number].args, text)
-                texts[number] = text
-        return [texts[number] for number in range(len(requests))]
+            contexts = [requests[index].args[0] for index in numbers]
+            for index, text in zip(numbers, self._continue(contexts, settings), strict=True):
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                texts[index] = text
+        return [texts[index] for index in range(len(requests))]
 
     def _continue(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
         values = normalize_gen_kwargs(settings, DEFAULT_NEW_TOKENS)
@@ -252,13 +252,13 @@ def load_tasks(names: Sequence[str], include_path: Sequence[str]) -> list[Any]:
     for name in names:
         try:
             with quiet(on_first_rank=False):
-                found = manager.load([name])
+                result = manager.load([name])
         except OSError as error:
             raise user_error("harness-data-missing", task=name, error=error) from error
         except Exception as error:  # of the task's own code, too
             raise user_error("harness-task-not-loaded", task=name, error=error) from error
-        group = found["groups"].get(name)
-        loaded += found["tasks"].values() if group is None else [group]
+        group = result["groups"].get(name)
+        loaded += result["tasks"].values() if group is None else [group]
     return loaded
 
 

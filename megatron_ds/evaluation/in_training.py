@@ -101,7 +101,7 @@ class TaskEvaluation:
                     names, folders = options.harness_tasks, options.eval_tasks_include_path
                     self._loaded.extend(harness.load_tasks(names, folders))
             except UserError as error:
-                raise UserError(*(each.about(**FLAGS) for each in error.problems)) from error
+                raise UserError(*(problem.about(**FLAGS) for problem in error.problems)) from error
 
     def run(self, is_stopped: Callable[[], bool]) -> list[Result]:
         """Evaluates every task. Collective.
@@ -142,7 +142,7 @@ class TaskEvaluation:
 
     def _file_name(self, path: str) -> str:
         """The last part of the path, if no other path has the same."""
-        names = Counter(Path(each).name for each in {one.path for one in self.options.file_tasks})
+        names = Counter(Path(file).name for file in {one.path for one in self.options.file_tasks})
         name = Path(path).name
         return name if names[name] == 1 else path
 
@@ -152,8 +152,8 @@ class TaskEvaluation:
         from megatron_ds.evaluation import harness
 
         fewshot, limit = self.options.eval_tasks_num_fewshot, self.options.eval_tasks_limit
-        found = harness.run_loaded(self._loaded, scorer, self.tokenizer, fewshot, limit)
-        return [Result(name, metrics) for name, metrics in found.items() if metrics]
+        results = harness.run_loaded(self._loaded, scorer, self.tokenizer, fewshot, limit)
+        return [Result(name, metrics) for name, metrics in results.items() if metrics]
 
 
 @contextmanager

@@ -106,14 +106,14 @@ class Scorer:
         rank, size = self.mesh.dp.rank, self.mesh.dp.size
         if self.in_lockstep and passes_vary:
             rank, size = 0, 1
-        own, most = order[rank::size], len(order[::size])
+        indices, most = order[rank::size], len(order[::size])
         results: dict[int, Result] = {}
         for start in range(0, most, self.batch_size):
             self.before_batch()
-            batch = own[start : start + self.batch_size]
+            batch = indices[start : start + self.batch_size]
             if batch or self.in_lockstep:
-                found = work([items[index] for index in batch or order[:1]])
-                results |= zip(batch, found, strict=bool(batch))
+                values = work([items[index] for index in batch or order[:1]])
+                results |= zip(batch, values, strict=bool(batch))
         if size > 1:
             parts: list[dict[int, Result]] = [{} for _ in range(size)]
             dist.all_gather_object(parts, results, group=self.mesh.dp.handle)
@@ -133,7 +133,7 @@ class Scorer:
             positions.append(torch.arange(end - scored, end) * len(texts) + row)
             targets.append(torch.tensor(ids[len(ids) - scored :]))
         x_SBH = self.model(tokens_BS.to(device), hidden_only=True)
-        positions_N, targets_N = (torch.cat(each).to(device) for each in (positions, targets))
+        positions_N, targets_N = (torch.cat(pieces).to(device) for pieces in (positions, targets))
         x_NH = x_SBH.flatten(0, 1)[positions_N]
         pairs = zip(x_NH.split(LOGITS_TOKENS), targets_N.split(LOGITS_TOKENS), strict=True)
         chunks = list(pairs)
@@ -141,17 +141,17 @@ class Scorer:
         parts = [self._score_tokens(*chunk) for chunk in chunks]
         for _ in range(most - len(parts)):
             self._score_tokens(x_NH[:1], targets_N[:1])  # for the other ranks
-        logprobs_N, is_greedy_N = (torch.cat(each).cpu() for each in zip(*parts, strict=True))
+        logprobs_N, is_greedy_N = (torch.cat(pieces).cpu() for pieces in zip(*parts, strict=True))
         check_finite(logprobs_N.tolist())
         sizes = [text.scored for text in texts]
         rows = zip(logprobs_N.double().split(sizes), is_greedy_N.split(sizes), strict=True)
         return [Score(float(logprobs.sum()), bool(greedy.all())) for logprobs, greedy in rows]
 
-    def _most_of_all_ranks(self, number: int) -> int:
+    def _most_of_all_ranks(self, count: int) -> int:
         """The largest number of the data-parallel ranks in lockstep."""
         if not self.in_lockstep or self.mesh.dp.size == 1:
-            return number
-        largest = torch.tensor(number, device=next(self.model.parameters()).device)
+            return count
+        largest = torch.tensor(count, device=next(self.model.parameters()).device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.mesh.dp.handle)
         return int(largest)
 

@@ -23,8 +23,8 @@ TASKS = PERPLEXITY, WIKITEXT, LAMBADA = FILE_TASKS
 
 PUNCTUATION = (
     ("s '", "s'"),
-    *((f" @{each}@ ", each) for each in "-,."),
-    *((f" {each} ", f"{each} ") for each in ":;.!?,"),
+    *((f" @{sign}@ ", sign) for sign in "-,."),
+    *((f" {sign} ", f"{sign} ") for sign in ":;.!?,"),
 )
 BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 OTHERS = (

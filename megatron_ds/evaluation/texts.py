@@ -26,16 +26,16 @@ def problems(
 ) -> Iterator[Problem]:
     """Problems with the paths of a field, and with the first document of each; see `read_texts`."""
     files = tuple(path for path in paths if not is_token_file(path))
-    found = [*InputSpec(files, format).problems()] if files else []
-    for path in () if found else files:
+    invalid = [*InputSpec(files, format).problems()] if files else []
+    for path in () if invalid else files:
         if path == STDIN or Path(path).is_fifo():
             continue  # can be read only once
         try:
             if next(_documents(InputSpec((path,), format), keys), None) is None:
-                found.append(Problem("file-without-text", "paths", path=path))
+                invalid.append(Problem("file-without-text", "paths", path=path))
         except UserError as error:
-            found += error.problems
-    yield from (each.about(paths=field) for each in found)
+            invalid += error.problems
+    yield from (problem.about(paths=field) for problem in invalid)
 
 
 def read_texts(
@@ -64,7 +64,7 @@ def read_texts(
         try:
             yield from _documents(InputSpec((path,), format), keys)
         except UserError as error:
-            problems = (each.about(paths=field) for each in error.problems)
+            problems = (problem.about(paths=field) for problem in error.problems)
             raise UserError(*problems) from error
 
 
@@ -79,8 +79,8 @@ def _documents(inputs: InputSpec, keys: Sequence[str]) -> Iterator[Text]:
 
 def _token_texts(prefix: str, tokenizer: Tokenizer) -> Iterator[Text]:
     dataset = IndexedDataset(prefix)
-    for number in range(len(dataset)):
-        ids = dataset.get(number).tolist()
+    for index in range(len(dataset)):
+        ids = dataset.get(index).tolist()
         if ids[-1:] == [tokenizer.eod]:
             ids.pop()
         if ids:

@@ -103,7 +103,7 @@ def byte_locked(descriptor: int, offset: int) -> Iterator[None]:
     """
     layout = struct.Struct("@hhqqi4x")  # flock of fcntl(2)
     held, free = (
-        layout.pack(kind, os.SEEK_SET, offset, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
+        layout.pack(action, os.SEEK_SET, offset, 1, 0) for action in (fcntl.F_WRLCK, fcntl.F_UNLCK)
     )
     fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, held)
     try:

@@ -94,7 +94,7 @@ def defer_interrupts() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    before = signal.signal(signal.SIGINT, lambda signum, _: received.append(signum))
     try:
         yield
     finally:

@@ -289,7 +289,7 @@ class ObjectStore:
             is_announced: Whether that line is printed.
         """
         shown = f"{self.url}/{name}"
-        pauses = [FIRST_PAUSE_S * 2**number for number in range(ATTEMPTS - 1)]
+        pauses = [FIRST_PAUSE_S * 2**attempt for attempt in range(ATTEMPTS - 1)]
         end = time.monotonic() + (math.inf if is_transfer else LAST_ATTEMPT_S)
         notice = threading.Timer(NOTICE_S, lambda: print(f"waiting for {shown}", file=sys.stderr))
         if is_announced and not is_transfer:
@@ -317,15 +317,15 @@ def _as_os_error(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         text = str(error).strip().partition("\n")[0] or type(error).__name__
-        kind = next((each for each in FINAL_ERRORS if isinstance(error, each)), _Transient)
+        error_type = next((cls for cls in FINAL_ERRORS if isinstance(error, cls)), _Transient)
         if "NoSuchBucket" in str(error):
-            text, kind = "there is no such bucket", PermissionError
+            text, error_type = "there is no such bucket", PermissionError
         elif re.search(DENIED, f"{type(error).__name__} {error}"):
-            kind = PermissionError
+            error_type = PermissionError
         elif type(error).__name__ == "InvalidPathError":
             text = f"{text}. Rename or delete this object, or install s3fs, by which it is left out"
-            kind = IsADirectoryError  # final
-        raise kind(f"{name}: {text}") from error
+            error_type = IsADirectoryError  # final
+        raise error_type(f"{name}: {text}") from error
 
 
 def _open_filesystem(url: str, scheme: str) -> Any:
@@ -338,18 +338,18 @@ def _open_filesystem(url: str, scheme: str) -> Any:
     options: dict[str, Any] = {"auto_mkdir": True} if scheme in FILE_SCHEMES else {}
     try:
         try:
-            kind = fsspec.get_filesystem_class(scheme)
+            cls = fsspec.get_filesystem_class(scheme)
         except ImportError:
             if scheme not in OBJECT_SCHEMES:
                 raise
             import obstore.fsspec
 
             obstore.fsspec.register(scheme)
-            kind = fsspec.get_filesystem_class(scheme)
-        if kind.__module__.startswith("obstore"):
+            cls = fsspec.get_filesystem_class(scheme)
+        if cls.__module__.startswith("obstore"):
             options["retry_config"] = RETRY_OF_OBSTORE
-        options |= kind._get_kwargs_from_urls(url)
-        filesystem = kind(skip_instance_cache=True, **options)
+        options |= cls._get_kwargs_from_urls(url)
+        filesystem = cls(skip_instance_cache=True, **options)
     except ImportError as error:
         raise user_error("store-package-missing", url=url, error=error) from error
     except Exception as error:  # of any client library, such as settings in its environment

@@ -221,7 +221,7 @@ class ResumableOutput:
         self.finished = self.published = True
         return True
 
-    def _check_settings(self, before: Mapping[str, Any], place: str) -> None:
+    def _check_settings(self, before: Mapping[str, Any], location: str) -> None:
         names = sorted({*before, *self._settings})
         changed = [name for name in names if before.get(name) != self._settings.get(name)]
         raise_if_any(
@@ -231,12 +231,12 @@ class ResumableOutput:
                 flag=option(name) if name.isidentifier() else name,
                 current=_show(self._settings.get(name)),
                 recorded=_show(before.get(name)),
-                place=place,
+                place=location,
             )
             for name in changed[:PROBLEMS_SHOWN]
         )
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         try:
             with nullcontext() if error is None else suppress(Exception):
                 self._wait()

@@ -26,8 +26,8 @@ class SwapFolder:
     """
 
     def __init__(self, parent: Path) -> None:
-        for number in itertools.count():
-            self.path = parent / f"swap{number}"
+        for index in itertools.count():
+            self.path = parent / f"swap{index}"
             parent.mkdir(parents=True, exist_ok=True)
             # Its last user may remove it at the same time.
             with suppress(FileNotFoundError, FileExistsError):

@@ -101,8 +101,8 @@ class GenerationOptions:
     @property
     def training_fields(self) -> frozenset[str]:
         """The given fields that are not the tool's own."""
-        own = table_of(type(self)).shown
-        return self.given - {flag.field for group in own for flag in group.flags}
+        groups = table_of(type(self)).shown
+        return self.given - {flag.field for group in groups for flag in group.flags}
 
     def given_in(self, group: str) -> dict[str, Any]:
         """The given values of a group of the run's configuration."""
@@ -118,7 +118,7 @@ class GenerationOptions:
 
 
 def model_conflicts(
-    given: Mapping[str, Any], model: ModelConfig, null_tokenizer: bool
+    values: Mapping[str, Any], model: ModelConfig, null_tokenizer: bool
 ) -> Iterator[Problem]:
     """Model flags that differ from the checkpoint's model."""
     effective = {
@@ -129,7 +129,7 @@ def model_conflicts(
         # A NullTokenizer's end-of-document id is added to the flag's number.
         "vocab_size": model.vocab_size - null_tokenizer,
     }
-    for name, value in given.items():
+    for name, value in values.items():
         saved = effective.get(name, getattr(model, name))
         if value != saved and name not in FREE_MODEL_FIELDS:
             yield Problem(

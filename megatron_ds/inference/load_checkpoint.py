@@ -22,7 +22,7 @@ from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.tokenizer import Tokenizer, build_tokenizer
 
 
-def tokenizer_config(source: SourceCheckpoint, given: Mapping[str, Any]) -> TokenizerConfig:
+def tokenizer_config(source: SourceCheckpoint, overrides: Mapping[str, Any]) -> TokenizerConfig:
     """The tokenizer of the weights, with some fields replaced.
 
     Code in its files runs only if this is given.
@@ -30,8 +30,8 @@ def tokenizer_config(source: SourceCheckpoint, given: Mapping[str, Any]) -> Toke
     Raises:
         UserError: If the tokenizer runs code.
     """
-    config = TokenizerConfig(**{**source.settings.tokenizer, **given})
-    if config.trust_remote_code and not given.get("trust_remote_code"):
+    config = TokenizerConfig(**{**source.settings.tokenizer, **overrides})
+    if config.trust_remote_code and not overrides.get("trust_remote_code"):
         raise user_error("checkpoint-tokenizer-runs-code", path=source.path)
     return config
 

@@ -42,8 +42,8 @@ def read_prompt_file(path: Path) -> list[str]:
     try:
         lines = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise user_error("prompt-file-not-utf8", path=path, line=number, error=error) from None
+        line_number = content.count(b"\n", 0, error.start) + 1
+        raise user_error("prompt-file-not-utf8", path=path, line=line_number, error=error) from None
     if not lines[-1]:
         lines.pop()
     lines = [line.removesuffix("\r") for line in lines]
@@ -51,8 +51,8 @@ def read_prompt_file(path: Path) -> list[str]:
         return lines
     prompts = [_prompt_of(line) for line in lines]
     raise_if_any(
-        Problem("prompt-line-invalid", path=path, line=number)
-        for number, prompt in enumerate(prompts, start=1)
+        Problem("prompt-line-invalid", path=path, line=line_number)
+        for line_number, prompt in enumerate(prompts, start=1)
         if prompt is None
     )
     return [prompt for prompt in prompts if prompt is not None]
@@ -76,15 +76,15 @@ def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer) -> list[Prompt]:
         UserError: With a problem for each text that cannot be encoded.
     """
     prompts, problems = list[Prompt](), list[Problem]()
-    for number, text in enumerate(texts, start=1):
+    for index, text in enumerate(texts, start=1):
         try:
             text.encode()  # bytes of a terminal that are not UTF-8 become lone surrogates
             ids = tokenizer.begin(tokenizer.encode(text))
             prompts.append(Prompt(text, ids or [tokenizer.prefix]))
         except UnicodeEncodeError:
-            problems.append(Problem("prompt-not-unicode", number=number))
+            problems.append(Problem("prompt-not-unicode", number=index))
         except ValueError as error:
-            problems.append(Problem("prompt-not-encodable", number=number, error=error))
+            problems.append(Problem("prompt-not-encodable", number=index, error=error))
     raise_if_any(problems)
     return prompts
 

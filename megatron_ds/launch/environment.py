@@ -120,10 +120,10 @@ def slurm_array_part() -> tuple[int, int] | None:
     """
     names = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "MAX", "STEP", "COUNT"))
     try:
-        number, first, last, step, count = (int(os.environ[name]) for name in names)
+        task, first, last, step, count = (int(os.environ[name]) for name in names)
     except KeyError:
         return None
-    return ((number - first) // step, count) if (last - first) // step + 1 == count else None
+    return ((task - first) // step, count) if (last - first) // step + 1 == count else None
 
 
 def has_shared_devices() -> bool:
@@ -154,8 +154,8 @@ def prepare_environment() -> Path:
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(_ops_folder())
     # DeepSpeed cannot parse variants of architectures ("9.0a"), which torch's own builds accept.
-    if given := os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d+\.\d+)[a-z]", r"\1", given)
+    if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = re.sub(r"(\d+\.\d+)[a-z]", r"\1", archs)
     # A gloo group would connect every two ranks, with addresses that grow with the cube of the
     # ranks: 20 MB in the store of 128. On demand it connects those that communicate.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")

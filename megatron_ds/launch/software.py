@@ -23,20 +23,20 @@ def versions() -> dict[str, str]:
     """Versions of Python and the packages."""
     from importlib import metadata  # slow to import, and most programs do not need it
 
-    found = {}
+    installed = {}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "(not installed)"
-    return {**found, "Python": platform.python_version()}
+            installed[package] = "(not installed)"
+    return {**installed, "Python": platform.python_version()}
 
 
 def version_text() -> str:
     """The most important ones in a line."""
-    found = versions()
+    installed = versions()
     names = ("megatron_ds", "torch", "deepspeed", "Python")
-    return ", ".join(f"{name} {found[name]}" for name in names)
+    return ", ".join(f"{name} {installed[name]}" for name in names)
 
 
 def commit() -> str:
@@ -54,12 +54,12 @@ def source_digests() -> dict[str, str]:
     the next.
     """
     package = Path(__file__).parents[1]
-    found = {}
+    digests = {}
     for path in [*sorted(_sources(str(package))), sys.argv[0]]:
         with suppress(OSError):
             name = os.path.relpath(path, package.parent) if path != sys.argv[0] else "the program"
-            found[name] = _digest(path)
-    return found
+            digests[name] = _digest(path)
+    return digests
 
 
 def module_digests() -> dict[str, str]:
@@ -67,7 +67,7 @@ def module_digests() -> dict[str, str]:
 
     Without this package, Python's own library, installed packages and the program itself.
     """
-    folder, found = os.path.dirname(os.path.realpath(sys.argv[0])), {}
+    folder, digests = os.path.dirname(os.path.realpath(sys.argv[0])), {}
     others = [str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib"))]
     outside = tuple(os.path.join(other, "") for other in {*others, *map(os.path.realpath, others)})
     modules = [module for name, module in [*sys.modules.items()] if name != "__main__"]
@@ -79,8 +79,8 @@ def module_digests() -> dict[str, str]:
             name = os.path.relpath(real, folder)
             if not name.startswith(os.pardir + os.sep):
                 with suppress(OSError):
-                    found[name] = _digest(path)
-    return dict(sorted(found.items()))
+                    digests[name] = _digest(path)
+    return dict(sorted(digests.items()))
 
 
 def _digest(path: str) -> str:

@@ -34,10 +34,10 @@ def shard_prefix(output: str, shard: Shard) -> str:
     return os.path.join(shard_folder(output), f"{shard.index}-of-{shard.count}")
 
 
-def settle_count(output: str, given: int | None, default: int) -> int:
+def settle_count(output: str, requested: int | None, default: int) -> int:
     """The number of shards of an output, which a repeated run keeps unless another one is given."""
     record = Path(shard_folder(output), "count")
-    count = given or (int(record.read_text()) if record.exists() else default)
+    count = requested or (int(record.read_text()) if record.exists() else default)
     record.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(record, str(count).encode())
     return count
@@ -91,8 +91,8 @@ class ShardFiles:
         """The shards that are not complete."""
         # Each record has all settings, so none is read before all are there.
         records = [shard_prefix(self.output, shard) + PROGRESS_SUFFIX for shard in self.shards]
-        found = {os.path.join(shard_folder(self.output), name) for name in self._names()}
-        missing = [one for one, path in zip(self.shards, records, strict=True) if path not in found]
+        known = {os.path.join(shard_folder(self.output), name) for name in self._names()}
+        missing = [one for one, path in zip(self.shards, records, strict=True) if path not in known]
         return missing or [shard for shard in self.shards if self.find(shard) is None]
 
     def _names(self) -> list[str]:

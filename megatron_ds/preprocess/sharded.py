@@ -111,8 +111,8 @@ class ShardedRun:
         """The counts of the complete output of this run; None if there is none, or to replace."""
         if self.options.overwrite:
             return None
-        found = complete_progress(Path(self._completed), self.files.settings)
-        return None if found is None else Progress.from_json(found["counts"])
+        record = complete_progress(Path(self._completed), self.files.settings)
+        return None if record is None else Progress.from_json(record["counts"])
 
     def complete(
         self, run_shards: RunShards, log: Callable[[str], None], restart: bool = False

@@ -72,22 +72,22 @@ def slices(files: Iterable[InputFile], format: str, shard: Shard | None) -> Iter
         format: Format of all files, or "auto".
     """
     if shard is None:
-        yield from (Slice(number, file) for number, file in enumerate(files))
+        yield from (Slice(index, file) for index, file in enumerate(files))
         return
     listed = list(files)
     # One byte more than each file has, so that empty ones belong to a shard, too.
     total = sum(file.size + 1 for file in listed)
     first, last = (total * index // shard.count for index in (shard.index, shard.index + 1))
     start = 0
-    for number, file in enumerate(listed):
+    for index, file in enumerate(listed):
         begin, end = max(first - start, 0), min(last - start, file.size + 1)
         start += file.size + 1
         if begin >= end:
             continue
         if format_of(file.name, format) in (("jsonl", ""), ("parquet", "")):
-            yield Slice(number, file, begin, end if end <= file.size else None)
+            yield Slice(index, file, begin, end if end <= file.size else None)
         elif begin == 0:
-            yield Slice(number, file)
+            yield Slice(index, file)
 
 
 def lines_before(inputs: InputSpec, shard: Shard | None) -> tuple[str, int]:

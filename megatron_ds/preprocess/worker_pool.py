@@ -66,12 +66,12 @@ class Workers(Generic[Item, Result]):
         self._threads.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is not None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        if error_type is not None:
             for process in self._processes:
                 process.terminate()
         self._in_flight.clear()
-        self._threads.__exit__(kind, *error)
+        self._threads.__exit__(error_type, *error)
         for connection in self._connections:
             connection.close()
         for process in self._processes:

@@ -84,11 +84,11 @@ class Chart:
 def smooth(values: Sequence[float] | Values, weight: float) -> list[float]:
     """Means with weights that fall exponentially to both sides, so that the curve does not lag."""
 
-    def sums(each: Values) -> Values:
-        return np.array([*accumulate(each, lambda total, value: weight * total + value)])
+    def sums(series: Values) -> Values:
+        return np.array([*accumulate(series, lambda total, value: weight * total + value)])
 
     y = np.asarray(values, dtype=float)
-    total, count = (sums(each) + sums(each[::-1])[::-1] - each for each in (y, np.ones_like(y)))
+    total, count = (sums(data) + sums(data[::-1])[::-1] - data for data in (y, np.ones_like(y)))
     means: list[float] = (total / count).tolist()
     return means
 
@@ -144,12 +144,12 @@ def loss_chart(runs: Runs, axis: str, smoothing: float | None = None) -> Chart:
     for color, (name, run) in enumerate(runs.items()):
         label = name if len(runs) > 1 else "training"
         lines += curve(label, color, run.axis(axis), run["lm_loss"], smoothing)
-        for split, kind in (("validation", "dots"), ("test", "stars")):
+        for split, style in (("validation", "dots"), ("test", "stars")):
             points = run.losses(split)
             x = run.place(axis, [iteration for iteration, _ in points])
             y = np.array([loss for _, loss in points])
             label = "" if any(line.label == split for line in lines) else split
-            lines += [replace(each, kind=kind) for each in curve(label, color, x, y)]
+            lines += [replace(line, kind=style) for line in curve(label, color, x, y)]
         marks += _marks(run, axis, color)
     label = AXIS_LABELS[axis]
     unit = "s" if axis == "time" else ""
@@ -160,15 +160,15 @@ def loss_chart(runs: Runs, axis: str, smoothing: float | None = None) -> Chart:
 def _marks(run: History, axis: str, color: int) -> Iterator[Mark]:
     """Restarts, checkpoints and warnings within the steps of a run."""
     first, last = run["iteration"][[0, -1]]
-    found = {
-        "restart": [each["iteration"] for each in run.of("start") if each["iteration"] > 0],
+    events = {
+        "restart": [item["iteration"] for item in run.of("start") if item["iteration"] > 0],
         "checkpoint": run.checkpoints,
-        "warning": [each["iteration"] for each in run.of("warning")],
+        "warning": [item["iteration"] for item in run.of("warning")],
     }
-    for kind, iterations in found.items():
-        within = sorted({each for each in iterations if first - 1 <= each <= last})
+    for event, iterations in events.items():
+        within = sorted({step for step in iterations if first - 1 <= step <= last})
         if within:
-            yield Mark(kind, color, run.place(axis, within))
+            yield Mark(event, color, run.place(axis, within))
 
 
 def step_chart(
@@ -195,10 +195,10 @@ def validation_chart(runs: Runs) -> Chart:
     """The validation loss of every dataset."""
     lines: list[Line] = []
     for color, (name, run) in enumerate(runs.items()):
-        for number, group in enumerate(run.groups("validation")):
+        for index, group in enumerate(run.groups("validation")):
             points = np.array(run.losses("validation", group)).T
             label = ": ".join(filter(None, [name if len(runs) > 1 else "", group]))
-            lines += curve(label, color + number * len(runs), points[0], points[1])
+            lines += curve(label, color + index * len(runs), points[0], points[1])
     title = "Validation loss"
     return Chart("validation", title, "iteration", "loss (nats per token)", tuple(lines))
 
@@ -207,8 +207,8 @@ def memory_chart(runs: Runs) -> Chart:
     """The peak memory of the first rank, where it was recorded."""
     lines: list[Line] = []
     for color, (name, run) in enumerate(runs.items()):
-        known = [each for each in run.of("memory") if each.get("peak")]
-        x, peaks = (np.array([each[key] for each in known]) for key in ("iteration", "peak"))
+        known = [record for record in run.of("memory") if record.get("peak")]
+        x, peaks = (np.array([record[key] for record in known]) for key in ("iteration", "peak"))
         label = name if len(runs) > 1 else ""
         lines += curve(label, color, x, peaks / 2**30) if known else []
     title = "Peak memory of rank 0"
@@ -221,7 +221,7 @@ def scaling_chart(runs: Runs) -> Chart | None:
     groups = comparable(runs)
     for color, group in enumerate(groups):
         label = "measured" if len(groups) == 1 else ", ".join(name for name, _ in group)
-        points = [(each.ranks, each.tokens_per_second) for _, each in group]
+        points = [(result.ranks, result.tokens_per_second) for _, result in group]
         x, y = np.array(points, dtype=float).T
         lines.append(Line("" if color else "ideal", color, x, y[0] / x[0] * x, "ideal"))
         if len({*x}) == len(x):
@@ -275,6 +275,6 @@ def charts_of(runs: Runs, peak_tflops: float | None = None) -> Iterator[Chart]:
     scaling = scaling_chart(runs)
     losses = (loss_chart(runs, axis) for axis in AXES)
     charts = (*losses, validation_chart(runs), *step_charts(runs, peak_tflops))
-    for each in (*charts, *(() if scaling is None else (scaling,))):
-        if each.lines:
-            yield replace(each, lines=tuple(map(thinned, each.lines)))
+    for chart in (*charts, *(() if scaling is None else (scaling,))):
+        if chart.lines:
+            yield replace(chart, lines=tuple(map(thinned, chart.lines)))

@@ -77,8 +77,8 @@ def run_style(run: int) -> tuple[int, str]:
 
 
 def _draw_line(drawn: Figure, axes: Any, line: Line, scale: float, several: bool) -> None:
-    number, dashes = run_style(line.color)
-    color = COLORS[number]
+    index, dashes = run_style(line.color)
+    color = COLORS[index]
     x = line.x / scale
     if line.kind == "faint":
         axes.plot(x, line.y, color=color, alpha=0.3, linewidth=0.8)
@@ -107,9 +107,9 @@ def _draw_marks(axes: Any, chart: Chart, scale: float) -> None:
         named.add(mark.kind)
         transform = axes.get_xaxis_transform()
         if mark.kind == "restart":
-            for number, place in enumerate(x):
+            for index, position in enumerate(x):
                 style = {"color": color, "linestyle": "--", "linewidth": 0.6}
-                axes.axvline(place, label=None if number else label, **style)
+                axes.axvline(position, label=None if index else label, **style)
             continue
         height, marker = (0.03, "^") if mark.kind == "checkpoint" else (0.97, "x")
         style = {"color": color, "markersize": 6, "linestyle": "", "clip_on": False}
@@ -147,9 +147,9 @@ def svg(chart: Chart) -> str:
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
     text = re.sub(r"<(metadata|style).*?</\1>", "", text, flags=re.DOTALL)
     text = re.sub(r"\n\s*", " ", re.sub(r"<!--.*?-->", "", text))
-    text = re.sub(r"\d+\.\d{6}\b", lambda number: f"{float(number[0]):.2f}", text)
+    text = re.sub(r"\d+\.\d{6}\b", lambda match: f"{float(match[0]):.2f}", text)
     text = re.sub(r' (width|height)="[\d.]+pt"', "", text, count=2)
-    named = ((f"run{number}", color) for number, color in enumerate(COLORS))
+    named = ((f"run{index}", color) for index, color in enumerate(COLORS))
     for name, color in (("text", TEXT), ("grid", GRID), *named):
         text = text.replace(color, f"var(--{name})")
     return text

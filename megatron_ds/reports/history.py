@@ -99,11 +99,11 @@ class RecordFile:
             OSError: If the file cannot be read.
         """
         with self.path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._inode != -1 or found.st_size < self._offset:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode != -1 or stat.st_size < self._offset:
                 self._offset = self._line = 0
                 self._reset()
-            self._inode, before = found.st_ino, self._offset
+            self._inode, before = stat.st_ino, self._offset
             file.seek(before)
             for line in file:
                 try:
@@ -166,8 +166,8 @@ class History:
 
     def __getitem__(self, key: str) -> Values:
         """A column as a copy; all nan if no step has the key."""
-        found = self.columns.get(key)
-        return np.full(len(self), NAN) if found is None else np.array(found)
+        column = self.columns.get(key)
+        return np.full(len(self), NAN) if column is None else np.array(column)
 
     def add(self, record: dict[str, Any]) -> None:
         """Adds an object of `metrics.jsonl`.
@@ -222,31 +222,31 @@ class History:
     def losses(self, split: str, group: str | None = None) -> Points:
         """(iteration, loss) of the evaluations of a group, or of all."""
         return [
-            (each.iteration, each.loss)
-            for each in self.evaluations
-            if each.split == split and group in (None, each.group)
+            (item.iteration, item.loss)
+            for item in self.evaluations
+            if item.split == split and group in (None, item.group)
         ]
 
     def groups(self, split: str) -> list[str]:
         """Names of the evaluated datasets, "" for one without a name."""
-        return list(dict.fromkeys(each.group for each in self.evaluations if each.split == split))
+        return list(dict.fromkeys(item.group for item in self.evaluations if item.split == split))
 
     def of(self, event: str) -> list[dict[str, Any]]:
         """The events of a kind."""
-        return [each for each in self.events if each.get("event") == event]
+        return [record for record in self.events if record.get("event") == event]
 
     @property
     def restarts(self) -> list[dict[str, Any]]:
         """The starts that continued a checkpoint."""
-        return [each for each in self.of("start") if each["iteration"] > 0]
+        return [record for record in self.of("start") if record["iteration"] > 0]
 
     @property
     def ranks(self) -> Values:
         """Number of ranks of each step; nan if unknown."""
-        found = np.full(len(self), float(self.layout_ranks or NAN))
+        ranks = np.full(len(self), float(self.layout_ranks or NAN))
         for start in self.of("start"):
-            found[self["iteration"] > start["iteration"]] = start.get("ranks") or NAN
-        return found
+            ranks[self["iteration"] > start["iteration"]] = start.get("ranks") or NAN
+        return ranks
 
     @property
     def total_iterations(self) -> int | None:
@@ -259,10 +259,10 @@ class History:
         """Positions of the steps on an axis of AXES; nan where they are unknown."""
         if name in ("iteration", "samples", "tokens"):
             return self[name if name == "iteration" else f"consumed_{name}"]
-        each = self["seconds"]
+        values = self["seconds"]
         if name == "flops":
-            each = each * self["tflops"] * self.ranks * 1e12
-        return np.where(np.isnan(each), NAN, np.nancumsum(each))
+            values = values * self["tflops"] * self.ranks * 1e12
+        return np.where(np.isnan(values), NAN, np.nancumsum(values))
 
     def place(self, name: str, iterations: Sequence[float]) -> Values:
         """Positions of iterations, between steps of the run, on an axis."""
@@ -322,9 +322,9 @@ class RunReader:
     def _read_folder(self) -> None:
         """Checkpoints, and settings and ranks where no event has them."""
         history, paths = self.history, list_checkpoints(self.folder)
-        saved = {int(each["iteration"]) for each in history.of("checkpoint")}
+        saved = {int(record["iteration"]) for record in history.of("checkpoint")}
         saved |= {iteration_of(path) for path in paths}
-        history.checkpoints = sorted(each for each in saved if each <= self._until)
+        history.checkpoints = sorted(step for step in saved if step <= self._until)
         for start in history.of("start"):
             history.settings = flat_settings(start["config"])
         for path in paths[:1] if not history.settings else ():
@@ -335,8 +335,8 @@ class RunReader:
 
     def _add_record(self, record: dict[str, Any]) -> None:
         # Our keys in place of the keys of other programs.
-        found = ((key, each) for key, names in SYNONYMS.items() for each in names if each in record)
-        record = {**{key: record[each] for key, each in found}, **record}
+        pairs = ((key, name) for key, names in SYNONYMS.items() for name in names if name in record)
+        record = {**{key: record[name] for key, name in pairs}, **record}
         if int(record["iteration"]) <= self._until:
             self.history.add(record)
 
@@ -364,13 +364,13 @@ def read_run(path: Path, until: int | None = None) -> History:
 
 def _continued_run(folder: Path, history: History) -> Path | None:
     """The metrics of the run in another folder that one in a --save folder has loaded."""
-    loads = [flat_settings(each["config"]).get("--load") for each in history.of("start")]
+    loads = [flat_settings(event["config"]).get("--load") for event in history.of("start")]
     for path in list_checkpoints(folder):
         loads.append(json.loads((path / RUN).read_bytes())["config"]["checkpoint"]["load"])
     for load in filter(None, loads):
-        for place in (Path(load), Path(load).parent):
-            if (place / METRICS).is_file() and not os.path.samefile(place, folder):
-                return place / METRICS
+        for source in (Path(load), Path(load).parent):
+            if (source / METRICS).is_file() and not os.path.samefile(source, folder):
+                return source / METRICS
     return None
 
 

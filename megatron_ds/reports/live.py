@@ -104,13 +104,13 @@ def frame(name: str, follower: Follower, width: int, *, has_dots: bool = True) -
 
 def _progress(run: History, now: Status, width: int) -> Iterator[RenderableType]:
     """Bar, iterations and time left."""
-    done, total, each = int(run["iteration"][-1]), run.total_iterations, seconds_per_step(run)
+    done, total, pace = int(run["iteration"][-1]), run.total_iterations, seconds_per_step(run)
     if not total:
         yield f"iteration {done:,}"
         return
     text = f"iteration {done:,} of {total:,} ({done / total:.0%})"
-    if each and not now.has_ended:
-        text += f", {duration((total - done) * each)} left at {each:.3g} s per step"
+    if pace and not now.has_ended:
+        text += f", {duration((total - done) * pace)} left at {pace:.3g} s per step"
     row = Table.grid()  # a bar alone has no end of its line
     row.add_row(ProgressBar(total=total, completed=done, width=min(width, 80)))
     yield from (row, text)
@@ -144,8 +144,8 @@ def _lines(run: History) -> Iterator[tuple[str, str]]:
             "resumed",
             f"{counted(len(restarts), 'time')}, last at iteration {restarts[-1]['iteration']:,}",
         )
-    for each in run.of("warning")[-WARNINGS:]:
-        yield "warning", f"iteration {each['iteration']:,}: {each.get('text', '')}"
+    for record in run.of("warning")[-WARNINGS:]:
+        yield "warning", f"iteration {record['iteration']:,}: {record.get('text', '')}"
 
 
 def _slowest_rank(run: History) -> Iterator[tuple[str, str]]:

@@ -76,7 +76,7 @@ def _style(losses: Sequence[Chart]) -> str:
     shown = (f".tabs:has(#{chart.name}:checked) .{chart.name}" for chart in losses)
     style = STYLE.replace("TABS", ", ".join(shown))
     for theme, colors in (("LIGHT", COLORS), ("DARK", DARK)):
-        variables = (f"--run{number}: {color};" for number, color in enumerate(colors))
+        variables = (f"--run{index}: {color};" for index, color in enumerate(colors))
         style = style.replace(theme, " ".join(variables))
     return style
 
@@ -93,8 +93,8 @@ def _legend(chart: Chart) -> str:
     entries: dict[str, str] = {}
     for line in sorted(chart.lines, key=lambda line: line.kind in SYMBOLS):
         if line.label and line.kind in ("line", "ideal"):
-            number, dashes = run_style(line.color)
-            color = f"var(--run{number})"
+            index, dashes = run_style(line.color)
+            color = f"var(--run{index})"
             if line.kind == "ideal":
                 color, dashes = "grey", "dashed"
             style = f"border-top-style: {dashes}; border-top-color: {color}"
@@ -109,8 +109,8 @@ def _legend(chart: Chart) -> str:
 def _tabs(charts: Sequence[Chart]) -> Iterator[str]:
     """One of the charts, chosen by its horizontal axis without a script."""
     yield '<fieldset class="tabs"><legend>Against</legend>'
-    for number, chart in enumerate(charts):
-        checked = "" if number else " checked"
+    for index, chart in enumerate(charts):
+        checked = "" if index else " checked"
         button = f'<input type="radio" name="axis" id="{chart.name}"{checked}>'
         yield f"<label>{button} {escape(chart.x_label)}</label>"
     yield from (_figure(chart, chart.name) for chart in charts)
@@ -119,13 +119,13 @@ def _tabs(charts: Sequence[Chart]) -> Iterator[str]:
 
 def _table(table: Table, keys: Sequence[str] = ()) -> Iterator[str]:
     """A table with its heading; `keys` are rows whose name follows the color of their run."""
-    kind = table.title.split()[-1].lower()
-    yield f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table class="{kind}"><thead><tr>'
+    slug = table.title.split()[-1].lower()
+    yield f'<h2>{escape(table.title)}</h2>\n<div class="scroll"><table class="{slug}"><thead><tr>'
     for name, *column in zip(table.header, *table.rows, strict=True):
         yield f'<th scope="col"{_kind(*column)}>{escape(name)}</th>'
     yield "</tr></thead><tbody>"
-    for number, row in enumerate(table.rows):
-        color = f'<span class="key" style="background: var(--run{number % len(COLORS)})"></span>'
+    for index, row in enumerate(table.rows):
+        color = f'<span class="key" style="background: var(--run{index % len(COLORS)})"></span>'
         cells = "".join(f"<td{_kind(text)}>{escape(text)}</td>" for text in row[1:])
         name = f"{color if row[0] in keys else ''}{escape(row[0])}"
         yield f'<tr><th scope="row">{name}</th>{cells}</tr>'

@@ -23,7 +23,7 @@ RECENT = 50
 LATE_INTERVALS, LATE_SECONDS = 3, 10.0
 """A run is late if nothing was written for so many log intervals, and so many seconds."""
 UNKNOWN = "–"
-MODEL = (each.name for group in (ModelConfig, MoEConfig, PrecisionConfig) for each in fields(group))
+MODEL = (item.name for group in (ModelConfig, MoEConfig, PrecisionConfig) for item in fields(group))
 COMPARED = tuple(flat_settings({"": dict.fromkeys(MODEL)}))
 """Settings that are equal in runs whose speeds can be compared."""
 
@@ -86,8 +86,8 @@ def comparable(runs: Mapping[str, History]) -> list[list[tuple[str, Throughput]]
         if speed is not None and speed.ranks:
             same = (str(run.settings.get(flag)) for flag in COMPARED)
             groups.setdefault((run["global_batch_size"][-1], *same), []).append((name, speed))
-    ordered = [sorted(each, key=lambda pair: pair[1].ranks or 0) for each in groups.values()]
-    return [each for each in ordered if each[0][1].ranks != each[-1][1].ranks]
+    ordered = [sorted(rows, key=lambda pair: pair[1].ranks or 0) for rows in groups.values()]
+    return [rows for rows in ordered if rows[0][1].ranks != rows[-1][1].ranks]
 
 
 def final_loss(run: History) -> float:
@@ -120,7 +120,7 @@ def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None)
                 f"{speed.tflops:,.3g}",
                 *([f"{speed.tflops / peak_tflops:.1%}"] if peak_tflops else []),
             ]
-        peaks = [each["peak"] for each in run.of("memory") if each.get("peak")]
+        peaks = [record["peak"] for record in run.of("memory") if record.get("peak")]
         rows.append(
             [
                 name,
@@ -151,15 +151,15 @@ def _status(run: History) -> str:
 def _ranks(run: History) -> str:
     """The numbers of ranks, in their order."""
     numbers = [start.get("ranks") for start in run.of("start")] or [run.layout_ranks]
-    changes = [number for before, number in pairwise([None, *numbers]) if number != before]
-    return ", then ".join(str(number or UNKNOWN) for number in changes) or UNKNOWN
+    changes = [count for before, count in pairwise([None, *numbers]) if count != before]
+    return ", then ".join(str(count or UNKNOWN) for count in changes) or UNKNOWN
 
 
 def about_table(runs: Mapping[str, History]) -> Table:
     """Description of each run, from its banner; without rows if none has recorded it."""
     lines = [run.of("about")[-1]["lines"] if run.of("about") else {} for run in runs.values()]
-    labels = dict.fromkeys(label for each in lines for label in each)
-    rows = [[label, *(each.get(label, UNKNOWN) for each in lines)] for label in labels]
+    labels = dict.fromkeys(label for line in lines for label in line)
+    rows = [[label, *(line.get(label, UNKNOWN) for line in lines)] for label in labels]
     return Table("About", ["", *runs], rows)
 
 
@@ -173,11 +173,11 @@ def scaling_table(runs: Mapping[str, History]) -> Table | None:
     rows = []
     for group in comparable(runs):
         first = group[0][1]
-        for name, each in group:
-            speedup = each.tokens_per_second / first.tokens_per_second
-            ideal = (each.ranks or 1) / (first.ranks or 1)
-            figures = [f"{each.tokens_per_second:,.0f}", f"{speedup:.2f}", f"{speedup / ideal:.0%}"]
-            rows.append([name, str(each.ranks), *figures])
+        for name, item in group:
+            speedup = item.tokens_per_second / first.tokens_per_second
+            ideal = (item.ranks or 1) / (first.ranks or 1)
+            figures = [f"{item.tokens_per_second:,.0f}", f"{speedup:.2f}", f"{speedup / ideal:.0%}"]
+            rows.append([name, str(item.ranks), *figures])
     header = ["run", "ranks", "tokens/s", "speed-up", "of the ideal"]
     return Table("Scaling", header, rows) if rows else None
 
@@ -185,8 +185,8 @@ def scaling_table(runs: Mapping[str, History]) -> Table | None:
 def settings_table(runs: Mapping[str, History], *, only_different: bool) -> Table:
     """The arguments of the runs, a column for each; a dash where a run has not recorded them."""
     settings = [run.settings for run in runs.values()]
-    flags = dict.fromkeys(flag for each in settings for flag in each)
-    rows = [[flag, *(_value(each, flag) for each in settings)] for flag in flags]
+    flags = dict.fromkeys(flag for values in settings for flag in values)
+    rows = [[flag, *(_value(values, flag) for values in settings)] for flag in flags]
     if only_different:
         rows = [row for row in rows if len({*row[1:]} - {UNKNOWN}) > 1]
     title = "Settings that differ" if only_different else "All settings"
@@ -207,8 +207,8 @@ def events_table(runs: Mapping[str, History]) -> Table:
         warnings = run.of("warning")[-MAX_WARNINGS:]
         newest = run.of("checkpoint")[-1:]
         shown = (*run.of("start"), *run.of("end"), *newest, *warnings)
-        for each in sorted(shown, key=lambda event: event.get("time", 0)):
-            rows.append([name, *event_cells(each)])
+        for record in sorted(shown, key=lambda event: event.get("time", 0)):
+            rows.append([name, *event_cells(record)])
     return Table("Events", ["run", "time (UTC)", "iteration", "event"], rows)
 
 
@@ -228,7 +228,7 @@ def status(run: History, age: float) -> Status:
         run: Its history.
         age: Seconds since it has written.
     """
-    changes = [each for each in run.events if each["event"] in ("start", "end")]
+    changes = [record for record in run.events if record["event"] in ("start", "end")]
     if changes and changes[-1]["event"] == "end":
         return Status([*event_cells(changes[-1])][-1], has_ended=True)
     if not len(run):

@@ -70,4 +70,4 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
 
     if config.tokenizer_type == "SentencePieceTokenizer":
         return SentencePieceWithSpecialTokens(config.tokenizer_model, config.vocab_extra_ids)
-    return SentencePieceTokenizer(config.tokenizer_model, kind=config.tokenizer_type)
+    return SentencePieceTokenizer(config.tokenizer_model, name=config.tokenizer_type)

@@ -83,14 +83,14 @@ class Tokenizer(ABC):
 
     def _fingerprint_of(
         self,
-        kind: str,
+        name: str,
         files: Iterable[str | Path],
         settings: Mapping[str, str | int] | None = None,
         content: str = "",
     ) -> TokenizerFingerprint:
         """The fingerprint by these files, once the other attributes are set."""
         ids = self.vocab_size, self.eod
-        return TokenizerFingerprint(kind, hash_files(files), *ids, settings or {}, content)
+        return TokenizerFingerprint(name, hash_files(files), *ids, settings or {}, content)
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -127,13 +127,13 @@ def count_ids(vocab: Mapping[str, int], field: str, path: str | Path) -> int:
     """
     if not vocab:
         raise user_error("vocabulary-empty", field, path=path)
-    for token, number in vocab.items():
-        if type(number) is not int:
-            raise user_error("token-id-not-integer", field, path=path, token=token, number=number)
-        if not 0 <= number < LARGEST_ID:
+    for token, index in vocab.items():
+        if type(index) is not int:
+            raise user_error("token-id-not-integer", field, path=path, token=token, number=index)
+        if not 0 <= index < LARGEST_ID:
             last = LARGEST_ID - 1
             raise user_error(
-                "token-id-out-of-range", field, path=path, number=number, token=token, largest=last
+                "token-id-out-of-range", field, path=path, number=index, token=token, largest=last
             )
     return max(vocab.values()) + 1
 
@@ -178,8 +178,8 @@ def read_json(path: str | Path, field: str) -> dict[str, Any]:
         text = f"{error}{json_remedy(error)}"
         raise user_error("tokenizer-file-not-json", field, path=path, error=text) from None
     if not isinstance(parsed, dict):
-        kind = type(parsed).__name__
-        raise user_error("tokenizer-file-not-json-object", field, path=path, kind=kind)
+        name = type(parsed).__name__
+        raise user_error("tokenizer-file-not-json-object", field, path=path, kind=name)
     return parsed
 
 

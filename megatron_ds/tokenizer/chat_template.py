@@ -49,7 +49,7 @@ def read_chat_template(folder: Path | None) -> ChatTemplate | None:
         settings |= read_json(path, "tokenizer_model")
     source, file = settings.get("chat_template"), folder / TEMPLATE_FILE
     if isinstance(source, list):
-        source = {each["name"]: each["template"] for each in source}.get("default")
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if file.is_file():
         source = file.read_text(encoding="utf-8")
     texts = {

@@ -52,8 +52,8 @@ class FastTokenizer(Tokenizer):
                 ids.
         """
         if not isinstance(reference, JsonTokenizer):
-            kind = reference.fingerprint.kind
-            raise user_error("fast-backend-unsupported-tokenizer-type", kind=kind)
+            name = reference.fingerprint.kind
+            raise user_error("fast-backend-unsupported-tokenizer-type", kind=name)
         self._reference = reference
         self.vocab_size, self.eod = reference.vocab_size, reference.eod
         self.bos, self.adds_bos = reference.bos, reference.adds_bos
@@ -107,15 +107,15 @@ def select_backend(tokenizer: Tokenizer, backend: str) -> BackendChoice:
     Raises:
         UserError: If a library that is requested by name cannot be used.
     """
-    own = REFERENCE if isinstance(tokenizer, JsonTokenizer) else tokenizer.fingerprint.kind
-    if backend == REFERENCE or (backend == "auto" and own != REFERENCE):
-        return BackendChoice(tokenizer, own)
+    native = REFERENCE if isinstance(tokenizer, JsonTokenizer) else tokenizer.fingerprint.kind
+    if backend == REFERENCE or (backend == "auto" and native != REFERENCE):
+        return BackendChoice(tokenizer, native)
     try:
         return BackendChoice(FastTokenizer(tokenizer), FAST)
     except UserError as error:
         if backend == FAST:
             raise
-        return BackendChoice(tokenizer, own, error.problems[0])
+        return BackendChoice(tokenizer, native, error.problems[0])
 
 
 def equivalence_cases(added_tokens: Iterable[str] = ()) -> Iterator[str]:

@@ -42,8 +42,8 @@ class TokenizerFingerprint:
 
     def same_as(self, other: TokenizerFingerprint) -> bool:
         """Whether both tokenizers give the same ids, whatever they are called."""
-        own, others = ((one.content, one.vocab_size, one.eod) for one in (self, other))
-        return self.digest == other.digest or (self.content != "" and own == others)
+        identity, others = ((one.content, one.vocab_size, one.eod) for one in (self, other))
+        return self.digest == other.digest or (self.content != "" and identity == others)
 
     def __str__(self) -> str:
         files = [f"{name} {digest[:DISPLAYED_HASH_CHARS]}" for name, digest in self.files.items()]
@@ -74,22 +74,22 @@ class TokenizerFingerprint:
             ValueError: For any other value.
         """
         try:
-            kind, files, settings = values["kind"], values["files"], values["settings"]
+            name, files, settings = values["kind"], values["files"], values["settings"]
             numbers = values["vocab_size"], values["eod"]
             content = values.get("content", "")  # added later
         except (TypeError, KeyError) as error:
             raise _no_fingerprint(error) from None
         is_valid = (
-            isinstance(kind, str)
+            isinstance(name, str)
             and isinstance(content, str)
             and isinstance(files, dict)
             and all(isinstance(digest, str) for digest in files.values())
             and isinstance(settings, dict)
-            and all(type(number) is int for number in numbers)
+            and all(type(value) is int for value in numbers)
         )
         if not is_valid:
             raise ValueError("no tokenizer fingerprint (a value has the wrong type)")
-        return TokenizerFingerprint(kind, files, *numbers, settings, content)
+        return TokenizerFingerprint(name, files, *numbers, settings, content)
 
 
 def _no_fingerprint(error: Exception) -> ValueError:
@@ -122,7 +122,7 @@ def hash_content(
         token["content"]: [token["id"], *(name for name in flags if token[name])]
         for token in parsed["added_tokens"]
     }
-    tokens |= {token: [number] for token, number in (added or {}).items()}
+    tokens |= {token: [token_id] for token, token_id in (added or {}).items()}
     values = [normalizer, parsed["pre_tokenizer"], settings, tokens]
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

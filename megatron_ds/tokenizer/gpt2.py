@@ -42,8 +42,8 @@ class GPT2BPETokenizer(JsonTokenizer):
         Raises:
             UserError: If the files are not such a vocabulary and its merges.
         """
-        given = (vocab_file, "vocab_file"), (merge_file, "merge_file")
-        if [read_bytes(*file).lstrip()[:1] == b"{" for file in given] == [False, True]:
+        inputs = (vocab_file, "vocab_file"), (merge_file, "merge_file")
+        if [read_bytes(*file).lstrip()[:1] == b"{" for file in inputs] == [False, True]:
             raise user_error("vocabulary-and-merges-swapped", merges=merge_file)
         vocab = _read_vocab(vocab_file)
         merges = _read_merges(merge_file, vocab_file, vocab)
@@ -117,17 +117,17 @@ def _read_merges(path: str, vocab_file: str, vocab: Mapping[str, int]) -> list[s
     With a truncated file the library would silently encode to other tokens.
     """
     merges = []
-    for number, line in enumerate(read_lines(path, "merge_file"), 1):
+    for count, line in enumerate(read_lines(path, "merge_file"), 1):
         if not line.strip() or line.startswith("#version"):
             continue
         if line.count(" ") != 1 or " " in (line[0], line[-1]):
-            raise user_error("merge-not-a-pair", path=path, number=number, line=line[:40])
+            raise user_error("merge-not-a-pair", path=path, number=count, line=line[:40])
         merges.append(line)
     merged = {*pre_tokenizers.ByteLevel.alphabet(), *(line.replace(" ", "") for line in merges)}
     unmerged = [token for token in vocab if token not in merged]
     if len(unmerged) > MAX_UNMERGED_TOKENS:
-        number, first = len(unmerged), " ".join(unmerged[:3])
+        count, first = len(unmerged), " ".join(unmerged[:3])
         raise user_error(
-            "merges-incomplete", path=path, number=number, vocab_file=vocab_file, unmerged=first
+            "merges-incomplete", path=path, number=count, vocab_file=vocab_file, unmerged=first
         )
     return merges

@@ -129,8 +129,8 @@ def _read_library(file: Path) -> Any:
 def _effective_setting(file: Path, library: Any) -> str | None:
     """The first setting next to a tokenizer.json by which its ids may change, with its file."""
     tokens = library.get_added_tokens_decoder()
-    states = {str(number): token.__getstate__() for number, token in tokens.items()}
-    ids = {token.content: number for number, token in tokens.items()}
+    states = {str(token_id): token.__getstate__() for token_id, token in tokens.items()}
+    ids = {token.content: token_id for token_id, token in tokens.items()}
     paths = [path for name in SETTINGS_FILES if (path := file.with_name(name)).is_file()]
     settings = {path.name: read_json(path, "tokenizer_model") for path in paths}
     if "config.json" in settings:
@@ -146,7 +146,7 @@ def _effective_setting(file: Path, library: Any) -> str | None:
             elif key == "tokenizer_class":
                 is_known = value in (None, *PLAIN_CLASSES)
             elif key == "added_tokens_decoder" and isinstance(value, dict):
-                is_known = all(states.get(number) == token for number, token in value.items())
+                is_known = all(states.get(token_id) == token for token_id, token in value.items())
             elif isinstance(value, str | list | dict) and key.endswith(("_token", "_tokens")):
                 is_known = all(token in ids for token in _token_texts(value))
             else:
@@ -288,7 +288,7 @@ def _raise_known_cause(folder: Path, trust_remote_code: bool) -> None:
 
 def _check_files(folder: Path, names: Mapping[str, str]) -> None:
     """Without its files transformers builds an empty tokenizer, which encodes to nothing."""
-    required = [names[kind] for kind in REQUIRED_FILES if kind in names]
+    required = [names[role] for role in REQUIRED_FILES if role in names]
     missing = ", ".join(name for name in required if not (folder / name).is_file())
     complete = names.get("tokenizer_file")  # replaces all other ones
     if missing and not (complete and (folder / complete).is_file()):

@@ -42,4 +42,4 @@ class NullTokenizer(Tokenizer):
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(str(number) for number in ids)
+        return " ".join(str(token_id) for token_id in ids)

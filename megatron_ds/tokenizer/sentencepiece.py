@@ -21,7 +21,7 @@ class SentencePieceTokenizer(Tokenizer):
     GPTSentencePieceTokenizer adds nothing. `decode` omits <s> and </s>.
     """
 
-    def __init__(self, model_file: str, *, kind: str) -> None:
+    def __init__(self, model_file: str, *, name: str) -> None:
         """
         Raises:
             UserError: If the file is not a SentencePiece model with these tokens.
@@ -29,11 +29,11 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = _load(model_file)
         self.eod = _control_id(self._model, "eos_id", model_file)
         self._prefix = []
-        if kind == "Llama2Tokenizer":
+        if name == "Llama2Tokenizer":
             self.bos = _control_id(self._model, "bos_id", model_file)
             self._prefix = [self.bos]
         self.vocab_size = int(self._model.get_piece_size())
-        self.fingerprint = self._fingerprint_of(kind, [model_file])
+        self.fingerprint = self._fingerprint_of(name, [model_file])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [[*self._prefix, *ids] for ids in _encode(self._model, texts)]
@@ -60,14 +60,14 @@ class SentencePieceWithSpecialTokens(Tokenizer):
             UserError: If the file is not a SentencePiece model.
         """
         model = self._model = _load(model_file)
-        pieces = [model.id_to_piece(number) for number in range(model.get_piece_size())]
+        pieces = [model.id_to_piece(index) for index in range(model.get_piece_size())]
         controls = {"<PAD>": model.pad_id(), "<BOS>": model.bos_id(), "<EOS>": model.eos_id()}
         special = [*ADDED_TOKENS]
-        special += (pieces[number] if number >= 0 else name for name, number in controls.items())
-        special += (f"<extra_id_{number}>" for number in range(extra_ids))
-        ids = {piece: number for number, piece in enumerate(pieces)}
+        special += (pieces[index] if index >= 0 else name for name, index in controls.items())
+        special += (f"<extra_id_{index}>" for index in range(extra_ids))
+        ids = {piece: index for index, piece in enumerate(pieces)}
         self._special = {token: ids.setdefault(token, len(ids)) for token in special}
-        self._special_texts = {number: token for token, number in self._special.items()}
+        self._special_texts = {index: token for token, index in self._special.items()}
         # If several special tokens match at a position, the first in this order is taken.
         self._pattern = re.compile(f"({'|'.join(map(re.escape, self._special))})")
         self.eod = self._special["<EOD>"]
@@ -90,12 +90,12 @@ class SentencePieceWithSpecialTokens(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         parts, plain = [], list[int]()
-        for number in ids:
-            if number in self._special_texts:
-                parts.append(f"{self._model.decode(plain)} {self._special_texts[number]} ")
+        for index in ids:
+            if index in self._special_texts:
+                parts.append(f"{self._model.decode(plain)} {self._special_texts[index]} ")
                 plain = []
             else:
-                plain.append(number)
+                plain.append(index)
         return "".join([*parts, self._model.decode(plain)])
 
 
@@ -113,10 +113,10 @@ def _load(path: str) -> Any:
 
 
 def _control_id(model: Any, name: str, path: str) -> int:
-    number = int(getattr(model, name)())
-    if number < 0:
+    index = int(getattr(model, name)())
+    if index < 0:
         raise user_error("sentencepiece-control-token-missing", path=path, name=name)
-    return number
+    return index
 
 
 def _encode(model: Any, texts: Sequence[str]) -> list[list[int]]:

@@ -69,9 +69,9 @@ class TikTokenizer(Tokenizer):
                 special=num_special,
             )
         names = list(REQUIRED_SPECIAL_TOKENS if special is None else special)
-        names += [f"<SPECIAL_{number}>" for number in range(len(names), num_special)]
+        names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special)]
         kept = tokens[: vocab_size - num_special]
-        ranks = {token: number for number, token in enumerate(kept, num_special)}
+        ranks = {token: rank for rank, token in enumerate(kept, num_special)}
         self.vocab_size = vocab_size
         self.eod = names.index("</s>")
         settings: dict[str, str | int] = {
@@ -86,7 +86,7 @@ class TikTokenizer(Tokenizer):
                 "megatron_ds",
                 pat_str=PATTERNS[pattern],
                 mergeable_ranks=ranks,
-                special_tokens={token: number for number, token in enumerate(names)},
+                special_tokens={token: index for index, token in enumerate(names)},
             )
 
     def encode(self, text: str) -> list[int]:

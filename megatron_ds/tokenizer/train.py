@@ -36,11 +36,11 @@ MAX_SENTENCE_CHARS = 4096
 """Longer lines are split for Unigram training."""
 
 
-def vocab_size_problems(kind: str, vocab_size: int) -> Iterator[Problem]:
+def vocab_size_problems(method: str, vocab_size: int) -> Iterator[Problem]:
     """Checks a vocabulary size, as far as possible without the texts."""
-    minimum = MIN_BPE_SIZE if kind == "bpe" else 1
+    minimum = MIN_BPE_SIZE if method == "bpe" else 1
     if vocab_size < minimum:
-        yield Problem("vocab-size-too-small", vocab_size=vocab_size, kind=kind, minimum=minimum)
+        yield Problem("vocab-size-too-small", vocab_size=vocab_size, kind=method, minimum=minimum)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, *, show: bool = False) -> int:

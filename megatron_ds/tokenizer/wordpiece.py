@@ -52,9 +52,9 @@ class WordPieceTokenizer(Tokenizer):
             vocab.setdefault(token, len(vocab))
         self.eod = vocab["[EOS]"]
         self.vocab_size = len(vocab)
-        kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
         settings = {"--vocab-extra-ids": extra_ids} if extra_ids else {}
-        self.fingerprint = self._fingerprint_of(kind, [vocab_file], settings)
+        self.fingerprint = self._fingerprint_of(name, [vocab_file], settings)
         self._splitter = Splitter(lower_case)
         with library_errors("wordpiece-vocabulary-invalid", vocab_file=vocab_file):
             model = models.WordPiece(
@@ -68,7 +68,7 @@ class WordPieceTokenizer(Tokenizer):
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(words)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        tokens = [self._tokenizer.id_to_token(number) or "[UNK]" for number in ids]
+        tokens = [self._tokenizer.id_to_token(token_id) or "[UNK]" for token_id in ids]
         return " ".join(tokens).replace(" ##", "")
 
 
@@ -132,10 +132,10 @@ def read_vocab(path: str) -> dict[str, int]:
         UserError: If the file cannot be read, repeats a token or lacks a special token.
     """
     vocab: dict[str, int] = {}
-    for number, line in enumerate(read_lines(path, "vocab_file")):
+    for index, line in enumerate(read_lines(path, "vocab_file")):
         token = line.strip()
-        if vocab.setdefault(token, number) != number:
-            first, again, shown = vocab[token] + 1, number + 1, token[:40]
+        if vocab.setdefault(token, index) != index:
+            first, again, shown = vocab[token] + 1, index + 1, token[:40]
             raise user_error(
                 "vocabulary-token-repeated", path=path, line=again, token=shown, first=first
             )

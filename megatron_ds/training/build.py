@@ -222,7 +222,7 @@ def times_of_ranks(engine: Engine) -> dict[str, list[float]]:
     times: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(times, engine.step_times())
     names = dict.fromkeys(name for of_rank in times for name in of_rank)
-    return {name: [each[name] for each in times if name in each] for name in names}
+    return {name: [rank[name] for rank in times if name in rank] for name in names}
 
 
 def _build_data(parts: RunParts, start: _Start) -> Datasets:
@@ -276,7 +276,7 @@ def _build_metrics(
     total_iterations = schedules.total_iterations(config, mesh.dp.size, state)
     loggers: list[Logger] = []
     if context.rank == 0:
-        write, hosts = output.print_on_rank, [each.name for each in context.locations.values()]
+        write, hosts = output.print_on_rank, [host.name for host in context.locations.values()]
         details = functools.partial(time_details, config.profiling, hosts)
         loggers.append(
             ShortConsole(write, total_iterations, details)

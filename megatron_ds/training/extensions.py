@@ -90,12 +90,12 @@ class Extensions:
         for name, arguments in CUSTOM_PARTS.items():
             if (part := getattr(self, name)) is not None:
                 yield from _call_problems(name, part, arguments)
-        for number, callback in enumerate(self.callbacks):
+        for index, callback in enumerate(self.callbacks):
             if not isinstance(callback, Callback):
-                name, kind = f"callbacks[{number}]", "an object of a subclass of Callback"
-                yield Problem("extension-of-other-type", name=name, value=callback, kind=kind)
-        for number, logger in enumerate(self.loggers):
-            yield from _call_problems(f"loggers[{number}]", logger, "config, state")
+                name, expected = f"callbacks[{index}]", "an object of a subclass of Callback"
+                yield Problem("extension-of-other-type", name=name, value=callback, kind=expected)
+        for index, logger in enumerate(self.loggers):
+            yield from _call_problems(f"loggers[{index}]", logger, "config, state")
 
 
 def _call_problems(name: str, value: object, arguments: str) -> Iterator[Problem]:

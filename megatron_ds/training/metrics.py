@@ -108,9 +108,9 @@ class Metrics:
         """Adds the times of the last step."""
         self._times = times
         last = self._pending[-1]
-        found = {f"time/{name}": max(values) for name, values in times.items()}
-        found |= slowest_rank(times)
-        result = dataclasses.replace(last.result, extras={**last.result.extras, **found})
+        extras = {f"time/{name}": max(values) for name, values in times.items()}
+        extras |= slowest_rank(times)
+        result = dataclasses.replace(last.result, extras={**last.result.extras, **extras})
         self._pending[-1] = dataclasses.replace(last, result=result)
 
     def log_eval(

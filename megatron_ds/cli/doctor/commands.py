@@ -42,12 +42,12 @@ def read_source(
     reading, header = read_script(words, variables)
     if executes:
         reading = execute(words, variables)
-    found = commands_of(reading, header, ranks)
-    if not found:
+    commands = commands_of(reading, header, ranks)
+    if not commands:
         programs = ", ".join(sorted({started[0] for started, _ in reading.started})) or "nothing"
-        ended = "".join(f" ({each})" for each in reading.unread if executes)
+        ended = "".join(f" ({entry})" for entry in reading.unread if executes)
         raise user_error("doctor-no-command", source=words[0], programs=programs + ended)
-    return found
+    return commands
 
 
 def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Reading, list[str]]:
@@ -63,7 +63,7 @@ def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Readin
         raise user_error("doctor-file-unreadable", path=path, reason=error) from error
     header = [word for line in SBATCH.findall(text) for word in shlex.split(line)]
     counts, of_slurm = _counts(header), tables()["launchers"]["slurm"]
-    known = {name: str(counts[kind]) for name, kind in of_slurm.items() if kind in counts}
+    known = {name: str(counts[unit]) for name, unit in of_slurm.items() if unit in counts}
     shell = Shell(words[0], known | variables, words[1:])
     shell.read(text)
     return shell.reading, header
@@ -71,15 +71,15 @@ def read_script(words: Sequence[str], variables: dict[str, str]) -> tuple[Readin
 
 def commands_of(reading: Reading, header: list[str], ranks: int | None) -> list[TrainingCommand]:
     """The training commands among the programs that a script starts."""
-    found, by_name = [], training_flags().by_name
-    for words, place in reading.started:
-        names = [os.path.basename(each) for each in words]
-        first = next((i for i, each in enumerate(names) if TRAINING.fullmatch(each)), None)
+    commands, by_name = [], training_flags().by_name
+    for words, location in reading.started:
+        names = [os.path.basename(path) for path in words]
+        first = next((i for i, name in enumerate(names) if TRAINING.fullmatch(name)), None)
         if first is not None:
             counts = _counts([*header, *words[:first]])
             per_node = counts.get("nodes", 1) * counts.get("per_node", 0)
             size = per_node if "per_node" in counts else counts.get("total")
-            command = TrainingCommand(place, words[:first], [], size or ranks, reading)
+            command = TrainingCommand(location, words[:first], [], size or ranks, reading)
             if names[first] in tables()["programs"]["other"].split():
                 command.lacking.append(f"{names[first]}: another model or loss than {PROGRAM}")
             for word in words[first + 1 :]:
@@ -87,8 +87,8 @@ def commands_of(reading: Reading, header: list[str], ranks: int | None) -> list[
                 # A variable without a value is no argument.
                 if not OPENED.fullmatch(word) or (flag is not None and flag.nargs != 0):
                     command.flags.append(word)
-            found.append(command)
-    return found
+            commands.append(command)
+    return commands
 
 
 def shown(word: str) -> str:
@@ -105,8 +105,8 @@ def _counts(words: Sequence[str]) -> dict[str, int]:
     counts = {}
     for word, following in itertools.pairwise([*words, ""]):
         name, equals, value = word.lstrip("-").partition("=")
-        number = re.search(r"(\d+)$", value if equals else following)
-        kind = kinds.get(name.replace("_", "-")) if word.startswith("-") else None
-        if kind:
-            counts[kind] = int(number[1]) if number else 0
+        match = re.search(r"(\d+)$", value if equals else following)
+        unit = kinds.get(name.replace("_", "-")) if word.startswith("-") else None
+        if unit:
+            counts[unit] = int(match[1]) if match else 0
     return counts

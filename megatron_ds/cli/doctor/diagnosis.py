@@ -55,7 +55,7 @@ class Diagnosis:
             parts.append(f"names and defaults: {self.command.source}")
         lists = (self.unread, self.differences, self.lacking)
         for title, entries in zip(TITLES, lists, strict=True):
-            listed = "".join(f"\n  - {each}" for each in dict.fromkeys(entries))
+            listed = "".join(f"\n  - {entry}" for entry in dict.fromkeys(entries))
             parts.append(f"{title}:{listed or ' none'}")
         return "\n".join(parts) + "\n"
 
@@ -100,8 +100,8 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
 
     used = {name for word in command.flags for name in NAME.findall(unmarked(word))}
     unread = command.reading.unread + [
-        f"{place}: ${variable} is not set; --set {variable}=VALUE sets it"
-        for variable, place in command.reading.unset.items()
+        f"{location}: ${variable} is not set; --set {variable}=VALUE sets it"
+        for variable, location in command.reading.unset.items()
         if variable in used and not variable.startswith("SLURM_")
     ]
     unread += [f"{command.place}: {', '.join(command.unread)}"] * bool(command.unread)
@@ -110,7 +110,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         differences.append(f"the number of processes is left open: {smallest} here; --world-size N")
     differences += command.differences if command.source else _defaults(config)
     lacking = [*command.lacking, *missing]
-    lacking += [text(each) for each in problems if getattr(each, "code", "") not in MISSING_FILES]
+    lacking += [text(item) for item in problems if getattr(item, "code", "") not in MISSING_FILES]
     written = config if path is None else config.with_values({"deepspeed_config": path})
     return Diagnosis(command, written, config, world_size, unread, differences, lacking)
 
@@ -138,7 +138,7 @@ def _with_file(command: TrainingCommand, path: str, folder: Path) -> tuple[list[
         return command.flags, [f"--deepspeed_config {unmarked(path)}: the file is {reason}"]
     copy = folder / "ds_config.json"
     copy.write_text(text, "utf-8")
-    return [each.replace(path, str(copy)) for each in command.flags], []
+    return [flag.replace(path, str(copy)) for flag in command.flags], []
 
 
 def _defaults(config: Config) -> Iterator[str]:

@@ -119,8 +119,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     framework = {".toml": "torchtitan", ".json": "hf"}.get(path.suffix, "neox")
     if isinstance(values.get("MODEL_ARGS"), dict):
         framework, values = "megatron", values["MODEL_ARGS"]
-    found = {key.removeprefix("--").replace("-", "_"): get(values, key) for key in leaves(values)}
-    return framework, found
+    known = {key.removeprefix("--").replace("-", "_"): get(values, key) for key in leaves(values)}
+    return framework, known
 
 
 def _translate_key(
@@ -149,19 +149,19 @@ def _words(name: str, value: Any) -> Iterator[str]:
     flag = training_flags().by_name.get(name)
     if isinstance(value, bool) is (flag is not None and flag.nargs == 0):
         values = value if isinstance(value, list) else [value] * (not isinstance(value, bool))
-        yield from (f"--{name}", *(re.sub(r",\s+", ",", str(each)) for each in values))
+        yield from (f"--{name}", *(re.sub(r",\s+", ",", str(item)) for item in values))
 
 
 def _filled(template: str, known: dict[str, Any], value: Any) -> list[str]:
     """The flags of a template; a key that the file leaves out stays in braces."""
     items = enumerate(value) if isinstance(value, list) else ()
-    filled = known | {"": value} | {str(place): each for place, each in items}
+    filled = known | {"": value} | {str(index): item for index, item in items}
 
     def text(mark: re.Match[str]) -> str:
         values = [filled.get(key, mark[0]) for key in mark[1].split("*")]
         return f"{math.prod(map(float, values)):g}" if len(values) > 1 else str(values[0])
 
-    return [re.sub(r"\{([^{}]*)\}", text, each) for each in template.split()]
+    return [re.sub(r"\{([^{}]*)\}", text, word) for word in template.split()]
 
 
 def _has_effect(table: Mapping[str, Any], known: Mapping[str, Any], key: str) -> bool:
@@ -182,10 +182,10 @@ def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
     for key, folder in (("config", "modules"), ("model", "models")):
         name = str(module.get(key, ""))
         inside = f"primus/configs/{folder}/megatron/{name}"
-        places = [path.parent / name, *(each / inside for each in path.resolve().parents)]
-        found = next((each for each in places if each.is_file()), None)
-        if found is not None:
-            values |= {k: v for k, v in _with_bases(found).items() if _is_given(k, v)}
+        places = [path.parent / name, *(parent / inside for parent in path.resolve().parents)]
+        base = next((file for file in places if file.is_file()), None)
+        if base is not None:
+            values |= {k: v for k, v in _with_bases(base).items() if _is_given(k, v)}
         elif key == "model":
             reason = f"its model {name} is not there"
             raise user_error("doctor-file-unreadable", path=path, reason=reason)
@@ -193,11 +193,11 @@ def _primus(modules: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _with_bases(path: Path) -> dict[str, Any]:
-    own, merged = _load(path), dict[str, Any]()
-    for name in [*(own.pop("extends", None) or ()), *(own.pop("includes", None) or ())]:
+    values, merged = _load(path), dict[str, Any]()
+    for name in [*(values.pop("extends", None) or ()), *(values.pop("includes", None) or ())]:
         base = path.parent / str(name)
         merged |= _with_bases(base) if base.is_file() else {}
-    return merged | own
+    return merged | values
 
 
 def _is_given(name: str, value: Any) -> bool:

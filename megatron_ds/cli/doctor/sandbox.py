@@ -57,7 +57,7 @@ def execute(words: Sequence[str], variables: Mapping[str, str]) -> Reading:
         for record in sorted(records.iterdir()):
             arguments = record.read_text("utf-8", errors="replace").split("\0")[:-1]
             reading.started.append((arguments, words[0]))
-            for each in (part for word in arguments for part in word.split("=", 1)):
-                if each.endswith(".json") and (work / each).is_file():
-                    reading.files[each] = (work / each).read_text("utf-8", errors="replace")
+            for piece in (part for word in arguments for part in word.split("=", 1)):
+                if piece.endswith(".json") and (work / piece).is_file():
+                    reading.files[piece] = (work / piece).read_text("utf-8", errors="replace")
     return reading

@@ -37,7 +37,7 @@ LOOPS = {"case": "esac", **dict.fromkeys(("for", "while", "until", "select"), "d
 JOINTS = ("\n", ";", ";;", "&", "&&", "||", "|", "|&", ")")
 TABLE = read_table(__file__)
 WORDS = {name: tuple(words.split()) for name, words in TABLE["words"].items()}
-TOKEN, *PIECES = [regex.compile(TABLE["syntax"]["parts"] + each) for each in TABLE["syntax"]["of"]]
+TOKEN, *PIECES = [regex.compile(TABLE["syntax"]["parts"] + part) for part in TABLE["syntax"]["of"]]
 SCRIPTS = WORDS["scripts"]
 DEPTH = 20
 """Scripts within each other that are read."""
@@ -69,9 +69,9 @@ class Reading:
             path: The file.
             beside: A file in whose folder it may be.
         """
-        for place in (Path(path), Path(beside).parent / path):
-            if path not in self.files and place.is_file():
-                return place.read_text("utf-8", errors="replace")
+        for file in (Path(path), Path(beside).parent / path):
+            if path not in self.files and file.is_file():
+                return file.read_text("utf-8", errors="replace")
         return self.files.get(path)
 
 
@@ -110,10 +110,10 @@ class Shell:
 
     def _peek(self) -> str:
         """The word or operator behind blanks and comments, "" at the end; sets its line."""
-        found = TOKEN.match(self._text, self._pos)
-        self._pos = found.start("token")
+        match = TOKEN.match(self._text, self._pos)
+        self._pos = match.start("token")
         self._line = self._first + self._text.count("\n", 0, self._pos)
-        return str(found["token"])
+        return str(match["token"])
 
     def _take(self) -> str:
         word = self._peek()
@@ -237,26 +237,26 @@ class Shell:
         if name in PROGRAMS:
             return True, PROGRAMS[name](arguments)
         if name == "cat":
-            texts = [self.reading.content(each, self._path) or LOST for each in arguments]
+            texts = [self.reading.content(argument, self._path) or LOST for argument in arguments]
             return True, "".join(texts or [text])
         return self._start(fields, line)
 
     def _start(self, fields: list[str], line: int) -> Result:
         """Reads what a shell behind launchers executes, or notes the program."""
-        for place, name in enumerate(fields):
+        for index, name in enumerate(fields):
             if name.endswith(".py"):
                 break
-            is_shell = os.path.basename(name) in WORDS["shells"][: None if place == 0 else -2]
-            rest = fields[place + is_shell :]
-            options = [i for i, each in enumerate(rest[:3], 1) if re.fullmatch("-[a-z]*c", each)]
+            is_shell = os.path.basename(name) in WORDS["shells"][: None if index == 0 else -2]
+            rest = fields[index + is_shell :]
+            options = [i for i, word in enumerate(rest[:3], 1) if re.fullmatch("-[a-z]*c", word)]
             outside = self._path, self._positional, self._launcher
             if is_shell and options:
-                self._launcher = [*self._launcher, *fields[:place]]
+                self._launcher = [*self._launcher, *fields[:index]]
                 text = "".join(rest[options[0] :][:1])
             elif rest and (is_shell or name.endswith(SCRIPTS)):
                 script = self.reading.content(rest[0], self._path)
                 if script is None:
-                    self._unread(" ".join(fields[place:]), "the file is not there")
+                    self._unread(" ".join(fields[index:]), "the file is not there")
                     return None, LOST
                 text, line = script, 1
                 self._path, self._positional = rest[0], _numbered(rest)
@@ -297,9 +297,9 @@ class Shell:
     def _expand(self, raw: str, *, quoted: bool = False) -> str:
         """Replaces what a word, or what is between double quotes, refers to."""
         result, line = "", self._line
-        for found in PIECES[quoted].finditer(raw):
-            written, one = found[0], found[0][0]
-            self._line = line + raw.count("\n", 0, found.start()) if one in '"$`' else line
+        for match in PIECES[quoted].finditer(raw):
+            written, one = match[0], match[0][0]
+            self._line = line + raw.count("\n", 0, match.start()) if one in '"$`' else line
             if one == "\\":
                 keeps = quoted and written[1:] not in ("$", "`", '"', "\\", "\n")
                 value = _moved("\\" * keeps + written[1:].replace("\n", ""), 0, QUOTED)
@@ -322,25 +322,25 @@ class Shell:
             inner = written[2:-1] if written[0] == "$" else written[1:-1].replace("\\`", "`")
             output = self.read(inner, self._line)[1]
             return self._unread(written) if LOST in output else output.rstrip("\n")
-        found = BRACES.fullmatch(written if written[1:2] == "{" else f"${{{written[1:]}}}")
-        if found is None:
+        match = BRACES.fullmatch(written if written[1:2] == "{" else f"${{{written[1:]}}}")
+        if match is None:
             return written if written == "$" else self._unread(written)
-        name, index, kind, word = found.groups()
+        name, index, modifier, word = match.groups()
         values = {**self._positional, **self._values}.get(name)
         how, value = name if name in "@*" else index or "0", None
         if values is not None and how.isdigit():
             value = "".join(values[int(how) :][:1])
         elif values is not None:
-            value = {"*": " ", "@": FIELD}[how].join(each or EMPTY for each in values)
-        if kind is None:
+            value = {"*": " ", "@": FIELD}[how].join(item or EMPTY for item in values)
+        if modifier is None:
             if value is None:
                 self.reading.unset.setdefault(name, f"{self._path}:{self._line}")
                 return _moved(f"${name}", 0, UNKNOWN)
             return value
-        if (value is None or (kind[0] == ":" and not value)) is (kind[-1] == "+"):
+        if (value is None or (modifier[0] == ":" and not value)) is (modifier[-1] == "+"):
             return value or ""
         default = self._expand(word)
-        if kind[-1] == "=":
+        if modifier[-1] == "=":
             self._values[name] = [_unquoted(default)]
         return default
 
@@ -364,13 +364,13 @@ def _is_true(items: list[str], written: Collection[str]) -> bool | None:
     """The value of a condition, None if it is not known; the script has `written` some files."""
     for word, decisive in (("||", True), ("-o", True), ("&&", False), ("-a", False)):
         if word in items[1:]:
-            place = items.index(word, 1)
-            sides = (_is_true(items[:place], written), _is_true(items[place + 1 :], written))
+            index = items.index(word, 1)
+            sides = (_is_true(items[:index], written), _is_true(items[index + 1 :], written))
             return decisive if decisive in sides else None if None in sides else not decisive
     if items[:1] == ["!"]:
         return INVERSE.get(_is_true(items[1:], written))
     # A variable that is not set is empty.
-    items = [OPENED.sub(lambda m: NAME.sub("", unmarked(m[0])) and m[0], each) for each in items]
+    items = [OPENED.sub(lambda m: NAME.sub("", unmarked(m[0])) and m[0], item) for item in items]
     if any(map(OPENED.search, items)):
         return None
     match items:
@@ -390,7 +390,7 @@ def _is_true(items: list[str], written: Collection[str]) -> bool | None:
 
 def _numbered(arguments: list[str]) -> dict[str, list[str]]:
     """The arguments of a script, and what else has no name."""
-    numbered = {str(place): [each] for place, each in enumerate(arguments)}
+    numbered = {str(index): [argument] for index, argument in enumerate(arguments)}
     numbered |= dict.fromkeys("@*", arguments[1:]) | {key: ["0"] for key in "?$!-"}
     return numbered | {"#": [str(len(arguments) - 1)]}
 

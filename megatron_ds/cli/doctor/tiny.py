@@ -40,16 +40,16 @@ def shrink(config: Config, world_size: int, folder: Path) -> tuple[list[str], in
     sizes["groups"] = table["always"]["num-attention-heads"] if has_all_heads else tp_size
     sizes |= {"interval": min(2, moe.expert_interval), "topk": min(2, moe.moe_router_topk)}
     sizes["experts"] = 4 if moe.is_used else 1
-    given = config.given | config.origins.keys()
-    set_values = dict(flags_of(dataclasses.replace(config, given=given)))
+    names = config.given | config.origins.keys()
+    set_values = dict(flags_of(dataclasses.replace(config, given=names)))
     flags = {
         name: values for name, values in flags_of(config) if name not in table["left_out"].split()
     }
     flags |= {
-        name: [each.format(**sizes) for each in text.split()]
-        for kind in ("always", "if_set")
-        for name, text in table[kind].items()
-        if kind == "always" or set_values.get(name, ["0"]) != ["0"]
+        name: [word.format(**sizes) for word in text.split()]
+        for when in ("always", "if_set")
+        for name, text in table[when].items()
+        if when == "always" or set_values.get(name, ["0"]) != ["0"]
     }
     if config.precision.fp16:
         flags["allow-fp16-on-cpu"] = []

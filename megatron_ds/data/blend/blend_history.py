@@ -184,18 +184,18 @@ def resume_history(
         )
     elif before.order == order:
         now = before.current
-        known = [before.sources[number].identity for number in now.sources]
+        known = [before.sources[index].identity for index in now.sources]
         if known == list(identities) and all(
             math.isclose(was, weight, rel_tol=WEIGHT_RTOL)
             for was, weight in zip(now.weights, weights, strict=True)
         ):
             return before
-    numbers = {source.identity: number for number, source in enumerate(before.sources)}
+    numbers = {source.identity: index for index, source in enumerate(before.sources)}
     new = [one for one in identities if one not in numbers]
     sources = (*before.sources, *(SourceProgress(one) for one in new))
     numbers |= {one: len(before.sources) + index for index, one in enumerate(new)}
     members = tuple(numbers[one] for one in identities)
-    starts = tuple(sources[number].consumed for number in members)
+    starts = tuple(sources[index].consumed for index in members)
     phase = BlendPhase(consumed, members, tuple(weights), starts)
     passed = (phase for phase in before.phases if phase.first_sample < consumed)
     return BlendHistory(order, sources, (*passed, phase), seq_length)
@@ -224,8 +224,8 @@ def with_requests(history: BlendHistory, requests: Sequence[tuple[int, ...]]) ->
 def _with_current(history: BlendHistory, field: str, values: Sequence[Any]) -> BlendHistory:
     """The history with other values of a field of the current sources."""
     sources = list(history.sources)
-    for number, value in zip(history.current.sources, values, strict=True):
-        sources[number] = dataclasses.replace(sources[number], **{field: value})
+    for index, value in zip(history.current.sources, values, strict=True):
+        sources[index] = dataclasses.replace(sources[index], **{field: value})
     return dataclasses.replace(history, sources=tuple(sources))
 
 
@@ -241,16 +241,16 @@ def extend_requests(
     return requests if available >= needed else (*requests, needed - available)
 
 
-def _parsed(kind: Any, value: Any) -> Any:
+def _parsed(cls: Any, value: Any) -> Any:
     """The value of this type of a value of its JSON form."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
         values = {**ABSENT, **value}
-        return kind(**{name: _parsed(hint, values[name]) for name, hint in _types_of(kind).items()})
-    if typing.get_origin(kind) is tuple:
-        return tuple(_parsed(typing.get_args(kind)[0], one) for one in value)
-    if kind is int and (type(value) is not int or value < 0):
+        return cls(**{name: _parsed(hint, values[name]) for name, hint in _types_of(cls).items()})
+    if typing.get_origin(cls) is tuple:
+        return tuple(_parsed(typing.get_args(cls)[0], one) for one in value)
+    if cls is int and (type(value) is not int or value < 0):
         raise ValueError(f"{value!r} is not a count")
-    return kind(value)
+    return cls(value)
 
 
 def _check(history: BlendHistory) -> None:

@@ -153,10 +153,10 @@ class _DeadlineModel:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        given = np.array(weights, dtype=np.float64)
-        self._steps = np.full(len(given), NEVER)
-        np.divide(1.0, given, out=self._steps, where=given * NEVER > 1)
-        self._first = np.where(given > 0, 1.0, NEVER)
+        array = np.array(weights, dtype=np.float64)
+        self._steps = np.full(len(array), NEVER)
+        np.divide(1.0, array, out=self._steps, where=array * NEVER > 1)
+        self._first = np.where(array > 0, 1.0, NEVER)
 
     def counts(self, size: int) -> npt.NDArray[np.integer]:
         """Samples of each source before every block and at the end, [blocks + 1, sources]."""
@@ -200,14 +200,14 @@ class _DeadlineModel:
         if not len(free):
             return
         release = self._release(after) - start
-        number = np.flatnonzero(release <= free[-1])
-        number = number[np.argsort(release[number], kind="stable")]
-        due = np.ceil((after[number] + 1) * self._steps[number])
-        urgency = np.empty(len(number), dtype=np.int64)
-        urgency[np.lexsort((number, due))] = np.arange(len(number))
-        arrived = np.searchsorted(release[number], free, side="right")
+        sources = np.flatnonzero(release <= free[-1])
+        sources = sources[np.argsort(release[sources], kind="stable")]
+        due = np.ceil((after[sources] + 1) * self._steps[sources])
+        urgency = np.empty(len(sources), dtype=np.int64)
+        urgency[np.lexsort((sources, due))] = np.arange(len(sources))
+        arrived = np.searchsorted(release[sources], free, side="right")
         chosen = _pop_most_urgent(urgency.tolist(), arrived.tolist())
-        after[number[np.argsort(urgency)[chosen]]] += 1
+        after[sources[np.argsort(urgency)[chosen]]] += 1
 
     def order(self, start: int, before: Counts, after: Counts) -> npt.NDArray[np.int16]:
         """Source at every position from `start` on: earliest deadline first.

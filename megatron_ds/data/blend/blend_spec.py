@@ -151,12 +151,12 @@ def read_groups(config: DataConfig) -> tuple[list[DatasetGroup], list[Problem]]:
         groups += _split_groups(config, problems)
     for split, fields in PER_SPLIT_DATA_FIELDS.items():
         for field in fields:
-            given = getattr(config, field)
+            value = getattr(config, field)
             with collect(problems):
-                if given and field.endswith("_data_path"):
-                    groups.append(parse_blend(given, split, flag_of(field), field))
-                elif given:
-                    groups += _weighted_groups(split, field, given, problems)
+                if value and field.endswith("_data_path"):
+                    groups.append(parse_blend(value, split, flag_of(field), field))
+                elif value:
+                    groups += _weighted_groups(split, field, value, problems)
     if config.per_split_data_args_path is not None:
         with collect(problems):
             groups += _per_split_groups(config.per_split_data_args_path)
@@ -185,14 +185,14 @@ def parse_blend(
     if len(paths) == 1 or all(_parse_number(path) is None for path in paths):
         sources = tuple(BlendSource(path, None, documents) for path in paths)
         return DatasetGroup(split, "", flag, sources)
-    given = f"{flag} {_shorten(paths)}"
+    origin = f"{flag} {_shorten(paths)}"
     if len(paths) % 2:
-        raise user_error("blend-syntax", field, given=given)
+        raise user_error("blend-syntax", field, given=origin)
     sources = tuple(
-        BlendSource(prefix, _parse_weight(weight, given, field), documents)
+        BlendSource(prefix, _parse_weight(weight, origin, field), documents)
         for weight, prefix in zip(paths[::2], paths[1::2], strict=True)
     )
-    return DatasetGroup(split, "", flag, _normalize(sources, given, field), _unread(sources))
+    return DatasetGroup(split, "", flag, _normalize(sources, origin, field), _unread(sources))
 
 
 def parse_group(
@@ -203,10 +203,10 @@ def parse_group(
     Returns:
         The group and its problems. If there are any, only the prefixes of the group are valid.
     """
-    given = f"{flag} {text!r}"
+    origin = f"{flag} {text!r}"
     name, _, rest = text.partition(":")
     if ":" not in text or not name.strip() or UNNAMED_GROUP.match(text):
-        unnamed = Problem("unnamed-group", field, given=given, group=GROUP_SYNTAX)
+        unnamed = Problem("unnamed-group", field, given=origin, group=GROUP_SYNTAX)
         return DatasetGroup(split, "", flag, ()), [unnamed]
     name = name.strip()
     problems: list[Problem] = []
@@ -214,18 +214,18 @@ def parse_group(
     for entry in rest.split(","):
         words = entry.split()
         if len(words) != 3:
-            problems.append(Problem("group-entry-syntax", field, given=given, entry=entry.strip()))
+            problems.append(Problem("group-entry-syntax", field, given=origin, entry=entry.strip()))
             continue
         weight, documents = 1.0, ALL_DOCUMENTS
         with collect(problems):
-            weight = _parse_weight(words[0], given, field)
+            weight = _parse_weight(words[0], origin, field)
         with collect(problems):
-            documents = _parse_range(words[1], given, field)
+            documents = _parse_range(words[1], origin, field)
         entries.append(BlendSource(words[2], weight, documents))
     sources = tuple(source for source in entries if source.weight)
     if not problems:
         with collect(problems):
-            sources = _normalize(entries, given, field)
+            sources = _normalize(entries, origin, field)
     return DatasetGroup(split, name, f"{flag} {name}:", sources, _unread(entries)), problems
 
 
@@ -260,16 +260,16 @@ def _split_groups(config: DataConfig, problems: list[Problem]) -> list[DatasetGr
 
 
 def _weighted_groups(
-    split: str, field: str, given: str | tuple[str, ...], problems: list[Problem]
+    split: str, field: str, value: str | tuple[str, ...], problems: list[Problem]
 ) -> list[DatasetGroup]:
     flag = flag_of(field)
-    if isinstance(given, str):
-        texts = _parse_group_file(_read_text(given, field))
-        flag = f"{flag} {given}:"
+    if isinstance(value, str):
+        texts = _parse_group_file(_read_text(value, field))
+        flag = f"{flag} {value}:"
         if not texts:
             raise user_error("no-groups-in-file", field, flag=flag, group=GROUP_SYNTAX)
     else:
-        texts = list(given)
+        texts = list(value)
         if len(texts) > 1 and not any(len(text.split()) > 1 for text in texts):
             raise user_error(
                 "group-not-quoted", field, flag=flag, shorten=_shorten(texts), group=GROUP_SYNTAX
@@ -343,24 +343,24 @@ def _parse_group_file(text: str) -> list[str]:
     return [group for group in (*quoted, *rest.splitlines()) if group.strip()]
 
 
-def _parse_range(text: str, given: str, field: str) -> FractionRange:
+def _parse_range(text: str, origin: str, field: str) -> FractionRange:
     try:
         start, end = (float(bound) for bound in text.split(":"))
     except ValueError:
         start, end = math.nan, math.nan
     if not 0 <= start < end <= 1:
-        raise user_error("invalid-document-range", field, given=given, text=text)
+        raise user_error("invalid-document-range", field, given=origin, text=text)
     return FractionRange(text, start, end)
 
 
-def _normalize(sources: Sequence[BlendSource], given: str, field: str) -> tuple[BlendSource, ...]:
+def _normalize(sources: Sequence[BlendSource], origin: str, field: str) -> tuple[BlendSource, ...]:
     """The sources of non-zero weight, with weights scaled to sum to 1."""
     try:
         total = math.fsum(source.weight or 0 for source in sources)
     except OverflowError:
         total = math.inf
     if not 0 < total < math.inf:
-        raise user_error("invalid-weight-sum", field, given=given, total=total)
+        raise user_error("invalid-weight-sum", field, given=origin, total=total)
     return tuple(
         replace(one, weight=one.weight / total, given_weight=one.weight)
         for one in sources
@@ -379,10 +379,10 @@ def _parse_number(text: str) -> float | None:
         return None
 
 
-def _parse_weight(text: str, given: str, field: str) -> float:
+def _parse_weight(text: str, origin: str, field: str) -> float:
     weight = _parse_number(text)
     if weight is None or not 0 <= weight < math.inf:
-        raise user_error("invalid-weight", field, given=given, text=text)
+        raise user_error("invalid-weight", field, given=origin, text=text)
     return weight
 
 

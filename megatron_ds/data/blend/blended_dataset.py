@@ -51,19 +51,19 @@ class RoutingDataset:
         self._datasets = tuple(datasets)
         self.seq_length = datasets[0].seq_length
         self.vocab_size = datasets[0].vocab_size
-        self.cache = next((each.cache for each in datasets if each.cache is not None), None)
+        self.cache = next((source.cache for source in datasets if source.cache is not None), None)
 
     def __getitem__(self, position: int) -> SampleArray:
-        number, sample = self._locate(position)
-        return self._datasets[number][sample]
+        index, sample = self._locate(position)
+        return self._datasets[index][sample]
 
     def read_into(self, position: int, row: SampleArray) -> None:
-        number, sample = self._locate(position)
-        self._datasets[number].read_into(sample, row)
+        index, sample = self._locate(position)
+        self._datasets[index].read_into(sample, row)
 
     def sample_id(self, position: int) -> str:
-        number, sample = self._locate(position)
-        return f"{number}/{self._datasets[number].sample_id(sample)}"
+        index, sample = self._locate(position)
+        return f"{index}/{self._datasets[index].sample_id(sample)}"
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Index of the dataset and of its sample.
@@ -85,15 +85,15 @@ class ConcatDataset(RoutingDataset):
         return self._ends[-1]
 
     def sample_id(self, position: int) -> str:
-        number, local = self._locate(position)
-        suffix = f"+{number}" if number else ""
-        return f"{self._datasets[number].sample_id(local)}{suffix}"
+        index, local = self._locate(position)
+        suffix = f"+{index}" if index else ""
+        return f"{self._datasets[index].sample_id(local)}{suffix}"
 
     def _locate(self, position: int) -> tuple[int, int]:
         if not 0 <= position < len(self):
             raise IndexError(f"sample {position} of a dataset of {len(self)}")
-        number = bisect.bisect_right(self._ends, position)
-        return number, position - (self._ends[number - 1] if number else 0)
+        index = bisect.bisect_right(self._ends, position)
+        return index, position - (self._ends[index - 1] if index else 0)
 
 
 class BlendedDataset(RoutingDataset):
@@ -123,10 +123,10 @@ class BlendedDataset(RoutingDataset):
         self._first = first_sample
         self._starts = tuple(source_starts or [0] * len(datasets))
         ends = np.add(self._starts, order.counts_at(len(order))).tolist()
-        for number, (dataset, end) in enumerate(zip(datasets, ends, strict=True)):
+        for index, (dataset, end) in enumerate(zip(datasets, ends, strict=True)):
             if len(dataset) < end:
                 raise ValueError(
-                    f"source {number} has {len(dataset)} samples, but the blend needs {end}"
+                    f"source {index} has {len(dataset)} samples, but the blend needs {end}"
                 )
 
     def __len__(self) -> int:

@@ -34,8 +34,8 @@ Floats = npt.NDArray[np.float64]
 
 def normalized(weights: Sequence[float]) -> list[float]:
     """Weights that sum to 1, with Megatron's rounding."""
-    given = np.array(weights, dtype=np.float64)
-    shares: list[float] = (given / np.sum(given)).tolist()
+    array = np.array(weights, dtype=np.float64)
+    shares: list[float] = (array / np.sum(array)).tolist()
     return shares
 
 

@@ -119,7 +119,7 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
     known = {n: source.requests for n, source in enumerate(before.sources) if source.requests}
     longer = [n for n in now.sources if n in known and known[n] != after.sources[n].requests]
     if longer and not is_of_other_length:
-        names = join_limited([after.sources[number].identity.name for number in longer])
+        names = join_limited([after.sources[index].identity.name for index in longer])
         lines.append(
             f" > more samples are needed than the indexes of the previous run have: {names} "
             f"{'continues' if len(longer) == 1 else 'continue'} with the remaining ones, then with "
@@ -131,7 +131,7 @@ def describe_change(before: BlendHistory, after: BlendHistory) -> list[str]:
 def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:
     old, new = set(before.current.sources), set(after.current.sources)
     sources = after.sources
-    known = {number for number, source in enumerate(before.sources) if source.all_consumed}
+    known = {index for index, source in enumerate(before.sources) if source.all_consumed}
     names = {source.identity.name for source in before.sources}
     kept = sorted(new & known)
     if kept:
@@ -155,7 +155,7 @@ def _blend(history: BlendHistory, phase: BlendPhase) -> str:
     pairs = zip(phase.sources, phase.weights, strict=True)
     ordered = sorted(pairs, key=lambda pair: -pair[1])
     return join_limited(
-        [f"{history.sources[number].identity.name} {weight:.6g}" for number, weight in ordered]
+        [f"{history.sources[index].identity.name} {weight:.6g}" for index, weight in ordered]
     )
 
 

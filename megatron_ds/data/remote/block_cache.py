@@ -239,10 +239,10 @@ class BlockCache:
         goal = self.limit - self.limit // FREED_FRACTION - room
         surplus = max(0, -(-(sum(map(_size, files)) - goal) // self.block_bytes))
         none = [np.empty(0, np.int64)]
-        owners = np.concatenate(none + [np.full(each.count, n) for n, each in enumerate(files)])
-        blocks = np.concatenate(none + [np.arange(each.count) for each in files])
+        owners = np.concatenate(none + [np.full(entry.count, n) for n, entry in enumerate(files)])
+        blocks = np.concatenate(none + [np.arange(entry.count) for entry in files])
         marks = np.concatenate(
-            none + [np.maximum(each.marks[:-1], each.marks[-1]) for each in files]
+            none + [np.maximum(entry.marks[:-1], entry.marks[-1]) for entry in files]
         )
         keys = (marks == USED) + np.random.default_rng().random(len(marks))
         order = np.argsort(np.where(marks == ABSENT, np.inf, keys))[:surplus]
@@ -270,11 +270,11 @@ class BlockCache:
 
     def _files(self) -> list[BlockFile]:
         """All copies, but those that a killed process has not completed."""
-        found = [
+        entries = [
             (path.parent, path.stat().st_size, self.block_bytes)
             for path in sorted(self.folder.glob(f"*/{CONTENT}"))
         ]
-        return [BlockFile(*each) for each in found if BlockFile.is_sound(*each)]
+        return [BlockFile(*entry) for entry in entries if BlockFile.is_sound(*entry)]
 
 
 def _sizes(size: int, block_bytes: int) -> dict[str, int]:

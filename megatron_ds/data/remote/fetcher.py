@@ -85,14 +85,14 @@ class Fetcher:
         """Asks for a block, which another process may download as well."""
         if self._owner != os.getpid():  # not started, or the forking process's
             self._start()
-        number = self._files.get(file.url)
-        if number is None:
-            number = self._files[file.url] = len(self._files)
+        index = self._files.get(file.url)
+        if index is None:
+            index = self._files[file.url] = len(self._files)
             version, folder = file.version, str(file.copy.folder)
             self._send(url=file.url, size=version.size, tag=version.tag, folder=folder)
-        if (number, block) not in self._pending:
-            self._pending[number, block] = file
-            self._send(file=number, block=block)
+        if (index, block) not in self._pending:
+            self._pending[index, block] = file
+            self._send(file=index, block=block)
 
     def wait(self) -> None:
         """Waits until a block has come.
@@ -185,9 +185,9 @@ class _Server:
         downloads = os.open(folder / DOWNLOADS, os.O_RDWR | os.O_CREAT, 0o666)
         self._files.append((RemoteFile(url, FileVersion(size, tag), copy), downloads))
 
-    def bring(self, number: int, block: int) -> None:
+    def bring(self, index: int, block: int) -> None:
         """Replies when a block is in the cache."""
-        file, downloads = self._files[number]
+        file, downloads = self._files[index]
         error = None
         try:
             with byte_locked(downloads, block):  # against other processes
@@ -195,7 +195,7 @@ class _Server:
                     error = self._download(file, block)
         except Exception as caught:
             error = str(caught) or type(caught).__name__
-        reply = json.dumps({"file": number, "block": block, "error": error})
+        reply = json.dumps({"file": index, "block": block, "error": error})
         with self._writing:
             os.write(self._replies, reply.encode() + b"\n")
 

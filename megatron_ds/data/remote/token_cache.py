@@ -99,10 +99,10 @@ class TokenCache:
         """
         if url not in self._versions:
             self._versions[url] = self._look(url)
-        found = self._versions[url]
-        if isinstance(found, UserError):
-            raise found
-        return found
+        version = self._versions[url]
+        if isinstance(version, UserError):
+            raise version
+        return version
 
     def exists(self, url: str) -> bool:
         """Whether there is such a file.
@@ -151,8 +151,8 @@ class TokenCache:
     def space_problems(self, prefixes: Sequence[str]) -> Iterator[Problem]:
         """Checks the limit against the files, and the disk against the limit."""
         urls = [f"{prefix}{end}" for prefix in prefixes if is_url(prefix) for end in ENDINGS[:2]]
-        found = {url: self._versions.get(url) for url in urls}
-        sizes = {url: each.size for url, each in found.items() if isinstance(each, FileVersion)}
+        known = {url: self._versions.get(url) for url in urls}
+        sizes = {url: file.size for url, file in known.items() if isinstance(file, FileVersion)}
         if not sizes:
             return
         try:
@@ -341,7 +341,7 @@ class RemoteTokens:
             assert step == 1
             return self._consecutive(start, max(start, stop))
         if np.ndim(key):
-            parts = [self._consecutive(number, number + 1) for number in np.asarray(key).tolist()]
+            parts = [self._consecutive(index, index + 1) for index in np.asarray(key).tolist()]
             return np.concatenate([np.empty(0, self.dtype), *parts])
         return self._consecutive(int(key), int(key) + 1)[0]
 

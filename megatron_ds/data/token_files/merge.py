@@ -116,7 +116,7 @@ def _output_problems(prefixes: Sequence[str], output_prefix: str) -> Iterator[Pr
     if not prefixes:
         yield Problem("no-datasets-to-merge")
     yield from prefix_problems(output_prefix)
-    given = f"{option('output_prefix')} {output_prefix}"
+    text = f"{option('output_prefix')} {output_prefix}"
     output = os.path.realpath(output_prefix + ".bin")
     if any(os.path.realpath(prefix + ".bin") == output for prefix in prefixes):
-        yield Problem("output-is-an-input", given=given)
+        yield Problem("output-is-an-input", given=text)

@@ -97,16 +97,16 @@ def document_starts(data: IndexedDataset) -> npt.NDArray[np.int64]:
     return ends[data.document_index]
 
 
-def document(data: IndexedDataset, number: int) -> Tokens:
+def document(data: IndexedDataset, index: int) -> Tokens:
     """All tokens of a document.
 
     Raises:
         UserError: If the pair has no document of this number.
     """
     count = len(data.document_index) - 1
-    if not 0 <= number < count:
-        raise user_error("no-such-document", prefix=data.prefix, number=number, count=count - 1)
-    first, end = (int(at) for at in data.document_index[number : number + 2])
+    if not 0 <= index < count:
+        raise user_error("no-such-document", prefix=data.prefix, number=index, count=count - 1)
+    first, end = (int(at) for at in data.document_index[index : index + 2])
     if first == end:
         return data.tokens[:0]
     begin = int(data.pointers[first]) // data.dtype.itemsize
@@ -220,12 +220,12 @@ def compare(left: IndexedDataset, right: IndexedDataset) -> FirstDifference:
     common = int(starts[documents if at is None else at]) + shorter
     token = _first_mismatch(left.tokens[:common], right.tokens[:common])
     if token is not None:
-        number = int(np.searchsorted(starts, token, side="right")) - 1
-        within = token - int(starts[number])
+        index = int(np.searchsorted(starts, token, side="right")) - 1
+        within = token - int(starts[index])
         return FirstDifference(
-            f"token {within} of document {number} is {left.tokens[token]} in {left.prefix} and "
+            f"token {within} of document {index} is {left.tokens[token]} in {left.prefix} and "
             f"{right.tokens[token]} in {right.prefix}",
-            number,
+            index,
             within,
         )
     if at is not None:
@@ -251,12 +251,12 @@ def _first_boundary_difference(left: IndexedDataset, right: IndexedDataset) -> F
         entry = _first_mismatch(left.document_index, right.document_index)
         if entry is None:
             return FirstDifference("")
-        number = entry - 1
+        index = entry - 1
     else:
         at = min(len(left), len(right)) - 1 if sequence is None else sequence
-        number = int(np.searchsorted(left.document_index, at, side="right")) - 1
+        index = int(np.searchsorted(left.document_index, at, side="right")) - 1
     return FirstDifference(
-        f"the tokens are equal, but document {number} is split into different sequences", number
+        f"the tokens are equal, but document {index} is split into different sequences", index
     )
 
 

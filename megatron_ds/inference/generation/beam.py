@@ -79,11 +79,11 @@ def beam_search(
             last_1BH = model(tokens_BS, cache=view, hidden_only=True)[-1:]
             logprobs_BV = model.logits(last_1BH)[:, 0].log_softmax(dim=-1)
         if config.rules is not None:
-            exclude_(logprobs_BV, (config.rules.forbidden(each[-1]) for each in tokens))
+            exclude_(logprobs_BV, (config.rules.forbidden(ids[-1]) for ids in tokens))
         grown = _best_extensions(beams, logprobs_BV, 2 * width)
         ends = [beam for _, beam in grown[:width] if beam.ids[-1] == config.stop_token]
         ended = _best([*ended, *(beam.ended(penalty) for beam in ends)], width)
-        grown = [each for each in grown if each[1].ids[-1] != config.stop_token][:width]
+        grown = [beam for beam in grown if beam[1].ids[-1] != config.stop_token][:width]
         beams = [beam for _, beam in grown]
         best_open = max((beam.ended(penalty).score for beam in beams), default=-torch.inf)
         if not beams or (len(ended) == width and ended[-1].score >= best_open):

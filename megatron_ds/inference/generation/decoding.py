@@ -52,7 +52,7 @@ class Decoder:
         """The last layer's output at the last token of each text, [1, B, H]."""
         if self._sequences != sequences:
             self.keep(
-                sequences, to_device([each.ids[-1] for each in sequences], self._cache.device)
+                sequences, to_device([text.ids[-1] for text in sequences], self._cache.device)
             )
         tokens_B1 = self._ids_B.unsqueeze(1)
         if self._graphs is not None and self._graphs.are_available:
@@ -111,7 +111,7 @@ class DecodeGraphs:
         x_1BH = layers(*inputs)  # also allocates the memory that a graph must not
         assert self._record is not None
         try:
-            static = tuple(each.clone() for each in inputs)
+            static = tuple(tensor.clone() for tensor in inputs)
             graph = self._record(layers, static, **self._options)
             difference = (graph(*inputs) - x_1BH).float().norm()
             if not difference <= TOLERANCE * x_1BH.float().norm():

@@ -67,7 +67,7 @@ class GenerationEngine:
         self._device = weight.device
         # Inference mode takes a tenth off a token of a small model on a CPU. Not every device's
         # views support it, and parameters that ZeRO-3 gathers in it cannot be trained afterwards.
-        is_trained = any(each.requires_grad for each in model.parameters())
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
         has_inference_mode = is_host(weight.device.type) and not is_trained
         self._without_gradients = torch.inference_mode if has_inference_mode else torch.no_grad
         self._use_cache = use_cache
@@ -91,11 +91,11 @@ class GenerationEngine:
     def remove(self, sequences: Iterable[TextSequence]) -> None:
         """Removes sequences that are no longer wanted; the ones that have ended are ignored."""
         unwanted = set(map(id, sequences))
-        self.waiting = deque(each for each in self.waiting if id(each) not in unwanted)
+        self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in unwanted)
         if id(self._partial) in unwanted:
             self._partial = None
         with self._without_gradients():
-            self._drop([each for each in self.running if id(each) in unwanted])
+            self._drop([sequence for sequence in self.running if id(sequence) in unwanted])
 
     def step(self) -> list[TextSequence]:
         """Feeds waiting prompts, and chooses a token for each running sequence.
@@ -108,7 +108,7 @@ class GenerationEngine:
             if self.running:
                 changed += self.running
                 self._extend(self.running)
-                self._drop([each for each in self.running if each.is_done])
+                self._drop([sequence for sequence in self.running if sequence.is_done])
         return changed
 
     def _start_waiting(self) -> list[TextSequence]:
@@ -172,12 +172,12 @@ class GenerationEngine:
 
         Shorter prompts are filled up at their end, which no earlier position sees.
         """
-        first, lengths = len(self.running), [len(each.ids) - 1 for each in batch]
+        first, lengths = len(self.running), [len(sequence.ids) - 1 for sequence in batch]
         longest = max(lengths) if self._use_cache else 0
         if self._use_cache:
             self._cache.lengths[first : first + len(batch)] = [0] * len(batch)
         if longest:
-            self._feed(first, [each.ids[:-1] for each in batch])
+            self._feed(first, [sequence.ids[:-1] for sequence in batch])
         self.running += batch
         return longest * len(batch)
 
@@ -195,21 +195,21 @@ class GenerationEngine:
     def _extend(self, sequences: list[TextSequence]) -> None:
         """Appends a token to each of all running sequences."""
         logits_BV = self._model.logits(self._last_hidden(sequences))[:, 0]
-        scored = [row for row, each in enumerate(sequences) if each.config.logprobs]
+        scored = [row for row, sequence in enumerate(sequences) if sequence.config.logprobs]
         raw_BV = logits_BV[to_device(scored, self._device)] if scored else None
-        rules = ((each.config.rules, each.ids[-1]) for each in sequences)
-        exclude_(logits_BV, (each.forbidden(last) if each else () for each, last in rules))
+        rules = ((sequence.config.rules, sequence.ids[-1]) for sequence in sequences)
+        exclude_(logits_BV, (rule.forbidden(last) if rule else () for rule, last in rules))
         self._decoder.keep(sequences, _sample(sequences, logits_BV))
         if raw_BV is not None:
             wanted = [sequences[row] for row in scored]
-            self._add_scores(wanted, raw_BV, [each.ids[-1] for each in wanted])
+            self._add_scores(wanted, raw_BV, [sequence.ids[-1] for sequence in wanted])
 
     def _last_hidden(self, sequences: list[TextSequence]) -> Tensor:
         """The last layer's output at the last token of each sequence, [1, B, H]."""
         if self._use_cache:
             return self._decoder.last_hidden(sequences)
-        x_SBH = self._model(self._filled_up([each.ids for each in sequences]), hidden_only=True)
-        last_B = to_device([len(each.ids) - 1 for each in sequences], self._device)
+        x_SBH = self._model(self._filled_up([text.ids for text in sequences]), hidden_only=True)
+        last_B = to_device([len(sequence.ids) - 1 for sequence in sequences], self._device)
         rows_B = torch.arange(len(sequences), device=self._device)
         return x_SBH[last_B, rows_B].unsqueeze(0)  # type: ignore[no-any-return]
 
@@ -258,8 +258,8 @@ def _best_prefix(sequence: TextSequence, others: Sequence[TextSequence]) -> tupl
     fed = sequence.ids[:-1]
     best = max(
         (
-            (_shared(fed, other.ids[: other.prompt_length - 1]), number)
-            for number, other in enumerate(others)
+            (_shared(fed, other.ids[: other.prompt_length - 1]), row)
+            for row, other in enumerate(others)
         ),
         default=(0, 0),
     )
@@ -270,7 +270,7 @@ def _shared(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     shorter = min(len(first), len(second))
-    return next((place for place, (one, other) in pairs if one != other), shorter)
+    return next((index for index, (one, other) in pairs if one != other), shorter)
 
 
 def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> Tensor:
@@ -280,7 +280,7 @@ def _sample(sequences: Sequence[TextSequence], logits_BV: Tensor) -> Tensor:
         The ids [B] on the device. One of a sequence with an error is arbitrary.
     """
     params_by_row = [
-        each.config.sampling.after(len(each.ids) - each.prompt_length) for each in sequences
+        text.config.sampling.after(len(text.ids) - text.prompt_length) for text in sequences
     ]
     rows_by_params: dict[tuple[float, ...], list[int]] = {}
     for row, params in enumerate(params_by_row):

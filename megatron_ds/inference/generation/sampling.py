@@ -84,7 +84,7 @@ def choose(
 
 def exclude_(logits_BV: torch.Tensor, ids: Iterable[Iterable[int]]) -> None:
     """Gives ids of each row the logit -inf."""
-    places = [(row, number) for row, numbers in enumerate(ids) for number in numbers]
+    places = [(row, token) for row, numbers in enumerate(ids) for token in numbers]
     if places:
         rows, columns = to_device(places, logits_BV.device).unbind(1)
         logits_BV[rows, columns] = -torch.inf
@@ -179,7 +179,7 @@ def divide_by_noise(
     at_once = max(1, CACHED_NUMBERS // size) if is_host(weights_Bn.device.type) else rows
     if rows <= at_once:
         return _quotients(weights_Bn, steps_Bn, keys_B)
-    parts = (each.split(at_once) for each in (weights_Bn, steps_Bn, keys_B))
+    parts = (tensor.split(at_once) for tensor in (weights_Bn, steps_Bn, keys_B))
     return torch.cat(list(map(_quotients, *parts)))
 
 

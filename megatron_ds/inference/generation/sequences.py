@@ -104,24 +104,22 @@ def prompt_problems(
         return
     has_learned_positions = model.position_embedding_type == "learned_absolute"
     vocab, positions = model.vocab_size, model.num_positions
-    for number, prompt in enumerate(prompts, start=1):
+    for index, prompt in enumerate(prompts, start=1):
         length = len(prompt)
         if not prompt:
-            yield Problem("prompt-without-tokens", number=number)
+            yield Problem("prompt-without-tokens", number=index)
             continue
         invalid = next((token for token in prompt if not 0 <= token < vocab), None)
         if invalid is not None:
-            yield Problem(
-                "prompt-id-out-of-range", number=number, invalid=invalid, vocab_size=vocab
-            )
+            yield Problem("prompt-id-out-of-range", number=index, invalid=invalid, vocab_size=vocab)
         new = config.final_length(length) - length
         if new <= 0 < config.max_new_tokens:
             limit = config.max_length
-            yield Problem("prompt-fills-sequence", number=number, length=length, max_length=limit)
+            yield Problem("prompt-fills-sequence", number=index, length=length, max_length=limit)
         elif has_learned_positions and length + new > positions:
             yield Problem(
                 "prompt-exceeds-learned-positions",
-                number=number,
+                number=index,
                 num_prompt=length,
                 new=new,
                 num_positions=positions,

@@ -13,11 +13,11 @@ class NewlineTokens:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         numbered = list(enumerate(token_texts(tokenizer)))
-        self.with_eol = frozenset(number for number, text in numbered if "\n" in text)
-        self.with_double_eol = frozenset(number for number, text in numbered if "\n\n" in text)
-        self.ending_with_eol = frozenset(number for number, text in numbered if text.endswith("\n"))
-        self.colons = frozenset(number for number, text in numbered if text.endswith(":"))
-        self.starting_with_eol = tuple(number for number, text in numbered if text.startswith("\n"))
+        self.with_eol = frozenset(token for token, text in numbered if "\n" in text)
+        self.with_double_eol = frozenset(token for token, text in numbered if "\n\n" in text)
+        self.ending_with_eol = frozenset(token for token, text in numbered if text.endswith("\n"))
+        self.colons = frozenset(token for token, text in numbered if text.endswith(":"))
+        self.starting_with_eol = tuple(token for token, text in numbered if text.startswith("\n"))
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class StopStrings:
 def token_texts(tokenizer: Tokenizer) -> list[str]:
     """The text of each id; empty for the gaps that a vocabulary may have."""
 
-    def text(number: int) -> str:
+    def text(token: int) -> str:
         try:
-            return tokenizer.decode([number])
+            return tokenizer.decode([token])
         except (ValueError, KeyError, IndexError):
             return ""
 
-    return [text(number) for number in range(tokenizer.vocab_size)]
+    return [text(token) for token in range(tokenizer.vocab_size)]

@@ -57,9 +57,9 @@ class TpLink(Generic[Command]):
         if self._group is None:
             return commands
         # The messages of errors may differ, for instance in the rank that they name.
-        kind = _hash_of(type(error).__name__) if error is not None else 0
+        code = _hash_of(type(error).__name__) if error is not None else 0
         try:
-            sent = torch.tensor([len(commands) if self.is_leader else 0, kind, -kind])
+            sent = torch.tensor([len(commands) if self.is_leader else 0, code, -code])
             options: Any = AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
             # Of the operation, not of the wait for it: the process cannot exit while one runs.

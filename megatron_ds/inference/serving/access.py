@@ -24,10 +24,10 @@ class KeyCheck:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1")  # the bytes of the header
-        is_known = any(hmac.compare_digest(given, each) for each in self._keys)
-        if scope["path"] in self.OPEN or (kind.lower() == "bearer" and is_known):
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        token = key.strip().encode("latin-1")  # the bytes of the header
+        is_known = any(hmac.compare_digest(token, known) for known in self._keys)
+        if scope["path"] in self.OPEN or (scheme.lower() == "bearer" and is_known):
             await self._app(scope, receive, send)
             return
         message = "a key is required: Authorization: Bearer KEY"

@@ -136,16 +136,16 @@ def read(body: bytes, defaults: Defaults) -> GenerationRequest:
     Raises:
         UserError: With all problems, at most `MAX_PROBLEMS`.
     """
-    given = read_fields(body, GenerationRequest, "prompts")
-    raise_if_any([*_sampling_problems(given), *_beam_problems(given)])
+    fields = read_fields(body, GenerationRequest, "prompts")
+    raise_if_any([*_sampling_problems(fields), *_beam_problems(fields)])
     candidates = {
         "random_seed": defaults.seed,
         "temperature": defaults.temperature,
         # Setting top_k in a request disables the server's default top_p, and vice versa.
-        "top_k": 0 if given.get("top_p") else defaults.top_k,
-        "top_p": 0.0 if given.get("top_k") else defaults.top_p,
+        "top_k": 0 if fields.get("top_p") else defaults.top_k,
+        "top_p": 0.0 if fields.get("top_k") else defaults.top_p,
     }
-    return GenerationRequest(**{**candidates, **given, "prompts": tuple(given["prompts"])})
+    return GenerationRequest(**{**candidates, **fields, "prompts": tuple(fields["prompts"])})
 
 
 @functools.cache
@@ -163,9 +163,9 @@ def neutral_fields() -> Mapping[str, Mapping[str, Any]]:
 
 def openai_error(message: str, status: int, codes: Sequence[str] = ()) -> dict[str, Any]:
     """The JSON object of an error in OpenAI's APIs."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    error_type = "invalid_request_error" if status < 500 else "server_error"
     code = codes[0] if codes else None
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    return {"error": {"message": message, "type": error_type, "param": None, "code": code}}
 
 
 def read_fields(
@@ -188,28 +188,28 @@ def read_fields(
     Raises:
         UserError: With all problems, at most `MAX_PROBLEMS`.
     """
-    given = _read_object(body)
+    fields = _read_object(body)
     if null_is_default:
-        given = {name: value for name, value in given.items() if value is not None}
+        fields = {name: value for name, value in fields.items() if value is not None}
     known = {item.name: item.metadata for item in dataclasses.fields(request)}
     neutral = neutral or {}
-    problems = _field_problems(given, {**known, **neutral}, required)
+    problems = _field_problems(fields, {**known, **neutral}, required)
     raise_if_any(itertools.islice(problems, MAX_PROBLEMS))
-    return {name: value for name, value in given.items() if name in known}
+    return {name: value for name, value in fields.items() if name in known}
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
     try:
-        given = json.loads(
+        content = json.loads(
             body, parse_constant=_reject_constant, object_pairs_hook=_reject_repetition
         )
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
         raise user_error("request-not-json", error=error) from None
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise user_error("request-not-json-object")
-    return given
+    return content
 
 
 def _reject_constant(name: str) -> Any:
@@ -226,11 +226,11 @@ def _reject_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _field_problems(
-    given: Mapping[str, Any], known: Mapping[str, Any], required: str
+    fields: Mapping[str, Any], known: Mapping[str, Any], required: str
 ) -> Iterator[Problem]:
-    if required not in given:
+    if required not in fields:
         yield Problem("request-field-missing", required, name=required)
-    for name, value in given.items():
+    for name, value in fields.items():
         if name not in known:
             hint = _field_hint(name, known)
             yield Problem("request-field-unknown", as_json=_as_json(name), field_hint=hint)
@@ -249,11 +249,11 @@ def _field_hint(name: str, known: Mapping[str, Any]) -> str:
     return f"; did you mean {similar[0]}?" if similar else f" (known are {', '.join(known)})"
 
 
-def _sampling_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
-    if "" in given["prompts"] and not given.get("add_BOS"):
+def _sampling_problems(fields: Mapping[str, Any]) -> Iterator[Problem]:
+    if "" in fields["prompts"] and not fields.get("add_BOS"):
         yield Problem("empty-prompt-needs-bos")
     for first, second in (("top_k", "top_p"), ("stop_on_eol", "stop_on_double_eol")):
-        if given.get(first) and given.get(second):
+        if fields.get(first) and fields.get(second):
             yield Problem("request-fields-exclusive", first, second, first=first, second=second)
     for name, needed in (
         ("top_p_decay", "top_p"),
@@ -261,18 +261,18 @@ def _sampling_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
         ("top_p_bound", "top_p_decay"),
         ("top_n_logprobs", "logprobs"),
     ):
-        if given.get(name) and not given.get(needed):
+        if fields.get(name) and not fields.get(needed):
             yield Problem("request-field-needs-another", name, needed, name=name, needed=needed)
-    if given.get("top_p") and given.get("top_p_bound", 0) > given["top_p"]:
-        yield Problem("top-p-bound-above-top-p", bound=given["top_p_bound"], top_p=given["top_p"])
+    if fields.get("top_p") and fields.get("top_p_bound", 0) > fields["top_p"]:
+        yield Problem("top-p-bound-above-top-p", bound=fields["top_p_bound"], top_p=fields["top_p"])
 
 
-def _beam_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
-    scores_only = given.get("tokens_to_generate") == 0
-    if "beam_width" not in given:
-        if scores_only and not given.get("logprobs"):
+def _beam_problems(fields: Mapping[str, Any]) -> Iterator[Problem]:
+    scores_only = fields.get("tokens_to_generate") == 0
+    if "beam_width" not in fields:
+        if scores_only and not fields.get("logprobs"):
             yield Problem("scoring-without-logprobs")
-        beam_only = [name for name in ("stop_token", "length_penalty") if name in given]
+        beam_only = [name for name in ("stop_token", "length_penalty") if name in fields]
         if beam_only:
             yield Problem(
                 "request-fields-only-for-beam-search", *beam_only, beam_only=", ".join(beam_only)
@@ -280,9 +280,9 @@ def _beam_problems(given: Mapping[str, Any]) -> Iterator[Problem]:
         return
     if scores_only:
         yield Problem("beam-search-without-new-tokens")
-    if len(given["prompts"]) > 1:
-        yield Problem("beam-search-with-several-prompts", num_given=len(given["prompts"]))
-    sampling_only = [name for name in SAMPLING_ONLY if given.get(name)]
+    if len(fields["prompts"]) > 1:
+        yield Problem("beam-search-with-several-prompts", num_given=len(fields["prompts"]))
+    sampling_only = [name for name in SAMPLING_ONLY if fields.get(name)]
     if sampling_only:
         yield Problem(
             "request-fields-not-for-beam-search",

@@ -81,7 +81,7 @@ class ChatApi:
             raise user_error("chat-template-missing", name=self.completions.names[0])
         request = self.completions.request(body, ChatRequest, "messages")
         raise_if_any(request.problems())
-        messages = [dict(each) for each in request.messages]
+        messages = [dict(entry) for entry in request.messages]
         for message in messages:
             if isinstance(message["content"], list):
                 message["content"] = "\n".join(part["text"] for part in message["content"])
@@ -134,8 +134,8 @@ def _as_chat(
         scores = choice["logprobs"] and {"content": _scores(choice["logprobs"], job.top_n)}
         text = {key: {**role, "content": choice.pop("text")}}
         choices.append({**choice, **text, "logprobs": scores})
-    kind = "chat.completion" if key == "message" else "chat.completion.chunk"
-    return {**completion, "id": f"chat{completion['id']}", "object": kind, "choices": choices}
+    name = "chat.completion" if key == "message" else "chat.completion.chunk"
+    return {**completion, "id": f"chat{completion['id']}", "object": name, "choices": choices}
 
 
 def _scores(logprobs: dict[str, Any], top_n: int) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def _scores(logprobs: dict[str, Any], top_n: int) -> list[dict[str, Any]]:
     names = ("tokens", "token_logprobs", "top_logprobs")
     return [
         _scored(token, value)
-        | {"top_logprobs": [_scored(*each) for each in list(top.items())[:top_n]]}
+        | {"top_logprobs": [_scored(*pair) for pair in list(top.items())[:top_n]]}
         for token, value, top in zip(*(logprobs[name] for name in names), strict=True)
     ]
 

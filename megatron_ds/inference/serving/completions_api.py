@@ -44,7 +44,7 @@ def _is_ids(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(type(each) is int and each >= 0 for each in value)
+        and all(type(token) is int and token >= 0 for token in value)
     )
 
 
@@ -58,12 +58,12 @@ def _is_prompt(value: Any) -> bool:
 def _is_stop(value: Any) -> bool:
     strings = value if isinstance(value, list) else [value]
     is_short = len(strings) <= MAX_STOPS
-    return is_short and all(is_text(each) and each for each in strings)
+    return is_short and all(is_text(string) and string for string in strings)
 
 
 def _is_stream_options(value: Any) -> bool:
     keys = value.keys() if isinstance(value, dict) else {""}
-    return keys <= {"include_usage"} and all(isinstance(each, bool) for each in value.values())
+    return keys <= {"include_usage"} and all(isinstance(flag, bool) for flag in value.values())
 
 
 @dataclass(frozen=True)
@@ -142,17 +142,17 @@ class CompletionsApi:
         prompts = request.prompt
         if isinstance(prompts, str) or _is_ids(prompts):
             prompts = [prompts]
-        prompts = [each or [self.service.tokenizer.prefix] for each in prompts]
+        prompts = [prompt or [self.service.tokenizer.prefix] for prompt in prompts]
         return self.job(request, prompts, request.max_tokens, request.logprobs, echo=request.echo)
 
-    def request(self, body: bytes, kind: type[Request], required: str) -> Request:
+    def request(self, body: bytes, request_type: type[Request], required: str) -> Request:
         """A request, with the server's defaults.
 
         Raises:
             UserError: If a field is invalid, or the model another one.
         """
         neutral = neutral_fields()
-        given = read_fields(body, kind, required, null_is_default=True, neutral=neutral)
+        fields = read_fields(body, request_type, required, null_is_default=True, neutral=neutral)
         defaults = self.defaults
         candidates = {
             "seed": defaults.seed,
@@ -160,7 +160,7 @@ class CompletionsApi:
             "top_k": defaults.top_k,
             "top_p": defaults.top_p or 1.0,  # 0 is off only there
         }
-        request = kind(**{**candidates, **given})
+        request = request_type(**{**candidates, **fields})
         if request.model not in (None, *self.names):
             raise user_error("model-not-served", model=request.model, name=", ".join(self.names))
         return request
@@ -212,9 +212,9 @@ class CompletionsApi:
     def response(self, job: GenerationJob, finished: Finished) -> dict[str, Any]:
         """The JSON object of all texts."""
         assert isinstance(job, CompletionJob)
-        sequences = [each for each in finished.result if isinstance(each, TextSequence)]
-        choices = [self._choice(job, number, each) for number, each in enumerate(sequences)]
-        new = sum(len(each.new_ids) for each in sequences)
+        sequences = [item for item in finished.result if isinstance(item, TextSequence)]
+        choices = [self._choice(job, index, sequence) for index, sequence in enumerate(sequences)]
+        new = sum(len(sequence.new_ids) for sequence in sequences)
         return {**self._head(), "choices": choices, "usage": _usage(job, new)}
 
     def events(self, job: GenerationJob) -> CompletionEvents:
@@ -238,11 +238,11 @@ class CompletionsApi:
             "model": self.names[0],
         }
 
-    def _choice(self, job: CompletionJob, number: int, sequence: TextSequence) -> dict[str, Any]:
+    def _choice(self, job: CompletionJob, index: int, sequence: TextSequence) -> dict[str, Any]:
         decode = self.service.tokenizer.decode
-        given = sequence.ids[: sequence.prompt_length]
-        prompt = given if job.echo else []
-        text = TokenText(decode, job.stops, given)
+        ids = sequence.ids[: sequence.prompt_length]
+        prompt = ids if job.echo else []
+        text = TokenText(decode, job.stops, ids)
         new = "".join(map(text.add, self.without_end(sequence.new_ids))) + text.finish()
         logprobs = None
         if job.logprobs:
@@ -252,7 +252,7 @@ class CompletionsApi:
                 [*prompt, *sequence.new_ids], [*first, *scores.logprobs], [*first, *scores.top]
             )
         return {
-            "index": number,
+            "index": index,
             "text": decode(self.service.tokenizer.without_bos(prompt)) + new if prompt else new,
             "logprobs": logprobs,
             "finish_reason": "stop" if sequence.ended_itself else "length",
@@ -270,14 +270,14 @@ class CompletionsApi:
     ) -> dict[str, Any]:
         """The tokens with their log-probabilities, and the most probable ones with the chosen."""
         decode = self.service.tokenizer.decode
-        tokens = [decode([each]) for each in ids]
-        places, place = [], offset
+        tokens = [decode([token_id]) for token_id in ids]
+        places, start = [], offset
         for token in tokens:
-            places.append(place)
-            place += len(token)
+            places.append(start)
+            start += len(token)
         top = [
-            None if each is None or logprob is None else by_text(decode, [*each, (chosen, logprob)])
-            for each, logprob, chosen in zip(tops, logprobs, ids, strict=True)
+            None if best is None or logprob is None else by_text(decode, [*best, (chosen, logprob)])
+            for best, logprob, chosen in zip(tops, logprobs, ids, strict=True)
         ]
         return {
             "tokens": tokens,
@@ -314,11 +314,11 @@ class CompletionEvents:
 
     def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]:
         """The last events: the rest of the texts, and why they ended."""
-        for number, sequence in enumerate(finished.result):
+        for index, sequence in enumerate(finished.result):
             assert isinstance(sequence, TextSequence)
-            yield from self._echo(number, sequence.scores)
+            yield from self._echo(index, sequence.scores)
             reason = "stop" if sequence.ended_itself else "length"
-            yield self._event(number, self._texts[number].finish(), reason)
+            yield self._event(index, self._texts[index].finish(), reason)
         if self._job.include_usage:
             yield {**self._head, "choices": [], "usage": _usage(self._job, self._new)}
 
@@ -329,7 +329,7 @@ class CompletionEvents:
         self._echoed[index], ids = True, self._prompts[index]
         if scores is not None:
             values = zip(ids, [None, *scores.logprobs], [[], *scores.top], strict=True)
-            self._tokens[index] = [NewToken(index, *each) for each in values]
+            self._tokens[index] = [NewToken(index, *entry) for entry in values]
         yield self._event(index, self._api.service.tokenizer.decode(ids), None)
 
     def _event(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
@@ -337,9 +337,9 @@ class CompletionEvents:
         logprobs = None
         if self._job.logprobs:
             logprobs = self._api.logprobs_of(
-                [each.id for each in tokens],
-                [each.logprob for each in tokens],
-                [each.top for each in tokens],
+                [token.id for token in tokens],
+                [token.logprob for token in tokens],
+                [token.top for token in tokens],
                 self._offsets[index],
             )
             self._offsets[index] += sum(map(len, logprobs["tokens"]))

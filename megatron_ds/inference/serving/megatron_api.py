@@ -32,8 +32,8 @@ class MegatronApi:
         prompts = service.encode_prompts(
             request.prompts, request.tokens_to_generate, add_bos=request.add_BOS
         )
-        given = request.tokens_to_generate
-        new_tokens = self.defaults.tokens_to_generate if given is None else given
+        limit = request.tokens_to_generate
+        new_tokens = self.defaults.tokens_to_generate if limit is None else limit
         beam, stop_token = None, request.stop_token
         vocab = service.model.config.vocab_size
         if stop_token is not None and stop_token >= vocab:
@@ -68,23 +68,23 @@ class MegatronApi:
         """The JSON object of Megatron's server."""
         tokenizer, result = self.service.tokenizer, finished.result
         decode = tokenizer.decode
-        beams = [each for each in result if isinstance(each, Hypothesis)]
-        sequences = [each for each in result if isinstance(each, TextSequence)]
+        beams = [item for item in result if isinstance(item, Hypothesis)]
+        sequences = [item for item in result if isinstance(item, TextSequence)]
         texts = [sequence.ids for sequence in sequences] or [
             [*job.prompts[0], *beam.ids] for beam in beams
         ]
         response: dict[str, Any] = {
             "text": [decode(tokenizer.without_bos(ids)) for ids in texts],
-            "segments": [[decode([number]) for number in ids] for ids in texts],
+            "segments": [[decode([token]) for token in ids] for ids in texts],
             "tokens": texts,
         }
         if job.beam is not None:
             return {**response, "scores": [beam.score for beam in beams]}
         scores = [sequence.scores for sequence in sequences]
-        response["logprobs"] = [each.logprobs for each in scores] if job.logprobs else None
+        response["logprobs"] = [score.logprobs for score in scores] if job.logprobs else None
         if job.top_n:
             response["top_n_logprobs"] = [
-                [by_text(decode, top) for top in each.top] for each in scores
+                [by_text(decode, top) for top in score.top] for score in scores
             ]
         return response
 
@@ -105,6 +105,6 @@ def by_text(
     Ids that are parts of characters may share a text: the first, most probable one is kept.
     """
     by_text: dict[str, float] = {}
-    for number, value in top:
-        by_text.setdefault(decode([number]), value)
+    for token, value in top:
+        by_text.setdefault(decode([token]), value)
     return by_text

@@ -231,7 +231,7 @@ class Scheduler(Generic[Job]):
     def _commands(self) -> list[object]:
         """Changes since the last step; waits for one if there is no work."""
         now, commands = time.monotonic(), list[object]()
-        for ticket in [each for each in list(self._tickets.values()) if now > each.deadline]:
+        for ticket in [item for item in list(self._tickets.values()) if now > item.deadline]:
             self._end(ticket.key, Failed(TimedOut()))
             commands.append(_Remove(ticket.key))
         if not self._works and not commands:
@@ -242,13 +242,13 @@ class Scheduler(Generic[Job]):
             commands.append(self._inbox.get())
         # A job may have ended before it could start.
         return [
-            each for each in commands if not isinstance(each, _Add) or each.key in self._tickets
+            item for item in commands if not isinstance(item, _Add) or item.key in self._tickets
         ]
 
     def _step(self, commands: Sequence[object]) -> Exception | None:
         """Applies commands, and computes a token of each sequence; the error, if it failed."""
         # All jobs of a step that fails, also those that it does not reach, have failed.
-        self._works |= {each.key: _Work([]) for each in commands if isinstance(each, _Add)}
+        self._works |= {item.key: _Work([]) for item in commands if isinstance(item, _Add)}
         try:
             for command in commands:
                 if isinstance(command, _Add):
@@ -273,9 +273,9 @@ class Scheduler(Generic[Job]):
             self._works[key] = _Work([], started)
             return
         self._works[key] = _Work(started)
-        for number, sequence in enumerate(started):
+        for index, sequence in enumerate(started):
             self.prompted += sequence.prompt_length
-            self._owners[id(sequence)] = key, number
+            self._owners[id(sequence)] = key, index
             self._engine.add(sequence)
 
     def _remove(self, key: int) -> None:
@@ -287,7 +287,7 @@ class Scheduler(Generic[Job]):
 
     def _report(self, sequence: TextSequence) -> None:
         """Notifies the listener of a sequence's job of its new token."""
-        key, number = self._owners[id(sequence)]
+        key, index = self._owners[id(sequence)]
         if sequence.error is not None or len(sequence.ids) == sequence.prompt_length:
             return
         self.generated += 1
@@ -301,7 +301,7 @@ class Scheduler(Generic[Job]):
             prompt = None
             if sequence.config.prompt_logprobs and len(sequence.new_ids) == 1:
                 prompt = Scores(scores.logprobs[:-1], scores.top[:-1])
-            ticket.listener(NewToken(number, sequence.ids[-1], logprob, top, prompt))
+            ticket.listener(NewToken(index, sequence.ids[-1], logprob, top, prompt))
 
     def _end_if_done(self, sequence: TextSequence) -> None:
         """Ends a sequence's job if its last sequence is done, or one has failed."""
@@ -312,7 +312,7 @@ class Scheduler(Generic[Job]):
         sequences = self._works[key].sequences
         if sequence.error is not None:
             result: Event = Failed(sequence.error)
-        elif all(each.is_done for each in sequences):
+        elif all(other.is_done for other in sequences):
             result = Finished(sequences)
         else:
             return

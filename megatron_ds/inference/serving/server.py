@@ -200,7 +200,7 @@ class TextServer(Generic[Job]):
             message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
             return error(message, 408, Connection="close")
         except UserError as problem:
-            codes = [each.code for each in problem.problems]
+            codes = [entry.code for entry in problem.problems]
             status = 404 if "model-not-served" in codes else 400
             return error("; ".join(problem.problems), status, codes)
         deadline = loop.time() + self._options.timeout
@@ -301,8 +301,8 @@ class TextServer(Generic[Job]):
                 parts: Any = of_token(event) if isinstance(event, NewToken) else of_end(event)
                 if isinstance(event, Finished) or event.prompt_scores:  # which may take long
                     parts = await self._reader.call(BODY_TIMEOUT_S, list[Any], parts)
-                for each in parts:
-                    yield _event(each)
+                for part in parts:
+                    yield _event(part)
                 if isinstance(event, Finished):
                     self._finish(ticket, event)
                     yield "data: [DONE]\n\n"
@@ -333,14 +333,14 @@ class TextServer(Generic[Job]):
         if ticket.started is not None:
             self._metrics.first_token.observe(ticket.started - ticket.submitted)
         if job.log:
-            given, texts = sum(map(len, job.prompts)), len(finished.result)
+            tokens, texts = sum(map(len, job.prompts)), len(finished.result)
             new = sum(
-                len(each.new_ids) if isinstance(each, TextSequence) else len(each.ids)
-                for each in finished.result
+                len(item.new_ids) if isinstance(item, TextSequence) else len(item.ids)
+                for item in finished.result
             )
             self._log(
                 f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompts: {len(job.prompts)} of "
-                f"{counted(given, 'token')}, texts: {texts} with {counted(new, 'new token')}, "
+                f"{counted(tokens, 'token')}, texts: {texts} with {counted(new, 'new token')}, "
                 f"{now - ticket.submitted:.2f} s"
             )
 
@@ -376,23 +376,23 @@ class _Server(uvicorn.Server):
         limit.daemon = True
 
         def watch() -> None:
-            while number := receiving.recv(1):
-                if number[0] in numbers:
+            while data := receiving.recv(1):
+                if data[0] in numbers:
                     if not self.should_exit:
                         limit.start()
                     stop()
-                    self.handle_exit(number[0], None)
+                    self.handle_exit(data[0], None)
 
         numbers = (signal.SIGTERM, signal.SIGINT)
         previous_fd = signal.set_wakeup_fd(sending.fileno())
-        previous = [signal.signal(number, lambda *_: None) for number in numbers]
+        previous = [signal.signal(signum, lambda *_: None) for signum in numbers]
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         try:
             yield
         finally:
-            for number, handler in zip(numbers, previous, strict=True):
-                signal.signal(number, handler)
+            for signum, handler in zip(numbers, previous, strict=True):
+                signal.signal(signum, handler)
             signal.set_wakeup_fd(previous_fd)
             sending.close()
             watcher.join()

@@ -118,55 +118,55 @@ class TextGenerationService:
         """
         encoded, problems, read_chars = list[list[int]](), list[Problem](), 0
         vocab = self.model.config.vocab_size
-        for number, prompt in enumerate(prompts, start=1):
+        for index, prompt in enumerate(prompts, start=1):
             read_chars += len(prompt)
             if problems and self._are_too_many(read_chars):
                 break  # an invalid request must not take long
             if isinstance(prompt, str) and self._are_too_many(len(prompt)):
-                problems.append(self._too_many_chars(prompt, number))
+                problems.append(self._too_many_chars(prompt, index))
                 continue
-            ids = self._encode(prompt, number, add_bos) if isinstance(prompt, str) else prompt
+            ids = self._encode(prompt, index, add_bos) if isinstance(prompt, str) else prompt
             if (invalid := max(ids)) >= vocab:
                 names = {"invalid": invalid, "vocab_size": vocab}
-                problems.append(Problem("prompt-id-out-of-range", number=number, **names))
-            problems.extend(self._length_problems(new_tokens, len(ids), number))
+                problems.append(Problem("prompt-id-out-of-range", number=index, **names))
+            problems.extend(self._length_problems(new_tokens, len(ids), index))
             encoded.append(ids)
         raise_if_any(problems)
         return encoded
 
-    def _encode(self, text: str, number: int, add_bos: bool) -> list[int]:
+    def _encode(self, text: str, index: int, add_bos: bool) -> list[int]:
         try:
             ids = self.tokenizer.begin(self.tokenizer.encode(text))
         except ValueError as error:
-            raise user_error("prompt-not-encodable", number=number, error=error) from None
+            raise user_error("prompt-not-encodable", number=index, error=error) from None
         if add_bos and ids[:1] != [self.tokenizer.bos]:
             ids = [self.tokenizer.prefix, *ids]
         if not ids:
-            raise user_error("prompt-needs-bos", number=number)
+            raise user_error("prompt-needs-bos", number=index)
         return ids
 
     def _are_too_many(self, chars: int) -> bool:
         is_short = chars <= self.max_length * MIN_CHARS_PER_TOKEN  # without reading the vocabulary
         return not is_short and chars > self._max_chars
 
-    def _too_many_chars(self, text: str, number: int) -> Problem:
+    def _too_many_chars(self, text: str, index: int) -> Problem:
         return Problem(
             "prompt-has-too-many-characters",
-            number=number,
+            number=index,
             chars=len(text),
             max_chars=self._max_chars,
             max_length=self.max_length,
         )
 
     def _length_problems(
-        self, new_tokens: int | None, length: int, number: int
+        self, new_tokens: int | None, length: int, index: int
     ) -> Iterator[Problem]:
         """Check that a prompt of this many tokens and its continuation fit."""
         limit = self.max_length
         if new_tokens is not None and length + new_tokens > limit:
             yield Problem(
                 "prompt-and-new-tokens-exceed-length",
-                number=number,
+                number=index,
                 num_ids=length,
                 new_tokens=new_tokens,
                 max_length=limit,
@@ -174,7 +174,7 @@ class TextGenerationService:
                 fewer=f", or ask for at most {limit - length} new ones" * (length < limit),
             )
         elif new_tokens is None and length >= limit:
-            yield Problem("prompt-fills-sequence", number=number, length=length, max_length=limit)
+            yield Problem("prompt-fills-sequence", number=index, length=length, max_length=limit)
 
     def _rules(self, flags: tuple[bool, bool, bool]) -> StopRules | None:
         return StopRules(self._newline_tokens, *flags) if any(flags) else None

@@ -21,7 +21,7 @@ class WorkerThread:
         self._calls = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]()
         self._start()
 
-    async def call(self, timeout: float, function: Callable[..., Result], *given: object) -> Result:
+    async def call(self, timeout: float, function: Callable[..., Result], *args: object) -> Result:
         """The function's result.
 
         A call that does not end in time is interrupted at its next Python instruction. Code of
@@ -31,14 +31,14 @@ class WorkerThread:
             TimeoutError: If the call, with those before it, takes longer.
         """
         future: Future[Result] = Future()
-        self._calls.put((future, partial(function, *given)))
+        self._calls.put((future, partial(function, *args)))
         try:
             async with asyncio.timeout(timeout):
                 return await asyncio.wrap_future(future)
         finally:
             if future.running():
-                ident, kind = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind)
+                ident, error = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
                 self._start()
 
     def _start(self) -> None:

@@ -124,9 +124,9 @@ class ProcessLifecycle:
         self._wakeup_writer.setblocking(False)
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-        for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+        for signum in SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, self._on_signal)
         threading.Thread(target=self._monitor, name="monitor", daemon=True).start()
 
     @contextmanager
@@ -237,12 +237,12 @@ class ProcessLifecycle:
         wait_until(lambda: self._check_peers() is not None, BLAME_TIMEOUT_S)
         return self._peer_exit or (STORE_LOST if self._store_lost else None)
 
-    def _on_signal(self, number: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         # After start-up the monitor thread handles signals: it reads their numbers from the
         # wakeup socket even while the main thread is blocked in a collective.
         if self._starting and os.getpid() == self._interruptible_pid:
             self._interruptible_pid = 0
-            raise _StartupInterrupted(SIGNALS[number])
+            raise _StartupInterrupted(SIGNALS[signum])
 
     def _monitor(self) -> None:
         """Ends the process if a check fails: without the checks, nothing might end it."""
@@ -255,9 +255,9 @@ class ProcessLifecycle:
     def _monitor_loop(self) -> None:
         while True:
             readable, _, _ = select.select([self._wakeup], [], [], POLL_S)
-            for number in self._wakeup.recv(64) if readable else b"":
-                if number in SIGNALS:
-                    self._on_signal_received(SIGNALS[number])
+            for signum in self._wakeup.recv(64) if readable else b"":
+                if signum in SIGNALS:
+                    self._on_signal_received(SIGNALS[signum])
             with self._checks:
                 if not self._finished.is_set():
                     self._check_launchers()
@@ -372,5 +372,5 @@ def process_lifecycle() -> Iterator[ProcessLifecycle]:
 
 
 def _ignore_signals() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)

@@ -61,8 +61,8 @@ def _remedy() -> str:
     return f"Run `make install` in {root}, then the program with {python}"
 
 
-def _exit(number: int, frame: object) -> None:
+def _exit(signum: int, frame: object) -> None:
     # An exception would be raised in the middle of an import, and end in a traceback.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(2, f"{os.path.basename(sys.argv[0])}: interrupted\n".encode())
-    os._exit(128 + number)
+    os._exit(128 + signum)

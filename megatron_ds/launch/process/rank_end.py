@@ -136,10 +136,10 @@ class RankEnd:
     def end_by_error(self, report: ErrorReport) -> NoReturn:
         """Ends a rank that failed by itself."""
         start, board = self.find_start_verdict(report), self.board
-        own = posted = RankExit(environment.rank(), report.summary, report.code)
+        local = posted = RankExit(environment.rank(), report.summary, report.code)
         if board is not None:
-            posted = call_with_timeout(lambda: board.post(own), default=own)
-        first = None if posted == own else posted
+            posted = call_with_timeout(lambda: board.post(local), default=local)
+        first = None if posted == local else posted
         verdict = verdict_of_error(report, start, first, has_board=board is not None)
         leave_store = self.roll_call.say_goodbye if start is not None else lambda: None
         self._end(verdict, leave_store if board is None else lambda: time.sleep(STORE_S))
@@ -164,24 +164,24 @@ class RankEnd:
             first: The announcement of another rank, if there is one.
         """
         rank, watch, board = environment.rank(), self.hang_watch, self.board
-        own = RankExit(rank, f"has made no progress for {watch.timeout_s:g} s", ExitCode.HUNG)
+        local = RankExit(rank, f"has made no progress for {watch.timeout_s:g} s", ExitCode.HUNG)
         report = watch.write_report(rank)
-        stopped = {number for number, process in self.peers.items() if process.is_stopped()}
-        found: tuple[list[HangReport], list[int]] | None = None
+        stopped = {peer for peer, process in self.peers.items() if process.is_stopped()}
+        answers: tuple[list[HangReport], list[int]] | None = None
         if board is not None:
-            first = first or call_with_timeout(lambda: board.post(own), default=None)
+            first = first or call_with_timeout(lambda: board.post(local), default=None)
             if first is not None and first.code != ExitCode.HUNG:
                 self.end_after_peer(first)
             if first is not None:
                 exchange = functools.partial(
-                    exchange_reports, board, report, collects=first == own, without=len(stopped)
+                    exchange_reports, board, report, collects=first == local, without=len(stopped)
                 )
-                found = call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
-        is_first, text = first == own, ""
-        if found is None:  # the store does not answer: each host reports what it sees
-            found = [report], sorted(stopped | ({0} if board is not None else set()))
+                answers = call_with_timeout(exchange, default=None, timeout_s=EXCHANGE_S + 3.0)
+        is_first, text = first == local, ""
+        if answers is None:  # the store does not answer: each host reports what it sees
+            answers = [report], sorted(stopped | ({0} if board is not None else set()))
             is_first = rank == min({rank, *self.peers} - stopped)
-        reports, silent = found
+        reports, silent = answers
         if is_first:
             hosts = dict(self.hosts)
             if board is not None:
@@ -192,8 +192,8 @@ class RankEnd:
 
         def end_stopped() -> None:
             time.sleep(STORE_S if rank == 0 else 0.0)
-            for number in stopped.union(self.peers.keys() & silent):
-                self.peers[number].kill()  # at last, for a launcher that reports the first exit
+            for peer in stopped.union(self.peers.keys() & silent):
+                self.peers[peer].kill()  # at last, for a launcher that reports the first exit
 
         self._end(verdict_of_hang(text, first), end_stopped)
 

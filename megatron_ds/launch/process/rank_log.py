@@ -44,9 +44,9 @@ def open_log(folder: str | None) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     path = Path(folder, f"rank{environment.rank()}.log")
     log = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - until the process ends
-    place = f"rank {environment.rank()} of {environment.world_size()} on {socket.gethostname()}"
+    writer = f"rank {environment.rank()} of {environment.world_size()} on {socket.gethostname()}"
     command = shlex.join(sys.argv)
-    _append(log, f"=== {time.strftime('%Y-%m-%dT%H:%M:%S')} {place}, ")
+    _append(log, f"=== {time.strftime('%Y-%m-%dT%H:%M:%S')} {writer}, ")
     _append(log, f"process {os.getpid()}: {command}\n")
     faulthandler.enable(log)
     for name in ("stdout", "stderr"):

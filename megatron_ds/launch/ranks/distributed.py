@@ -125,12 +125,12 @@ def _select_backend(config: RuntimeConfig, accelerator: Any) -> str:
     """
     import torch.distributed as dist
 
-    own: str = accelerator.communication_backend_name()
-    is_missing = own in ("ccl", "mpi") and not dist.is_backend_available(own)
-    backend = "gloo" if config.distributed_backend == "gloo" or is_missing else own
+    native: str = accelerator.communication_backend_name()
+    is_missing = native in ("ccl", "mpi") and not dist.is_backend_available(native)
+    backend = "gloo" if config.distributed_backend == "gloo" or is_missing else native
     device = accelerator.device_name()
-    if backend != own and device not in dist.Backend.backend_capability[backend]:
-        raise user_error("gloo-without-device", device=device, backend=own)
+    if backend != native and device not in dist.Backend.backend_capability[backend]:
+        raise user_error("gloo-without-device", device=device, backend=native)
     if config.distributed_backend not in (None, backend):
         problem = Problem("backend-unsupported", settings=config, device=device, backend=backend)
         warn_on_rank(problem)
@@ -188,22 +188,20 @@ def exchange_locations(
     key = location.host if rank() else ""
     message = [location.to_json(), variables.to_json()]
     locations, missing = _exchange(message, _locations_by_host, key)
-    return {number: HostLocation.from_json(each) for number, each in locations}, missing
+    return {peer: HostLocation.from_json(value) for peer, value in locations}, missing
 
 
 def _locations_by_host(ranks: Sequence[Any]) -> dict[str, Any]:
     """Values for every host by its name, and under "" for the first rank."""
-    numbered = [(number, location) for number, (location, _) in enumerate(ranks)]
+    numbered = [(peer, location) for peer, (location, _) in enumerate(ranks)]
     by_host: dict[str, list[tuple[int, Any]]] = {}
-    for number, location in numbered:
-        by_host.setdefault(location["host"], numbered[:1] if number else []).append(
-            (number, location)
-        )
+    for peer, location in numbered:
+        by_host.setdefault(location["host"], numbered[:1] if peer else []).append((peer, location))
     missing = find_missing([HostVariables.from_json(variables) for _, variables in ranks])
-    return {"": (numbered, missing)} | {host: (own, {}) for host, own in by_host.items()}
+    return {"": (numbered, missing)} | {host: (members, {}) for host, members in by_host.items()}
 
 
-def choose_threads(own: HostLocation, all_ranks: Iterable[HostLocation]) -> None:
+def choose_threads(here: HostLocation, all_ranks: Iterable[HostLocation]) -> None:
     """Sets the number of threads, unless the user has chosen it in OMP_NUM_THREADS.
 
     The choice is the same under every launcher. Must precede the load of DeepSpeed's ops, which may
@@ -213,18 +211,18 @@ def choose_threads(own: HostLocation, all_ranks: Iterable[HostLocation]) -> None
 
     if THREADS in os.environ and not is_default_of_torchrun():
         return
-    count = threads_of(own, all_ranks)
+    count = threads_of(here, all_ranks)
     os.environ[THREADS] = str(count)
     torch.set_num_threads(count)
 
 
-def threads_of(own: HostLocation, all_ranks: Iterable[HostLocation]) -> int:
+def threads_of(here: HostLocation, all_ranks: Iterable[HostLocation]) -> int:
     """The cores of a process, divided by the processes of its host that may use one of them.
 
     A scheduler may have bound each process to cores of its own.
     """
-    sharing = sum(rank.host == own.host and bool(rank.cores & own.cores) for rank in all_ranks)
-    return max(1, len(own.cores) // max(1, sharing))
+    sharing = sum(rank.host == here.host and bool(rank.cores & here.cores) for rank in all_ranks)
+    return max(1, len(here.cores) // max(1, sharing))
 
 
 def is_default_of_torchrun() -> bool:
@@ -316,7 +314,7 @@ class ExitBoard:
         Returns:
             The reports, if this rank reads them, and the ranks that have posted none.
         """
-        keys = [f"report of rank {number}" for number in range(world_size())]
+        keys = [f"report of rank {peer}" for peer in range(world_size())]
         self._store.set(keys[rank()], report)
         count, end = self._store.add("reports", 1), time.monotonic() + timeout_s
         if expected is None:
@@ -326,7 +324,7 @@ class ExitBoard:
         while count < expected and time.monotonic() < end:
             time.sleep(0.1)
             count = self._store.add("reports", 0)
-        silent = [number for number, key in enumerate(keys) if not self._store.check([key])]
+        silent = [peer for peer, key in enumerate(keys) if not self._store.check([key])]
         self._store.set("silent ranks", json.dumps(silent))
         return [self._store.get(key).decode() for key in keys if self._store.check([key])], silent
 
@@ -336,14 +334,14 @@ def watched_peers(
 ) -> tuple[ExitBoard | None, dict[int, ProcessHandle], dict[int, str]]:
     """The exit board (None for a single process), the other ranks of this host, and the known
     hosts by rank."""
-    hosts = {number: location.name for number, location in context.locations.items()}
+    hosts = {peer: location.name for peer, location in context.locations.items()}
     if context.world_size == 1:
         return None, {}, hosts
     here = context.locations[context.rank]
     peers = {
-        number: location.process
-        for number, location in context.locations.items()
-        if number != context.rank and location.host == here.host
+        peer: location.process
+        for peer, location in context.locations.items()
+        if peer != context.rank and location.host == here.host
     }
     return ExitBoard(), peers, hosts
 

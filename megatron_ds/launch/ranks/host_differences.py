@@ -69,24 +69,24 @@ def judge(
         others: Further differences of the hosts.
         absent: About ranks that have not come in time.
     """
-    found = [*find_differences(entries), *others]
+    differences = [*find_differences(entries), *others]
     by_problem: dict[str, list[RankEntry]] = {}
     for entry in entries:
         for problem in entry.problems:
             by_problem.setdefault(problem, []).append(entry)
-    if not found and not by_problem:
+    if not differences and not by_problem:
         return Verdict() if absent is None else Verdict(absent.render(), ExitCode.ERROR)
-    found += [] if absent is None else [absent]
+    differences += [] if absent is None else [absent]
     hosts = {entry.host for entry in entries}
     lines = []
-    is_common = not found
+    is_common = not differences
     for problem, members in by_problem.items():
         if hosts == {entry.host for entry in members}:
             lines.append(problem)
         else:
             is_common = False
             lines.append(f"on {_places(members, entries)}: {problem}")
-    lines += [difference.render() for difference in found]
+    lines += [difference.render() for difference in differences]
     if len(lines) > PROBLEMS_SHOWN:
         lines[PROBLEMS_SHOWN:] = [f"and {len(lines) - PROBLEMS_SHOWN} more"]
     if is_common and len(lines) == 1:
@@ -155,12 +155,12 @@ def _differing(section: str, members: Sequence[RankEntry]) -> Iterator[str]:
 def _by_value(
     section: str, name: str, members: Sequence[RankEntry]
 ) -> dict[str | None, list[RankEntry]]:
-    found: dict[str | None, list[RankEntry]] = {}
+    groups: dict[str | None, list[RankEntry]] = {}
     for entry in members:
         value = entry.facts[section].get(name)
         if value is not None or section != MODULES:
-            found.setdefault(value, []).append(entry)
-    return found
+            groups.setdefault(value, []).append(entry)
+    return groups
 
 
 def _source_problem(section: str, members: Sequence[RankEntry], files: Sequence[str]) -> Problem:

@@ -39,9 +39,9 @@ class HostVariables:
     @classmethod
     def here(cls) -> HostVariables:
         """Variables of this process, which looks for the command if it is the first of its host."""
-        own = liveness.initial_environment(os.getpid())
+        initial = liveness.initial_environment(os.getpid())
         names = _launcher_names() if environment.local_rank() == 0 else frozenset()
-        return cls(socket.gethostname(), _relevant(own), _relevant(names))
+        return cls(socket.gethostname(), _relevant(initial), _relevant(names))
 
     def to_json(self) -> list[Any]:
         return [self.host, sorted(self.own), sorted(self.launcher)]
@@ -60,14 +60,14 @@ def find_missing(ranks: Sequence[HostVariables]) -> dict[str, list[str]]:
     Returns:
         By variable, the hosts that lack it, in the order of their ranks.
     """
-    first, found = ranks[0], {}
+    first, missing = ranks[0], {}
     for name in sorted(first.own.union(*(rank.launcher for rank in ranks))):
         lacking = [rank.host for rank in ranks if name not in rank.own]
         if name in first.own:
             lacking = [host for host in lacking if host != first.host]
         if lacking:
-            found[name] = list(dict.fromkeys(lacking))
-    return found
+            missing[name] = list(dict.fromkeys(lacking))
+    return missing
 
 
 def describe(missing: Mapping[str, list[str]]) -> str:

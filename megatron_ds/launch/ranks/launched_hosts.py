@@ -41,16 +41,16 @@ def ssh_clients() -> dict[int, list[str]]:
     """
     key = [word for word in _agent() if word.startswith(AGENT_ARGUMENTS)]
     above = liveness.find_launchers()[1:]
-    is_local = any(liveness.runs(each.pid, liveness.DEEPSPEED_WRAPPERS) for each in above)
+    is_local = any(liveness.runs(process.pid, liveness.DEEPSPEED_WRAPPERS) for process in above)
     if len(key) < len(AGENT_ARGUMENTS) or is_local:
         return {}
-    found = {}
+    clients = {}
     for folder in liveness.PROC.glob("[0-9]*"):
         program, *words = liveness.command_of(int(folder.name)) or [""]
         line = " ".join(words)
         if os.path.basename(program) in SSH_CLIENTS and all(word in line for word in key):
-            found[int(folder.name)] = [os.path.basename(program), *words]
-    return found
+            clients[int(folder.name)] = [os.path.basename(program), *words]
+    return clients
 
 
 class LaunchWatch:

@@ -53,6 +53,6 @@ def exchange(
         return received
     others = [json.loads(store.get(f"{name} from {other}")) for other in range(1, world_size)]
     answers = answer([message, *others])
-    for each, value in answers.items():
-        store.set(f"{name} for {each}", json.dumps(value))
+    for member, value in answers.items():
+        store.set(f"{name} for {member}", json.dumps(value))
     return answers[key]

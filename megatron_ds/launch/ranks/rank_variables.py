@@ -83,17 +83,17 @@ def find_ranks(env: Environment) -> dict[str, str]:
         UserError: If variables are missing, or contradict each other, so that several processes
             would train by themselves.
     """
-    given = {name: _number(env, name) for name in RANK_VARIABLES if name in env}
-    is_complete = len(given) == len(RANK_VARIABLES)
+    values = {name: _number(env, name) for name in RANK_VARIABLES if name in env}
+    is_complete = len(values) == len(RANK_VARIABLES)
     task = _mpi_task(env) or _slurm_task(env)
     if task is None and not is_complete:
         _require_single_process(env)
     if task is None or task.size == 1:
         return {}
-    if is_complete and _is_started_by_tasks(env, task, given["WORLD_SIZE"]):
+    if is_complete and _is_started_by_tasks(env, task, values["WORLD_SIZE"]):
         return {}
     for name in ("WORLD_SIZE", "RANK") if is_complete else ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        if given.get(name, task.values[name]) != task.values[name]:
+        if values.get(name, task.values[name]) != task.values[name]:
             raise _contradiction(env, name, task.variables[name])
     variables = {name: str(value) for name, value in task.values.items()}
     variables |= _rendezvous(env, task)
@@ -248,9 +248,9 @@ def _number(env: Environment, name: str) -> int:
         raise user_error("rank-not-a-number", name=name, value=env[name]) from None
 
 
-def _incomplete(env: Environment, given: str, names: Sequence[str]) -> UserError:
+def _incomplete(env: Environment, present: str, names: Sequence[str]) -> UserError:
     missing = ", ".join(name for name in names if name not in env)
-    return user_error("incomplete-launcher-environment", given=given, missing=missing)
+    return user_error("incomplete-launcher-environment", given=present, missing=missing)
 
 
 def _contradiction(env: Environment, first: str, second: str) -> UserError:

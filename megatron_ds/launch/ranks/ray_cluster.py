@@ -96,7 +96,7 @@ class RayCluster:
         seen = time.monotonic()
         while pending:
             ready = ray.wait(list(pending), timeout=LOOK_S)[0]
-            if any(cores <= each for each in _cores()):
+            if any(cores <= available for available in _cores()):
                 seen = time.monotonic()
             elif time.monotonic() - seen > NODE_S:  # Ray itself would wait forever
                 raise user_error("ray-node-lost", workers=cores, seconds=NODE_S)
@@ -117,7 +117,7 @@ def _cores() -> list[int]:
     import ray
 
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [cpus for each in alive if (cpus := int(each.get("CPU", 0)))]
+    return [cpus for node in alive if (cpus := int(node.get("CPU", 0)))]
 
 
 def _probe(address: str) -> None:

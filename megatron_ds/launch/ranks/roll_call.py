@@ -174,25 +174,25 @@ class RollCall:
         self._takes_part = True
         with meeting():
             self._store = store = _connect(timeout_s)
-        rank, own = environment.rank(), secrets.token_hex(8)
+        rank, token = environment.rank(), secrets.token_hex(8)
         is_first, host = environment.local_rank() == 0, socket.gethostname()
         entry = RankEntry(rank, host, self._all_facts(), problems, code, is_first)
         if rank == 0 and self._leader is None:
-            self._leader = leader = _Leader(_below(own, store), self.probe)
-            self._post(own, own, entry, lost)
-            store.set(LEADER, own)
+            self._leader = leader = _Leader(_below(token, store), self.probe)
+            self._post(token, token, entry, lost)
+            store.set(LEADER, token)
             self._verdict = leader.decide(timeout_s)
             return self._verdict
         end = time.monotonic() + timeout_s + ANSWER_S + FAILURE_GRACE_S
         while True:
             first = _wait_for(store, LEADER, end).decode()
-            self._post(first, own, entry, lost)
+            self._post(first, token, entry, lost)
             call, is_current = _below(first, store), functools.partial(_is_leader, store, first)
             with suppress(_AnotherAttempt):
                 if is_first and rank != 0:
-                    question = json.loads(_wait_for(call, f"question {own}", end, is_current))
-                    call.set(f"answer {own}", json.dumps(_answer(self.probe, question)))
-                text = _wait_for(call, f"verdict {own}", end, is_current)
+                    question = json.loads(_wait_for(call, f"question {token}", end, is_current))
+                    call.set(f"answer {token}", json.dumps(_answer(self.probe, question)))
+                text = _wait_for(call, f"verdict {token}", end, is_current)
                 call.add("read", 1)
                 return Verdict(**json.loads(text))
 
@@ -203,7 +203,7 @@ class RollCall:
             facts |= {SOURCE: software.source_digests(), MODULES: software.module_digests()}
         return facts
 
-    def _post(self, first: str, own: str, entry: RankEntry, lost: int) -> None:
+    def _post(self, first: str, token: str, entry: RankEntry, lost: int) -> None:
         """Writes an entry; facts that another rank has written are only named."""
         assert self._store is not None
         call, digests = _below(first, self._store), {}
@@ -212,7 +212,7 @@ class RollCall:
             digests[section] = hashlib.sha256(text.encode()).hexdigest()
             if not call.check([digests[section]]):
                 call.set(digests[section], text)
-        words = {**asdict(entry), "facts": digests, "token": own}
+        words = {**asdict(entry), "facts": digests, "token": token}
         call.set(f"entry {entry.rank}", json.dumps(words))
         call.add("lost", lost)
         call.add("failed", bool(entry.problems))
@@ -238,18 +238,18 @@ class _Leader:
         """Waits for all ranks, and gives them the verdict."""
         absent = self._wait_for_all(timeout_s)
         entries = self._read_entries()
-        asked, question, found = time.time(), None, list[Problem]()
+        asked, question, problems = time.time(), None, list[Problem]()
         if self._probe is not None and environment.spans_hosts():
             question = self._probe.ask()
         answers, silent = self._ask(question, [entry for entry in entries if entry.is_first])
         clocks = {host: float(answer["time"]) for host, answer in answers.items()}
-        found += clock_problems(asked, clocks, time.time(), entries[0].host)
+        problems += clock_problems(asked, clocks, time.time(), entries[0].host)
         if self._probe is not None and question is not None:
             views = {host: answer["view"] for host, answer in answers.items() if answer["view"]}
-            found += self._probe.find_problems(question, views)
+            problems += self._probe.find_problems(question, views)
         if silent:
-            found.append(Problem("hosts-silent", hosts=", ".join(silent), seconds=ANSWER_S))
-        verdict = judge(entries, found, absent)
+            problems.append(Problem("hosts-silent", hosts=", ".join(silent), seconds=ANSWER_S))
+        verdict = judge(entries, problems, absent)
         self._announce(verdict, self._tokens)
         return verdict
 
@@ -321,14 +321,14 @@ class _Leader:
 
     def _read_entries(self) -> list[RankEntry]:
         """Answers of the ranks that are there."""
-        given = [json.loads(self._call.get(f"entry {n}")) for n in self._ranks(present=True)]
-        self._tokens |= {words["rank"]: words.pop("token") for words in given}
-        digests = {digest for words in given for digest in words["facts"].values()}
+        entries = [json.loads(self._call.get(f"entry {n}")) for n in self._ranks(present=True)]
+        self._tokens |= {words["rank"]: words.pop("token") for words in entries}
+        digests = {digest for words in entries for digest in words["facts"].values()}
         sections = {digest: json.loads(self._call.get(digest)) for digest in digests}
-        for words in given:
+        for words in entries:
             words["facts"] = {name: sections[key] for name, key in words["facts"].items()}
             words["problems"] = tuple(words["problems"])
-        return [RankEntry(**words) for words in given]
+        return [RankEntry(**words) for words in entries]
 
 
 class _AnotherAttempt(Exception):

@@ -100,11 +100,11 @@ class HangWatch:
         Args:
             rank: Global rank of this process.
         """
-        place = f"{socket.gethostname()}, process {os.getpid()}"
+        origin = f"{socket.gethostname()}, process {os.getpid()}"
         collectives = last_collectives()
         last = collectives[-1] if collectives else "an unknown collective"
         now, passed = time.strftime("%Y-%m-%dT%H:%M:%S"), time.monotonic() - self._since
-        head = f"{now} rank {rank} on {place}: no progress for {passed:.1f} s"
+        head = f"{now} rank {rank} on {origin}: no progress for {passed:.1f} s"
         done = f"last iteration that was completed: {self.iteration}"
         title = "last collectives, the newest at the end:"
         lines = [head, done, title, *collectives, "stacks:", ""]
@@ -118,7 +118,7 @@ class HangWatch:
             written = ""
             with suppress(OSError, ValueError):
                 _write(sys.__stderr__ or sys.stderr, lines)
-        return HangReport(rank, place, self.iteration, last, written)
+        return HangReport(rank, origin, self.iteration, last, written)
 
     def _allow(self, seconds: float | None) -> None:
         self._since = time.monotonic()  # first: another thread reads both
@@ -155,13 +155,13 @@ def last_collectives() -> list[str]:
 
 def _describe(entry: Mapping[str, Any], ranks: Mapping[str, list[int]]) -> str:
     """Such as `all_reduce number 12 of ranks 0, 1, Float [3]`."""
-    kind = str(entry["profiling_name"]).rpartition(":")[2]
-    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    operation = str(entry["profiling_name"]).rpartition(":")[2]
+    seq_id = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     name = str(entry["process_group"][0])
     group = ranks_text(ranks[name]) if name in ranks else f"group {name}"
     pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
     shapes = "".join(f", {dtype} {size}" for dtype, size in pairs)
-    return f"{kind} number {number} of {group}{shapes}"
+    return f"{operation} number {seq_id} of {group}{shapes}"
 
 
 def exchange_reports(
@@ -175,9 +175,9 @@ def exchange_reports(
         collects: This rank reads the reports; the other ones wait until it has.
         without: Number of ranks that cannot report.
     """
-    own = json.dumps(dataclasses.asdict(report))
+    text = json.dumps(dataclasses.asdict(report))
     count = environment.world_size() - without
-    texts, silent = board.exchange_reports(own, count if collects else None, EXCHANGE_S)
+    texts, silent = board.exchange_reports(text, count if collects else None, EXCHANGE_S)
     return [HangReport(**json.loads(text)) for text in texts], silent
 
 
@@ -192,21 +192,21 @@ def hang_problem(
         seconds: The timeout.
     """
     by_collective: dict[str, list[HangReport]] = {}
-    for report in sorted(reports, key=lambda each: each.rank):
+    for report in sorted(reports, key=lambda item: item.rank):
         by_collective.setdefault(report.collective, []).append(report)
     groups = sorted(by_collective.items(), key=lambda item: len(item[1]))
-    found = [f"rank {rank} {state}" for rank, state in list(silent.items())[:SHOWN_RANKS]]
+    parts = [f"rank {rank} {state}" for rank, state in list(silent.items())[:SHOWN_RANKS]]
     if len(silent) > SHOWN_RANKS:
-        found.append(f"{len(silent) - SHOWN_RANKS} more ranks do not answer")
+        parts.append(f"{len(silent) - SHOWN_RANKS} more ranks do not answer")
     for collective, members in groups[:SHOWN_RANKS]:
         ranks = ranks_text(report.rank for report in members)
-        found.append(f"the last collective of {ranks} is {collective}")
+        parts.append(f"the last collective of {ranks} is {collective}")
     every = [report for _, members in groups for report in members]
     files = [report.file for report in every if report.file]
     return Problem(
         "run-hung",
         seconds=seconds,
         iteration=max(report.iteration for report in every),
-        places="; ".join(found),
+        places="; ".join(parts),
         files=f"{Path(files[0]).parent}/hang-rank*.txt" if files else "above",
     )

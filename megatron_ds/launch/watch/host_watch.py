@@ -45,8 +45,8 @@ class HostWatch:
         poll_s: float = 1.0,
     ) -> None:
         first_ranks: dict[str, int] = {}
-        for number, location in sorted(locations.items()):
-            first_ranks.setdefault(location.host, number)
+        for peer, location in sorted(locations.items()):
+            first_ranks.setdefault(location.host, peer)
         self._locations, self._rank, self._timeout_s = locations, rank, timeout_s
         self._poll_s, self.is_starting = poll_s, True
         self._polled_at, self._suspended_s = time.monotonic(), 0.0
@@ -71,7 +71,7 @@ class HostWatch:
         for first, sign, before in zip(self._others, signs, self._signs, strict=False):
             self._silent[first] = self._silent[first] + 1 if sign == before else 0
         self._signs = signs
-        return next(filter(None, (self._lost(*each) for each in self._silent.items())), None)
+        return next(filter(None, (self._lost(*item) for item in self._silent.items())), None)
 
     @property
     def suspended_s(self) -> float:

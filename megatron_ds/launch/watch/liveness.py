@@ -140,17 +140,17 @@ def find_dead_peer(peers: Mapping[int, ProcessHandle]) -> RankExit | None:
 def describe_death(process: ProcessHandle) -> str:
     """Describes the death of a process that posted no reason."""
     status = process.exit_status()
-    number = -status if status else signal.SIGKILL
-    if number < 0:
+    signum = -status if status else signal.SIGKILL
+    if signum < 0:
         return f"(process {process.pid}) exited with status {status} without a message"
     names = {int(known): f" ({known.name})" for known in signal.Signals}
-    name = f"signal {int(number)}{names.get(number, '')}"
-    if number == signal.SIGABRT:
+    name = f"signal {int(signum)}{names.get(signum, '')}"
+    if signum == signal.SIGABRT:
         return (
             f"(process {process.pid}) was aborted ({name}), as torch does when a collective "
             "exceeds --distributed-timeout-minutes; see its own output"
         )
-    if number != signal.SIGKILL:
+    if signum != signal.SIGKILL:
         return f"(process {process.pid}) was killed by {name}"
     known = f"was killed by {name}" if status else f"is gone, as after {name}"
     return f"(process {process.pid}) {known}. {Problem('out-of-host-memory')}"
@@ -166,17 +166,17 @@ def describe_silence(
         peers: Processes of the ranks of this host.
         hosts: Names of the hosts of ranks, as far as this one knows them.
     """
-    found = {}
+    reasons = {}
     for rank in ranks:
         process, host = peers.get(rank), hosts.get(rank)
         if process is None:
-            place = "" if host is None else f"on {host} "
+            where = "" if host is None else f"on {host} "
             reach = f"{host or 'its host'} cannot be reached"
-            found[rank] = f"{place}does not answer: it is stopped, or {reach}"
+            reasons[rank] = f"{where}does not answer: it is stopped, or {reach}"
         else:
             stopped = " is stopped (SIGSTOP), and" if process.is_stopped() else ""
-            found[rank] = f"(process {process.pid}){stopped} does not answer"
-    return found
+            reasons[rank] = f"(process {process.pid}){stopped} does not answer"
+    return reasons
 
 
 def find_launchers() -> tuple[ProcessHandle, ...]:
@@ -190,8 +190,8 @@ def find_launchers() -> tuple[ProcessHandle, ...]:
     parent = os.getppid()
     if runs(parent, (DEEPSPEED_AGENT,)):
         above = parent_of(parent) or 0
-        found = above if runs(above, DEEPSPEED_WRAPPERS) else _ssh_session(above)
-        pids = (parent, found) if found else (parent,)
+        launcher = above if runs(above, DEEPSPEED_WRAPPERS) else _ssh_session(above)
+        pids = (parent, launcher) if launcher else (parent,)
         return tuple(ProcessHandle.of(pid) for pid in pids)
     return (ProcessHandle.of(parent),) if runs(parent, TORCHRUN) else ()
 

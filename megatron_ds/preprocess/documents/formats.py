@@ -128,11 +128,11 @@ def json_lines(
     Args:
         lines_before: Lines of the file before the current position.
     """
-    for number, (line, complete) in enumerate(_lines(file, selection.limit), lines_before + 1):
+    for line_number, (line, complete) in enumerate(_lines(file, selection.limit), lines_before + 1):
         if not complete:
-            yield RawDocument(name, number, selection.too_long("line", line))
+            yield RawDocument(name, line_number, selection.too_long("line", line))
         elif not line.isspace():
-            yield RawDocument(name, number, line)
+            yield RawDocument(name, line_number, line)
 
 
 def _lines(file: LineFile, limit: int) -> Iterator[tuple[bytes, bool]]:
@@ -175,8 +175,8 @@ def _paragraphs(
             continue
         paragraph: list[bytes] = []
         size, start, fits = 0, 0, True
-        for number, (line, complete) in numbered:
-            start = start or number
+        for line_number, (line, complete) in numbered:
+            start = start or line_number
             size += len(line)
             fits = fits and complete and size <= selection.limit
             if fits or not paragraph:
@@ -329,8 +329,8 @@ def _batch_rows(name: str, first: int, batch: Any) -> Iterator[RawDocument]:
                 yield from _batch_rows(name, first + at, batch.slice(at, 1))
             return
         values = [UnreadableDocument(INVALID_TEXT, f"is not UTF-8: {error}", "")]
-    for number, value in enumerate(values, first):
-        yield RawDocument(name, number, value)
+    for index, value in enumerate(values, first):
+        yield RawDocument(name, index, value)
 
 
 def dataset_rows(name: str, selection: Selection, skip: int) -> Iterator[RawDocument]:
@@ -340,15 +340,15 @@ def dataset_rows(name: str, selection: Selection, skip: int) -> Iterator[RawDocu
         data = data.select_columns(selection.columns(name, data.column_names))
     # `skip` refuses to skip all rows, so the last one is skipped here.
     rows = itertools.islice(data.skip(skip - 1), 1, None) if skip else iter(data)
-    for number in itertools.count(skip + 1):
+    for index in itertools.count(skip + 1):
         try:
             row = next(rows, None)
         except Exception as error:
-            reason = f"row {number}: {describe_error(error)}"
+            reason = f"row {index}: {describe_error(error)}"
             raise user_error("dataset-not-readable", name=name, reason=reason) from error
         if row is None:
             return
-        yield RawDocument(name, number, row)
+        yield RawDocument(name, index, row)
 
 
 def _load_dataset(name: str, inputs: InputSpec) -> Any:

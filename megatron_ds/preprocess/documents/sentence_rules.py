@@ -24,7 +24,7 @@ OPENERS = "\"'“‘«‹([{¿¡「『（【《〈〔［*_-–—"
 """May precede the first word of a sentence."""
 
 
-WORDS = {kind: frozenset(words.split()) for kind, words in read_table(__file__).items()}
+WORDS = {name: frozenset(words.split()) for name, words in read_table(__file__).items()}
 """Words by what they imply for a full stop, see sentence_rules.toml."""
 
 # Character classes in sequence, without nested repetition, keep matching linear. A blank line

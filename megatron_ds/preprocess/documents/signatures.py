@@ -25,13 +25,13 @@ def contradictions(name: str, stream: BinaryIO, expected: str) -> Iterator[Probl
         expected: Format or suffix of the compression, from its name.
     """
     head = _head(stream)
-    for found, signature in SIGNATURES.items():
+    for actual, signature in SIGNATURES.items():
         suffix, only_in = signature.get("suffix", " "), signature.get("only_in", expected)
         is_expected = expected.startswith((suffix, suffix[1:])) if suffix.strip() else False
         begins = re.match(signature["begins"].encode(), head, re.DOTALL)
         if begins and only_in == expected and not is_expected:
             advice = signature.get("advice", f"rename it, to end with {suffix}")
-            names = {"name": name, "found": found, "expected": expected, "advice": advice}
+            names = {"name": name, "found": actual, "expected": expected, "advice": advice}
             yield Problem("input-format-differs", **names)
 
 

@@ -73,9 +73,9 @@ class CsvTable(Logger):
         self._write([values.get(name) for name in self._columns])
 
     def _add_columns(self, names: list[str]) -> None:
-        number = len(self._columns)
+        count = len(self._columns)
         self._columns += names
-        if not number or not self._path.is_file():
+        if not count or not self._path.is_file():
             self._write(self._columns)
             return
         with self._path.open(encoding="utf-8") as rows, atomic_write(self._path) as file:

@@ -79,10 +79,10 @@ class EventLog:
             values: Further values.
         """
         done = self._iteration if iteration is None else iteration
-        place = {"event": event, "iteration": done, "time": round(self._clock(), 3)}
+        head = {"event": event, "iteration": done, "time": round(self._clock(), 3)}
         # Settings may be infinite, which JSON lacks.
         known = json.loads(json.dumps(values), parse_constant=lambda constant: None)
-        line = to_line(place | known)
+        line = to_line(head | known)
         if self._path is None:
             self._early.append(line)
         else:

@@ -60,8 +60,8 @@ class JsonLines(Logger):
         self._log_evaluation({"iteration": record.iteration, **group, **results})
 
     def log_task(self, record: TaskRecord) -> None:
-        place = {"iteration": record.iteration, "task": record.task}
-        self._log_evaluation(place | dict(record.metrics))
+        head = {"iteration": record.iteration, "task": record.task}
+        self._log_evaluation(head | dict(record.metrics))
 
     def _log_evaluation(self, values: Mapping[str, Any]) -> None:
         line = to_line(values)

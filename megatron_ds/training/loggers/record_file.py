@@ -36,13 +36,13 @@ def continue_file(
         return
     damaged = 0
     with path.open(encoding="utf-8", errors="replace") as lines, atomic_write(path) as file:
-        for number, line in enumerate(lines, start=1):
+        for line_number, line in enumerate(lines, start=1):
             complete = line.rstrip("\n") + "\n"
             try:
                 is_kept = keep(complete)
             except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 if line.endswith("\n"):
-                    damaged = damaged or number
+                    damaged = damaged or line_number
                 continue
             if is_kept:
                 file.write(complete.encode())
@@ -54,5 +54,5 @@ def continue_file(
 
 def free_name(path: Path) -> Path:
     """The first of PATH.1, PATH.2, ... that does not exist."""
-    numbered = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    numbered = (path.with_name(f"{path.name}.{index}") for index in itertools.count(1))
     return next(new for new in numbered if not new.exists())

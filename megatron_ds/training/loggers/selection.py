@@ -209,8 +209,8 @@ def short_interval_line(record: IntervalRecord) -> str:
         record.tokens_per_second is not None and f"{record.tokens_per_second:,.0f} tokens/s",
         record.seconds_left is not None and f"{_duration(record.seconds_left)} left",
     ]
-    place = f"{last.iteration:{len(str(record.total_iterations))}}/{record.total_iterations}"
-    return " | ".join([f" {'iteration':10} {place}", *(field for field in fields if field)])
+    progress = f"{last.iteration:{len(str(record.total_iterations))}}/{record.total_iterations}"
+    return " | ".join([f" {'iteration':10} {progress}", *(field for field in fields if field)])
 
 
 def _duration(seconds: float) -> str:
@@ -234,8 +234,8 @@ def evaluation_block(record: EvalRecord) -> str:
 
 def short_evaluation_line(record: EvalRecord, total_iterations: int) -> str:
     """Evaluation line of the short log; the loss is aligned with the training lines."""
-    place = f"{record.iteration:{len(str(total_iterations))}}/{total_iterations}"
-    fields = [f" {record.split:10} {place}", f"loss {record.loss:7.4f}"]
+    progress = f"{record.iteration:{len(str(total_iterations))}}/{total_iterations}"
+    fields = [f" {record.split:10} {progress}", f"loss {record.loss:7.4f}"]
     return " | ".join([*fields, f"perplexity {record.ppl:,.2f}", *filter(None, [record.group])])
 
 
@@ -251,7 +251,7 @@ def times_block(times: Mapping[str, Sequence[float]], option: str) -> str:
         for name, values in times.items():
             lines.append(f"  {name}:")
             padded = (f"{f'rank {n:2d} '.ljust(48, '.')}: {ms:.2f}" for n, ms in enumerate(values))
-            lines += [f"     {each}" for each in padded]
+            lines += [f"     {line}" for line in padded]
         return "\n".join(lines)
     shown = {
         name: f"{max(values):.2f}" if option == "max" else f"({min(values):.2f}, {max(values):.2f})"
@@ -306,8 +306,8 @@ class Console(Logger):
 
     def log_task(self, record: TaskRecord) -> None:
         values = (f"{name}: {value:.6E}" for name, value in record.metrics.items())
-        place = f"{record.task} at iteration {record.iteration}"
-        self._write("".join(f" {field} |" for field in (place, *values)))
+        title = f"{record.task} at iteration {record.iteration}"
+        self._write("".join(f" {field} |" for field in (title, *values)))
 
 
 class ShortConsole(Logger):
@@ -337,9 +337,9 @@ class ShortConsole(Logger):
             self._write(short_evaluation_line(record, self._total))
 
     def log_task(self, record: TaskRecord) -> None:
-        place = f"{record.iteration:{len(str(self._total))}}/{self._total}"
+        progress = f"{record.iteration:{len(str(self._total))}}/{self._total}"
         values = (f"{name} {value:.4f}" for name, value in record.metrics.items())
-        self._write(" | ".join([f" {record.task:10} {place}", *values]))
+        self._write(" | ".join([f" {record.task:10} {progress}", *values]))
 
 
 def is_short(config: Config) -> bool:

@@ -258,7 +258,7 @@ def archive_old_events(folder: Path, write: Callable[[str], object] = print) -> 
 
     TensorBoard then shows them as a separate run instead of repeated steps.
     """
-    numbered = (folder / f"previous-{number}" for number in itertools.count(1))
+    numbered = (folder / f"previous-{index}" for index in itertools.count(1))
     target = next(path for path in numbered if not path.exists())
     if paths := own_event_files(folder):
         target.mkdir()

@@ -69,5 +69,5 @@ class ProfilerSession:
             self._step.__exit__(None, None, None)
             self._step = None
 
-    def _file(self, kind: str) -> Path:
-        return self._path.with_name(f"{self._path.name}.{kind}")
+    def _file(self, suffix: str) -> Path:
+        return self._path.with_name(f"{self._path.name}.{suffix}")

@@ -24,18 +24,18 @@ def own_times(times: Mapping[str, Sequence[float]]) -> list[float]:
     steps, waits = times.get(STEP, ()), times.get(COMMUNICATION, ())
     if len(steps) < 2 or len(waits) != len(steps):
         return []
-    own = [step - wait for step, wait in zip(steps, waits, strict=True)]
-    return own if statistics.median(own) > 0 else []
+    busy = [step - wait for step, wait in zip(steps, waits, strict=True)]
+    return busy if statistics.median(busy) > 0 else []
 
 
 def slowest_rank(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The slowest rank, and the share by which it exceeds the median, as metrics of a step."""
-    own = own_times(times)
-    if not own:
+    busy = own_times(times)
+    if not busy:
         return {}
     return {
-        "time/slowest_rank": float(own.index(max(own))),
-        "time/slowest_rank_excess": max(own) / statistics.median(own) - 1,
+        "time/slowest_rank": float(busy.index(max(busy))),
+        "time/slowest_rank_excess": max(busy) / statistics.median(busy) - 1,
     }
 
 
@@ -49,14 +49,14 @@ def straggler_lines(
         hosts: Names of the hosts, by rank.
         count: Number of ranks, and of hosts, that are named.
     """
-    own = own_times(times)
-    if not own:
+    busy = own_times(times)
+    if not busy:
         return
-    ranks = {f"rank {rank} on {hosts[rank]}": each for rank, each in enumerate(own)}
+    ranks = {f"rank {rank} on {hosts[rank]}": seconds for rank, seconds in enumerate(busy)}
     yield f" step without communication (ms) | ranks: {_spread(ranks, count)}"
     by_host: dict[str, list[float]] = {}
-    for host, each in zip(hosts, own, strict=True):
-        by_host.setdefault(host, []).append(each)
+    for host, seconds in zip(hosts, busy, strict=True):
+        by_host.setdefault(host, []).append(seconds)
     if len(by_host) > 1:
         medians = {host: statistics.median(values) for host, values in by_host.items()}
         yield f" step without communication (ms) | hosts: {_spread(medians, count)}"

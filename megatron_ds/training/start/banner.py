@@ -70,8 +70,8 @@ def banner(facts: BannerData, *, width: int = WIDTH, terminal: bool = False) -> 
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for heading, lines in sections(facts).items():
-        for number, (label, text) in enumerate(lines):
-            title = Text(f"{heading if number == 0 else '':<8}", style="bold")
+        for index, (label, text) in enumerate(lines):
+            title = Text(f"{heading if index == 0 else '':<8}", style="bold")
             grid.add_row(title + Text(f" {label}", style="not bold"), Text(text))
     out = io.StringIO()
     console = Console(
@@ -112,7 +112,7 @@ def _layout(facts: BannerData) -> Lines:
         for name, group in mesh.axes().items()
         if group.size > 1
     )
-    stages = [("" if number else "stages", line) for number, line in enumerate(_stages(facts))]
+    stages = [("" if index else "stages", line) for index, line in enumerate(_stages(facts))]
     return [("processes", processes), ("groups", f"of rank 0: {groups}"), *stages]
 
 
@@ -192,8 +192,8 @@ def _schedule(facts: BannerData) -> Lines:
     course = f"from {options.lr:g}, "
     if warmup:
         start = f"{schedule.lr_warmup_init:g} to {options.lr:g}"
-        kind = "logarithmic warmup" if schedule.lr_warmup_style == "log" else "warmup"
-        course = f"{kind} from {start} in {warmup:,.0f} {unit}, then "
+        ramp = "logarithmic warmup" if schedule.lr_warmup_style == "log" else "warmup"
+        course = f"{ramp} from {start} in {warmup:,.0f} {unit}, then "
     course += schedule.lr_decay_style
     if schedule.lr_decay_style != "constant":
         course += f" to {schedule.min_lr:g} at {unit.removesuffix('s')} {decay:,.0f}"

@@ -67,9 +67,9 @@ def check(
     vocab_size = fingerprint = eod = None
     if tokenizer is not None:
         vocab_size, fingerprint, eod = tokenizer.vocab_size, tokenizer.fingerprint, tokenizer.eod
-    given = config.model.vocab_size or vocab_size
-    if is_sound and given and dp_size > 1:
-        for warning in bucket_warnings(config.with_vocab(given)):
+    size = config.model.vocab_size or vocab_size
+    if is_sound and size and dp_size > 1:
+        for warning in bucket_warnings(config.with_vocab(size)):
             warn(warning)
     samples = schedules.planned_samples(config, dp_size) if is_sound else None
     reads_data = config.evaluation.eval_only is None
@@ -92,7 +92,7 @@ def check(
     if is_sound and is_merged and not problems:
         from megatron_ds.planning import host_checks
 
-        complete = config.with_vocab(vocab_size or given or 0)
+        complete = config.with_vocab(vocab_size or size or 0)
         processes = environment.local_world_size() or 1
         host = host_checks.Host.here(processes, disk)
         problems += host_checks.problems(complete, dp_size, host, warn)
@@ -124,15 +124,15 @@ def _check_tokenizer(config: Config, is_sound: bool) -> tuple[Tokenizer | None, 
         return None, [*error.problems]
     except OSError as error:
         return None, [Problem("tokenizer-unreadable", error=error)]
-    given, vocab_size = config.model.vocab_size, None if tokenizer is None else tokenizer.vocab_size
+    size, vocab_size = config.model.vocab_size, None if tokenizer is None else tokenizer.vocab_size
     is_null = config.tokenizer.tokenizer_type == "NullTokenizer"  # it adds an end-of-document id
-    if not given or vocab_size in (None, given) or is_null:
+    if not size or vocab_size in (None, size) or is_null:
         complete, tp_size = (
             config.with_vocab(vocab_size or 0),
             config.parallel.tensor_model_parallel_size,
         )
         return tokenizer, [*complete.model.padding_problems(tp_size)] if is_sound else []
-    problem = Problem("vocab-size-differs-from-tokenizer", given=given, vocab_size=vocab_size)
+    problem = Problem("vocab-size-differs-from-tokenizer", given=size, vocab_size=vocab_size)
     return tokenizer, [problem]
 
 
@@ -142,14 +142,14 @@ def _build_tokenizer(config: Config, is_sound: bool) -> Tokenizer | None:
     Raises:
         UserError: If its files are missing or damaged.
     """
-    options, given = config.tokenizer, config.model.vocab_size or None
-    if [*field_problems(options), *options.problems(given)]:
+    options, size = config.tokenizer, config.model.vocab_size or None
+    if [*field_problems(options), *options.problems(size)]:
         return None  # reported by Config.problems()
     # transformers takes seconds to import, too long for a run that cannot start anyway.
     is_slow = options.tokenizer_type == "HFTokenizer" and (
         options.trust_remote_code or needs_transformers(options.tokenizer_model or "")
     )
-    return None if is_slow and not is_sound else build_tokenizer(options, given)
+    return None if is_slow and not is_sound else build_tokenizer(options, size)
 
 
 def _checkpoint_problems(

@@ -171,7 +171,7 @@ class StartReport:
         data = [value for name, value in vars(config.data).items() if name.endswith("_path")]
         return {
             **{name: shown[name] for name in ("model", "batch", "schedule", "layout", "in effect")},
-            "data": next((" ".join(each) for each in data if each and isinstance(each, tuple)), ""),
+            "data": next((" ".join(item) for item in data if item and isinstance(item, tuple)), ""),
             "software": f"{facts.versions}, commit {commit() or 'unknown'}",
             "machine": f"{platform.node()}, {platform.machine()}, {os.cpu_count()} CPUs",
             "command": shlex.join(sys.argv),
@@ -224,11 +224,11 @@ class FirstStepsReport:
         if self.peak.on_host:  # host and device share one memory
             expected += sum(self.estimate.host.values())
         sizes: Counter[str] = Counter()
-        for place, kinds in self.engine.state_bytes().items():
-            for kind, size in kinds.items():
-                sizes[kind if self.peak.on_host else f"{kind} ({place})"] += size
+        for memory, kinds in self.engine.state_bytes().items():
+            for category, size in kinds.items():
+                sizes[category if self.peak.on_host else f"{category} ({memory})"] += size
         measured = "unknown" if peak is None else f"{peak / MIB:.1f}"
-        parts = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in sizes.items())
+        parts = ", ".join(f"{category} {size / MIB:.1f}" for category, size in sizes.items())
         if is_short(self.config):
             output.print_on_rank(
                 f" memory of rank 0 in MiB: {measured} at its peak (estimated "

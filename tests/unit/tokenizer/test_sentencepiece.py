@@ -22,7 +22,7 @@ from tests.unit.tokenizer.references import sentencepiece_with_special_tokens
 from tests.unit.tokenizer.test_golden import FOLDER, build, texts
 
 GOLDEN = str(FOLDER / "tokenizer.model")
-PLAIN = SentencePieceTokenizer(GOLDEN, kind="GPTSentencePieceTokenizer")
+PLAIN = SentencePieceTokenizer(GOLDEN, name="GPTSentencePieceTokenizer")
 SPECIAL = SentencePieceWithSpecialTokens(GOLDEN, extra_ids=12)
 MODEL = sentencepiece.SentencePieceProcessor(model_file=GOLDEN)
 FRAGMENTS = ["<CLS>", "<SEP>", "<EOD>", "<MASK>", "<PAD>", "<s>", "</s>", "<extra_id_1>"]
