@@ -42,6 +42,7 @@ from megatron_ds.conversion.source import (
     SavedRun,
     SourceCheckpoint,
     WriteOptions,
+    declared_weights,
 )
 from megatron_ds.engine.states.state_reader import (
     MASTER,
@@ -50,6 +51,7 @@ from megatron_ds.engine.states.state_reader import (
     TensorReader,
     TensorReaders,
 )
+from megatron_ds.model.spec.architecture import is_state
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By --fp16 and --bf16."""
@@ -178,10 +180,13 @@ def _with_states(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceChec
     settings = {**run.config["optimizer"], **run.config["schedule"]}
     length = run.config["model"]["seq_length"]
     scheduler = {} if unread else _scheduler(settings, run.data_order.global_batch_size, length)
+    declared = declared_weights(source.settings.model, source.settings.moe)
+    masters = _tensors_of(states, path, MASTER)
+    masters = {name: each for name, each in masters.items() if not is_state(declared[name])}
     is_unread = run.has_optimizer and is_8_bit
     return dataclasses.replace(
         source,
-        optimizer={kind: _tensors_of(states, path, kind) for kind in (MASTER, *kinds)},
+        optimizer={MASTER: masters, **{kind: _tensors_of(states, path, kind) for kind in kinds}},
         unread=unread,
         notes=(Problem("checkpoint-8-bit-moments-unread", path=path),) if is_unread else (),
         run=SavedRun(

@@ -23,7 +23,7 @@ from megatron_ds.config.problems import Problem, raise_if_any, user_error
 from megatron_ds.conversion.model_settings import ModelSettings
 from megatron_ds.conversion.safetensors_files import SHARD_BYTES
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReaders
-from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.model.spec.architecture import is_state, model_spec
 from megatron_ds.parallel.weights import Weight
 
 SIZES = (
@@ -140,7 +140,8 @@ class SourceCheckpoint:
         if self.parts:
             own = fused_parts(weights)
             raise_if_any(part_conflicts(self.parts, own, self.path))
-        optimizer = {kind: _fitted(each, expected) for kind, each in self.optimizer.items()}
+        stepped = {name: weight.shape for name, weight in weights.items() if not is_state(weight)}
+        optimizer = {kind: _fitted(each, stepped) for kind, each in self.optimizer.items()}
         tensors = _fitted(self.tensors, expected, may_be_padded)
         return dataclasses.replace(self, tensors=tensors, optimizer=optimizer)
 
@@ -151,19 +152,21 @@ class SourceCheckpoint:
         return dataclasses.replace(self, settings=settings).checked()
 
     def to(self, dtype: torch.dtype | None) -> SourceCheckpoint:
-        """The source with all weights in a type. None: as they are.
+        """The source with all weights in a type, and states of layers in fp32. None: as they are.
 
         With the states of a run, they are rounded from the master weights, and only weights in
         half precision keep these.
         """
         if dtype is None:
             return self
+        declared = declared_weights(self.settings.model, self.settings.moe)
+        states = {name: self.tensors[name] for name, each in declared.items() if is_state(each)}
         weights, optimizer = self.tensors, dict(self.optimizer)
         if optimizer:
             weights = optimizer.pop(MASTER, weights)
             if dtype != torch.float32:
                 optimizer[MASTER] = {name: each.to(torch.float32) for name, each in weights.items()}
-        tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
+        tensors = {name: tensor.to(dtype) for name, tensor in weights.items()} | states
         return dataclasses.replace(self, tensors=tensors, precision=dtype, optimizer=optimizer)
 
 

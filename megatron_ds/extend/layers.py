@@ -10,7 +10,7 @@ from megatron_ds.model.spec.parts import NormSpec, Residual
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
-from megatron_ds.parallel.sharding import declared_parameter
+from megatron_ds.parallel.sharding import StatefulModule, declared_parameter
 from megatron_ds.parallel.weights import Partial, Role, ShardSpec, Weight, linear_weights
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Role",
     "RowParallelLinear",
     "ShardSpec",
+    "StatefulModule",
     "Weight",
     "build_norm",
     "declared_parameter",

@@ -174,7 +174,8 @@ class InitialLoad:
         if config.checkpoint.no_load_optim:
             return cls(source.path, state, source.notes, weights)
         optimizer = {
-            kind: _checked(source, config, tensors) for kind, tensors in source.optimizer.items()
+            kind: _checked(source, config, {**source.tensors, **tensors})  # with states of layers
+            for kind, tensors in source.optimizer.items()
         }
         steps = None if source.run is None else source.run.steps
         return cls(source.path, state, source.notes, weights, optimizer, steps)

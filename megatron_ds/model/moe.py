@@ -38,7 +38,7 @@ from megatron_ds.parallel.collectives import (
 )
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.router_log import RouterLog
-from megatron_ds.parallel.sharding import declared_parameter
+from megatron_ds.parallel.sharding import StatefulModule, declared_parameter
 from megatron_ds.parallel.weights import Weight
 
 
@@ -91,7 +91,9 @@ class MoE(nn.Module):
         self.moe, self.log = moe, log
         self.group, self.sp_group, self.ep_group = mesh.tp, mesh.sp, mesh.ep
         spec, name = ExpertsSpec(config, moe), f"layers.{layer}.mlp"
-        self.router = Router(spec.named(name)["router.weight"], moe, mesh, init)
+        weights = spec.named(name)
+        self.router = Router(weights["router.weight"], moe, mesh, init)
+        self.router.declare_states(weights.values())
         self.experts = Experts(spec, name, mesh, init)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ class MoE(nn.Module):
         return F.pad(y_AH, (0, 0, 0, len(x_AH) - len(y_AH)))
 
 
-class Router(nn.Module):
+class Router(StatefulModule):
     """Selects K experts for each token, by fp32 logits.
 
     Args:

@@ -8,13 +8,13 @@ parameters that all data-parallel ranks have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_ds.parallel.collectives import sum_over_group
 from megatron_ds.parallel.mesh import Group
@@ -56,7 +56,7 @@ def mark_sharded(param: torch.nn.Parameter, spec: ShardSpec) -> None:
     param.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
-def shard_spec(param: torch.nn.Parameter) -> ShardSpec | None:
+def shard_spec(param: Tensor) -> ShardSpec | None:
     """Declaration of a sharded parameter; None if it is replicated."""
     spec: ShardSpec | None = getattr(param, "shard_spec", None)
     return spec
@@ -121,6 +121,27 @@ def declaration(name: str, param: torch.nn.Parameter) -> Weight:
     inferred = Weight(name, shape, role=Role.MATRIX if is_matrix else Role.VECTOR)
     weight: Weight = getattr(param, "declaration", inferred)
     return weight
+
+
+class StatefulModule(nn.Module):
+    """A module that may have state: buffers in fp32, whatever type the parameters are given."""
+
+    def declare_states(self, weights: Iterable[Weight]) -> None:
+        """Register the buffers of the weights that are states, with their initial values."""
+        for weight in weights:
+            if weight.role is Role.STATE:
+                # The context of deepspeed.zero.Init makes torch.full return the run's type.
+                values = torch.full(weight.shape, weight.mean).float()
+                self.register_buffer(weight.name.rpartition(".")[2], values)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the module or change its type, as torch calls it."""
+        states = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, state in states.items():
+            if state is not None and (changed := self._buffers[name]) is not None:
+                self._buffers[name] = state.to(changed.device)
+        return self
 
 
 def declared_parameter(

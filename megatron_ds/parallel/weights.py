@@ -94,6 +94,8 @@ class Role(StrEnum):
     """Decayed as an embedding, with the learning rate of --decoupled-lr."""
     OUTPUT = "output layer"
     """Decayed, with the learning rate of --decoupled-lr."""
+    STATE = "state of a layer"
+    """No parameter: every rank has all of it in fp32, and no optimizer updates it."""
 
 
 VOCABULARY = (Role.WORDS, Role.OUTPUT)

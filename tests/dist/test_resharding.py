@@ -20,10 +20,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +56,9 @@ from megatron_ds.engine.deepspeed.loss_scaler import STATE
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.inference.load_checkpoint import load_model
+from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.model.spec.parts import ExpertsSpec
+from megatron_ds.parallel.weights import Role, Weight
 from tests.claims import claim
 from tests.dist import proofs
 from tests.dist.compare import differing_names, worst_difference
@@ -334,6 +339,8 @@ class Continued(Training):
             for group, master in zip(groups, masters, strict=True):
                 lazy_init_hp_params_optimizer_state(group, master, self.ds.basic_optimizer.state)
         found: dict[str, Tensors] = {"weights": full_weights(self.engine, self.mesh)}
+        if has_states := "moe" in self.layout.changes:
+            found["states"] = self.layer_states()
         if "round_robin_gradients" in self.layout.zero:
             return {"weights": without_padding(found["weights"])}  # DeepSpeed reads other elements
         own: dict[str, Tensors] = {}
@@ -343,9 +350,16 @@ class Continued(Training):
                     self.read(parameter, kind), parameter, self.mesh.tp, self.mesh.ep
                 )
                 own.setdefault(kind, {})[name] = full
+        assert has_states == bool(found.get("states"))
         for kind in sorted(own):
             found[kind] = of_all_stages(own[kind], self.mesh)
         return {kind: without_padding(tensors) for kind, tensors in found.items()}
+
+    def layer_states(self) -> Tensors:
+        """States of the layers of all stages."""
+        states = {name: state.clone() for name, state in self.ds.module.named_buffers()}
+        assert all(state.dtype == torch.float32 for state in states.values())
+        return of_all_stages(states, self.mesh)
 
     def kinds_of(self, name: str, parameter: torch.nn.Parameter) -> tuple[str, ...]:
         optimizer = self.config.optimizer.optimizer
@@ -388,7 +402,7 @@ class Continued(Training):
         parameters = [
             getattr(parameter, "ds_tensor", parameter) for parameter in self.ds.module.parameters()
         ]
-        for tensor in (*moments, *parameters, *master_weights(self.ds)):
+        for tensor in (*moments, *parameters, *self.ds.module.buffers(), *master_weights(self.ds)):
             tensor.fill_(OVERWRITTEN)
 
     def third_step(self) -> dict[str, Any]:
@@ -417,6 +431,22 @@ def without_padding(tensors: Tensors) -> Tensors:
     }
 
 
+@contextmanager
+def expert_bias(name: str) -> Iterator[None]:
+    """Within it, the routers of a layout of experts have a state, which nothing reads."""
+    weights = ExpertsSpec.weights
+
+    def with_state(spec: ExpertsSpec) -> Iterator[Weight]:
+        yield from weights(spec)
+        yield Weight("router.expert_bias", (spec.moe.experts,), mean=1.0, role=Role.STATE)
+
+    model_spec.cache_clear()
+    is_patched = name.startswith("experts ")
+    with mock.patch.object(ExpertsSpec, "weights", with_state if is_patched else weights):
+        yield
+    model_spec.cache_clear()
+
+
 def save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes) -> list[str]:
     """Takes two steps, saves, and records the states and the third step.
 
@@ -425,9 +455,16 @@ def save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes)
     Returns:
         What readers of the weights find otherwise than in the run.
     """
+    with expert_bias(name):
+        return _save_layout(name, forms, folder, meshes)
+
+
+def _save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes) -> list[str]:
     training = Continued(name, folder, meshes)
     for _ in range(STEPS):
         training.step()
+    for number, state in enumerate(training.ds.module.buffers()):
+        state.copy_(torch.linspace(0.1, 1.0 + number, len(state)))  # not exact in bf16
     training.manager(folder / name, []).save(training.engine, training.state)
     wrong = [*wrong_weights(training, folder / name, meshes)]
     in_background = training.manager(folder / f"{name}{ASYNC}", [])
@@ -465,12 +502,13 @@ def wrong_weights(training: Continued, folder: Path, meshes: Meshes) -> Iterator
     saved = without_padding(saved)
     # ZeRO-3 saves the values that the weights of the model are rounded from.
     rounded = {name: tensor.to(dtype).float() for name, tensor in saved.items()}
-    own = without_padding(full_weights(training.engine, training.mesh))
+    own = without_padding(full_weights(training.engine, training.mesh)) | training.layer_states()
     yield from differing_names(rounded, own)
     for size in {1, 2} & meshes.keys():
         tp, device = meshes[size].tp, torch.device("cpu")
         model = load_model(source_of(found), meshes[size], device, precision="fp32")
         loaded = {n: full_tensor(p.detach(), p, tp) for n, p in model.named_parameters()}
+        loaded |= dict(model.named_buffers())
         expected = {name: tensor.float() for name, tensor in saved.items()}
         wrong = differing_names(without_padding(loaded), expected)
         yield from (f"{name} on {size} ranks" for name in wrong)
@@ -480,13 +518,14 @@ def load_layout(
     name: str, loads: list[tuple[str, str]], folder: Path, meshes: Meshes
 ) -> dict[tuple[str, str], list[str]]:
     """What differs after each load of a form of a checkpoint: (form, source)."""
-    training = Continued(name, folder, meshes)
     found = {}
-    for form, source in loads:
-        record = torch.load(folder / f"{source}.pt", weights_only=False)
-        training.overwrite()
-        found[form, source] = list(LOADS[form](training, name, source, record, folder))
-    training.close()
+    with expert_bias(name):
+        training = Continued(name, folder, meshes)
+        for form, source in loads:
+            record = torch.load(folder / f"{source}.pt", weights_only=False)
+            training.overwrite()
+            found[form, source] = list(LOADS[form](training, name, source, record, folder))
+        training.close()
     return found
 
 

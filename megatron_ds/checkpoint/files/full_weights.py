@@ -94,7 +94,8 @@ def _unsharded(shards: Sequence[TensorReader], record: ShardRecord) -> TensorRea
 def load_full_weights(
     model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]], rank: int, size: int
 ) -> None:
-    """Copies full tensors into a model's parameters, each tensor-parallel rank its shard.
+    """Copies full tensors into a model's parameters, each tensor-parallel rank its shard, and
+    states.
 
     A vocabulary table that was padded to another number of rows is truncated or padded with zeros.
 
@@ -107,7 +108,7 @@ def load_full_weights(
     Raises:
         UserError: If names or shapes do not fit; the model's values are then undefined.
     """
-    parameters = dict(model.named_parameters())
+    parameters: Weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     unknown = []
     for name, full in weights:
         parameter = parameters.pop(name, None)
@@ -121,7 +122,7 @@ def load_full_weights(
         )
 
 
-def _load_one(name: str, parameter: nn.Parameter, full: torch.Tensor, rank: int, size: int) -> None:
+def _load_one(name: str, parameter: torch.Tensor, full: torch.Tensor, rank: int, size: int) -> None:
     spec = shard_spec(parameter)
     expected = list(parameter.shape)
     if spec is not None:

@@ -81,17 +81,25 @@ class SavedStates:
         return {
             name: full_shape(saved.place.shape, self._specs.get(name), self._ep_size(name))
             for name, saved in self._saved.items()
-        }
+        } | {name: tuple(state.shape) for name, state in self._layer_states.items()}
 
     @cached_property
     def counters(self) -> Mapping[str, int]:
-        values = self._open(self._first_file)
+        values = self._open(self._model_file(0))
         return {name: values[name] for name in COUNTERS}
 
-    @property
-    def _first_file(self) -> str:
+    def _model_file(self, model_rank: int) -> str:
         stem = "zero_pp_rank_0_" if self._layout.zero_stage == 3 else ""
-        return f"{stem}mp_rank_00_model_states.pt"
+        return f"{stem}mp_rank_{model_rank:02d}_model_states.pt"
+
+    @cached_property
+    def _layer_states(self) -> Mapping[str, Tensor]:
+        """States of layers, of which every rank has the same copy."""
+        ranks = range(0, self._layout.pipeline_model_parallel_size * self._tp_size, self._tp_size)
+        files = [self._open(self._model_file(rank)) for rank in ranks]
+        return {
+            name: file["module"][name] for file in files for name in file.get("buffer_names", ())
+        }
 
     @property
     def loss_scaler(self) -> Any:
@@ -108,11 +116,11 @@ class SavedStates:
     @property
     def run_settings(self) -> Mapping[str, Any]:
         """DeepSpeed's record of the run besides weights and states, from the first rank."""
-        file = self._open(self._first_file)
+        file = self._open(self._model_file(0))
         return {name: value for name, value in file.items() if name not in ("module", "optimizer")}
 
     def state_names(self, name: str) -> tuple[str, ...]:
-        if not self._has_optimizer:
+        if not self._has_optimizer or name in self._layer_states:
             return ()
         state = self._state(self._saved[name], 0, 0)
         return tuple(
@@ -122,7 +130,7 @@ class SavedStates:
         )
 
     def steps(self, name: str) -> int | None:
-        if not self._has_optimizer:
+        if not self._has_optimizer or name in self._layer_states:
             return None
         saved = self._saved[name]
         state = self._state(saved, 0, 0)
@@ -134,6 +142,8 @@ class SavedStates:
         return None
 
     def tensor(self, name: str, kind: str) -> TensorReader:
+        if name in self._layer_states:
+            return TensorReader.of(self._layer_states[name])
         saved = self._saved[name]
         dtype = self._flat(saved, kind, 0, 0).dtype
         return TensorReader(self.shapes[name], dtype, partial(self._read_rows, saved, kind))

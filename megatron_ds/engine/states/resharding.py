@@ -1,9 +1,9 @@
 """Fills an engine with the states of a checkpoint that another layout saved.
 
 Every rank reads the elements of its own flat tensors, in blocks: master weights and moments of the
-optimizer, then the number of steps. The engine keeps its settings. The parameters in the precision
-of the run follow from the master weights as after a step. Knows no files. Reads private attributes
-of the pinned DeepSpeed.
+optimizer, then the number of steps, and the states of layers. The engine keeps its settings. The
+parameters in the precision of the run follow from the master weights as after a step. Knows no
+files. Reads private attributes of the pinned DeepSpeed.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class Resharding:
                 self._fill(flat.master, MASTER, flat.parts)
             if self._stage > 0:
                 optimizer.update_lp_params()
+        for name, state in engine.module.named_buffers():
+            state.copy_(self._source.tensor(name, MASTER).read())
         for name, value in self._source.counters.items():
             setattr(engine, name, value)
 
@@ -156,7 +158,7 @@ class Resharding:
                 self._mesh.ep.size if expert_group(parameter) is not None else 1,
             )
             for name, parameter in self._engine.module.named_parameters()
-        }
+        } | {name: tuple(state.shape) for name, state in self._engine.module.named_buffers()}
         stages = gather_objects(shapes, self._mesh.pp)
         wanted = {name: shape for stage in stages for name, shape in stage.items()}
         saved = self._source.shapes

@@ -106,11 +106,14 @@ def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 class StateReader(Protocol):
-    """Weights and optimizer states of a checkpoint by canonical name, whatever its layout was."""
+    """Weights and optimizer states of a checkpoint by canonical name, whatever its layout was.
+
+    States of layers are read as weights that have no optimizer states.
+    """
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of each full parameter."""
+        """Shape of each full parameter, and of each state of a layer."""
 
     @property
     def counters(self) -> Mapping[str, int]:

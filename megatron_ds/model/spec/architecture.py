@@ -80,7 +80,7 @@ class ModelSpec:
         return self.layers[1:-2]
 
     def weights(self, layers: Layers = None) -> dict[str, Weight]:
-        """Weights by canonical name; a tied one counts once."""
+        """Weights and states by canonical name; a tied one counts once."""
         return _weights(self.layers if layers is None else layers)
 
     def sizes(self, layers: Layers = None, keep: Keep = bool) -> Counter[int]:
@@ -120,7 +120,7 @@ def _weights(layers: Iterable[Layer]) -> dict[str, Weight]:
 # A plan asks for a few sums of the same layers, many times.
 @functools.lru_cache(maxsize=256)
 def _sizes(layers: tuple[Layer, ...], keep: Keep, tp_size: int, ep_size: int) -> Counter[int]:
-    kept = filter(keep, _weights(layers).values())
+    kept = (each for each in _weights(layers).values() if keep(each) and not is_state(each))
     return Counter(weight.size(tp_size, ep_size) for weight in kept)
 
 
@@ -137,6 +137,11 @@ def is_expert(weight: Weight) -> bool:
 def is_expert_matrix(weight: Weight) -> bool:
     """Whether both hold."""
     return is_expert(weight) and is_matrix(weight)
+
+
+def is_state(weight: Weight) -> bool:
+    """Whether a weight is no parameter."""
+    return weight.role is Role.STATE
 
 
 def is_matrix(weight: Weight) -> bool:

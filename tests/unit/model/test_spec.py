@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.conversion.model_settings import ModelSettings
+from megatron_ds.conversion.source import SourceCheckpoint
+from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
+from megatron_ds.engine.states.state_reader import TensorReader
+from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.spec.architecture import Layer, is_expert, model_spec
+from megatron_ds.model.spec.parts import ExpertsSpec
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import declaration, expert_group, shard_spec
+from megatron_ds.parallel.weights import Role, Weight
 from tests.claims import claim
 from tests.dist.parity_cases import MODELS, SHAPE
 
@@ -75,6 +84,58 @@ def test_declared_weights_are_the_parameters(
         assert spec.sizes(spec.layers[part]) == sizes
         experts = sum(p.numel() for name, p in parameters.items() if ".experts." in name)
         assert spec.elements(spec.layers[part], is_expert) == experts
+
+
+@pytest.fixture
+def expert_bias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Routers have a state."""
+    weights = ExpertsSpec.weights
+
+    def with_state(spec: ExpertsSpec) -> Iterator[Weight]:
+        yield from weights(spec)
+        shape = (spec.moe.experts,)
+        yield Weight("router.expert_bias", shape, mean=1.0, role=Role.STATE)
+
+    model_spec.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertsSpec, "weights", with_state)
+        yield
+    model_spec.cache_clear()
+
+
+@claim(
+    "checkpoints",
+    "state of a layer that is no parameter, such as a bias of a router, is in fp32 in a run of any "
+    "precision, and is saved, resharded and converted with the weights",
+)
+@pytest.mark.usefixtures("expert_bias")
+def test_states_are_buffers_in_fp32_that_no_sum_counts(tmp_path: Path) -> None:
+    model, moe = ModelConfig(**{**SHAPE, **MODELS["swiglu"]}), MoEConfig(num_experts=(4,))
+    spec = model_spec(model, moe)
+    names = [f"layers.{layer}.mlp.router.expert_bias" for layer in range(2)]
+    built = GPTModel(model, mesh=Mesh.single(), rng=RngStreams(0), seed=1, moe=moe)
+    parameters, states = dict(built.named_parameters()), dict(built.named_buffers())
+    assert list(states) == names
+    assert set(spec.weights()) == {*parameters, *names}
+    assert spec.elements() == sum(parameter.numel() for parameter in parameters.values())
+    for number, state in enumerate(states.values()):
+        assert torch.equal(state, torch.ones(4))
+        state.copy_(torch.linspace(0.1, 0.7 + number, 4))
+    expected = {name: state.clone() for name, state in states.items()}
+    built.bfloat16().to("cpu", torch.float16)
+    saved = built.state_dict()
+    assert {value.dtype for name, value in saved.items() if name not in names} == {torch.float16}
+    tensors = {name: TensorReader.of(value) for name, value in saved.items()}
+    settings = ModelSettings.of(model, moe, None, None)
+    source = SourceCheckpoint(tmp_path, "native", settings, tensors).checked()
+    write_weights_folder(source.to(torch.bfloat16), tmp_path / "weights")
+    found = open_weights_folder(tmp_path / "weights")
+    loaded = load_model(found, Mesh.single(), torch.device("cpu"))
+    assert loaded.layers["0"].attention.qkv.weight.dtype == torch.bfloat16
+    for each in (saved, dict(loaded.named_buffers())):
+        for name, value in expected.items():
+            assert each[name].dtype == torch.float32
+            assert torch.equal(each[name], value)
 
 
 def test_stages_on_one_rank_share_a_tied_weight() -> None:
