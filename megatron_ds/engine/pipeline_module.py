@@ -26,7 +26,8 @@ from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.step import WeightedBatch
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.output_layer import TokenLoss
-from megatron_ds.model.stages import ENDS, layers_per_stage, stage_slices
+from megatron_ds.model.spec.architecture import run_spec
+from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 
 TIED = "embedding.word"
@@ -61,8 +62,7 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
 
     Args:
         build: Builds the part of the model that has some of the layers of `layer_specs`.
-        layers_per_stage: Transformer layers of each stage. The first stage has the embedding, too,
-            the last one the final norm and the output layer.
+        stages: Layers of each stage in `layer_specs`.
         own_stages: This rank's stages, in the order of a forward pass.
         tied: The output layer shares the embedding's weight.
         mesh: Mesh of this process.
@@ -75,22 +75,20 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
     def __init__(
         self,
         build: Callable[[Sequence[slice]], GPTModel],
-        layers_per_stage: tuple[int, ...],
+        stages: Sequence[slice],
         own_stages: tuple[int, ...],
         *,
         tied: bool,
         mesh: Mesh,
     ) -> None:
         self._build_gpt, self._mesh, self._is_tied = build, mesh, tied
-        self._layers_per_stage, self._own_stages = layers_per_stage, own_stages
+        self._stages, self._own_stages = stages, own_stages
         self._inputs: list[Iterator[WeightedBatch]] = []
         self.losses: list[TokenLoss] = []
         """Loss of each micro-batch of an evaluation, on the last stage."""
         grid = PipelineGrid(mesh)
         with replace_pipeline_grid(grid), contextlib.redirect_stdout(io.StringIO()):
-            super().__init__(
-                layers=range(sum(self._layers_per_stage) + len(ENDS)), topology=grid.topology()
-            )
+            super().__init__(layers=range(stages[-1].stop), topology=grid.topology())
 
     def feed(self, inputs: Callable[[], Iterator[WeightedBatch]]) -> None:
         """Set the micro-batches of the next forward passes.
@@ -138,7 +136,7 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
 
     def _partition_layers(self, method: str) -> None:
         """DeepSpeed's hook: set the stages' bounds in the list of layers."""
-        stages = [(part.start, part.stop) for part in stage_slices(self._layers_per_stage)]
+        stages = [(part.start, part.stop) for part in self._stages]
         self.parts = [0, *(end for _, end in stages)]
         self.phase_bounds = [stages[stage] for stage in self._own_stages]
         self._set_bounds(*self.phase_bounds[0])
@@ -201,10 +199,11 @@ def build_stage(
         mesh: Mesh of this process.
     """
     rank_stages = config.parallel.stages_of_ranks[mesh.pp.rank]
+    layers = layers_per_stage(config.model, config.parallel, config.moe)
     kind = PipelineStage if len(rank_stages) == 1 else FoldedStages
     return kind(
         build,
-        layers_per_stage(config.model, config.parallel, config.moe),
+        stage_slices(run_spec(config), layers),
         rank_stages,
         tied=not config.model.untie_embeddings_and_output_weights,
         mesh=mesh,

@@ -1,7 +1,7 @@
 """Assigns layers to pipeline stages and ranks.
 
-Every stage has at least one layer; the first one has the embedding, too, the last one the final
-norm and the output layer. Pure arithmetic, the same on every rank; imports no torch.
+Every stage has at least one transformer layer; the first and the last one have the ends of the
+model, too. Pure arithmetic, the same on every rank; imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import itertools
 from collections.abc import Sequence
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig, ParallelConfig
-from megatron_ds.model.spec.architecture import DENSE, Layer, model_spec, run_spec
+from megatron_ds.config.options.parallel import LAYER_KINDS
+from megatron_ds.model.spec.architecture import DENSE, Layer, ModelSpec, model_spec, run_spec
 
 
 @functools.cache
@@ -31,33 +32,28 @@ def layers_per_stage(
     given = parallel.given_layers_per_stage
     if given is not None:
         return given
+    tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    spec, pattern = model_spec(model, moe, tp_size, ep_size), parallel.partition_pattern
+    parts = [spec.layers[part] for part in stage_slices(spec, [1] * model.num_layers)]
     if method == "parameters":
-        tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
-        spec = model_spec(model, moe, tp_size, ep_size)
-        weights = [spec.elements(spec.layers[s]) for s in stage_slices([1] * model.num_layers)]
-        return balanced(weights, stages)
-    kinds = parallel.layer_kinds(model.num_layers)
-    pattern = parallel.partition_pattern
-    counts = [1.0 if pattern is None or pattern.search(kind) else 0.0 for kind in kinds]
-    # The layers before and after the transformer layers are in the first and the last stage.
-    embedding, *layers, norm, head = counts
-    layers[0] += embedding
-    layers[-1] += norm + head
-    return balanced(layers, stages)
+        return balanced([spec.elements(part) for part in parts], stages)
+    kinds = [[LAYER_KINDS[layer.name.partition(".")[0]] for layer in part] for part in parts]
+    if pattern is None:
+        return balanced([len(part) for part in kinds], stages)
+    return balanced([sum(map(bool, map(pattern.search, part))) for part in kinds], stages)
 
 
-ENDS = ("embedding", "final_norm", "head")
-"""Layers before and after the transformer layers."""
-
-
-def stage_slices(layers: Sequence[int]) -> list[slice]:
+def stage_slices(spec: ModelSpec, layers: Sequence[int]) -> list[slice]:
     """The layers of each stage among all layers of the model.
 
+    The first stage has those before the transformer layers, too, the last one those after them.
+
     Args:
+        spec: The model.
         layers: Transformer layers of each stage.
     """
-    bounds = [0, *(1 + end for end in itertools.accumulate(layers[:-1])), sum(layers) + len(ENDS)]
-    return [slice(*pair) for pair in itertools.pairwise(bounds)]
+    ends = (len(spec.before) + end for end in itertools.accumulate(layers[:-1]))
+    return [slice(*pair) for pair in itertools.pairwise([0, *ends, len(spec.layers)])]
 
 
 def rank_layers(config: Config) -> list[list[Layer]]:
@@ -67,7 +63,8 @@ def rank_layers(config: Config) -> list[list[Layer]]:
         config: Complete configuration, with the vocabulary size.
     """
     counts = layers_per_stage(config.model, config.parallel, config.moe)
-    stages = [run_spec(config).layers[part] for part in stage_slices(counts)]
+    spec = run_spec(config)
+    stages = [spec.layers[part] for part in stage_slices(spec, counts)]
     return [
         [layer for stage in own for layer in stages[stage]]
         for own in config.parallel.stages_of_ranks

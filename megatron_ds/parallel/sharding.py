@@ -144,6 +144,12 @@ class StatefulModule(nn.Module):
         return self
 
 
+def states_of(model: nn.Module) -> dict[str, Tensor]:
+    """The states of a model's layers by canonical name: its persistent buffers."""
+    saved = model.state_dict()
+    return {name: state for name, state in model.named_buffers() if name in saved}
+
+
 def declared_parameter(
     weight: Weight, tp: Group, init: Draws, ep: Group | None = None
 ) -> torch.nn.Parameter:

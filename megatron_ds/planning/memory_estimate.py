@@ -338,8 +338,8 @@ class _Sizes:
     def activations(self) -> int:
         """Saved for the backward pass by all layers, without the output layer."""
         model, run, moe = self.model, self.run, self.config.moe
-        recompute, (first, *blocks, norm, _) = in_effect(self.config.recompute), self.spec.layers
-        ends = first.saved(run) + norm.saved(run)
+        recompute, blocks = in_effect(self.config.recompute), self.spec.blocks
+        ends = sum(layer.saved(run) for layer in (*self.spec.before, *self.spec.after))
         if model.position_embedding_type == "alibi":
             heads = model.num_attention_heads // (run.tp_size * run.sp_size)
             ends += heads * model.seq_length**2 * run.element

@@ -222,7 +222,7 @@ def _compute_seconds(
     spec, model = run_spec(config), config.model
     passes = 4 / 3 if config.recompute.recompute_granularity == "full" else 1
     of_layers = passes * spec.flops(model.seq_length, spec.blocks)
-    head = spec.flops(model.seq_length, spec.layers[-1:])
+    head = spec.flops(model.seq_length, spec.after)
     slowest = max(
         sum(layers[stage] * of_layers / model.num_layers for stage in own)
         + (head if len(layers) - 1 in own else 0)

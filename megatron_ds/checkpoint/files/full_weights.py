@@ -22,7 +22,7 @@ from megatron_ds.engine.deepspeed.expert_files import expert_file
 from megatron_ds.engine.deepspeed.tensor_files import read_tensors
 from megatron_ds.engine.states.state_reader import MASTER, VOCABULARY_TABLES, TensorReader
 from megatron_ds.fileio.atomic import FileRecord
-from megatron_ds.parallel.sharding import shard_spec, take_shard, unshard
+from megatron_ds.parallel.sharding import shard_spec, states_of, take_shard, unshard
 from megatron_ds.parallel.weights import ShardSpec
 
 Weights = dict[str, torch.Tensor]
@@ -108,7 +108,7 @@ def load_full_weights(
     Raises:
         UserError: If names or shapes do not fit; the model's values are then undefined.
     """
-    parameters: Weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    parameters: Weights = {**dict(model.named_parameters()), **states_of(model)}
     unknown = []
     for name, full in weights:
         parameter = parameters.pop(name, None)

@@ -16,6 +16,15 @@ BY_TYPE = "type:"
 """Beginning of a partition method that counts layers of some kinds."""
 
 
+LAYER_KINDS = {
+    "embedding": "EmbeddingPipe",
+    "layers": "ParallelTransformerLayerPipe",
+    "final_norm": "NormPipe",
+    "head": "LMHeadPipe",
+}
+"""Other frameworks' names of our layers, without their numbers."""
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """Model parallelism. The data-parallel size follows from the number of processes."""
@@ -117,12 +126,6 @@ class ParallelConfig:
             return None
         return re.compile(self.pp_partition_method.removeprefix(BY_TYPE), re.IGNORECASE)
 
-    @staticmethod
-    def layer_kinds(num_layers: int) -> list[str]:
-        """The kind of each layer of the model, by the names of other frameworks."""
-        blocks = ["ParallelTransformerLayerPipe"] * num_layers
-        return ["EmbeddingPipe", *blocks, "NormPipe", "LMHeadPipe"]
-
     def problems(
         self, world_size: int, num_layers: int, *, has_experts: bool = False
     ) -> Iterator[Problem]:
@@ -201,9 +204,8 @@ class ParallelConfig:
         except re.error as error:
             yield Problem("pp-partition-pattern", settings=self, error=error)
             return
-        kinds = self.layer_kinds(num_layers)
+        kinds = LAYER_KINDS.values()
         if pattern is None and self.pp_partition_method not in ("parameters", "uniform"):
             yield Problem("pp-partition-method", settings=self)
         elif pattern is not None and not any(map(pattern.search, kinds)):
-            known = ", ".join(dict.fromkeys(kinds))
-            yield Problem("pp-partition-type", settings=self, kinds=known)
+            yield Problem("pp-partition-type", settings=self, kinds=", ".join(kinds))

@@ -27,7 +27,7 @@ from megatron_ds.engine.states.state_reader import (
 )
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.mesh import Mesh
-from megatron_ds.parallel.sharding import expert_group, shard_spec
+from megatron_ds.parallel.sharding import expert_group, shard_spec, states_of
 
 BLOCK = 2**22
 """Elements that are read at once, unless a row has more."""
@@ -64,7 +64,7 @@ class Resharding:
                 self._fill(flat.master, MASTER, flat.parts)
             if self._stage > 0:
                 optimizer.update_lp_params()
-        for name, state in engine.module.named_buffers():
+        for name, state in states_of(engine.module).items():
             state.copy_(self._source.tensor(name, MASTER).read())
         for name, value in self._source.counters.items():
             setattr(engine, name, value)
@@ -158,7 +158,7 @@ class Resharding:
                 self._mesh.ep.size if expert_group(parameter) is not None else 1,
             )
             for name, parameter in self._engine.module.named_parameters()
-        } | {name: tuple(state.shape) for name, state in self._engine.module.named_buffers()}
+        } | {name: tuple(state.shape) for name, state in states_of(self._engine.module).items()}
         stages = gather_objects(shapes, self._mesh.pp)
         wanted = {name: shape for stage in stages for name, shape in stage.items()}
         saved = self._source.shapes

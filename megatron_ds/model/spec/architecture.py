@@ -69,15 +69,19 @@ Layers = Iterable[Layer] | None
 class ModelSpec:
     """The layers of the model, and sums over them or over some of them."""
 
-    layers: tuple[Layer, ...]
-    """In the order of a forward pass."""
+    before: tuple[Layer, ...]
+    """Layers of the first stage before the transformer layers."""
+    blocks: tuple[Layer, ...]
+    """The transformer layers."""
+    after: tuple[Layer, ...]
+    """Layers of the last stage after them, the output layer last."""
     tp_size: int
     ep_size: int
 
-    @property
-    def blocks(self) -> tuple[Layer, ...]:
-        """The transformer layers."""
-        return self.layers[1:-2]
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """All, in the order of a forward pass."""
+        return (*self.before, *self.blocks, *self.after)
 
     def weights(self, layers: Layers = None) -> dict[str, Weight]:
         """Weights and states by canonical name; a tied one counts once."""
@@ -176,11 +180,12 @@ def model_spec(
         mlp = sparse if moe.has_experts(layer) else dense
         return Layer(f"layers.{layer}", {**mixer, "mlp_norm": norm, "mlp": mlp})
 
-    blocks = map(block, range(model.num_layers), attention_rules(model))
+    blocks = tuple(map(block, range(model.num_layers), attention_rules(model)))
     word = embedding.weights["embedding.word.weight"]
     tied = () if model.untie_embeddings_and_output_weights else (word,)
     head = Layer("head", {"": OutputSpec(model, rows)}, tied)
-    return ModelSpec((embedding, *blocks, Layer("final_norm", {"": norm}), head), tp_size, ep_size)
+    after = Layer("final_norm", {"": norm}), head
+    return ModelSpec((embedding,), blocks, after, tp_size, ep_size)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from megatron_ds.config.fields import in_effect
 from megatron_ds.config.problems import counted
 from megatron_ds.engine.protocol import EngineSettings
 from megatron_ds.model.norm import select_norm_kernel
-from megatron_ds.model.spec.architecture import is_matrix, model_spec
+from megatron_ds.model.spec.architecture import Layer, is_matrix, model_spec
 from megatron_ds.model.stages import layers_per_stage, stage_slices
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.memory_estimate import MemoryEstimate
@@ -126,14 +126,18 @@ def _stages(facts: BannerData) -> Iterator[str]:
     ranks = enumerate(config.parallel.stages_of_ranks)
     owners = {stage: rank for rank, rank_stages in ranks for stage in rank_stages}
     spec = model_spec(config.model, config.moe, mesh.tp.size, mesh.ep.size)
-    for stage, part in enumerate(stage_slices(layers)):
+    for stage, part in enumerate(stage_slices(spec, layers)):
         end = first + layers[stage] - 1
         names = [f"layers {first} to {end}" if end > first else f"layer {first}"]
-        names += ["final norm", "output layer"] if stage == last else []
-        names = ["embedding", *names] if stage == 0 else names
+        names += [_title(layer) for layer in spec.after] if stage == last else []
+        names = [*map(_title, spec.before), *names] if stage == 0 else names
         first += layers[stage]
         rank = f" (pipeline rank {owners[stage]})" if len(layers) > mesh.pp.size else ""
         yield f"{stage}{rank}: {', '.join(names)}; {spec.elements(spec.layers[part]):,} parameters"
+
+
+def _title(end: Layer) -> str:
+    return "output layer" if end.name == "head" else end.name.replace("_", " ")
 
 
 def _model(facts: BannerData) -> Lines:

@@ -63,7 +63,8 @@ def test_declared_weights_are_the_parameters(
     model = ModelConfig(**{**SHAPE, **PRESETS[preset], "num_layers": sum(layers)})
     group = Group(tuple(range(tp)), tp - 1, None, sequence_parallel=sequence)
     mesh = dataclasses.replace(Mesh.single(), tp=group, ep=Group(tuple(range(ep)), 0, None))
-    spec, slices = model_spec(model, MOE[moe], tp, ep), stage_slices(layers)
+    spec = model_spec(model, MOE[moe], tp, ep)
+    slices = stage_slices(spec, layers)
     for part in slices:
         parameters = weights_of(model, MOE[moe], mesh, (part,))
         declared = spec.weights(spec.layers[part])
@@ -141,7 +142,7 @@ def test_states_are_buffers_in_fp32_that_no_sum_counts(tmp_path: Path) -> None:
 def test_stages_on_one_rank_share_a_tied_weight() -> None:
     model = ModelConfig(**{**SHAPE, "num_layers": 4})
     spec = model_spec(model)
-    first, *_, last = (spec.layers[part] for part in stage_slices((2, 2)))
+    first, *_, last = (spec.layers[part] for part in stage_slices(spec, (2, 2)))
 
     def count(layers: tuple[Layer, ...]) -> int:
         return spec.elements(layers)

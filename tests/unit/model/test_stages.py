@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from megatron_ds.config import Config, ModelConfig, ParallelConfig
-from megatron_ds.model.spec.architecture import model_spec
+from megatron_ds.config.options.parallel import LAYER_KINDS
+from megatron_ds.model import stages as model_stages
+from megatron_ds.model.spec.architecture import Layer, model_spec
 from megatron_ds.model.stages import (
     balanced,
     layers_per_stage,
@@ -67,9 +70,24 @@ def test_balanced_division_is_the_best_of_all(weights: tuple[int, ...], parts: i
     assert cost(tuple(itertools.accumulate(found[:-1]))) == best
 
 
+def test_a_further_end_is_in_the_last_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And counts there, by its kind."""
+    spec = model_spec(MODEL)
+    longer = dataclasses.replace(spec, after=(Layer("extra", {}), *spec.after))
+    (*_, last) = stage_slices(longer, (2, 3, 2))
+    names = ["layers.5", "layers.6", "extra", "final_norm", "head"]
+    assert [layer.name for layer in longer.layers[last]] == names
+    monkeypatch.setitem(LAYER_KINDS, "extra", "ExtraPipe")
+    monkeypatch.setattr(model_stages, "model_spec", lambda *_: longer)
+    layers_per_stage.cache_clear()
+    assert layers("type:transformer|extra") == (3, 3, 1)
+    layers_per_stage.cache_clear()
+
+
 def test_layers_of_ranks_are_those_of_their_stages() -> None:
-    names = [layer.name for layer in model_spec(MODEL).layers]
-    first, second, third = (names[part] for part in stage_slices((2, 3, 2)))
+    spec = model_spec(MODEL)
+    names = [layer.name for layer in spec.layers]
+    first, second, third = (names[part] for part in stage_slices(spec, (2, 3, 2)))
     assert first == ["embedding", "layers.0", "layers.1"]
     assert second == ["layers.2", "layers.3", "layers.4"]
     assert third == ["layers.5", "layers.6", "final_norm", "head"]

@@ -330,7 +330,7 @@ def test_a_pipeline_stage_has_its_layers_and_several_micro_batches() -> None:
     accumulating = dataclasses.replace(staged.schedule, global_batch_size=4 * BATCH)
     found = estimate(staged, SINGLE)
     spec = model_spec(model.model)
-    largest = max(spec.elements(spec.layers[part]) for part in stage_slices((2, 2)))
+    largest = max(spec.elements(spec.layers[part]) for part in stage_slices(spec, (2, 2)))
     assert found.device["parameters"] == FP32 * largest
     assert found.activations == estimate(config(num_layers=2), SINGLE).activations
     several = dataclasses.replace(staged, schedule=accumulating)

@@ -149,7 +149,7 @@ def test_banner_shows_the_layers_and_parameters_of_each_stage() -> None:
     assert "tensor parallel 2 x pipeline parallel 2 x data parallel 2" in text
     assert "0 4 (pipeline parallel)" in text
     spec = model_spec(config.model, tp_size=2)
-    first, last = (spec.elements(spec.layers[part]) for part in stage_slices((10, 14)))
+    first, last = (spec.elements(spec.layers[part]) for part in stage_slices(spec, (10, 14)))
     assert f"stages 0: embedding, layers 0 to 9; {first:,} parameters" in text
     assert f"1: layers 10 to 23, final norm, output layer; {last:,} parameters" in text
 
