@@ -94,10 +94,10 @@ def _is_countable(config: Config, dp_size: int) -> bool:
     """Whether the batches of the run can be counted; if not, `Config.problems` reports why."""
     schedule = config.schedule
     lengths = (schedule.train_iters, schedule.train_samples, schedule.train_tokens)
-    given = [length for length in lengths if length is not None]
+    known = [length for length in lengths if length is not None]
     sizes = (schedule.micro_batch_size, config.model.seq_length, schedule.curriculum_seqlen_step)
     final = config.final_global_batch_size(dp_size)
-    if not given or min(*given, *sizes, dp_size, final) <= 0:
+    if not known or min(*known, *sizes, dp_size, final) <= 0:
         return False
     if schedule.step_batch_size_schedule is not None:
         starts = [start for start, _ in schedule.batch_size_steps]
@@ -143,9 +143,9 @@ def _lr_length_problems(config: Config, dp_size: int) -> Iterator[Problem]:
     fraction = schedule.lr_warmup_fraction
     if decay is None or decay.value <= 0 or not 0.0 <= (fraction or 0.0) <= 1.0:
         return
-    given = [length for length in (decay, warmup, annealing) if length is not None]
+    known = [length for length in (decay, warmup, annealing) if length is not None]
     unit = decay.unit
-    if any(length.unit != unit for length in given):
+    if any(length.unit != unit for length in known):
         unit = schedules.lr_unit(config)
         if not _is_countable(config, dp_size):
             return

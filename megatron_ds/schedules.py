@@ -289,10 +289,10 @@ def given_length(config: Config, stem: str) -> ScheduleLength | None:
 
 def decay_as_given(config: Config) -> ScheduleLength | None:
     """The length that ends the decay: its own, or the run length."""
-    given, tokens = given_length(config, "lr_decay"), config.schedule.train_tokens
-    if given is None and lr_unit(config) == "tokens" and tokens is not None:
+    length, tokens = given_length(config, "lr_decay"), config.schedule.train_tokens
+    if length is None and lr_unit(config) == "tokens" and tokens is not None:
         return ScheduleLength("train_tokens", tokens)
-    return given or given_length(config, "train")
+    return length or given_length(config, "train")
 
 
 def lr_unit(config: Config) -> str:
@@ -345,9 +345,9 @@ def run_samples(config: Config, dp_size: int) -> int | None:
 
 def decay_length(config: Config, dp_size: int) -> int:
     """End of the decay in `lr_unit`, counted from the start of the run (warmup included)."""
-    given = decay_as_given(config)
-    assert given is not None
-    return in_lr_units(config, given, dp_size)
+    length = decay_as_given(config)
+    assert length is not None
+    return in_lr_units(config, length, dp_size)
 
 
 def warmup_length(config: Config, dp_size: int) -> float:
@@ -355,8 +355,8 @@ def warmup_length(config: Config, dp_size: int) -> float:
 
     A logarithmic one has at least two steps, as in DeepSpeed.
     """
-    given, fraction = given_length(config, "lr_warmup"), config.schedule.lr_warmup_fraction
-    length: float = 0 if given is None else in_lr_units(config, given, dp_size)
+    warmup, fraction = given_length(config, "lr_warmup"), config.schedule.lr_warmup_fraction
+    length: float = 0 if warmup is None else in_lr_units(config, warmup, dp_size)
     if fraction is not None:
         length = fraction * decay_length(config, dp_size)
     if length > 0 and config.schedule.lr_warmup_style == "log":
@@ -389,11 +389,11 @@ def _scheduled_rate(
     applied = state.applied_tokens if lr_unit(config) == "tokens" else state.applied_samples
     warmup, decay = warmup_length(config, dp_size), decay_length(config, dp_size)
     if warmup > 0 and applied <= warmup:
-        start, given = config.schedule.lr_warmup_init, given_length(config, "lr_warmup")
+        start, length = config.schedule.lr_warmup_init, given_length(config, "lr_warmup")
         if config.schedule.lr_warmup_style == "linear":
-            if given is not None and given.unit != "tokens" and lr_unit(config) == "tokens":
+            if length is not None and length.unit != "tokens" and lr_unit(config) == "tokens":
                 # Linear in samples, as in Megatron-DeepSpeed, where a curriculum is a difference.
-                applied, warmup = state.applied_samples, _in_samples(config, given, dp_size)
+                applied, warmup = state.applied_samples, _in_samples(config, length, dp_size)
             return start + (peak - start) * min(1.0, applied / warmup)
         # The order of the operations is DeepSpeed's, so that the results are equal.
         step = _lr_units_of_step(config, dp_size)
@@ -407,9 +407,9 @@ def _scheduled_rate(
     if style == "inverse-square-root":
         return max(floor, peak * math.sqrt(max(warmup, 1) / max(applied, 1)))
     if style == "WSD":
-        given = given_length(config, "lr_wsd_decay")
-        assert given is not None
-        annealing = in_lr_units(config, given, dp_size)
+        length = given_length(config, "lr_wsd_decay")
+        assert length is not None
+        annealing = in_lr_units(config, length, dp_size)
         annealed = max(0, applied - (decay - annealing))
         factor = WSD_FACTORS[config.schedule.lr_wsd_decay_style](annealed / annealing)
     else:

@@ -79,7 +79,7 @@ def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
     problems += _changed_parts(checkpoint, config, ["dataset"])
     data = run.config.get("data", {}), settings["data"]
     # Without --split in both runs, the blend history compares the document ranges instead.
-    both_split = all(any(each.get(name) for name in SPLIT_DATA_FIELDS) for each in data)
+    both_split = all(any(values.get(name) for name in SPLIT_DATA_FIELDS) for values in data)
     problems += [
         Problem("resume-data-order-changed", name, label=label, saved=saved, path=path, now=now)
         for name, label, saved, now in _changes(asdict(run.data_order), asdict(order))
@@ -148,11 +148,11 @@ def _changed_parts(
 ) -> Iterator[Problem]:
     """Other functions than the checkpoint's run had instead of the package's own."""
     for part in parts:
-        before, after = (each.custom_parts.get(part) for each in (checkpoint.run, config))
+        before, after = (source.custom_parts.get(part) for source in (checkpoint.run, config))
         if before != after:
-            saved, own = before or "the built-in one", after or "the built-in one"
+            saved, current = before or "the built-in one", after or "the built-in one"
             yield Problem(
-                "resume-part-changed", part=part, saved=saved, path=checkpoint.path, now=own
+                "resume-part-changed", part=part, saved=saved, path=checkpoint.path, now=current
             )
 
 
@@ -194,24 +194,24 @@ def partition_conflicts(
     saved, now = checkpoint.run.partitions, tuple(partitions)
     if saved == now:
         return []
-    number = next(
+    index = next(
         (index for index, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b),
         min(len(saved), len(now)),
     )
     difference = (
         f"{len(saved)} flat tensors in the checkpoint, {len(now)} in this run"
         if len(saved) != len(now)
-        else f"flat tensor {number}: {_difference(saved[number], now[number])}"
+        else f"flat tensor {index}: {_difference(saved[index], now[index])}"
     )
     return [Problem("resume-partitions-changed", path=checkpoint.path, difference=difference)]
 
 
-def part_conflicts(saved: Parts, own: Parts, path: Path) -> list[Problem]:
+def part_conflicts(saved: Parts, current: Parts, path: Path) -> list[Problem]:
     """The fused parameters whose parts are not the model's, or in another order.
 
     Args:
         saved: Names of the parts by parameter, as the file declares them.
-        own: The same of the model.
+        current: The same of the model.
         path: The file, for the message.
     """
     return [
@@ -222,7 +222,7 @@ def part_conflicts(saved: Parts, own: Parts, path: Path) -> list[Problem]:
             path=path,
             now=", ".join(parts) or "none",
         )
-        for name, parts in own.items()
+        for name, parts in current.items()
         if saved.get(name) and tuple(saved[name]) != tuple(parts)
     ]
 
@@ -232,14 +232,14 @@ def _difference(saved: FlatPartition, now: FlatPartition) -> str:
         if one != other:
             return f"{_place(one)} in the checkpoint, {_place(other)} in this run"
     counts = [
-        f"{len(each.parameters)} parameters in {each.size} elements per rank"
-        for each in (saved, now)
+        f"{len(partition.parameters)} parameters in {partition.size} elements per rank"
+        for partition in (saved, now)
     ]
     return f"{counts[0]} in the checkpoint, {counts[1]} in this run"
 
 
-def _place(place: ParameterPlace) -> str:
-    return f"{place.name} {list(place.shape)} at {place.offset}"
+def _place(parameter: ParameterPlace) -> str:
+    return f"{parameter.name} {list(parameter.shape)} at {parameter.offset}"
 
 
 Change = tuple[str, str, Any, Any]
@@ -250,7 +250,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     for name, value in now.items():
         before = saved.get(name)
         if before != value and (before == before or value == value):  # two NaN are equal
-            old, new = ("the default" if each is None else each for each in (before, value))
+            old, new = ("the default" if item is None else item for item in (before, value))
             yield name, _label(name), old, new
 
 
@@ -262,12 +262,12 @@ def _changed_fields(
     A field that was not given in either run differs only as a consequence of another one.
     """
     runs = saved_config(checkpoint), config
-    effective = [_effective_values(each) for each in runs]
-    given_in = [_as_json(each.to_dict()) for each in runs]
+    effective = [_effective_values(run) for run in runs]
+    given_in = [_as_json(run.to_dict()) for run in runs]
     for group in groups:
         before, now = (values[group] for values in effective)
-        given = {name for name, *_ in _changes(*(values[group] for values in given_in))}
-        kept = {name: now[name] for name in now if name in given & before.keys()}
+        differing = {name for name, *_ in _changes(*(values[group] for values in given_in))}
+        kept = {name: now[name] for name in now if name in differing & before.keys()}
         yield from _changes(before, kept)
 
 
@@ -288,10 +288,10 @@ def saved_config(checkpoint: Checkpoint) -> Config:
     """The configuration of the run that saved; fields that it did not know have their defaults."""
     saved = checkpoint.run.config
     groups = {}
-    for name, kind in GROUPS.items():
-        known = {item.name for item in dataclasses.fields(kind)}
+    for name, cls in GROUPS.items():
+        known = {item.name for item in dataclasses.fields(cls)}
         values = {key: value for key, value in saved.get(name, {}).items() if key in known}
-        groups[name] = kind(**values)
+        groups[name] = cls(**values)
     return Config(**groups)
 
 

@@ -41,4 +41,4 @@ class Lineage:
     def up_to(self, iteration: int) -> Lineage:
         """The branch of the checkpoint of an iteration from which this one continued."""
         first, *others = self.segments
-        return Lineage((first, *(each for each in others if each[1] < iteration)))
+        return Lineage((first, *(entry for entry in others if entry[1] < iteration)))

@@ -92,13 +92,13 @@ class Restoring(RunCheckpoints):
         options, folders = self.config.checkpoint, self._folders
         if self.local is None or folders.load is None or folders.save is None:
             return None
-        place = os.path.realpath(str(folders.save))
+        folder = os.path.realpath(str(folders.save))
         is_resume = os.path.realpath(folders.load.folder) == os.path.realpath(folders.save.folder)
 
         def is_own(run: RunRecord) -> bool:
             saved = run.config.get("checkpoint", {})
             # Earlier versions saved the URL apart from the staging folder.
-            if os.path.realpath(saved.get("save_url") or saved.get("save") or "") != place:
+            if os.path.realpath(saved.get("save_url") or saved.get("save") or "") != folder:
                 return False
             return (
                 checkpoint is None
@@ -124,8 +124,8 @@ class Restoring(RunCheckpoints):
         folder = checkpoint.path.parent
         iteration = checkpoint.iteration
         saved = {name: shard.parts for name, shard in checkpoint.run.shards.items()}
-        own = {name: spec.parts for name, spec in engine.shard_specs().items()}
-        raise_if_any(part_conflicts(saved, own, checkpoint.path))
+        current = {name: spec.parts for name, spec in engine.shard_specs().items()}
+        raise_if_any(part_conflicts(saved, current, checkpoint.path))
         load = self._folders.load
         is_local = load is None or folder != load.folder
         shown = folder if is_local else load
@@ -193,10 +193,10 @@ class Restoring(RunCheckpoints):
         except (OSError, ValueError) as error:
             return metadata.unreadable_checkpoint(error)
 
-    def _find_damaged_files(self, path: Path, own: Mapping[str, FileRecord]) -> dict[str, str]:
+    def _find_damaged_files(self, path: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
         """Checks the files that this rank reads. The first rank has seen all with their sizes."""
-        local_files.wait_for_files(path, own)
-        return local_files.find_damaged_files(path, own)
+        local_files.wait_for_files(path, files)
+        return local_files.find_damaged_files(path, files)
 
     @property
     def _file_assignment(self) -> FileAssignment:
@@ -208,9 +208,9 @@ class Restoring(RunCheckpoints):
         Also with axes by which file names do not number the ranks.
         """
         options = self.config.checkpoint
-        own = ParallelLayout.of(self.config, self.mesh.dp.size)
-        is_numbered = own.ds_sequence_parallel_size == own.expert_model_parallel_size == 1
-        is_equal = is_numbered and run.layout == own
+        layout = ParallelLayout.of(self.config, self.mesh.dp.size)
+        is_numbered = layout.ds_sequence_parallel_size == layout.expert_model_parallel_size == 1
+        is_equal = is_numbered and run.layout == layout
         if options.finetune or options.no_load_optim or not is_equal:
             return lambda name, rank: True
         return self._file_assignment.is_read_by

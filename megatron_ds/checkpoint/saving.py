@@ -106,8 +106,8 @@ class Saving(RunCheckpoints):
             history: Returns the consumption of the training data; called on the first rank only.
         """
         assert self.local is not None
-        place = self.config.checkpoint.local_checkpoint_dir
-        save = self._collect(engine, state, history, copy=False, place=place)
+        folder = self.config.checkpoint.local_checkpoint_dir
+        save = self._collect(engine, state, history, copy=False, folder=folder)
         try:
             self.local.save(state.iteration, save.snapshot.write, save.description)
         except OSError as error:
@@ -169,12 +169,12 @@ class Saving(RunCheckpoints):
         history: Callable[[], BlendHistory | None],
         *,
         copy: bool,
-        place: str | None = None,
+        folder: str | None = None,
     ) -> SaveSteps:
         """Collects what a checkpoint of this moment has, and touches no files."""
         options, save = self.config.checkpoint, self._folders.save
         assert save is not None
-        self.log(f"saving checkpoint at iteration {state.iteration:7d} to {place or save}")
+        self.log(f"saving checkpoint at iteration {state.iteration:7d} to {folder or save}")
         snapshot = engine.snapshot(copy=copy)
         specs, partitions = engine.shard_specs(), tuple(engine.partitions())
         experts = engine.sharded_experts()
@@ -202,12 +202,12 @@ class Saving(RunCheckpoints):
                 has_optimizer=has_optimizer,
                 custom_parts=self.config.custom_parts,
             )
-        kind: Callable[..., SaveSteps] = SaveSteps
+        make_steps: Callable[..., SaveSteps] = SaveSteps
         if self.stores.save is not None:
-            kind = functools.partial(
+            make_steps = functools.partial(
                 StoreSaveSteps, destination=self.stores.save, world_size=self.mesh.world_size
             )
-        return kind(
+        return make_steps(
             folder=save.folder,
             iteration=state.iteration,
             snapshot=snapshot,

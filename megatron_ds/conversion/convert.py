@@ -47,9 +47,9 @@ def with_training(source: SourceCheckpoint) -> SourceCheckpoint:
     if reason or run is None:
         raise user_error("conversion-without-states", path=source.path, reason=reason)
     optimizer = {
-        kind: {name: each.to(torch.float32) for name, each in tensors.items()}
-        for kind, tensors in source.optimizer.items()
-        if kind in (*MOMENTS, MASTER)
+        key: {name: tensor.to(torch.float32) for name, tensor in tensors.items()}
+        for key, tensors in source.optimizer.items()
+        if key in (*MOMENTS, MASTER)
     }
     complete = dataclasses.replace(
         source,

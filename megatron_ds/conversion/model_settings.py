@@ -119,7 +119,7 @@ def malformed_values(path: Path) -> Iterator[None]:
         raise user_error("foreign-file-unreadable", path=path, error=shown) from error
 
 
-def _fields_of(kind: type[ModelConfig | MoEConfig], settings: ModelSettings) -> dict[str, Any]:
-    known = {item.name for item in dataclasses.fields(kind)}
+def _fields_of(cls: type[ModelConfig | MoEConfig], settings: ModelSettings) -> dict[str, Any]:
+    known = {item.name for item in dataclasses.fields(cls)}
     values = {**settings.defaults, **settings.fixed}
     return {name: value for name, value in values.items() if name in known}

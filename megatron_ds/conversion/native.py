@@ -154,7 +154,7 @@ def _verify_optimizer(checkpoint: Checkpoint) -> None:
     # DeepSpeed writes no manifest.
     has_checksums = (checkpoint.path / MANIFEST).is_file()
     files = read_manifest(checkpoint.path) if has_checksums else {}
-    others = {name: each for name, each in files.items() if name not in checked}
+    others = {name: record for name, record in files.items() if name not in checked}
     if (damage := files_damaged(find_damaged_files(checkpoint.path, others))) is not None:
         raise UserError(damage)
 
@@ -164,9 +164,9 @@ def _with_states(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceChec
     run, path = checkpoint.run, checkpoint.path
     optimizer, is_8_bit = run.layout.optimizer, run.layout.optimizer == EIGHT_BIT
     states = open_states(checkpoint, has_optimizer=run.has_optimizer and not is_8_bit)
-    kinds = dict.fromkeys(kind for name in states.shapes for kind in states.state_names(name))
+    kinds = dict.fromkeys(key for name in states.shapes for key in states.state_names(name))
     steps = [states.steps(name) for name in states.shapes]
-    numbers = sorted({each for each in steps if each is not None})
+    numbers = sorted({step for step in steps if step is not None})
     scalars: dict[str, Any] = {"steps": numbers} if len(numbers) > 1 else {}
     if (scaler := states.loss_scaler) is not None:
         scalars["loss_scale"] = float(scaler.cur_scale)
@@ -182,11 +182,11 @@ def _with_states(source: SourceCheckpoint, checkpoint: Checkpoint) -> SourceChec
     scheduler = {} if unread else _scheduler(settings, run.data_order.global_batch_size, length)
     declared = declared_weights(source.settings.model, source.settings.moe)
     masters = _tensors_of(states, path, MASTER)
-    masters = {name: each for name, each in masters.items() if not is_state(declared[name])}
+    masters = {name: step for name, step in masters.items() if not is_state(declared[name])}
     is_unread = run.has_optimizer and is_8_bit
     return dataclasses.replace(
         source,
-        optimizer={MASTER: masters, **{kind: _tensors_of(states, path, kind) for kind in kinds}},
+        optimizer={MASTER: masters, **{key: _tensors_of(states, path, key) for key in kinds}},
         unread=unread,
         notes=(Problem("checkpoint-8-bit-moments-unread", path=path),) if is_unread else (),
         run=SavedRun(
@@ -238,17 +238,17 @@ def _scheduler(settings: Mapping[str, Any], batch_size: int, seq_length: int) ->
     }
 
 
-def _tensors_of(states: StateReader, path: Path, kind: str) -> TensorReaders:
+def _tensors_of(states: StateReader, path: Path, key: str) -> TensorReaders:
     """All tensors of a kind, by canonical name."""
 
     def read(tensor: TensorReader, rows: range, columns: Columns | None) -> Tensor:
         with _readable(path):
             return tensor.load(rows, columns)
 
-    names = [name for name in states.shapes if kind == MASTER or kind in states.state_names(name)]
-    tensors = {name: states.tensor(name, kind) for name in names}
+    names = [name for name in states.shapes if key == MASTER or key in states.state_names(name)]
+    tensors = {name: states.tensor(name, key) for name in names}
     return {
-        name: dataclasses.replace(each, load=partial(read, each)) for name, each in tensors.items()
+        name: dataclasses.replace(item, load=partial(read, item)) for name, item in tensors.items()
     }
 
 

@@ -89,8 +89,8 @@ def recognize(path: Path, name: str = AUTO) -> Format:
     Raises:
         UserError: If it is none of the known ones.
     """
-    possible = [each for each in FORMATS if name in (AUTO, each.name)]
-    result = next((each for each in possible if each.matches(path)), None)
+    possible = [entry for entry in FORMATS if name in (AUTO, entry.name)]
+    result = next((entry for entry in possible if entry.matches(path)), None)
     if result is None and name != AUTO:
         result = possible[0]
     if result is None:
@@ -129,7 +129,7 @@ def write(
         UserError: If the format lacks a part of the model, or the folder has files already.
         OSError: If the disk fails.
     """
-    writers = [each.write for each in FORMATS if each.name == name and each.write is not None]
+    writers = [entry.write for entry in FORMATS if entry.name == name and entry.write is not None]
     writers[0](source, folder, options, on_tensor)
 
 
@@ -150,8 +150,8 @@ def verify(path: Path, name: str = AUTO, warn: Warn = lambda text: None) -> list
     """
     options = ReadOptions(warn=warn, optimizer=True, checksums=False)
 
-    def open_described(each: Path) -> SourceCheckpoint:
-        return open_source(each, name if each == path else AUTO, options)
+    def open_described(folder: Path) -> SourceCheckpoint:
+        return open_source(folder, name if folder == path else AUTO, options)
 
     if (path / MANIFEST).is_file() or (path / RUN).is_file():
         return verify_manifest(path, open_described)  # whatever is damaged

@@ -51,8 +51,8 @@ NAMES = [
 STAND_INS = tuple((type(name, (StandIn,), {}), name) for name in NAMES)
 
 METADATA_CLASSES: dict[tuple[str, str], type] = {
-    (kind.__module__, kind.__qualname__): type(kind.__name__, (StandIn,), {})
-    for kind in (
+    (cls.__module__, cls.__qualname__): type(cls.__name__, (StandIn,), {})
+    for cls in (
         *(metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata),
         *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.StorageMeta),
         *(metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING),
@@ -103,10 +103,10 @@ def read_dcp_metadata(path: Path) -> metadata.Metadata:
     try:
         with open(path, "rb") as file:
             described = _metadata_of(_MetadataUnpickler(file, path).load())
-        stored = sum(each.stat().st_size for each in path.parent.iterdir())
+        stored = sum(item.stat().st_size for item in path.parent.iterdir())
         for name, entry in described.state_dict_metadata.items():
             size = getattr(entry, "size", ())
-            if math.prod(max(1, each) for each in size) > stored:
+            if math.prod(max(1, dim) for dim in size) > stored:
                 raise ValueError(f"{name} of shape {list(size)} is larger than the files")
     except UserError:
         raise
@@ -117,18 +117,18 @@ def read_dcp_metadata(path: Path) -> metadata.Metadata:
     return described
 
 
-def _metadata_of(found: Any) -> metadata.Metadata:
+def _metadata_of(loaded: Any) -> metadata.Metadata:
     """The metadata that stand-ins describe; raises anything if they describe none."""
     storage = {}
-    for index, stored in found.state["storage_data"].items():
-        place = filesystem._StorageInfo(**stored.state)
-        _size((place.offset, place.length))
-        if not place.relative_path or Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"it names the file {place.relative_path}")
-        storage[metadata.MetadataIndex(**index.state)] = place
+    for index, stored in loaded.state["storage_data"].items():
+        info = filesystem._StorageInfo(**stored.state)
+        _size((info.offset, info.length))
+        if not info.relative_path or Path(info.relative_path).name != info.relative_path:
+            raise ValueError(f"it names the file {info.relative_path}")
+        storage[metadata.MetadataIndex(**index.state)] = info
     if not storage:
         raise ValueError("it names no files")
-    entries = found.state["state_dict_metadata"].items()
+    entries = loaded.state["state_dict_metadata"].items()
     return metadata.Metadata({str(key): _entry_of(entry) for key, entry in entries}, None, storage)
 
 
@@ -136,8 +136,8 @@ def _entry_of(entry: Any) -> metadata.TensorStorageMetadata | metadata.BytesStor
     if type(entry).__name__ == metadata.BytesStorageMetadata.__name__:
         return metadata.BytesStorageMetadata()
     chunks = [
-        metadata.ChunkStorageMetadata(_size(each.state["offsets"]), _size(each.state["sizes"]))
-        for each in entry.state["chunks"]
+        metadata.ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))
+        for chunk in entry.state["chunks"]
     ]
     dtype = entry.state["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
@@ -165,11 +165,11 @@ class _MetadataUnpickler(pickle.Unpickler):
             dtype = getattr(torch, global_name, None)
             if isinstance(dtype, torch.dtype | torch.layout | torch.memory_format):
                 return dtype
-        kind = METADATA_CLASSES.get((module_name, global_name))
-        if kind is None:
+        cls = METADATA_CLASSES.get((module_name, global_name))
+        if cls is None:
             name = f"{module_name}.{global_name}"
             raise user_error("foreign-class-rejected", path=self._path, name=name)
-        return kind
+        return cls
 
 
 def is_mappable(path: Path) -> bool:
@@ -177,6 +177,6 @@ def is_mappable(path: Path) -> bool:
     the compressed bytes, and files of torch before 1.6 are no archives."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return all(each.compress_type == zipfile.ZIP_STORED for each in archive.infolist())
+            return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return False

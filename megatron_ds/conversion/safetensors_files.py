@@ -73,11 +73,11 @@ def open_safetensors(path: Path) -> dict[str, TensorReader]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
                 entry = file.get_slice(name)
-                shape, kind = tuple(entry.get_shape()), entry.get_dtype()
-                if kind not in DTYPES:
-                    raise SafetensorError(f"{name} has type {kind}")
+                shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
+                if dtype not in DTYPES:
+                    raise SafetensorError(f"{name} has type {dtype}")
                 read = functools.partial(_read_tensor, path, name)
-                tensors[name] = TensorReader.full(shape, DTYPES[kind], read)
+                tensors[name] = TensorReader.full(shape, DTYPES[dtype], read)
     except SafetensorError as error:
         raise user_error("foreign-file-unreadable", path=path, error=error) from error
     return tensors
@@ -103,7 +103,7 @@ def write_sharded(
     """
     shards: list[dict[str, TensorReader]] = [{}]
     for name, tensor in tensors.items():
-        size = sum(each.nbytes for each in shards[-1].values())
+        size = sum(item.nbytes for item in shards[-1].values())
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = tensor
@@ -111,8 +111,8 @@ def write_sharded(
         return {SINGLE: _write_file(folder / SINGLE, shards[0], on_tensor)}
     records: dict[str, FileRecord] = {}
     places: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for shard_number, shard in enumerate(shards, 1):
+        file = f"model-{shard_number:05d}-of-{len(shards):05d}.safetensors"
         records[file] = _write_file(folder / file, shard, on_tensor)
         places |= dict.fromkeys(shard, file)
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -129,8 +129,8 @@ def _write_file(path: Path, tensors: TensorReaders, on_tensor: OnTensor) -> File
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        kind = NAMES[tensor.dtype]
-        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [start, end]}
+        dtype = NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest, size = new_checksum(), 0

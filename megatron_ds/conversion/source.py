@@ -91,7 +91,7 @@ class SourceCheckpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         states = (self.tensors, *self.optimizer.values())
-        return sum(tensor.nbytes for each in states for tensor in each.values())
+        return sum(tensor.nbytes for tensors in states for tensor in tensors.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,10 +138,10 @@ class SourceCheckpoint:
         weights = declared_weights(model, self.settings.moe)
         expected = {name: weight.shape for name, weight in weights.items()}
         if self.parts:
-            own = fused_parts(weights)
-            raise_if_any(part_conflicts(self.parts, own, self.path))
+            fused = fused_parts(weights)
+            raise_if_any(part_conflicts(self.parts, fused, self.path))
         stepped = {name: weight.shape for name, weight in weights.items() if not is_state(weight)}
-        optimizer = {kind: _fitted(each, stepped) for kind, each in self.optimizer.items()}
+        optimizer = {key: _fitted(states, stepped) for key, states in self.optimizer.items()}
         tensors = _fitted(self.tensors, expected, may_be_padded)
         return dataclasses.replace(self, tensors=tensors, optimizer=optimizer)
 
@@ -160,12 +160,12 @@ class SourceCheckpoint:
         if dtype is None:
             return self
         declared = declared_weights(self.settings.model, self.settings.moe)
-        states = {name: self.tensors[name] for name, each in declared.items() if is_state(each)}
+        states = {name: self.tensors[name] for name, item in declared.items() if is_state(item)}
         weights, optimizer = self.tensors, dict(self.optimizer)
         if optimizer:
             weights = optimizer.pop(MASTER, weights)
             if dtype != torch.float32:
-                optimizer[MASTER] = {name: each.to(torch.float32) for name, each in weights.items()}
+                optimizer[MASTER] = {name: item.to(torch.float32) for name, item in weights.items()}
         tensors = {name: tensor.to(dtype) for name, tensor in weights.items()} | states
         return dataclasses.replace(self, tensors=tensors, precision=dtype, optimizer=optimizer)
 

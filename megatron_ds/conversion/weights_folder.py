@@ -135,7 +135,7 @@ def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
         if tokenizer:
             tokenizer = with_copies(tokenizer, path / TOKENIZER)
         kinds = (ModelConfig, MoEConfig)
-        known = {item.name for kind in kinds for item in dataclasses.fields(kind)}
+        known = {item.name for cls in kinds for item in dataclasses.fields(cls)}
         if unknown := ", ".join(sorted({*settings.fixed, *settings.defaults} - known)):
             raise user_error(
                 "checkpoint-of-newer-version",
@@ -157,8 +157,8 @@ def _check_types(settings: ModelSettings) -> None:
     """Raises TypeError if values are not of the types of their fields."""
     hints = {
         name: hint
-        for kind in (ModelConfig, MoEConfig, TokenizerConfig)
-        for name, hint in typing.get_type_hints(kind).items()
+        for cls in (ModelConfig, MoEConfig, TokenizerConfig)
+        for name, hint in typing.get_type_hints(cls).items()
     }
     hints |= {"model_type": str | None}
     values = {**settings.fixed, **settings.defaults, **settings.tokenizer}
@@ -169,8 +169,8 @@ def _check_types(settings: ModelSettings) -> None:
         # The types of a list's elements are not compared.
         kinds = {typing.get_origin(choice) or choice for choice in choices}
         kinds |= {int} if float in kinds else set()
-        kind = tuple if isinstance(value, list) else type(value)
-        if kind not in kinds:
+        value_type = tuple if isinstance(value, list) else type(value)
+        if value_type not in kinds:
             raise TypeError(f"{name} is {value!r}")
 
 

@@ -99,19 +99,19 @@ def merge_model(
     problems = list[Problem]()
     origins = dict.fromkeys(settings.fixed.keys() - config.given - TOKENIZER_FIELDS, f"from {path}")
     for name, value in {**settings.defaults, **settings.fixed}.items():
-        own = field_value(config, name)
+        current = field_value(config, name)
         if name in TOKENIZER_FIELDS:
             continue
         if name not in config.given:
             config = config.with_values({name: value})
-        elif name not in settings.fixed or own in (value, None):
+        elif name not in settings.fixed or current in (value, None):
             continue
         elif config.checkpoint.use_checkpoint_args:
             config = replace_given(config, {name: value}, path, warn, "use_checkpoint_args")
         else:
-            given, saved = as_flag(name, own), as_flag(name, value)
+            flag, saved = as_flag(name, current), as_flag(name, value)
             problems.append(
-                Problem("foreign-setting-differs", name, given=given, path=path, saved=saved)
+                Problem("foreign-setting-differs", name, given=flag, path=path, saved=saved)
             )
     return dataclasses.replace(config, origins={**config.origins, **origins}), problems
 
@@ -134,9 +134,9 @@ def conflicts(source: SourceCheckpoint, config: Config, vocab_size: int) -> Iter
                 "foreign-vocabulary-differs", path=source.path, saved=saved, own=vocab_size
             )
             return
-        own = {**vars(config.model), **vars(config.moe)}
+        now = {**vars(config.model), **vars(config.moe)}
         fixed = settings.fixed.items()
-        if all(own[name] in (value, None) for name, value in fixed if name not in TOKENIZER_FIELDS):
+        if all(now[name] in (value, None) for name, value in fixed if name not in TOKENIZER_FIELDS):
             _checked(source, config.with_vocab(vocab_size))  # others contradict it already
     except UserError as error:
         yield from error.problems
@@ -174,8 +174,8 @@ class InitialLoad:
         if config.checkpoint.no_load_optim:
             return cls(source.path, state, source.notes, weights)
         optimizer = {
-            kind: _checked(source, config, {**source.tensors, **tensors})  # with states of layers
-            for kind, tensors in source.optimizer.items()
+            key: _checked(source, config, {**source.tensors, **tensors})  # with states of layers
+            for key, tensors in source.optimizer.items()
         }
         steps = None if source.run is None else source.run.steps
         return cls(source.path, state, source.notes, weights, optimizer, steps)
@@ -205,18 +205,18 @@ class InitialLoad:
     def state_names(self, name: str) -> tuple[str, ...]:
         from megatron_ds.engine.states.state_reader import MASTER
 
-        return tuple(kind for kind in self.optimizer if kind != MASTER)
+        return tuple(key for key in self.optimizer if key != MASTER)
 
     def steps(self, name: str) -> int | None:
         return self.optimizer_steps
 
-    def tensor(self, name: str, kind: str) -> TensorReader:
+    def tensor(self, name: str, key: str) -> TensorReader:
         """The full tensor; the last one is kept in memory, because it is read in blocks."""
         from megatron_ds.engine.states.state_reader import TensorReader
 
-        if self._last is None or self._last[0] != (name, kind):
-            tensors = self.optimizer.get(kind, self.weights)
-            self._last = (name, kind), TensorReader.of(tensors[name].read())
+        if self._last is None or self._last[0] != (name, key):
+            tensors = self.optimizer.get(key, self.weights)
+            self._last = (name, key), TensorReader.of(tensors[name].read())
         return self._last[1]
 
 

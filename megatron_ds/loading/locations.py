@@ -195,7 +195,7 @@ def _fetch_and_check(store: ObjectStore, path: Path) -> Problem | None:
             damage = check_names(path)
             if damaged and damage is None:
                 reasons = (
-                    f"{each} does not match its checksum in the manifest" for each in damaged
+                    f"{file} does not match its checksum in the manifest" for file in damaged
                 )
                 damage = Problem("checkpoint-files-damaged", damages="; ".join(reasons))
     except UserError as error:

@@ -73,13 +73,13 @@ def with_saved_schedule(
         warn(no_effect_problem(name, "finetune", reason="with a new run"))
         return config, []
     saved = saved_config(checkpoint)
-    values: dict[str, Any] = {each: getattr(saved.optimizer, each) for each in LR_FIELDS}
-    values |= {each: getattr(saved.schedule, each) for each in LR_STYLE_FIELDS}
+    values: dict[str, Any] = {field: getattr(saved.optimizer, field) for field in LR_FIELDS}
+    values |= {field: getattr(saved.schedule, field) for field in LR_STYLE_FIELDS}
     problems: list[Problem] = []
     for stem in SCHEDULE_LENGTHS:
         fields = {f"{stem}_{unit}": None for unit in SCHEDULE_UNITS}
         defaults = {item.name: item.default for item in dataclasses.fields(config.schedule)}
-        values |= {each: defaults[each] for each in fields}
+        values |= {field: defaults[field] for field in fields}
         try:
             values |= _converted_length(config, world_size, saved, checkpoint, stem)
         except UserError as error:
@@ -95,12 +95,12 @@ def _converted_length(
     Raises:
         UserError: If it is not an integer number of this run's iterations.
     """
-    given = schedules.decay_as_given(saved) if stem == "lr_decay" else None
-    given = given or schedules.given_length(saved, stem)
-    if given is None:
+    length = schedules.decay_as_given(saved) if stem == "lr_decay" else None
+    length = length or schedules.given_length(saved, stem)
+    if length is None:
         return {}
     unit = schedules.lr_unit(saved)
-    value = schedules.in_lr_units(saved, given, checkpoint.run.layout.data_parallel_size)
+    value = schedules.in_lr_units(saved, length, checkpoint.run.layout.data_parallel_size)
     if unit == "samples" and config.schedule.train_iters is not None:
         dp_size = max(1, config.parallel.data_parallel_size(world_size))
         batch_size = max(1, config.final_global_batch_size(dp_size))
@@ -130,9 +130,9 @@ def replace_given(
         flag: Field of the flag that requests it.
     """
     for name, value in values.items():
-        own = field_value(config, name)
-        if name in config.given and own != value:
-            texts = {"given": as_flag(name, own), "saved": as_flag(name, value)}
+        current = field_value(config, name)
+        if name in config.given and current != value:
+            texts = {"given": as_flag(name, current), "saved": as_flag(name, value)}
             warn(
                 Problem(
                     "replaced-by-checkpoint", name, flag, path=path, because=option(flag), **texts

@@ -229,7 +229,7 @@ def _missing_weights(config: Config, location: Location, contents: _Contents) ->
     unknown = Problem("weights-format-unknown", path=location, known=known)
     problems = [*missing_folder(options.load)] or [unknown]
     if options.load == options.pretrained_checkpoint:
-        return [each.about(load="pretrained_checkpoint") for each in problems]
+        return [problem.about(load="pretrained_checkpoint") for problem in problems]
     return problems
 
 

@@ -73,7 +73,7 @@ def step_traffic(config: Config, dp_size: int, device: str, pp_rank: int = 0) ->
         messages.of_experts(),
         messages.of_stages(),
     )
-    return [each for part in parts for each in part if each.size and each.ranks > 1]
+    return [traffic for part in parts for traffic in part if traffic.size and traffic.ranks > 1]
 
 
 class _Messages:
@@ -115,9 +115,9 @@ class _Messages:
         total = times * gradients
         if stage == 3:  # the parameters of each layer, for the forward and the backward pass
             gathers = self.count * 2
-            size, number = gathers * parameters, gathers * (self.layers + 2)
+            size, messages = gathers * parameters, gathers * (self.layers + 2)
             yield Traffic("reduce-scatter", axis, "gradients", total, ranks, buckets, 1.0)
-            yield Traffic("all-gather", axis, "parameters", size, ranks, number, 1.0)
+            yield Traffic("all-gather", axis, "parameters", size, ranks, messages, 1.0)
             return
         overlaps = float(bool(zero.get("overlap_comm")) and stage == 2)
         if self.inputs.sums_in_place:
@@ -125,8 +125,8 @@ class _Messages:
             overlaps = self.inputs.immediate_grad_update * (self.stages == 1) / self.count
         yield Traffic("all-reduce", axis, "gradients", total, ranks, buckets, overlaps)
         if stage > 0:
-            number = -(-elements // int(zero.get("allgather_bucket_size", ALLREDUCE_BUCKET)))
-            yield Traffic("all-gather", axis, "parameters", parameters, ranks, number)
+            messages = -(-elements // int(zero.get("allgather_bucket_size", ALLREDUCE_BUCKET)))
+            yield Traffic("all-gather", axis, "parameters", parameters, ranks, messages)
 
     def of_tensor_parallelism(self) -> Iterator[Traffic]:
         """Two sums per layer and direction, one of the embedding and one of the output layer.
@@ -148,17 +148,17 @@ class _Messages:
         gathers = self.layers * (8 if self.is_recomputed else 6) + first + last - self.sparse
         scatters = self.layers * (6 if self.is_recomputed else 4) + first + last
         scatters -= self.sparse * (3 if self.is_recomputed else 2)
-        for operation, what, number in (
+        for operation, what, messages in (
             ("all-reduce", "rows of experts", self.count * self.sparse * expert_sums),
             ("all-gather", hidden, self.count * gathers),
             ("reduce-scatter", hidden, self.count * scatters),
         ):
-            yield Traffic(operation, "tp", what, number * self.stream, size, number)
+            yield Traffic(operation, "tp", what, messages * self.stream, size, messages)
 
     def of_partial_gradients(self) -> Iterator[Traffic]:
         """Yields the traffic of replicated weights that act on this rank's tokens or heads."""
         kinds = {Partial.ALWAYS, *([Partial.SEQUENCE] if self.parallel.sequence_parallel else [])}
-        elements = self.spec.elements(self.rank_layers, lambda each: each.partial_over in kinds)
+        elements = self.spec.elements(self.rank_layers, lambda weight: weight.partial_over in kinds)
         size, what = self.count * elements * self.inputs.param_bytes, "replicated parameters"
         yield Traffic("all-reduce", "tp", f"gradients of {what}", size, self.tp_size)
 
@@ -167,31 +167,31 @@ class _Messages:
         q, kv = AttentionSpec(self.model).exchanged(self.tp_size, self.sp_size)
         exchanged = self.tokens * self.inputs.param_bytes * (2 * q + 2 * kv)
         passes = 3 if self.is_recomputed else 2
-        number = self.count * self.layers * passes
-        yield Traffic("all-to-all", "sp", "heads", number * exchanged, self.sp_size, 4 * number)
+        messages = self.count * self.layers * passes
+        yield Traffic("all-to-all", "sp", "heads", messages * exchanged, self.sp_size, 4 * messages)
 
     def of_experts(self) -> Iterator[Traffic]:
         """Tokens to their experts and back, in both directions, if all experts get as many."""
         passes = 3 if self.is_recomputed else 2
-        number = self.count * self.sparse * 2 * passes
-        size = number * self.stream * self.config.moe.moe_router_topk
+        messages = self.count * self.sparse * 2 * passes
+        size = messages * self.stream * self.config.moe.moe_router_topk
         ep_size = self.config.expert_parallel_size
-        yield Traffic("all-to-all", "ep", "routed tokens", size, ep_size, number)
+        yield Traffic("all-to-all", "ep", "routed tokens", size, ep_size, messages)
 
     def of_stages(self) -> Iterator[Traffic]:
         """Hidden states to the next stage, their gradients to the one before."""
         stages, ranks = self.stages, len(self.parallel.stages_of_ranks)
         if ranks == 1:
             return
-        own = set(self.own)
+        local = set(self.own)
         edges = [(stage, stage + 1) for stage in range(stages - 1)]
         # Both ends of an edge may be on one rank, as the middle ones of dualpipev.
-        sends = sum((a in own) != (b in own) for a, b in edges)
+        sends = sum((a in local) != (b in local) for a, b in edges)
         # With sequence parallelism, a slice from each tensor-parallel rank.
         part = self.stream // (self.tp_size if self.parallel.sequence_parallel else 1)
-        number = self.count * sends
-        yield Traffic("send", "pp", "hidden states", number * part, ranks, number)
-        ends = {0, stages - 1} & own
+        messages = self.count * sends
+        yield Traffic("send", "pp", "hidden states", messages * part, ranks, messages)
+        ends = {0, stages - 1} & local
         if not self.model.untie_embeddings_and_output_weights and len(ends) == 1:
             table = self.model.padded_vocab(self.tp_size) // self.tp_size * self.model.hidden_size
             yield Traffic(

@@ -53,12 +53,12 @@ class Host:
             processes: Processes of the run on this host.
             disk: The disk of --nvme-path, which the first of them measures; None on others.
         """
-        kind, accelerator, rank = device.kind(), None, environment.local_rank()
-        if not is_host(kind):
+        device_type, accelerator, rank = device.kind(), None, environment.local_rank()
+        if not is_host(device_type):
             is_shared = environment.has_shared_devices()
             accelerator = device.capacity(rank, processes, is_shared=is_shared)
         memory = (total_memory(), available_memory(), lockable_memory())
-        return cls(kind, processes, *memory, accelerator, disk)
+        return cls(device_type, processes, *memory, accelerator, disk)
 
 
 def total_memory() -> float:
@@ -120,12 +120,12 @@ def problems(
 
 
 def _passed_key_problems(
-    config: Config, kind: str, warn: Callable[[Problem], None]
+    config: Config, backend: str, warn: Callable[[Problem], None]
 ) -> Iterator[Problem]:
     """Keys that are passed on only where DeepSpeed supports them."""
     for passed in passthrough.find(config):
         if (reason := passthrough.unsupported_reason(passed)) is not None:
-            yield Problem("passed-key-unsupported", key=passed.key, device=kind, reason=reason)
+            yield Problem("passed-key-unsupported", key=passed.key, device=backend, reason=reason)
         elif passed.is_approximation:
             warn(Problem("passed-key-approximates", key=passed.key, effect=passed.effect))
         else:
@@ -133,11 +133,11 @@ def _passed_key_problems(
 
 
 def _attention_problems(
-    config: Config, kind: str, warn: Callable[[Problem], None]
+    config: Config, device_type: str, warn: Callable[[Problem], None]
 ) -> Iterator[Problem]:
     """A kernel of attention that was chosen, but that torch does not have for these layers."""
     choice, model = config.runtime.attention_backend, config.model
-    if choice == "auto" or is_host(kind):
+    if choice == "auto" or is_host(device_type):
         if choice != "auto":
             warn(Problem("attention-backend-on-host", settings=config.runtime))
         return
@@ -150,7 +150,7 @@ def _attention_problems(
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes[config.precision.name]
     shards = config.parallel.tensor_model_parallel_size * config.parallel.ds_sequence_parallel_size
-    device, order = torch.device(kind), order_of(choice, sizes_vary=False)
+    device, order = torch.device(device_type), order_of(choice, sizes_vary=False)
     batch = config.schedule.micro_batch_size
     is_exact = config.runtime.deterministic_mode  # which torch does not know yet
     names = {
@@ -166,10 +166,10 @@ def _attention_problems(
 
 def _host_excesses(estimate: MemoryEstimate, host: Host) -> Iterator[tuple[Problem, bool]]:
     """Yields excesses over the host's memory, and whether the run certainly cannot start."""
-    own = sum(estimate.host.values()) + (estimate.peak if is_host(host.kind) else 0)
+    usage = sum(estimate.host.values()) + (estimate.peak if is_host(host.kind) else 0)
     if host.disk is not None and host.disk.is_in_memory:
-        own += sum(estimate.disk.values())
-    needed, count, total, free = host.processes * own, host.processes, host.total, host.available
+        usage += sum(estimate.disk.values())
+    needed, count, total, free = host.processes * usage, host.processes, host.total, host.available
     size = needed / 1e9
     if needed > total:
         total /= 1e9
@@ -180,12 +180,12 @@ def _host_excesses(estimate: MemoryEstimate, host: Host) -> Iterator[tuple[Probl
 
 
 def _device_excesses(
-    estimate: MemoryEstimate, own: DeviceCapacity | None
+    estimate: MemoryEstimate, capacity: DeviceCapacity | None
 ) -> Iterator[tuple[Problem, bool]]:
     """Yields excesses over the device's memory. Only the states are certain, not the peak."""
-    if own is None:
+    if capacity is None:
         return
-    count, total, free = own.processes, own.total / 1e9, own.free / 1e9
+    count, total, free = capacity.processes, capacity.total / 1e9, capacity.free / 1e9
     states, peak = count * estimate.states / 1e9, count * estimate.peak / 1e9
     if states > total:
         exceeded = Problem("device-memory-exceeded", needed=states, processes=count, total=total)

@@ -145,12 +145,12 @@ class _Sizes:
         # A stage keeps the activations of a micro-batch until its gradient returns.
         count = micro_batches(config, inputs.dp_size // inputs.sp_size)
         self.stored_layers = max(
-            sum(stages[stage] * min(len(stages) - stage, count) for stage in own)
-            for own in config.parallel.stages_of_ranks
+            sum(stages[stage] * min(len(stages) - stage, count) for stage in ids)
+            for ids in config.parallel.stages_of_ranks
         )
         self.partition = self._partition(self.full, experts)
-        own = max(sum(stages[stage] for stage in own) for own in config.parallel.stages_of_ranks)
-        self.matrices = spec.sizes(blocks := spec.blocks[:own], is_matrix)
+        layers = max(sum(stages[stage] for stage in ids) for ids in config.parallel.stages_of_ranks)
+        self.matrices = spec.sizes(blocks := spec.blocks[:layers], is_matrix)
         elements = spec.elements(blocks, is_matrix)
         experts = spec.elements(blocks, is_expert_matrix)
         self.matrix_share = self._partition(elements, experts)
@@ -219,9 +219,9 @@ class _Sizes:
         if (hpz_size := int(inputs.zero.get("zero_hpz_partition_size", 1))) > 1:
             device["second copies"] = inputs.param_bytes * -(-full // hpz_size)
         if inputs.offload_optimizer and inputs.offload_fraction < 1:
-            for kind in ("master weights", "moments", "accumulated gradients"):
-                device[kind] = int((1 - inputs.offload_fraction) * host[kind])
-                host[kind] -= device[kind]
+            for category in ("master weights", "moments", "accumulated gradients"):
+                device[category] = int((1 - inputs.offload_fraction) * host[category])
+                host[category] -= device[category]
         if inputs.offload_optimizer and inputs.zero_stage < 3:
             host["copies for the device"] = inputs.param_bytes * partition
             # The optimizer reads copies of the gradients, which are summed in other tensors.
@@ -247,7 +247,7 @@ class _Sizes:
         """
         inputs, zero, disk, locked = self.inputs, self.inputs.zero, dict[str, int](), 0
         if (optimizer := zero.get("offload_optimizer", {})).get("device") == "nvme":
-            disk = {kind: host.pop(kind) for kind in ("master weights", "moments")}
+            disk = {category: host.pop(category) for category in ("master weights", "moments")}
             disk["gradients"] = FP32 * self.partition
             buffers = optimizer["buffer_count"] * int(zero["sub_group_size"])
             locked += inputs.master_bytes * min(buffers, 4 * self.partition)
@@ -268,7 +268,7 @@ class _Sizes:
             places: States in each place.
         """
         kinds = ["parameters", "master weights", "moments"][self.inputs.zero_stage == 3 :]
-        return sum(place.get(kind, 0) for place in places for kind in kinds)
+        return sum(sizes.get(category, 0) for sizes in places for category in kinds)
 
     def gathered(self) -> int:
         """Parameters that ZeRO-3 keeps gathered at a time.
@@ -303,7 +303,7 @@ class _Sizes:
         absent = {"gradients"} if self.is_single or self.has_accumulator else set()
         if self.is_single and self.inputs.zero_stage == 2:
             absent.add("accumulated gradients")
-        return {kind: size for kind, size in device.items() if kind not in absent}
+        return {category: size for category, size in device.items() if category not in absent}
 
     def matrix_updates(self) -> int:
         """Muon's messages and the largest batch of matrices, in the type of the computation.

@@ -145,11 +145,11 @@ class Plan:
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The positions of a rank along `AXES`."""
-        found = []
+        coordinates = []
         for axis in reversed(AXES):
             rank, position = divmod(rank, self.sizes[axis])
-            found.append(position)
-        return tuple(reversed(found))
+            coordinates.append(position)
+        return tuple(reversed(coordinates))
 
     def rank_map(self) -> Iterator[tuple[int, ...]]:
         """The coordinates of every rank."""
@@ -181,12 +181,12 @@ def make_plan(config: Config, world_size: int, hardware: Hardware) -> Plan:
     share, origin = hardware.share(min(parameters, of_sample / (6 * config.model.seq_length)))
     hardware = dataclasses.replace(hardware, efficiency=share)
     compute = _compute_seconds(config, sizes, layers, count, hardware)
-    own_layers = [sum(layers[stage] for stage in own) for own in config.parallel.stages_of_ranks]
+    own_layers = [sum(layers[stage] for stage in held) for held in config.parallel.stages_of_ranks]
     longest = {0, own_layers.index(max(own_layers)), sizes["pp"] - 1}
     by_rank = [
         tuple(
-            Link(each, *_link_time(each, sizes, hardware))
-            for each in step_traffic(config, dp_size, hardware.kind, pp_rank)
+            Link(traffic, *_link_time(traffic, sizes, hardware))
+            for traffic in step_traffic(config, dp_size, hardware.kind, pp_rank)
         )
         for pp_rank in sorted(longest)
     ]
@@ -224,13 +224,13 @@ def _compute_seconds(
     of_layers = passes * spec.flops(model.seq_length, spec.blocks)
     head = spec.flops(model.seq_length, spec.after)
     slowest = max(
-        sum(layers[stage] * of_layers / model.num_layers for stage in own)
-        + (head if len(layers) - 1 in own else 0)
-        for own in config.parallel.stages_of_ranks
+        sum(layers[stage] * of_layers / model.num_layers for stage in held)
+        + (head if len(layers) - 1 in held else 0)
+        for held in config.parallel.stages_of_ranks
     )
     rate = hardware.tflops(config.precision.name) * 1e12 * hardware.efficiency
     samples = count * config.schedule.micro_batch_size
-    most = max(sum(layers[stage] for stage in own) for own in config.parallel.stages_of_ranks)
+    most = max(sum(layers[stage] for stage in held) for held in config.parallel.stages_of_ranks)
     kernels = count * most * passes * hardware.kernels
     return samples * slowest / (sizes["tp"] * sizes["sp"]) / rate + kernels
 

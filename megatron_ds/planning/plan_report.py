@@ -69,12 +69,12 @@ def _suggestions(suggestions: Sequence[Suggestion], tokens: float | None) -> str
         return "  none: more processes, more memory or a smaller model are needed\n"
     rows = [("s/step", "tokens/s", "TFLOPS", "GB", "flags, and what limits them")]
     days = ["" if tokens is None else f"days of {_count(tokens)}"]
-    for place, each in enumerate(suggestions):
-        if place < SHOWN_LAYOUTS or each.has_data_parallelism_only:
-            plan = each.plan
+    for index, suggestion in enumerate(suggestions):
+        if index < SHOWN_LAYOUTS or suggestion.has_data_parallelism_only:
+            plan = suggestion.plan
             speed = f"{plan.seconds:.2f}", f"{plan.tokens_per_second:,.0f}", f"{plan.tflops:.0f}"
-            rows += [(*speed, f"{plan.memory.peak / GB:.1f}", each.flags)]
-            rows += [("", "", "", "", f"  {each.reason}")]
+            rows += [(*speed, f"{plan.memory.peak / GB:.1f}", suggestion.flags)]
+            rows += [("", "", "", "", f"  {suggestion.reason}")]
             days += ["" if tokens is None else f"{plan.days(tokens):,.1f}", ""]
     return _columns(
         (*([] if tokens is None else [day]), *row) for day, row in zip(days, rows, strict=True)
@@ -121,13 +121,13 @@ def as_json(
         "ds_config": plan.ds_config(),
         "suggestions": [
             {
-                "flags": each.flags,
-                "seconds": each.plan.seconds,
-                "days": None if tokens is None else each.plan.days(tokens),
-                "peak": each.plan.memory.peak,
-                "reason": each.reason,
+                "flags": suggestion.flags,
+                "seconds": suggestion.plan.seconds,
+                "days": None if tokens is None else suggestion.plan.days(tokens),
+                "peak": suggestion.plan.memory.peak,
+                "reason": suggestion.reason,
             }
-            for each in suggestions
+            for suggestion in suggestions
         ],
     }
 
@@ -164,10 +164,10 @@ def draw_memory(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(9, 1.9 + 0.7 * len(memory.parts)), layout="constrained", dpi=110)
     axes = figure.add_subplot()
     left = dict.fromkeys(memory.parts, 0.0)
-    for number, name in enumerate((*memory.device, *memory.temporary)):
+    for index, name in enumerate((*memory.device, *memory.temporary)):
         widths = [parts.get(name, 0) / GB for parts in memory.parts.values()]
         if any(widths):
-            color = f"C{number}"
+            color = f"C{index}"
             axes.barh(list(left), widths, left=list(left.values()), color=color, label=name)
         left = {phase: x + width for (phase, x), width in zip(left.items(), widths, strict=True)}
     for row, size in enumerate(left.values()):
@@ -237,20 +237,20 @@ def _memory(plan: Plan) -> Iterator[tuple[str, ...]]:
         "peak",
         f"{_bytes(memory.peak)} of {_bytes(plan.hardware.memory)}: {fits} ({memory.peak_phase})",
     )
-    for place, parts in (("host", memory.host), ("disk", memory.disk)):
+    for where, parts in (("host", memory.host), ("disk", memory.disk)):
         if parts:
-            yield f"on the {place}", _bytes(sum(parts.values()))
+            yield f"on the {where}", _bytes(sum(parts.values()))
 
 
 def _communication(plan: Plan) -> Iterator[tuple[str, ...]]:
     for link in plan.links:
-        each = link.traffic
-        place = "between machines" if link.between else "inside a machine"
-        hidden = ", behind computation" if each.overlaps or each.operation == "send" else ""
+        item = link.traffic
+        where = "between machines" if link.between else "inside a machine"
+        hidden = ", behind computation" if item.overlaps or item.operation == "send" else ""
         yield (
-            f"{each.axis} {each.operation}",
-            f"{_bytes(each.size)}, sent {_bytes(each.sent)} {place}, {link.seconds:.3g} s{hidden}",
-            f"{each.what}, {each.ranks} ranks",
+            f"{item.axis} {item.operation}",
+            f"{_bytes(item.size)}, sent {_bytes(item.sent)} {where}, {link.seconds:.3g} s{hidden}",
+            f"{item.what}, {item.ranks} ranks",
         )
     if not plan.links:
         yield "none", ""
@@ -284,18 +284,18 @@ def _checkpoints(plan: Plan) -> Iterator[tuple[str, ...]]:
 
 
 def _bytes(size: float) -> str:
-    number, unit = next(
+    value, unit = next(
         (size / scale, unit) for scale, unit in UNITS if abs(size) >= scale or scale == 1
     )
-    return f"{number:,.3g} {unit}" if abs(number) < 1000 else f"{number:,.0f} {unit}"
+    return f"{value:,.3g} {unit}" if abs(value) < 1000 else f"{value:,.0f} {unit}"
 
 
-def _count(number: float) -> str:
+def _count(value: float) -> str:
     """A number in short: 8.03B."""
     suffix, unit = next(
-        ((name, unit) for name, unit in reversed(SUFFIXES.items()) if number >= unit), ("", 1)
+        ((name, unit) for name, unit in reversed(SUFFIXES.items()) if value >= unit), ("", 1)
     )
-    return f"{number / unit:.3g}{suffix}"
+    return f"{value / unit:.3g}{suffix}"
 
 
 def _columns(rows: Iterable[tuple[str, ...]]) -> str:

@@ -75,7 +75,7 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
     config = with_values(config, **filled, **assumed)
     if samples is not None:
         config = config.with_values({"global_batch_size": None})
-    flags = tuple(with_default_flags(as_flag(*each)) for each in assumed.items())
+    flags = tuple(with_default_flags(as_flag(*item)) for item in assumed.items())
     return Completed(config, flags, samples, problems)
 
 

@@ -72,7 +72,7 @@ def suggest(
         samples: Of a step. None: the global batch size of the configuration.
     """
     samples = samples or config.final_global_batch_size(world_size)
-    given, config = config, with_values(config, global_batch_size=samples)
+    original, config = config, with_values(config, global_batch_size=samples)
     for offloading in OFFLOADING:
         best = list(_best_of_each_size(with_values(config, **offloading), world_size, hardware))
         if best:
@@ -80,19 +80,19 @@ def suggest(
     shortest = min((plan.seconds for plan in best), default=1.0)
     best.sort(key=lambda plan: (int(math.log(plan.seconds / shortest, TIE)), plan.sizes["pp"]))
     return [
-        Suggestion(plan, _reason(plan, best[0]), _flags(plan, given), plan.dp_size == world_size)
+        Suggestion(plan, _reason(plan, best[0]), _flags(plan, original), plan.dp_size == world_size)
         for plan in best
     ]
 
 
-def _flags(plan: Plan, given: Config) -> str:
+def _flags(plan: Plan, original: Config) -> str:
     """Returns the flags that change a configuration into a plan's."""
     values = {name: field_value(plan.config, name) for name in FLAGS}
     return " ".join(
         with_default_flags(as_flag(name, value))
         for name, value in values.items()
         if value not in (FLAGS[name], None)
-        or (value is not None and name in given.given and value != field_value(given, name))
+        or (value is not None and name in original.given and value != field_value(original, name))
     )
 
 
@@ -124,7 +124,7 @@ def _best_of_each_size(config: Config, world_size: int, hardware: Hardware) -> I
             expert_model_parallel_size=ep_size,
             sequence_parallel=tp_size > 1 and sp_size == 1,
         )
-        plans = (make_plan(each, world_size, hardware) for each in _variants(layout, world_size))
+        plans = (make_plan(trial, world_size, hardware) for trial in _variants(layout, world_size))
         fitting = [
             plan
             for plan in plans

@@ -132,6 +132,6 @@ def is_in_memory(folder: Path) -> bool:
     except OSError:
         return False  # not Linux
     # Of several mounts on one point, the last one is visible.
-    kinds = {Path(point): kind for _, point, kind, *_ in mounts}
+    kinds = {Path(point): filesystem for _, point, filesystem, *_ in mounts}
     path = folder.resolve()
-    return next((kinds[each] for each in (path, *path.parents) if each in kinds), "") in IN_MEMORY
+    return next((kinds[root] for root in (path, *path.parents) if root in kinds), "") in IN_MEMORY

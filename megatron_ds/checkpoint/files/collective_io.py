@@ -72,8 +72,8 @@ class CollectiveIO:
         if self._group is not None:
             received = [None]
             dist.scatter_object_list(received, outcome.result, src=0, group=self._group)
-        (own,) = received
-        result: T = own
+        (item,) = received
+        result: T = item
         return result
 
     def run_merged(self, run: Callable[[], T], merge: Callable[[list[T]], R]) -> R:
@@ -136,8 +136,8 @@ class CollectiveIO:
         for rank, (_, error) in enumerate(answers):
             if error is not None:
                 who = f"rank {rank}: " if len(answers) > 1 else ""
-                kind = OSError if isinstance(error, OSError) else ValueError
-                return Outcome(error=kind(f"{who}{error}"))
+                error_type = OSError if isinstance(error, OSError) else ValueError
+                return Outcome(error=error_type(f"{who}{error}"))
         return Outcome(work.merge([answer.result for answer in answers])) if answers else Outcome()
 
     def _gather_on_first(self, outcome: Outcome) -> list[Outcome]:

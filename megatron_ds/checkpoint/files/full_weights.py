@@ -60,7 +60,7 @@ def lazy_full_weights(checkpoint: Checkpoint) -> dict[str, TensorReader]:
         for name in ranks[0]:
             if name in weights:  # a stage's copy of a tied embedding
                 continue
-            shards, spec = [each[name] for each in ranks], checkpoint.run.shards.get(name)
+            shards, spec = [rank[name] for rank in ranks], checkpoint.run.shards.get(name)
             weights[name] = shards[0] if spec is None else _unsharded(shards, spec)
     return weights
 

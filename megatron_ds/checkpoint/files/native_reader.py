@@ -124,9 +124,9 @@ class SavedStates:
             return ()
         state = self._state(self._saved[name], 0, 0)
         return tuple(
-            kind
-            for kind, value in state.items()
-            if kind != "step" and isinstance(value, Tensor) and value.dim() > 0
+            key
+            for key, value in state.items()
+            if key != "step" and isinstance(value, Tensor) and value.dim() > 0
         )
 
     def steps(self, name: str) -> int | None:
@@ -141,66 +141,66 @@ class SavedStates:
                 return int(group["step"])
         return None
 
-    def tensor(self, name: str, kind: str) -> TensorReader:
+    def tensor(self, name: str, key: str) -> TensorReader:
         if name in self._layer_states:
             return TensorReader.of(self._layer_states[name])
         saved = self._saved[name]
-        dtype = self._flat(saved, kind, 0, 0).dtype
-        return TensorReader(self.shapes[name], dtype, partial(self._read_rows, saved, kind))
+        dtype = self._flat(saved, key, 0, 0).dtype
+        return TensorReader(self.shapes[name], dtype, partial(self._read_rows, saved, key))
 
-    def _read_rows(self, saved: _Saved, kind: str, rows: range, columns: Columns | None) -> Tensor:
+    def _read_rows(self, saved: _Saved, key: str, rows: range, columns: Columns | None) -> Tensor:
         shape, ep_size = self.shapes[saved.place.name], self._ep_size(saved.place.name)
         parts = [
-            self._read_columns(saved, kind, ep_rank, local, columns)
+            self._read_columns(saved, key, ep_rank, local, columns)
             for ep_rank, local in ShardSpec(0, shape[:1]).locate(rows, ep_size)
         ]
         return join(parts) if parts else torch.zeros(0, *shape[1:])
 
     def _read_columns(
-        self, saved: _Saved, kind: str, ep_rank: int, rows: range, columns: Columns | None
+        self, saved: _Saved, key: str, ep_rank: int, rows: range, columns: Columns | None
     ) -> Tensor:
         """Rows of one expert-parallel rank, restricted to the kept columns."""
         spec, tp_size = self._specs.get(saved.place.name), self._tp_size
         if spec is None or spec.dim == 0:
             # Of a replicated parameter, the first rank's copy.
             places = [(0, rows)] if spec is None else spec.locate(rows, tp_size)
-            full = join([self._read_shard(saved, kind, tp, ep_rank, at) for tp, at in places])
+            full = join([self._read_shard(saved, key, tp, ep_rank, at) for tp, at in places])
             return part_of(full, range(len(full)), columns)
         dim, wanted = columns or (spec.dim, [range(sum(spec.sections))])
         assert dim == spec.dim
         shards: dict[int, Tensor] = {}
         parts = []
-        for tp_rank, local in (each for part in wanted for each in spec.locate(part, tp_size)):
+        for tp_rank, local in (shard for part in wanted for shard in spec.locate(part, tp_size)):
             if tp_rank not in shards:
-                shards[tp_rank] = self._read_shard(saved, kind, tp_rank, ep_rank, rows)
+                shards[tp_rank] = self._read_shard(saved, key, tp_rank, ep_rank, rows)
             parts.append(shards[tp_rank].narrow(dim, local.start, len(local)))
         return join(parts, dim)
 
     def _read_shard(
-        self, saved: _Saved, kind: str, tp_rank: int, ep_rank: int, rows: range
+        self, saved: _Saved, key: str, tp_rank: int, ep_rank: int, rows: range
     ) -> Tensor:
         """Rows of the shard of a tensor- and an expert-parallel rank."""
-        layout, place = self._layout, saved.place
-        ep_size, stage = self._ep_size(place.name), layout.zero_stage
-        width = math.prod(place.shape[1:])
+        layout, entry = self._layout, saved.place
+        ep_size, stage = self._ep_size(entry.name), layout.zero_stage
+        width = math.prod(entry.shape[1:])
         elements = range(rows.start * width, rows.stop * width)
         slices = layout.ds_sequence_parallel_size
         num_ranks = layout.data_parallel_size * slices // ep_size
         parts = []
-        for rank, position, part in locate(place, saved.partition.size, stage, num_ranks, elements):
+        for rank, position, part in locate(entry, saved.partition.size, stage, num_ranks, elements):
             # The ranks are ordered (data, expert, sequence).
             outer, inner = divmod(rank, slices)
             dp_rank = (outer * ep_size + ep_rank) * slices + inner
-            flat = self._flat(saved, kind, tp_rank, dp_rank)
+            flat = self._flat(saved, key, tp_rank, dp_rank)
             parts.append(flat[position : position + len(part)])
         values = join(parts)
         self.bytes_read += values.nbytes
-        return values.view(len(rows), *place.shape[1:])
+        return values.view(len(rows), *entry.shape[1:])
 
-    def _flat(self, saved: _Saved, kind: str, tp_rank: int, dp_rank: int) -> Tensor:
+    def _flat(self, saved: _Saved, state_key: str, tp_rank: int, dp_rank: int) -> Tensor:
         """The flat tensor of a rank; without ZeRO the flattened parameter."""
-        if kind != MASTER:
-            values: Tensor = self._state(saved, tp_rank, dp_rank)[kind]
+        if state_key != MASTER:
+            values: Tensor = self._state(saved, tp_rank, dp_rank)[state_key]
         elif self._layout.zero_stage == 0:
             if self._ep_size(saved.place.name) > 1:
                 file = self._expert_file(saved, tp_rank, dp_rank, "model_states")
@@ -237,12 +237,12 @@ class SavedStates:
         stem = f"{prefix}zero_pp_rank_{dp_rank}_mp_rank_{model_rank:02d}"
         return self._open(f"{stem}_optim_states.pt")["optimizer_state_dict"]
 
-    def _expert_file(self, saved: _Saved, tp_rank: int, dp_rank: int, kind: str) -> Any:
+    def _expert_file(self, saved: _Saved, tp_rank: int, dp_rank: int, states: str) -> Any:
         """The experts of a rank without ZeRO."""
         layout = self._layout
         ep_rank = dp_rank // layout.ds_sequence_parallel_size % layout.expert_model_parallel_size
         name = expert_file(ep_rank, saved.pp_rank * self._tp_size + tp_rank)
-        return self._open(name.replace("model_states", kind))
+        return self._open(name.replace("model_states", states))
 
     def _open(self, name: str) -> Any:
         """The content of a file, memory-mapped."""
@@ -261,16 +261,16 @@ class SavedStates:
     def _all_saved(self) -> Iterator[_Saved]:
         left = list(self._partitions)
         for pp_rank in range(self._layout.pipeline_model_parallel_size):
-            number = 0
+            index = 0
             file = self._file(pp_rank, 0, 0)
             is_partitioned = self._layout.zero_stage == 3
             groups = file["fp32_flat_groups"] if is_partitioned else _inner(file)["param_groups"]
             for group in range(len(groups)):
                 partition = left.pop(0)
-                for place in partition.parameters:
-                    yield _Saved(place, partition, pp_rank, group, number)
-                    number += self._layout.zero_stage == 0
-                number += self._layout.zero_stage > 0
+                for parameter in partition.parameters:
+                    yield _Saved(parameter, partition, pp_rank, group, index)
+                    index += self._layout.zero_stage == 0
+                index += self._layout.zero_stage > 0
         assert not left
 
     def _ep_size(self, name: str) -> int:

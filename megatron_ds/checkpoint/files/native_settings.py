@@ -102,9 +102,9 @@ def tokenizer_config(checkpoint: Checkpoint) -> TokenizerConfig:
     return _from_dict(TokenizerConfig, saved, checkpoint)
 
 
-def _from_dict(kind: type[Settings], values: Mapping[str, Any], checkpoint: Checkpoint) -> Settings:
-    known = {item.name for item in dataclasses.fields(kind)}
+def _from_dict(cls: type[Settings], values: Mapping[str, Any], checkpoint: Checkpoint) -> Settings:
+    known = {item.name for item in dataclasses.fields(cls)}
     if unknown := ", ".join(sorted(values.keys() - known)):
-        path, group = checkpoint.path / RUN, kind.__name__
+        path, group = checkpoint.path / RUN, cls.__name__
         raise user_error("checkpoint-of-newer-version", path=path, group=group, unknown=unknown)
-    return kind(**values)
+    return cls(**values)

@@ -65,12 +65,12 @@ class Owner:
 
     @classmethod
     def here(cls) -> Owner:
-        place = HostLocation.here()
+        location = HostLocation.here()
         return cls(
             host=socket.gethostname(),
-            location=place.host,
-            pid=place.process.pid,
-            started=place.process.started,
+            location=location.host,
+            pid=location.process.pid,
+            started=location.process.started,
             since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             nonce=secrets.token_hex(8),
             run=environment.elastic_run(),
@@ -174,13 +174,13 @@ def acquire_lock(
         UserError: If its owner is alive.
         OSError: If the file cannot be written.
     """
-    own = replace(Owner.here(), folder=folder, inode=inode)
-    content = json.dumps(asdict(own)).encode()
+    candidate = replace(Owner.here(), folder=folder, inode=inode)
+    content = json.dumps(asdict(candidate)).encode()
     while not file.create(content):
         current = file.read()
         if current is None:
             continue  # released meanwhile
-        is_alive = _is_alive(file, current, own, log)
+        is_alive = _is_alive(file, current, candidate, log)
         if file.read() != current:
             continue  # released, or taken by another run, meanwhile
         if is_alive:
@@ -188,22 +188,22 @@ def acquire_lock(
             path = f"{file.folder}/{LOCK}"
             raise user_error("save-folder-in-use", folder=file.folder, owner=owner, path=path)
         file.remove(current)
-    return RunLock(file, content, ELASTIC_HEARTBEAT_S if own.run else HEARTBEAT_S)
+    return RunLock(file, content, ELASTIC_HEARTBEAT_S if candidate.run else HEARTBEAT_S)
 
 
-def _is_alive(file: LockFile, content: bytes, own: Owner, log: Callable[[str], None]) -> bool:
+def _is_alive(file: LockFile, content: bytes, candidate: Owner, log: Callable[[str], None]) -> bool:
     """Whether the owner in a lock file lives, and keeps the file while it may be about to end."""
     owner = Owner.parse(content)
     owned = f"{owner or 'an unknown process'}, which owns {file.folder}"
-    if owner is not None and owner.location == own.location:
-        if owner.inode not in (0, own.inode) and owner.folder != own.folder:
+    if owner is not None and owner.location == candidate.location:
+        if owner.inode not in (0, candidate.inode) and owner.folder != candidate.folder:
             return False  # it owns the folder that this one is a copy of
         process = ProcessHandle(owner.pid, owner.started)
         if process.is_alive():
             log(f"waiting up to {ENDING_S:.0f} s for the end of {owned}")
         return not _becomes_true(lambda: not process.is_alive() or file.read() != content, ENDING_S)
     first, silence_s = file.touched(), FOREIGN_SILENCE_S
-    if owner is not None and owner.run and owner.run == own.run:
+    if owner is not None and owner.run and owner.run == candidate.run:
         silence_s = ELASTIC_SILENCE_S
     log(f"waiting up to {silence_s:.0f} s for a heartbeat from {owned}")
     if not _becomes_true(lambda: file.touched() != first, silence_s):

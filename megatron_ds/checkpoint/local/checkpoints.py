@@ -219,11 +219,11 @@ class LocalCheckpoints:
             if find_record_damage(path) is not None:
                 return None
             files = read_manifest(path)
-            own = self._nodes.share_of(name for name in files if (path / name).is_file())
-            damaged = local_files.find_damaged_files(path, {name: files[name] for name in own})
+            share = self._nodes.share_of(name for name in files if (path / name).is_file())
+            damaged = local_files.find_damaged_files(path, {name: files[name] for name in share})
             small = (name for name in files if not name.endswith(STATES))
             is_described = all(is_intact(path / name, files[name]) for name in small)
-            return _Found(_digest(path), frozenset(own) - damaged.keys(), is_described)
+            return _Found(_digest(path), frozenset(share) - damaged.keys(), is_described)
         return None
 
     def _restore(
@@ -269,8 +269,8 @@ class LocalCheckpoints:
         files, is_needed, transfers = described.files, readers(described.run), list[Transfer]()
         # Files that nodes lack and their ranks load.
         for ranks in self._nodes.members:
-            own = [intact[rank] for rank in ranks if rank in intact]
-            present = set[str]().union(*own) if own else {*described.texts}
+            copies = [intact[rank] for rank in ranks if rank in intact]
+            present = set[str]().union(*copies) if copies else {*described.texts}
             needed = [file for file in files if any(is_needed(file, rank) for rank in ranks)]
             missing = sorted(file for file in needed if file not in present)
             for index, file in enumerate(missing):
@@ -287,17 +287,17 @@ class LocalCheckpoints:
 
     def _report(self, name: str, transfers: Sequence[Transfer]) -> None:
         for node, ranks in enumerate(self._nodes.members):
-            own = [transfer for transfer in transfers if transfer.target in ranks]
-            if own:
-                sources = {self._nodes.node_of(transfer.source) for transfer in own}
+            received = [transfer for transfer in transfers if transfer.target in ranks]
+            if received:
+                sources = {self._nodes.node_of(transfer.source) for transfer in received}
                 self._warn(
                     Problem(
                         "local-checkpoint-restored",
                         name=name,
                         node=self._name_of(node),
-                        sources=" and ".join(self._name_of(each) for each in sorted(sources)),
-                        count=len(own),
-                        size=sum(transfer.record.size for transfer in own) / 1e9,
+                        sources=" and ".join(self._name_of(source) for source in sorted(sources)),
+                        count=len(received),
+                        size=sum(transfer.record.size for transfer in received) / 1e9,
                     )
                 )
 

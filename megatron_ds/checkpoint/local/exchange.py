@@ -52,21 +52,21 @@ def exchange(transfers: Sequence[Transfer], folder: Path, ranks: CollectiveIO) -
         if ranks.rank not in (transfer.source, transfer.target):
             continue
         sends = ranks.rank == transfer.source
-        own = _Endpoint(folder / transfer.name, transfer.record)
+        endpoint = _Endpoint(folder / transfer.name, transfer.record)
         with ExitStack() as files:
-            own.attempt(own.open, "rb" if sends else "wb", files)
+            endpoint.attempt(endpoint.open, "rb" if sends else "wb", files)
             for start in range(0, transfer.record.size, CHUNK):
                 chunk = buffer[: min(CHUNK, transfer.record.size - start)]
                 if sends:
-                    own.attempt(own.read, chunk)
+                    endpoint.attempt(endpoint.read, chunk)
                     dist.send(chunk, transfer.target, group=ranks.group)
                 else:
                     dist.recv(chunk, transfer.source, group=ranks.group)
-                    own.attempt(own.write, chunk)
+                    endpoint.attempt(endpoint.write, chunk)
             if not sends:
-                own.attempt(own.finish)
-        if own.error is not None:
-            errors.append(own.error)
+                endpoint.attempt(endpoint.finish)
+        if endpoint.error is not None:
+            errors.append(endpoint.error)
 
     def report() -> None:
         if errors:

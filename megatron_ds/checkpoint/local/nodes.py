@@ -64,7 +64,7 @@ class Nodes:
     def members(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each node, in the order of their first ranks."""
         return tuple(
-            tuple(rank for rank, own in enumerate(self.first_ranks) if own == first)
+            tuple(rank for rank, node in enumerate(self.first_ranks) if node == first)
             for first in sorted(set(self.first_ranks))
         )
 
@@ -88,5 +88,5 @@ class Nodes:
 
     def share_of(self, names: Iterable[str]) -> list[str]:
         """This rank's part of work that the ranks of a node distribute."""
-        own = self.own_ranks
-        return sorted(names)[own.index(self.rank) :: len(own)]
+        ranks = self.own_ranks
+        return sorted(names)[ranks.index(self.rank) :: len(ranks)]

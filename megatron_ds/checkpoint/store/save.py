@@ -75,15 +75,15 @@ class StoreSaveSteps(SaveSteps):
         yield RankWork(self._require_folder, on_all=False)
         self.warnings += yield RankWork(self._prepare_node, on_all=True, merge=joined)
         written: list[Mapping[str, FileRecord]] = []  # on the first rank
-        own: dict[str, FileRecord] = {}
+        records: dict[str, FileRecord] = {}
 
         def write() -> Mapping[str, FileRecord]:
-            own.update(self.snapshot.write(self.temporary))
-            return own
+            records.update(self.snapshot.write(self.temporary))
+            return records
 
         yield RankWork(write, on_all=True, merge=written.extend)
         yield RankWork(self._invalidate, on_all=False)
-        yield RankWork(lambda: self._upload(own), on_all=True, merge=len)
+        yield RankWork(lambda: self._upload(records), on_all=True, merge=len)
         completed = yield RankWork(lambda: self._complete_store(written), on_all=False)
         self.warnings += completed.warnings
         yield RankWork(lambda: self._keep(completed), on_all=True, merge=len)
@@ -141,8 +141,8 @@ class StoreSaveSteps(SaveSteps):
                 self._remove(self.store.sizes(path.name))
                 removed.append(path.name)
         except OSError as error:
-            place = f"{self.shown_folder}/{self.target.name}"
-            warnings.append(Problem("save-pointers-failed", target=place, error=error))
+            target = f"{self.shown_folder}/{self.target.name}"
+            warnings.append(Problem("save-pointers-failed", target=target, error=error))
         kept = {path.name for path in list_checkpoints(self.folder)} - {*removed}
         return _Completed(texts, frozenset({*kept, self.target.name}), warnings)
 
@@ -203,7 +203,7 @@ def write_pointers(store: ObjectStore, name: str) -> None:
     """Makes the pointers in a store name a checkpoint, which a later load then selects."""
     for pointer, text in zip(POINTERS, (name, str(iteration_of(Path(name)))), strict=True):
         store.write(pointer, text.encode())
-    own = f"{name}/{POINTER_PENDING}"
-    marks = [each for each in store.sizes() if each.endswith(f"/{POINTER_PENDING}")]
-    for mark in sorted(marks, key=lambda mark: mark == own):  # alone, an older one would be loaded
+    file = f"{name}/{POINTER_PENDING}"
+    marks = [path for path in store.sizes() if path.endswith(f"/{POINTER_PENDING}")]
+    for mark in sorted(marks, key=lambda mark: mark == file):  # alone, an older one would be loaded
         store.remove(mark)

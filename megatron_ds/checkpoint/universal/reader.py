@@ -73,10 +73,10 @@ class UniversalStates:
             return int(self._read(path))
         inner = self.common.get("optimizer_state_dict") or {}
         sources = [*self.common.get("param_groups", ()), *inner.get("state", {}).values()]
-        return next((int(each[STEP]) for each in sources if STEP in each), None)
+        return next((int(source[STEP]) for source in sources if STEP in source), None)
 
-    def tensor(self, name: str, kind: str) -> TensorReader:
-        full = self.entry(name, FP32 if kind == MASTER else kind)[PARAM]
+    def tensor(self, name: str, key: str) -> TensorReader:
+        full = self.entry(name, FP32 if key == MASTER else key)[PARAM]
         return TensorReader(self.shapes[name], full.dtype, partial(self._read_part, full))
 
     def _read_part(self, full: Tensor, rows: range, columns: Columns | None) -> Tensor:

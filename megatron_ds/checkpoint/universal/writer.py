@@ -151,9 +151,9 @@ def write_states(
             shape = (content.rows, *shape[1:])
         declared = _declared(name, shape, content)
         (folder / ZERO / name).mkdir()
-        for kind in (MASTER, *states.state_names(name)):
-            file = f"{ZERO}/{name}/{FP32 if kind == MASTER else kind}.pt"
-            full = read_full(states, name, kind, shape)
+        for key in (MASTER, *states.state_names(name)):
+            file = f"{ZERO}/{name}/{FP32 if key == MASTER else key}.pt"
+            full = read_full(states, name, key, shape)
             records[file] = write_tensors({PARAM: full, **declared}, folder / file)
             on_tensor(name, full.nbytes)
             del full  # before the next one is read
@@ -163,9 +163,9 @@ def write_states(
     return records
 
 
-def read_full(states: StateReader, name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
+def read_full(states: StateReader, name: str, key: str, shape: tuple[int, ...]) -> Tensor:
     """A full tensor, which is read in blocks of rows, so that it exists once."""
-    tensor = states.tensor(name, kind)
+    tensor = states.tensor(name, key)
     step = max(1, BLOCK // math.prod(shape[1:]))
     if step >= shape[0]:
         return tensor.read(range(shape[0]))
@@ -196,7 +196,7 @@ def _optimizer_state(states: StateReader, content: UniversalContent) -> dict[str
     """Entries for the loaders of all stages: ZeRO 3's looks for them one level deeper."""
     common = dict(content.optimizer)
     steps = (states.steps(name) for name in states.shapes)
-    step = next((each for each in steps if each is not None), None)
+    step = next((value for value in steps if value is not None), None)
     state = {} if step is None else {0: {STEP: torch.tensor(float(step))}}
     inner = {"state": state, "param_groups": common["param_groups"]}
     return {"ds_version": deepspeed.__version__, **common, "optimizer_state_dict": inner}

@@ -43,7 +43,7 @@ class ConfigValues:
             raise user_error("hf-config-key-missing", path=self.path, key=keys.split()[0])
         return default
 
-    def number(self, keys: str, kind: type[int] | type[float], default: Any = REQUIRED) -> Any:
+    def number(self, keys: str, cls: type[int] | type[float], default: Any = REQUIRED) -> Any:
         """Returns a number; None if the value is null.
 
         Raises:
@@ -51,9 +51,9 @@ class ConfigValues:
         """
         value = self.get(keys, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is None or (is_number and math.isfinite(value) and kind(value) == value):
-            return value if value is None else kind(value)
-        key, wanted = keys.split()[0], "an integer" if kind is int else "a number"
+        if value is None or (is_number and math.isfinite(value) and cls(value) == value):
+            return value if value is None else cls(value)
+        key, wanted = keys.split()[0], "an integer" if cls is int else "a number"
         raise user_error("hf-config-value", path=self.path, key=key, value=value, wanted=wanted)
 
     def lack(self, part: str, key: str, value: Any) -> None:
@@ -68,18 +68,18 @@ class Row:
     write: Callable[[ModelConfig], dict[str, Any]]
 
 
-def number(keys: str, field: str, kind: type[int] | type[float], default: Any = REQUIRED) -> Row:
+def number(keys: str, field: str, cls: type[int] | type[float], default: Any = REQUIRED) -> Row:
     """A number that both sides have.
 
     Args:
         keys: The key that is written and, after it, other spellings that are read.
         field: The field. Null gives it its default.
-        kind: Type of the number.
+        cls: Type of the number.
         default: Value of an absent key.
     """
 
     def read(config: ConfigValues) -> Fields:
-        value = config.number(keys, kind, default)
+        value = config.number(keys, cls, default)
         return {} if value is None else {field: value}
 
     def write(model: ModelConfig) -> dict[str, Any]:
@@ -146,9 +146,9 @@ def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:
                 value=scaling,
                 wanted="an object",
             )
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default" or any(isinstance(value, dict) for value in scaling.values()):
-            config.lack("scaling of rotary positions", "rope_type", kind)
+        rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+        if rope_type != "default" or any(isinstance(value, dict) for value in scaling.values()):
+            config.lack("scaling of rotary positions", "rope_type", rope_type)
         inner = ConfigValues(config.path, scaling)
         fields = {
             "position_embedding_type": "rope",

@@ -88,12 +88,12 @@ def _take_rows(entry: dict[str, Any]) -> Iterator[Row]:
     yield Row(lambda config: fields, lambda model: {})
     types = {item.name: item.type for item in dataclasses.fields(ModelConfig)}
     for name, column in entry.pop("numbers").items():
-        kind = float if types[name] == "float" else int
+        cls = float if types[name] == "float" else int
         if isinstance(column, str):
-            yield number(column, name, kind)
+            yield number(column, name, cls)
         else:
             keys, *default = column
-            yield number(keys, name, kind, *default or [None])
+            yield number(keys, name, cls, *default or [None])
     if "activation" in entry:
         key, default, values = entry.pop("activation")
         yield choice(key, "activation function of the MLP", default, ACTIVATIONS[values])
@@ -107,12 +107,12 @@ def _take_rows(entry: dict[str, Any]) -> Iterator[Row]:
 
 def _families() -> Iterator[tuple[str, Family]]:
     """The families of families.toml."""
-    for name, own in TABLES.items():
-        like = TABLES.get(own.pop("like", ""), {})
+    for name, values in TABLES.items():
+        like = TABLES.get(values.pop("like", ""), {})
         inner = {
-            key: like.get(key, {}) | value for key, value in own.items() if type(value) is dict
+            key: like.get(key, {}) | value for key, value in values.items() if type(value) is dict
         }
-        entry = like | own | inner
+        entry = like | values | inner
         yield name, Family(rows=(*_take_rows(entry), *SPECIAL_ROWS.get(name, ())), **entry)
 
 

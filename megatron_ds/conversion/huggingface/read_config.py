@@ -35,16 +35,16 @@ def read_settings(path: Path, lacking: list[str] | None = None) -> tuple[Family,
     if not (path / HF_CONFIG).is_file():
         raise user_error("hf-folder-without-config", path=path)
     values = read_json_object(path / HF_CONFIG)
-    kind = values.get("model_type")
-    family = FAMILIES.get(str(kind))
-    if family is None and lacking is not None and str(kind) in LACKING:
-        lacking += LACKING[str(kind)]
+    model_type = values.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if family is None and lacking is not None and str(model_type) in LACKING:
+        lacking += LACKING[str(model_type)]
         family = FAMILIES["llama"]
     if family is None:
-        if parts := LACKING.get(str(kind)):
+        if parts := LACKING.get(str(model_type)):
             raise user_error("hf-parts-lacking", path=path / HF_CONFIG, parts="; ".join(parts))
         known = ", ".join(FAMILIES)
-        raise user_error("hf-model-type", path=path / HF_CONFIG, kind=kind, known=known)
+        raise user_error("hf-model-type", path=path / HF_CONFIG, kind=model_type, known=known)
     config = ConfigValues(path / HF_CONFIG, values)
     settings = settings_of(family, config)
     for key in ("quantization_config", "transformers_weights"):

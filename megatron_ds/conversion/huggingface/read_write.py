@@ -77,11 +77,11 @@ def _open(path: Path) -> SourceCheckpoint:
     tensors: dict[str, TensorReader] = {}
     used: set[str] = set()
     for name, parts in _parts(family, settings).items():
-        missing = [each.name for each in parts if each.name not in theirs]
+        missing = [part.name for part in parts if part.name not in theirs]
         if missing:
             raise user_error("hf-tensors-missing", path=path, names=", ".join(missing))
-        used.update(each.name for each in parts)
-        tensors[name] = _joined(parts, [theirs[each.name] for each in parts])
+        used.update(part.name for part in parts)
+        tensors[name] = _joined(parts, [theirs[part.name] for part in parts])
     left = theirs.keys() - used
     if unknown := sorted(name for name in left if not name.endswith(tuple(family.buffers))):
         raise user_error("hf-tensors-unknown", path=path, names=", ".join(unknown))
@@ -106,9 +106,9 @@ def write_hf(
         UserError: If no family has the parts of the model, or the folder has files already.
         OSError: If the disk fails.
     """
-    kind, values = config_of(source, options.hf_model_type)
-    family = FAMILIES[kind]
-    special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS, kind)
+    model_type, values = config_of(source, options.hf_model_type)
+    family = FAMILIES[model_type]
+    special = hf_tokenizer.special_ids(source.settings, SPECIAL_IDS, model_type)
     values |= special
     known_ids = {name: value for name, value in special.items() if value is not None}
     generation = source.settings.generation
@@ -133,9 +133,9 @@ def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, di
     settings = _canonical(source.settings)
     kinds = [model_type] if model_type is not None else [settings.model_type, *FAMILIES]
     tried = []
-    for kind in dict.fromkeys(kind for kind in kinds if kind is not None):
-        family = FAMILIES[kind]
-        values: dict[str, Any] = {"model_type": kind, "architectures": [family.architecture]}
+    for choice in dict.fromkeys(entry for entry in kinds if entry is not None):
+        family = FAMILIES[choice]
+        values: dict[str, Any] = {"model_type": choice, "architectures": [family.architecture]}
         for row in family.rows:
             values |= row.write(settings.model)
         differences = _differences(family, values, settings)
@@ -143,9 +143,9 @@ def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, di
             dtypes = {tensor.dtype for tensor in source.tensors.values()}
             if len(dtypes) == 1 and (name := DTYPE_NAMES.get(*dtypes)) is not None:
                 values["torch_dtype"] = name
-            return kind, values
-        tried.append(f"{kind} lacks {differences}")
-    raise user_error("hf-no-family", tried="".join(f"\n  - {each}" for each in tried))
+            return choice, values
+        tried.append(f"{choice} lacks {differences}")
+    raise user_error("hf-no-family", tried="".join(f"\n  - {reason}" for reason in tried))
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,13 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
     model = settings.model
     parts = {}
     for name, weight in declared_weights(model, settings.moe).items():
-        module, _, kind = name.rpartition(".")
+        module, _, suffix = name.rpartition(".")
         layer, inner = None, module
         if module.startswith("layers."):
             _, layer, inner = module.split(".", 2)
         theirs = family.names[module] if layer is None else family.inner[inner]
         path = "" if layer is None else f"{family.layer.format(layer)}."
-        names = [f"{path}{each}.{kind}" for each in theirs.split()]
+        names = [f"{path}{stem}.{suffix}" for stem in theirs.split()]
         spec = weight.shard
         sections = weight.shape[:1] if spec is None or spec.dim else spec.sections
         if len(names) == 1:
@@ -208,12 +208,12 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
         is_matrix = layer is not None and len(weight.shape) == 2
         parts[name] = [
             _Part(
-                each,
+                key,
                 range(start, start + size),
                 (model.kv_heads, queries, model.head_dim) if grouped else None,
                 family.is_transposed and is_matrix,
             )
-            for each, start, size in zip(names, starts, sections, strict=True)
+            for key, start, size in zip(names, starts, sections, strict=True)
         ]
     return parts
 
@@ -221,16 +221,16 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
 def _joined(parts: Sequence[_Part], tensors: Sequence[TensorReader]) -> TensorReader:
     """Our tensor of theirs."""
     shapes = [
-        each.shape[::-1] if part.is_transposed else each.shape
-        for part, each in zip(parts, tensors, strict=True)
+        tensor.shape[::-1] if part.is_transposed else tensor.shape
+        for part, tensor in zip(parts, tensors, strict=True)
     ]
-    shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+    shape = (sum(dims[0] for dims in shapes), *shapes[0][1:])
     # The smallest type that has the values of all.
-    dtype = functools.reduce(torch.promote_types, [each.dtype for each in tensors])
+    dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
     def read() -> Tensor:
-        own = [part.to_ours(each.read()) for part, each in zip(parts, tensors, strict=True)]
-        return own[0] if len(own) == 1 else torch.cat([each.to(dtype) for each in own])
+        pieces = [part.to_ours(tensor.read()) for part, tensor in zip(parts, tensors, strict=True)]
+        return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(dtype) for piece in pieces])
 
     return TensorReader.full(shape, dtype, read)
 
@@ -299,9 +299,9 @@ def _remove_copy(tensors: dict[str, TensorReader], family: Family, path: Path) -
     head, table = (f"{family.names[name]}.weight" for name in ("head", "embedding.word"))
     if (copy := tensors.pop(head, None)) is None:
         return
-    own = tensors.setdefault(table, copy)
-    is_same = (own.shape, own.dtype) == (copy.shape, copy.dtype)
-    if not is_same or not torch.equal(own.read(), copy.read()):
+    original = tensors.setdefault(table, copy)
+    is_same = (original.shape, original.dtype) == (copy.shape, copy.dtype)
+    if not is_same or not torch.equal(original.read(), copy.read()):
         raise user_error("hf-tied-weights-differ", path=path, head=head, table=table)
 
 

@@ -76,14 +76,14 @@ def compare(
     equal: dict[str, int] = {}
     differences: list[TensorDifference] = []
     missing: tuple[list[str], list[str]] = ([], [])
-    for kind in compared:
-        ours, theirs = first.tensors.get(kind, {}), second.tensors.get(kind, {})
-        missing[0].extend(f"{kind} {name}" for name in ours if name not in theirs)
-        missing[1].extend(f"{kind} {name}" for name in theirs if name not in ours)
+    for key in compared:
+        ours, theirs = first.tensors.get(key, {}), second.tensors.get(key, {})
+        missing[0].extend(f"{key} {name}" for name in ours if name not in theirs)
+        missing[1].extend(f"{key} {name}" for name in theirs if name not in ours)
         common = [name for name in ours if name in theirs]
-        results = [_difference(kind, name, ours[name], theirs[name], on_tensor) for name in common]
-        differences.extend(each for each in results if each is not None)
-        equal[kind] = results.count(None)
+        results = [_difference(key, name, ours[name], theirs[name], on_tensor) for name in common]
+        differences.extend(result for result in results if result is not None)
+        equal[key] = results.count(None)
     names = {*first.scalars, *second.scalars} if with_states else set()
     pairs = {name: (first.scalars.get(name), second.scalars.get(name)) for name in sorted(names)}
     return Comparison(
@@ -92,12 +92,12 @@ def compare(
         only_in_first=tuple(missing[0]),
         only_in_second=tuple(missing[1]),
         scalars={name: pair for name, pair in pairs.items() if pair[0] != pair[1]},
-        uncompared=tuple(kind for kind in kinds if kind not in compared),
+        uncompared=tuple(name for name in kinds if name not in compared),
     )
 
 
 def _difference(
-    kind: str, name: str, first: TensorReader, second: TensorReader, on_tensor: OnTensor
+    key: str, name: str, first: TensorReader, second: TensorReader, on_tensor: OnTensor
 ) -> TensorDifference | None:
     """Difference of two tensors; None if they are equal, their type included."""
     num_different, max_abs, max_rel = first.numel, None, None
@@ -108,7 +108,7 @@ def _difference(
         return None
     dtypes = (str(first.dtype).removeprefix("torch."), str(second.dtype).removeprefix("torch."))
     return TensorDifference(
-        kind, name, (first.shape, second.shape), dtypes, num_different, max_abs, max_rel
+        key, name, (first.shape, second.shape), dtypes, num_different, max_abs, max_rel
     )
 
 
@@ -117,13 +117,13 @@ def _largest_differences(first: Tensor, second: Tensor) -> tuple[int, float, flo
     count, largest, scale = 0, 0.0, 0.0
     if first.dtype == second.dtype and torch.equal(first, second):
         return count, largest, 0.0
-    blocks = [each.detach().flatten().split(BLOCK) for each in (first, second)]
+    blocks = [tensor.detach().flatten().split(BLOCK) for tensor in (first, second)]
     for one, other in zip(*blocks, strict=True):
         left, right = one.double(), other.double()
         scale = max(scale, _largest(left), _largest(right))
         different = (left != right) & ~(left.isnan() & right.isnan())
-        if number := int(different.sum()):
-            count += number
+        if differing := int(different.sum()):
+            count += differing
             # A difference from nan, or of infinities, is not a number.
             gaps = (left - right)[different].abs().nan_to_num(torch.inf, torch.inf)
             largest = max(largest, float(gaps.max()))

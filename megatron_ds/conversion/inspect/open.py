@@ -107,14 +107,14 @@ def open_checkpoint(
 def _states_of(source: SourceCheckpoint, weights: SourceCheckpoint) -> dict[str, TensorReaders]:
     """States of the optimizer, in the order and with the rows of the weights."""
     return {
-        kind: {
+        key: {
             name: states[name].first_rows(weight.shape[0])
             if name in VOCABULARY_TABLES
             else states[name]
             for name, weight in weights.tensors.items()
             if name in states
         }
-        for kind, states in source.optimizer.items()
+        for key, states in source.optimizer.items()
     }
 
 
@@ -159,14 +159,14 @@ def _positions(history: BlendHistory) -> tuple[SourcePosition, ...]:
     current = history.current
     weights = dict(zip(current.sources, current.weights, strict=True))
     return tuple(
-        SourcePosition(source.identity.name, source.all_consumed, weights.get(number))
-        for number, source in enumerate(history.sources)
+        SourcePosition(source.identity.name, source.all_consumed, weights.get(index))
+        for index, source in enumerate(history.sources)
     )
 
 
-def _shards_of(found: Checkpoint, source: SourceCheckpoint) -> dict[str, str]:
+def _shards_of(checkpoint: Checkpoint, source: SourceCheckpoint) -> dict[str, str]:
     """Number and shape of the shards of each sharded weight."""
-    layout, run = found.run.layout, found.run
+    layout, run = checkpoint.run.layout, checkpoint.run
     shards = {}
     for name, tensor in source.tensors.items():
         words = []

@@ -50,12 +50,12 @@ def verify_manifest(path: Path, open_source: Open) -> list[Verification]:
 def verify_save_folder(path: Path, open_source: Open) -> list[Verification]:
     """Verifies all checkpoints of a --save folder, and its pointers."""
     universal = [
-        _verify_manifest(each)
-        if (each / MANIFEST).is_file()  # DeepSpeed's converter writes none
-        else _verify_tensors(each, open_source)
-        for each in list_universal(path)
+        _verify_manifest(folder)
+        if (folder / MANIFEST).is_file()  # DeepSpeed's converter writes none
+        else _verify_tensors(folder, open_source)
+        for folder in list_universal(path)
     ]
-    checkpoints = [_verify_manifest(each) for each in list_checkpoints(path)]
+    checkpoints = [_verify_manifest(folder) for folder in list_checkpoints(path)]
     pointers = [_verify_pointers(path)] if checkpoints else []
     return [*checkpoints, *universal, *pointers]
 
@@ -115,7 +115,7 @@ def _unlisted(path: Path, files: dict[str, FileRecord]) -> Iterator[Problem]:
 def _verify_pointers(path: Path) -> Verification:
     """Whether the pointers of a --save folder name one of its checkpoints, and the same one."""
     listing = selection.list_folder(path)
-    names = [each.name for each in listing.paths]
+    names = [file.name for file in listing.paths]
     problems = [
         Problem("checkpoint-pointer-stale", pointer=stale, names=", ".join(names))
         for stale in listing.stale

@@ -29,8 +29,8 @@ def _value(names: str) -> Row:
     keys = names.split()
 
     def read(args: ConfigValues) -> Fields:
-        found = (value for key in keys if (value := args.values.get(key)) is not None)
-        return {keys[0]: next(found, TABLES["defaults"].get(keys[0]))}
+        values = (value for key in keys if (value := args.values.get(key)) is not None)
+        return {keys[0]: next(values, TABLES["defaults"].get(keys[0]))}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         return dict.fromkeys(keys, {**vars(model), **model.derived_values}[keys[0]])
@@ -62,8 +62,8 @@ def _read_activation(args: ConfigValues) -> Fields:
         if values.get(name.replace("-", "_")):
             return {"activation": name}
     # Only the kernel that adds the bias approximates gelu by tanh.
-    kind = "tanh" if values.get("bias_gelu_fusion") else "none"
-    return {"activation": "gelu", "gelu_approximation": kind}
+    approximation = "tanh" if values.get("bias_gelu_fusion") else "none"
+    return {"activation": "gelu", "gelu_approximation": approximation}
 
 
 def _write_activation(model: ModelConfig) -> dict[str, Any]:
@@ -76,36 +76,36 @@ def _write_activation(model: ModelConfig) -> dict[str, Any]:
 
 def _read_positions(args: ConfigValues) -> Fields:
     values = args.values
-    kind = values.get("position_embedding_type")
+    position_type = values.get("position_embedding_type")
     is_rotary = values.get("use_rotary_position_embeddings")
     has_table = values.get("add_position_embedding", True)
-    if isinstance(kind, StandIn):
-        value = kind.arguments[-1] if kind.arguments else None
-        kind = TABLES["positions"].get(str(value))
-    elif kind is None and is_rotary:
-        kind = "rope"
+    if isinstance(position_type, StandIn):
+        value = position_type.arguments[-1] if position_type.arguments else None
+        position_type = TABLES["positions"].get(str(value))
+    elif position_type is None and is_rotary:
+        position_type = "rope"
         if values.get("add_position_embedding") and "position_embedding_type" not in values:
             args.lacking.append("learned positions together with rotary ones")
-    elif kind in (None, "learned_absolute"):
-        kind = "learned_absolute" if has_table else "none"
-    fields = {"position_embedding_type": kind}
-    if kind == "learned_absolute":
+    elif position_type in (None, "learned_absolute"):
+        position_type = "learned_absolute" if has_table else "none"
+    fields = {"position_embedding_type": position_type}
+    if position_type == "learned_absolute":
         return {**fields, **_value("max_position_embeddings").read(args)}
-    if kind == "rope":
+    if position_type == "rope":
         base = values.get("rotary_base") or values.get("rope_theta") or 10000.0
         percent = values.get("rotary_percent") or 1.0
         return {**fields, "rotary_percent": float(percent), "rotary_base": float(base)}
-    if kind not in ("alibi", "none"):
+    if position_type not in ("alibi", "none"):
         args.lacking.append(f"positions of the type {values['position_embedding_type']}")
     return fields
 
 
 def _write_positions(model: ModelConfig) -> dict[str, Any]:
-    kind = model.position_embedding_type
+    position_type = model.position_embedding_type
     return {
-        "position_embedding_type": "rope" if kind == "rope" else "learned_absolute",
-        "add_position_embedding": kind == "learned_absolute",
-        "use_rotary_position_embeddings": kind == "rope",
+        "position_embedding_type": "rope" if position_type == "rope" else "learned_absolute",
+        "add_position_embedding": position_type == "learned_absolute",
+        "use_rotary_position_embeddings": position_type == "rope",
         "max_position_embeddings": model.num_positions,
         "rotary_percent": model.rotary_percent,
         "rotary_base": int(model.rotary_base),
@@ -113,10 +113,10 @@ def _write_positions(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_norm(args: ConfigValues) -> Fields:
-    kind = args.values.get("normalization") or "LayerNorm"
-    if str(kind).lower() not in NORMS:
-        args.lacking.append(f"the norm {kind}")
-    return {"normalization": NORMS.get(str(kind).lower())}
+    norm = args.values.get("normalization") or "LayerNorm"
+    if str(norm).lower() not in NORMS:
+        args.lacking.append(f"the norm {norm}")
+    return {"normalization": NORMS.get(str(norm).lower())}
 
 
 def _read_sizes(args: ConfigValues) -> Fields:
@@ -238,10 +238,10 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
         return {}
     values = {**state["args"], **settings}
     positions = TABLES["positions"]
-    kind, norm = values.get("pos_emb", "learned"), values.get("norm", "layernorm")
+    position_type, norm = values.get("pos_emb", "learned"), values.get("norm", "layernorm")
     activation = values.get("activation", "gelu")
     lacking = {
-        f"positions {kind}": kind not in positions,
+        f"positions {position_type}": position_type not in positions,
         f"norm {norm}": norm not in NORMS,
         f"activation {activation}": activation != "gelu",
         "attention and MLP in parallel (gpt_j_residual)": bool(values.get("gpt_j_residual")),
@@ -252,7 +252,7 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
     epsilon = "rms_norm_epsilon" if norm == "rmsnorm" else "layernorm_epsilon"
     return {
         **{name: values[theirs] for name, theirs in TABLES["neox"].items() if theirs in values},
-        "position_embedding_type": positions[kind],
+        "position_embedding_type": positions[position_type],
         "normalization": NORMS[norm],
         "layernorm_epsilon": values.get(epsilon),
     }
@@ -260,13 +260,13 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def tokenizer_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `TokenizerConfig`; empty if a file of the tokenizer is not on this machine."""
-    kind = args.get("tokenizer_type")
-    if kind not in TOKENIZERS:
+    tokenizer = args.get("tokenizer_type")
+    if tokenizer not in TOKENIZERS:
         return {}
-    files = {name: args.get(name) for name in TOKENIZERS[kind]}
+    files = {name: args.get(name) for name in TOKENIZERS[tokenizer]}
     if not all(isinstance(path, str) and os.path.exists(path) for path in files.values()):
         return {}
-    return {"tokenizer_type": kind, **files}
+    return {"tokenizer_type": tokenizer, **files}
 
 
 def row_orders(

@@ -51,31 +51,31 @@ def read_states(
             partitions[int(match[2])][int(match[1])] = path
     if not partitions:
         return {}, None, "it has no optimizer states, or they are not partitioned by ZeRO"
-    kinds: States = {kind: defaultdict(list) for kind in (*MOMENTS, MASTER)}
+    kinds: States = {key: defaultdict(list) for key in (*MOMENTS, MASTER)}
     steps: int | None = None
     tp_size = max(map(len, weights.values()), default=1)
     for model_rank, paths in sorted(partitions.items()):
         tp_rank = model_rank % tp_size
         loaded = [read(paths[rank])["optimizer_state_dict"] for rank in sorted(paths)]
-        if any("param_slice_mappings" not in each for each in loaded):
+        if any("param_slice_mappings" not in state for state in loaded):
             return {}, None, "its optimizer states lack the places of the weights"
         for group in range(len(loaded[0]["param_slice_mappings"])):
-            flats = [_flat_tensors(each, group) for each in loaded]
+            flats = [_flat_tensors(state, group) for state in loaded]
             if any(flat.keys() != kinds.keys() for flat in flats):
                 return {}, None, "its optimizer states are not those of Adam"
-            places = [each["param_slice_mappings"][group] for each in loaded]
+            places = [state["param_slice_mappings"][group] for state in loaded]
             for saved in dict.fromkeys(name for mapping in places for name in mapping):
                 name = rename(saved)
                 if name not in weights or len(kinds[MASTER][name]) > tp_rank:
                     continue  # a stage's copy of another one's
                 shape = weights[name][tp_rank].shape
-                for kind, tensors in kinds.items():
-                    parts = [flat[kind] for flat in flats]
+                for key, tensors in kinds.items():
+                    parts = [flat[key] for flat in flats]
                     read_one = partial(_read_weight, saved, shape, parts, places)
                     tensors[name].append(TensorReader.full(shape, torch.float32, read_one))
             base = loaded[0]["base_optimizer_state"]
             steps = steps_of(base["param_groups"][group], base["state"][group]) or steps
-    return {kind: dict(tensors) for kind, tensors in kinds.items()}, steps, ""
+    return {key: dict(tensors) for key, tensors in kinds.items()}, steps, ""
 
 
 def zero3_states(
@@ -90,14 +90,14 @@ def zero3_states(
         The flat tensors of each rank by kind, master weights always; the number of steps; why the
         other states are not read.
     """
-    partitions = {MASTER: [list(each["fp32_flat_groups"]) for each in files]}
-    inner = [each.get("optimizer_state_dict") or {} for each in files]
+    partitions = {MASTER: [list(file["fp32_flat_groups"]) for file in files]}
+    inner = [file.get("optimizer_state_dict") or {} for file in files]
     numbers = range(len(partitions[MASTER][0]))
-    states = [[each.get("state", {}).get(number, {}) for number in numbers] for each in inner]
-    for kind in MOMENTS:
-        if not all(kind in state for rank in states for state in rank):
+    states = [[state.get("state", {}).get(index, {}) for index in numbers] for state in inner]
+    for key in MOMENTS:
+        if not all(key in state for rank in states for state in rank):
             return partitions, None, "its optimizer states are not those of Adam"
-        partitions[kind] = [[state[kind] for state in rank] for rank in states]
+        partitions[key] = [[state[key] for state in rank] for rank in states]
     groups = inner[0].get("param_groups") or [{}]
     steps = steps_of(groups[0], states[0][0])
     return partitions, steps, "" if steps is not None else "it does not contain the number of steps"
@@ -135,7 +135,7 @@ def _flat_tensors(loaded: Mapping[str, Any], group: int) -> dict[str, Tensor]:
     """The flat tensors of one group of one partition, by kind."""
     base = loaded["base_optimizer_state"]
     state = base["state"].get(group, {}) if isinstance(base, Mapping) and "state" in base else {}
-    tensors = {kind: state[kind] for kind in MOMENTS if kind in state}
+    tensors = {key: state[key] for key in MOMENTS if key in state}
     return {**tensors, MASTER: loaded["single_partition_of_fp32_groups"][group]}
 
 
@@ -145,6 +145,6 @@ def _read_weight(
     parts = []
     for flat, mapping in zip(flats, places, strict=True):
         if name in mapping:
-            place = mapping[name].state
-            parts.append(flat[place["start"] : place["start"] + place["numel"]])
+            span = mapping[name].state
+            parts.append(flat[span["start"] : span["start"] + span["numel"]])
     return torch.cat(parts).view(shape)

@@ -64,10 +64,10 @@ def detect_megatron(
     for path in paths:
         if _is_own(path):
             return None
-        if (kind := _kind(path)) is not None:
-            return MegatronCheckpoint(path, kind)
-    kind = None if step is not None or _is_own(folder) else _kind(folder)
-    return None if kind is None else MegatronCheckpoint(folder, kind)
+        if (layout := _kind(path)) is not None:
+            return MegatronCheckpoint(path, layout)
+    layout = None if step is not None or _is_own(folder) else _kind(folder)
+    return None if layout is None else MegatronCheckpoint(folder, layout)
 
 
 def _is_step(path: Path, step: int | None) -> bool:
@@ -99,6 +99,6 @@ def _kind(path: Path) -> str | None:
         return UNIVERSAL
     if any((path / name).is_file() for name in ("metadata.json", ".metadata")):
         return TORCH_DIST
-    if any(each.is_dir() for each in path.glob("mp_rank_*")):
+    if any(folder.is_dir() for folder in path.glob("mp_rank_*")):
         return LEGACY
     return DEEPSPEED if any(path.glob("*_model_states.pt")) else None

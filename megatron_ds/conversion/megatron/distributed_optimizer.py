@@ -54,22 +54,22 @@ def buckets_of(saved: Any) -> list[list[Bucket]]:
     if not isinstance(saved, Mapping):
         return []
     numbers = sorted(key for key in saved if isinstance(key, int))
-    return [list(_buckets(saved[number])) for number in numbers]
+    return [list(_buckets(saved[index])) for index in numbers]
 
 
 def _buckets(value: Any) -> Iterator[Bucket]:
     """Dicts of tensors in nested dicts and lists, in their order."""
     if isinstance(value, Mapping) and PARAM in value:
-        kinds = [kind for kind in (PARAM, *MOMENTS) if kind in value]
+        kinds = [key for key in (PARAM, *MOMENTS) if key in value]
         if isinstance(value[PARAM], Tensor):
-            yield {kind: value[kind].view(-1) for kind in kinds}
+            yield {key: value[key].view(-1) for key in kinds}
         else:
-            for parts in zip(*(value[kind] for kind in kinds), strict=True):
-                yield {kind: part.view(-1) for kind, part in zip(kinds, parts, strict=True)}
+            for parts in zip(*(value[key] for key in kinds), strict=True):
+                yield {key: part.view(-1) for key, part in zip(kinds, parts, strict=True)}
         return
     values = value.values() if isinstance(value, Mapping) else value
-    for each in values if isinstance(value, Mapping | list | tuple) else ():
-        yield from _buckets(each)
+    for item in values if isinstance(value, Mapping | list | tuple) else ():
+        yield from _buckets(item)
 
 
 def assign_buffers(
@@ -83,10 +83,10 @@ def assign_buffers(
         steps: Steps of the optimizer.
     """
     kinds = (*MOMENTS, MASTER)
-    states = OptimizerStates(steps, {kind: [{} for _ in chunks] for kind in kinds})
+    states = OptimizerStates(steps, {key: [{} for _ in chunks] for key in kinds})
     if steps is None or len(buffers) != len(chunks):
         return OptimizerStates(unread=UNKNOWN_FORM)
-    for number, (weights, buckets) in enumerate(zip(chunks, buffers, strict=True)):
+    for chunk, (weights, buckets) in enumerate(zip(chunks, buffers, strict=True)):
         if any({PARAM, *MOMENTS} - bucket.keys() for bucket in buckets):
             return OptimizerStates(unread="its optimizer states are not those of Adam")
         readers = {name: partial(weights.__getitem__, name) for name in weights}
@@ -95,10 +95,10 @@ def assign_buffers(
             return OptimizerStates(unread=f"{MISPLACED} ({lost[0]})")
         for name, weight in weights.items():
             bucket, start = places[name]
-            for kind in kinds:
-                flat = buckets[bucket][PARAM if kind == MASTER else kind]
+            for key in kinds:
+                flat = buckets[bucket][PARAM if key == MASTER else key]
                 part = flat[start : start + weight.numel()].view(weight.shape)
-                states.by_kind[kind][number][name] = part
+                states.by_kind[key][chunk][name] = part
     return states
 
 
@@ -117,7 +117,7 @@ def locate_by_value(
     read = functools.lru_cache(maxsize=1)(lambda name: weights[name]())
     left = [*weights][::-1]
     offsets: BufferOffsets = {}
-    for number, bucket in enumerate(buckets):
+    for index, bucket in enumerate(buckets):
         flat = bucket[PARAM]
         base = end = 0
         while left and end < flat.numel():
@@ -137,7 +137,7 @@ def locate_by_value(
             name, start = match
             base = start if start != aligned else base
             end = start + read(name).numel()
-            offsets[name] = number, start
+            offsets[name] = index, start
             left.remove(name)
     return offsets
 

@@ -76,8 +76,8 @@ def canonical_name(name: str) -> str | None:
 
 def megatron_name(name: str, *, core: bool) -> str:
     """Megatron's name of a weight, without its layer and prefix."""
-    module, _, kind = LAYER.sub("", name).rpartition(".")
-    return f"{NAMES[module][core]}{kind}"
+    module, _, suffix = LAYER.sub("", name).rpartition(".")
+    return f"{NAMES[module][core]}{suffix}"
 
 
 def join(name: str, shards: Sequence[Tensor], orders: RowOrders) -> Tensor:
@@ -123,7 +123,7 @@ def _split_qkv(shard: Tensor, orders: RowOrders, ranks: int) -> tuple[Tensor, ..
         case QkvOrder.INTERLEAVED:
             parts = shard.view(heads, size, 3, *rest).unbind(2)
         case QkvOrder.GROUPED:
-            each = heads // groups
-            grouped = shard.view(groups, each + 2, size, *rest)
-            parts = grouped.split([each, 1, 1], dim=1)
+            per_group = heads // groups
+            grouped = shard.view(groups, per_group + 2, size, *rest)
+            parts = grouped.split([per_group, 1, 1], dim=1)
     return tuple(part.reshape(-1, *rest) for part in parts)

@@ -71,27 +71,27 @@ def open_megatron(path: Path, options: ReadOptions = READ_DEFAULTS) -> SourceChe
         return _open(checkpoint, options.model)
 
 
-def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoint:
-    weights = READERS[found.kind](found.path)
+def _open(checkpoint: MegatronCheckpoint, flags: Mapping[str, Any]) -> SourceCheckpoint:
+    weights = READERS[checkpoint.kind](checkpoint.path)
     state = weights.state
     args = megatron_args.arguments_of(state.get("args"))
     is_neox = megatron_args.is_neox(state)
     if is_neox:
-        args = megatron_args.neox_arguments(state, found.path)
-    settings = megatron_args.model_settings(args, found.path)
-    complete = settings or dict(given)
+        args = megatron_args.neox_arguments(state, checkpoint.path)
+    settings = megatron_args.model_settings(args, checkpoint.path)
+    complete = settings or dict(flags)
     if not complete.get("num_attention_heads"):
-        raise user_error("megatron-without-arguments", path=found.path)
-    if found.kind == TORCH_DIST or is_neox:
+        raise user_error("megatron-without-arguments", path=checkpoint.path)
+    if checkpoint.kind == TORCH_DIST or is_neox:
         orders = megatron_args.row_orders(complete, {}, 3.0)  # the same in all versions
         if is_neox and orders.groups != orders.heads:
             orders = dataclasses.replace(orders, qkv=QkvOrder.BLOCKS)
     else:
         orders = megatron_args.row_orders(complete, args, state.get("checkpoint_version"))
-    tensors = _canonical(found.path, weights.shards, orders, complete)
+    tensors = _canonical(checkpoint.path, weights.shards, orders, complete)
     optimizer = {
-        kind: _canonical(found.path, shards, orders, complete)
-        for kind, shards in weights.optimizer.items()
+        key: _canonical(checkpoint.path, shards, orders, complete)
+        for key, shards in weights.optimizer.items()
     }
     table = tensors.get("embedding.word.weight")
     vocab_size = megatron_args.true_vocab_size(state, args)
@@ -102,15 +102,15 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
         described = ModelSettings.of(config, MoEConfig(), None, None)
         tokenizer = megatron_args.tokenizer_settings(args)
         described = dataclasses.replace(described, tokenizer=tokenizer)
-        check_sizes(described, tensors, found.path)
+        check_sizes(described, tensors, checkpoint.path)
     is_coupled = bool(optimizer) and has_coupled_decay(state)
-    coupled = [Problem("foreign-decay-coupled", path=found.path)] if is_coupled else []
+    coupled = [Problem("foreign-decay-coupled", path=checkpoint.path)] if is_coupled else []
     scheduler = state.get("opt_param_scheduler") or state.get("lr_scheduler") or {}
     scheduled = scheduler.get("num_steps")
     known = {name: args[name] for name in ADAM_SETTINGS if args.get(name) is not None}
     return SourceCheckpoint(
-        found.path,
-        found.kind,
+        checkpoint.path,
+        checkpoint.kind,
         dataclasses.replace(described, may_have_padding=vocab_size is None),
         tensors,
         optimizer=optimizer,
@@ -129,13 +129,13 @@ def _open(found: MegatronCheckpoint, given: Mapping[str, Any]) -> SourceCheckpoi
 
 
 def _canonical(
-    path: Path, found: Shards, orders: RowOrders, settings: Mapping[str, Any]
+    path: Path, weights: Shards, orders: RowOrders, settings: Mapping[str, Any]
 ) -> dict[str, TensorReader]:
     """Our names and rows, without a tied embedding's second copy."""
     tied = not settings.get("untie_embeddings_and_output_weights", False)
     tensors: dict[str, TensorReader] = {}
     unknown = []
-    for foreign, shards in found.items():
+    for foreign, shards in weights.items():
         name = canonical_name(foreign)
         if name is None:
             unknown.append(foreign)

@@ -49,11 +49,11 @@ def assign_states(chunks: Chunks, saved: Any) -> OptimizerStates:
         return OptimizerStates(unread=PARTITIONED)
     masters = saved.get("fp32_from_fp16_params")
     if masters is None and any(
-        each.dtype.itemsize < 4 for chunk in chunks for each in chunk.values()
+        tensor.dtype.itemsize < 4 for chunk in chunks for tensor in chunk.values()
     ):
         return OptimizerStates(unread="its master weights are not where they are expected")
     kinds = (*MOMENTS, MASTER) if masters is not None else MOMENTS
-    assigned = OptimizerStates(by_kind={kind: [{} for _ in chunks] for kind in kinds})
+    assigned = OptimizerStates(by_kind={key: [{} for _ in chunks] for key in kinds})
     left = [
         [
             (chunk, name)
@@ -62,21 +62,21 @@ def assign_states(chunks: Chunks, saved: Any) -> OptimizerStates:
         ]
         for decayed in (True, False)
     ]
-    for number, group in enumerate(groups):
-        own = [states.get(index, {}) for index in group["params"]]
-        if not own:
+    for group_index, group in enumerate(groups):
+        group_states = [states.get(index, {}) for index in group["params"]]
+        if not group_states:
             continue
-        names = next((each for each in left if _fits(chunks, each, own)), None)
+        names = next((entry for entry in left if _fits(chunks, entry, group_states)), None)
         if names is None:
             return OptimizerStates(
                 unread="the shapes of its optimizer states are not those of its weights"
             )
         left.remove(names)
-        for place, ((chunk, name), state) in enumerate(zip(names, own, strict=True)):
-            for kind in MOMENTS:
-                assigned.by_kind[kind][chunk][name] = state[kind]
+        for position, ((chunk, name), state) in enumerate(zip(names, group_states, strict=True)):
+            for key in MOMENTS:
+                assigned.by_kind[key][chunk][name] = state[key]
             if masters is not None:
-                assigned.by_kind[MASTER][chunk][name] = masters[number][place]
+                assigned.by_kind[MASTER][chunk][name] = masters[group_index][position]
             assigned.steps = steps_of(group, state) or assigned.steps
     if any(left) or assigned.steps is None:
         return OptimizerStates(
@@ -105,9 +105,7 @@ def has_coupled_decay(saved: Any) -> bool:
 
 def _parameters(chunks: Chunks) -> list[tuple[int, str, Tensor]]:
     return [
-        (number, name, value)
-        for number, chunk in enumerate(chunks)
-        for name, value in chunk.items()
+        (index, name, value) for index, chunk in enumerate(chunks) for name, value in chunk.items()
     ]
 
 
@@ -119,7 +117,7 @@ def _fits(
     chunks: Chunks, names: Sequence[tuple[int, str]], states: Sequence[Mapping[str, Any]]
 ) -> bool:
     return len(names) == len(states) and all(
-        isinstance(state.get(kind), Tensor) and state[kind].shape == chunks[chunk][name].shape
+        isinstance(state.get(key), Tensor) and state[key].shape == chunks[chunk][name].shape
         for (chunk, name), state in zip(names, states, strict=True)
-        for kind in MOMENTS
+        for key in MOMENTS
     )

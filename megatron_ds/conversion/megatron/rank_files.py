@@ -74,16 +74,16 @@ def read_legacy(folder: Path) -> MegatronContents:
     for rank in range(ranks):
         loaded = [read_state_dict(files[stage, rank]) for stage in range(stages)]
         state = state or {key: value for key, value in loaded[0].items() if key != "model"}
-        chunks = [_chunks(each) for each in loaded]
+        chunks = [_chunks(content) for content in loaded]
         _add(kinds[WEIGHTS], chunks, rank)
-        own = [
-            _optimizer_states(each, loaded[stage].get("optimizer"), files[stage, rank].parent)
-            for stage, each in enumerate(chunks)
+        stage_states = [
+            _optimizer_states(tensors, loaded[stage].get("optimizer"), files[stage, rank].parent)
+            for stage, tensors in enumerate(chunks)
         ]
-        states += own
-        for kind in own[0].by_kind if not any(each.unread for each in states) else ():
-            _add(kinds[kind], [each.by_kind[kind] for each in own], rank)
-    unread = next((each.unread for each in states if each.unread), "")
+        states += stage_states
+        for key in stage_states[0].by_kind if not any(part.unread for part in states) else ():
+            _add(kinds[key], [part.by_kind[key] for part in stage_states], rank)
+    unread = next((part.unread for part in states if part.unread), "")
     return _contents(folder, state, kinds, ranks, states[0].steps, unread)
 
 
@@ -135,8 +135,8 @@ def pipeline_name(prefixes: Mapping[int, str], name: str) -> str:
     """A weight's name in the complete model, of its name in the pipeline engine."""
     if name.startswith("tied_modules."):
         return name.split(".", 2)[2]
-    number, _, inner = name.partition(".")
-    return f"{prefixes.get(int(number), '')}{inner}"
+    layer, _, inner = name.partition(".")
+    return f"{prefixes.get(int(layer), '')}{inner}"
 
 
 def layer_prefixes(names: Mapping[int, Set[str]]) -> dict[int, str]:
@@ -147,11 +147,11 @@ def layer_prefixes(names: Mapping[int, Set[str]]) -> dict[int, str]:
     """
     prefixes: dict[int, str] = {}
     layers = itertools.count()
-    for number, inner in sorted(names.items()):
+    for layer, inner in sorted(names.items()):
         if any("attention." in name for name in inner):
-            prefixes[number] = f"layers.{next(layers)}."
+            prefixes[layer] = f"layers.{next(layers)}."
         elif inner and inner <= NORM_KEYS:
-            prefixes[number] = "final_norm."
+            prefixes[layer] = "final_norm."
     return prefixes
 
 
@@ -163,27 +163,27 @@ def _layer_files(
     Returns:
         The weights, and `layer_prefixes`.
     """
-    numbers = sorted({number for number, _ in files})
+    numbers = sorted({layer for layer, _ in files})
     ranks = 1 + max(rank for _, rank in files)
     missing = [
-        f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
-        for number in numbers
+        f"layer_{layer:02d}-model_{rank:02d}-model_states.pt"
+        for layer in numbers
         for rank in range(ranks)
-        if (number, rank) not in files
+        if (layer, rank) not in files
     ]
     if missing:
         raise user_error("megatron-files-missing", folder=folder, names=", ".join(missing))
-    loaded = {place: dict(_flatten(read_state_dict(path))) for place, path in sorted(files.items())}
-    prefixes = layer_prefixes({number: loaded[number, 0].keys() for number in numbers})
+    loaded = {key: dict(_flatten(read_state_dict(path))) for key, path in sorted(files.items())}
+    prefixes = layer_prefixes({layer: loaded[layer, 0].keys() for layer in numbers})
     shards: Shards = defaultdict(list)
-    for (number, _), tensors in loaded.items():
+    for (layer, _), tensors in loaded.items():
         for inner, tensor in tensors.items():
-            name = f"{prefixes.get(number, '')}{inner}"
+            name = f"{prefixes.get(layer, '')}{inner}"
             if len(shards[name]) < ranks:  # not a tied embedding's second file
                 shards[name].append(TensorReader.of(tensor))
-    blocks = [number for number, prefix in prefixes.items() if LAYER.match(prefix)]
+    blocks = [layer for layer, prefix in prefixes.items() if LAYER.match(prefix)]
     if gaps := set(range(blocks[0], blocks[-1] + 1)) - set(blocks) if blocks else set():
-        names = ", ".join(f"layer_{number:02d}-model_00-model_states.pt" for number in sorted(gaps))
+        names = ", ".join(f"layer_{layer:02d}-model_00-model_states.pt" for layer in sorted(gaps))
         raise user_error("megatron-files-missing", folder=folder, names=names)
     return _complete(folder, shards, ranks), prefixes
 
@@ -199,11 +199,11 @@ def _zero3_files(
         stems = [f"zero_pp_rank_{rank}_mp_rank_{tp_rank:02d}" for rank in range(dp_size)]
         shapes = read_state_dict(folder / f"{stems[0]}_model_states.pt")["param_shapes"]
         saved = [read_state_dict(_optimizer_file(folder, stem)) for stem in stems]
-        partitions, steps, reason = zero3_states([each["optimizer_state_dict"] for each in saved])
+        partitions, steps, reason = zero3_states([file["optimizer_state_dict"] for file in saved])
         unread = unread or reason
-        for kind, flats in {WEIGHTS: partitions.get(MASTER, []), **partitions}.items():
+        for key, flats in {WEIGHTS: partitions.get(MASTER, []), **partitions}.items():
             for name, tensor in zero3_parameters(shapes, flats):
-                kinds[kind][PREFIX.sub("", name)].append(tensor)
+                kinds[key][PREFIX.sub("", name)].append(tensor)
     return _contents(folder, state, kinds, tp_size, steps, unread)
 
 
@@ -250,7 +250,7 @@ def _chunks(loaded: Mapping[str, Any]) -> list[dict[str, Tensor]]:
         chunks = [
             loaded[f"model{index}"] for index in range(len(loaded)) if f"model{index}" in loaded
         ]
-    return [{PREFIX.sub("", name): tensor for name, tensor in _flatten(each)} for each in chunks]
+    return [{PREFIX.sub("", name): tensor for name, tensor in _flatten(chunk)} for chunk in chunks]
 
 
 def _add(shards: Shards, stages: Sequence[Sequence[Mapping[str, Tensor]]], rank: int) -> None:
@@ -297,7 +297,7 @@ def _contents(
     steps: int | None,
     unread: str,
 ) -> MegatronContents:
-    complete = {kind: _complete(folder, shards, ranks) for kind, shards in kinds.items()}
+    complete = {key: _complete(folder, shards, ranks) for key, shards in kinds.items()}
     weights = complete.pop(WEIGHTS)
     return MegatronContents(state, weights, {} if unread else complete, steps, unread)
 

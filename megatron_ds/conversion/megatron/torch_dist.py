@@ -71,9 +71,7 @@ def read_torch_dist(folder: Path) -> MegatronContents:
     _require_backend(folder)
     metadata = read_dcp_metadata(folder / ".metadata")
     state = _common_state(folder, metadata)
-    kinds = {
-        kind: _read_entries(folder, metadata, prefix) for kind, prefix in STATE_PREFIXES.items()
-    }
+    kinds = {key: _read_entries(folder, metadata, prefix) for key, prefix in STATE_PREFIXES.items()}
     weights = kinds.pop(WEIGHTS)
     kinds[MASTER] = kinds[MASTER] or _read_entries(folder, metadata, PARTITIONED_MASTERS)
     saved = state.get("optimizer") or {}
@@ -86,7 +84,7 @@ def read_torch_dist(folder: Path) -> MegatronContents:
     inner = saved.get("optimizer", saved)
     groups = inner.get("param_groups") or [{}]
     steps = steps_of(groups[0], inner.get("state") or {})
-    optimizer = {} if unread else {kind: tensors for kind, tensors in kinds.items() if tensors}
+    optimizer = {} if unread else {key: tensors for key, tensors in kinds.items() if tensors}
     return MegatronContents(state, weights, optimizer, steps, unread)
 
 
@@ -107,7 +105,7 @@ def _read_buckets(
             weights[name] = WeightEntry(key, layer, entry)
     kinds, unread = read_buckets(metadata, weights, sizes, partial(_read_part, folder, metadata))
     return {
-        kind: {name: [each] for name, each in tensors.items()} for kind, tensors in kinds.items()
+        state: {name: [part] for name, part in tensors.items()} for state, tensors in kinds.items()
     }, unread
 
 

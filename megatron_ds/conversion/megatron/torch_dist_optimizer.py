@@ -69,9 +69,9 @@ class WeightEntry:
         """Returns the parts on one of the tensor-parallel ranks."""
         skipped = 0 if self.layer is None else 1
         chunks = [
-            each
-            for each in self.entry.chunks
-            if self.layer is None or each.offsets[0] == self.layer
+            chunk
+            for chunk in self.entry.chunks
+            if self.layer is None or chunk.offsets[0] == self.layer
         ]
         for axis in range(len(self.shape)):
             spans = {(c.offsets[skipped + axis], c.sizes[skipped + axis]) for c in chunks}
@@ -79,16 +79,16 @@ class WeightEntry:
                 return _Parts(axis, sorted(spans)[rank::tp])
         return _Parts(0, [(0, self.shape[0])])
 
-    def read(self, read_part: ReadPart, own: _Parts | None = None) -> Tensor:
+    def read(self, read_part: ReadPart, parts: _Parts | None = None) -> Tensor:
         """Reads the weight, or what a rank has of it, as one tensor."""
-        own, read = own or _Parts(0, [(0, self.shape[0])]), []
-        for start, size in own.spans:
+        parts, read = parts or _Parts(0, [(0, self.shape[0])]), []
+        for start, size in parts.spans:
             offsets, sizes = [0] * len(self.shape), list(self.shape)
-            offsets[own.axis], sizes[own.axis] = start, size
+            offsets[parts.axis], sizes[parts.axis] = start, size
             layer = [] if self.layer is None else [self.layer]
             part = read_part(self.key, [*layer, *offsets], [*(1 for _ in layer), *sizes])
             read.append(part.view(sizes))
-        return join(read, own.axis)
+        return join(read, parts.axis)
 
 
 @dataclass(frozen=True)
@@ -133,24 +133,24 @@ def read_buckets(
     if not is_known or not all(weight.shape for weight in weights.values()):
         return {}, UNKNOWN_FORM
     ranks: dict[str, list[tuple[Bucket, int, _Parts]]] = defaultdict(list)
-    for (group, chunk), own in sorted(buckets.items()):
+    for (group, chunk), chunk_buckets in sorted(buckets.items()):
         stage, rank = divmod(group, tp)
         names = _stage_names(weights, chunk * pp + stage, stages, layers)
         parts = {name: weights[name].parts_of(rank, tp) for name in names}
         readers = {name: partial(weights[name].read, read_part, parts[name]) for name in names}
         # The last stage has a tied embedding, too, in a bucket of its own, which is not needed.
-        places = locate_by_value(readers, own)
+        places = locate_by_value(readers, chunk_buckets)
         if lost := [name for name in names if name not in places]:
             return {}, f"{MISPLACED} ({lost[0]})"
-        for name, (number, start) in places.items():
-            ranks[name].append((own[number], start, parts[name]))
+        for name, (index, start) in places.items():
+            ranks[name].append((chunk_buckets[index], start, parts[name]))
     by_kind: dict[str, dict[str, TensorReader]] = {}
-    for kind in (*MOMENTS, MASTER):
-        by_kind[kind] = {
+    for key in (*MOMENTS, MASTER):
+        by_kind[key] = {
             name: TensorReader.full(
                 weights[name].shape,
                 torch.float32,
-                partial(_join, weights[name], ranks[name], PARAM if kind == MASTER else kind),
+                partial(_join, weights[name], ranks[name], PARAM if key == MASTER else key),
             )
             for name in weights
         }
@@ -179,13 +179,13 @@ def _buckets(metadata: Metadata, read_part: ReadPart) -> dict[tuple[int, int], l
     for key, entry in metadata.state_dict_metadata.items():
         match = BUCKET.fullmatch(key)
         if match is not None and isinstance(entry, TensorStorageMetadata):
-            group, chunk, number = map(int, match.groups()[:3])
-            bucket = entries[group, chunk].setdefault(number, {})
+            group, chunk, index = map(int, match.groups()[:3])
+            bucket = entries[group, chunk].setdefault(index, {})
             bucket[match[4]] = _Entry(key, entry.size.numel(), read_part)
     return {
-        place: [bucket for _, bucket in sorted(own.items())]
-        for place, own in entries.items()
-        if all({PARAM, *MOMENTS} <= bucket.keys() for bucket in own.values())
+        chunk_key: [bucket for _, bucket in sorted(by_index.items())]
+        for chunk_key, by_index in entries.items()
+        if all({PARAM, *MOMENTS} <= bucket.keys() for bucket in by_index.values())
     }
 
 
@@ -196,26 +196,26 @@ def _stage_names(
     names = []
     for name in weights:
         inner = LAYER.sub("", canonical_name(name) or name)
-        place = next((n for n, each in enumerate(ORDER) if inner.startswith(each)), len(ORDER))
+        order = next((n for n, part in enumerate(ORDER) if inner.startswith(part)), len(ORDER))
         if layer := LAYER.match(name):
-            number, section = int(layer[1]), 1
-            own = number * stages // layers
+            index, section = int(layer[1]), 1
+            owner = index * stages // layers
         else:
-            number, section = 0, 0 if inner.startswith("embedding.") else 2
-            own = 0 if section == 0 else stages - 1
-        if own == stage:
-            names.append(((section, number, place, name.endswith("bias")), name))
+            index, section = 0, 0 if inner.startswith("embedding.") else 2
+            owner = 0 if section == 0 else stages - 1
+        if owner == stage:
+            names.append(((section, index, order, name.endswith("bias")), name))
     return [name for _, name in sorted(names)]
 
 
-def _join(weight: WeightEntry, ranks: Sequence[tuple[Bucket, int, _Parts]], kind: str) -> Tensor:
+def _join(weight: WeightEntry, ranks: Sequence[tuple[Bucket, int, _Parts]], key: str) -> Tensor:
     """Reads a state of a weight from the buckets of the ranks, each with its first element."""
     result = torch.empty(weight.shape)
     left = result.numel()
     for bucket, start, parts in ranks:
         for first, size in parts.spans:
             target = result.narrow(parts.axis, first, size)
-            target.copy_(bucket[kind][start : start + target.numel()].view(target.shape))
+            target.copy_(bucket[key][start : start + target.numel()].view(target.shape))
             start += target.numel()
             left -= target.numel()
         if left == 0:  # the other ranks have the same if it is not sharded

@@ -34,7 +34,7 @@ NUMBERED = re.compile(r"(\d+)\.(.+)")
 """A name in DeepSpeed's pipeline engine: number of the layer, and the name in it."""
 PARTS = ("param_n_sub_params", "sub_param_shape")
 """Entries that declare the parts of a fused weight; it is then stored as its complete parts."""
-KINDS = {FP32: MASTER, **{kind: kind for kind in MOMENTS}}
+KINDS = {FP32: MASTER, **{key: key for key in MOMENTS}}
 
 
 def read_universal(folder: Path) -> MegatronContents:
@@ -54,17 +54,17 @@ def read_universal(folder: Path) -> MegatronContents:
         inner[int(found_name[1])].add(found_name[2])
     prefixes = layer_prefixes(inner)
     kinds: dict[str, Shards] = {}
-    for stem, kind in KINDS.items():
+    for stem, key in KINDS.items():
         shards: Shards = {}
         for saved_name in names:
             name = pipeline_name(prefixes, saved_name) if prefixes else saved_name
             name = PREFIX.sub("", name)
             if not is_copy(name) and (folder / ZERO / saved_name / f"{stem}.pt").is_file():
                 shards[name] = layout.shards(name, saved_name, states.entry(saved_name, stem))
-        kinds[kind] = shards
+        kinds[key] = shards
     weights, steps = kinds[MASTER], states.steps(names[0])
     unread = ""
-    if any(kinds[kind].keys() != weights.keys() for kind in MOMENTS):
+    if any(kinds[key].keys() != weights.keys() for key in MOMENTS):
         unread = "its optimizer states are not those of Adam"
     elif steps is None:
         unread = "it does not contain the number of steps"
@@ -101,22 +101,22 @@ class _Layout:
         Raises:
             UserError: If the order is not known.
         """
-        own, tp_size = canonical_name(name) or "", self.tp_size
+        canonical, tp_size = canonical_name(name) or "", self.tp_size
         declared = any(content.get(key) for key in PARTS) or any(
             re.match(pattern, saved_name) for pattern in self.mapped
         )
-        if ".attention.qkv." in own:
+        if ".attention.qkv." in canonical:
             if self.qkv is not QkvOrder.BLOCKS:
                 if declared and tp_size != 1:
                     raise self._ambiguous(saved_name)
                 return 1
             return 1 if declared else self._known_size(saved_name)
-        if ".mlp.fc_in." in own and self.is_gated:
+        if ".mlp.fc_in." in canonical and self.is_gated:
             return 1 if declared else self._known_size(saved_name)
-        if own.endswith(("attention.proj.weight", "mlp.fc_out.weight")):
+        if canonical.endswith(("attention.proj.weight", "mlp.fc_out.weight")):
             # Without a pattern for these, DeepSpeed joins dimension 0.
             return tp_size if tp_size and content.get("cat_dim") == 0 else 1
-        if own == "embedding.position.weight" and self.positions and tp_size:
+        if canonical == "embedding.position.weight" and self.positions and tp_size:
             # bigscience's converter joins the copies of all ranks.
             return tp_size if tensor.shape[0] == tp_size * self.positions else 1
         return 1

@@ -104,9 +104,9 @@ class _Stage:
         language_model: dict[str, Any] = {}
         if self.stage == 0:
             language_model["embedding"] = {
-                f"{kind}_embeddings": {"weight": self._shard(name)}
-                for kind in ("word", "position")
-                if (name := f"embedding.{kind}.weight") in self.source.tensors
+                f"{table}_embeddings": {"weight": self._shard(name)}
+                for table in ("word", "position")
+                if (name := f"embedding.{table}.weight") in self.source.tensors
             }
         language_model["encoder"] = dict(self._encoder())
         if self.is_last and "head.weight" in self.source.tensors:
@@ -120,11 +120,11 @@ class _Stage:
     def optimizer(self, training: SavedRun, adam: str) -> dict[str, Any]:
         """The state dict of the optimizer: parameters with weight decay first, each in the order of
         the model."""
-        own = [name for name in self.source.tensors if self._has(name)]
-        own += ["embedding.word.weight"] if self.has_copy else []
+        held = [name for name in self.source.tensors if self._has(name)]
+        held += ["embedding.word.weight"] if self.has_copy else []
         groups = adam_groups(training, adam)
         by_group = [
-            [name for name in own if (len(self.source.tensors[name].shape) > 1) == is_decayed]
+            [name for name in held if (len(self.source.tensors[name].shape) > 1) == is_decayed]
             for is_decayed in (True, False)
         ]
         count = itertools.count()
@@ -132,12 +132,12 @@ class _Stage:
         for group, names in zip(groups, by_group, strict=True):
             numbers = [next(count) for _ in names]
             group["params"] = numbers
-            for number, name in zip(numbers, names, strict=True):
-                states[number] = {
-                    kind: self._shard(name, self.source.optimizer[kind]) for kind in MOMENTS
+            for index, name in zip(numbers, names, strict=True):
+                states[index] = {
+                    key: self._shard(name, self.source.optimizer[key]) for key in MOMENTS
                 }
                 if adam == TORCH:
-                    states[number]["step"] = torch.tensor(training.steps, dtype=torch.float32)
+                    states[index]["step"] = torch.tensor(training.steps, dtype=torch.float32)
         inner = {"state": states, "param_groups": groups}
         masters = self.source.optimizer.get(MASTER)
         if masters is None:
@@ -155,8 +155,8 @@ class _Stage:
         for name in self.source.tensors:
             inner = megatron_name(name, core=False)
             if name.startswith("layers.") and self._has(name):
-                number = int(name.split(".")[1]) - self.layers.start
-                yield f"layers.{number}.{inner}", self._shard(name)
+                layer = int(name.split(".")[1]) - self.layers.start
+                yield f"layers.{layer}.{inner}", self._shard(name)
             elif name.startswith("final_norm.") and self.is_last:
                 yield inner, self._shard(name)
 

@@ -102,8 +102,8 @@ def write_torch_dist(
         counted = {"common_step": steps} if options.adam == TORCH else {}
         inner = {"param_groups": adam_groups(training, options.adam), "state": counted}
         state["optimizer"] = inner if MASTER not in source.optimizer else {"optimizer": inner}
-        for kind, tensors in source.optimizer.items():
-            chunks += _chunks(source, kind, tensors, options.tp_size)
+        for key, tensors in source.optimizer.items():
+            chunks += _chunks(source, key, tensors, options.tp_size)
     with checkpoint_folder(source, folder) as path:
         _save(path, _Planner(source.settings.model, chunks, on_tensor))
         torch.save(state, path / "common.pt")
@@ -155,10 +155,10 @@ class _Chunk:
 
 
 def _chunks(
-    source: SourceCheckpoint, kind: str, tensors: TensorReaders, tp_size: int
+    source: SourceCheckpoint, state_key: str, tensors: TensorReaders, tp_size: int
 ) -> Iterator[_Chunk]:
     """The chunks of the weights, or of one kind of optimizer state."""
-    model, prefix = source.settings.model, STATE_PREFIXES[kind]
+    model, prefix = source.settings.model, STATE_PREFIXES[state_key]
     for name, tensor in tensors.items():
         shape = tensor.shape
         if name in VOCABULARY_TABLES:
