@@ -113,7 +113,9 @@ def dense_logits(
             name = f"layers.{layer}.{part}"
             x = x + drop(compute(norm(x, f"{name}_norm"), name), name)
     head = "head" if config.untie_embeddings_and_output_weights else "embedding.word"
-    return norm(x, "final_norm") @ w[f"{head}.weight"][: config.vocab_size].T
+    logits = norm(x, "final_norm") @ w[f"{head}.weight"][: config.vocab_size].T
+    cap = config.final_logit_softcapping
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def activate(x: Tensor, config: Any) -> Tensor:

@@ -98,7 +98,7 @@ def head(device: torch.device, *, tokens: int, hidden: int, vocab: int) -> Itera
             chunks.CHUNK_BYTES = chunks.DEVICE_CHUNK_BYTES = mebibytes << 20
 
             def work(kernels: fused.LossKernels = kernels) -> None:
-                loss = fused.linear_cross_entropy(
+                loss, _ = fused.linear_cross_entropy(
                     *(x, weight, labels, None), vocab_size=vocab, group=group, kernels=kernels
                 )
                 torch.autograd.grad(loss, (x, weight))

@@ -114,7 +114,9 @@ class PipelineStage(PipelineModule):  # type: ignore[misc]
             return output
         if not self.training:
             self.losses.append(output)
-        loss: Tensor = output.mean() if weight is None else output.loss_sum * weight
+        loss, extras = output.weighted(weight)
+        if self.training:
+            self.gpt.router_log.add(extras)
         return loss
 
     def compute(self, batch: DeviceBatch, x_SBH: Tensor | None) -> Tensor | TokenLoss:

@@ -177,7 +177,8 @@ class ModelPasses:
             if index == 0:
                 self._steps.begin_dropout(batch)
             token_loss = self._forward(batch)
-            loss = token_loss.mean() if weight is None else token_loss.loss_sum * weight
+            loss, extras = token_loss.weighted(weight)
+            self._steps.parts.model.router_log.add(extras)
             engine.backward(loss)
             losses.append(loss.detach())
             if last:

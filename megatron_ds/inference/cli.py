@@ -34,7 +34,7 @@ T = TypeVar("T")
 ENDLESS_MINUTES = 60.0 * 24 * 365
 """Timeout of the other ranks while a person types on rank 0."""
 RUNTIME_FIELDS = ("distributed_backend", "distributed_timeout_minutes")
-FREE_MODEL_FIELDS = ("attention_dropout", "hidden_dropout", "init_method_std")
+FREE_MODEL_FIELDS = ("attention_dropout", "hidden_dropout", "init_method_std", "z_loss_coeff")
 """Fields without a meaning for generation, so that any value agrees with the checkpoint."""
 PRECISIONS = ("fp32", "bf16", "fp16")
 

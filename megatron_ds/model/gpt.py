@@ -23,7 +23,7 @@ from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.kernels.elementwise import Elementwise
 from megatron_ds.model.layers import BUILT_IN, CustomParts, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
-from megatron_ds.model.output_layer import OutputLayer, TokenLoss
+from megatron_ds.model.output_layer import Z_LOSS, OutputLayer, TokenLoss
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
@@ -99,7 +99,8 @@ class GPTModel(nn.Module):
         self.compiled = EAGER_TEXT
         self.has_compiled_layers = False
         self.attention = attention
-        self.router_log = RouterLog(logged_shapes(moe))
+        z_loss: dict[str, tuple[int, ...]] = {Z_LOSS: ()} if config.z_loss_coeff else {}
+        self.router_log = RouterLog(logged_shapes(moe) | z_loss)
         self._rng = rng
         self._sp = mesh.sp
         recompute = RecomputeConfig() if checkpointing is None else checkpointing.config

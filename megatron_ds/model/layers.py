@@ -22,7 +22,7 @@ from megatron_ds.model.output_layer import OutputLayer
 from megatron_ds.model.spec.parts import PRE_NORM, NormSpec, OutputSpec, Residual
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
-from megatron_ds.parallel.fused_linear_cross_entropy import LossFunction
+from megatron_ds.parallel.fused_linear_cross_entropy import LossFunction, LossTerms
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.router_log import RouterLog
@@ -145,7 +145,8 @@ def layer_specs(
     def head() -> nn.Module:
         weight = OutputSpec(config, config.padded_vocab(group.size)).named("head").get("weight")
         sizes = config.vocab_size, config.softmax_rows
-        return OutputLayer(*sizes, weight, group=group, init=init, loss=parts.loss)
+        terms = LossTerms(config.z_loss_coeff, config.final_logit_softcapping)
+        return OutputLayer(*sizes, weight, group=group, init=init, loss=parts.loss, terms=terms)
 
     untied, group = config.untie_embeddings_and_output_weights, mesh.tp
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))

@@ -5,6 +5,8 @@ Shapes: S sequence, B micro-batch, H hidden, v this rank's rows of the padded vo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,9 @@ from megatron_ds.parallel.collectives import gather_from_group, gather_sequence
 from megatron_ds.parallel.embedding import validate_token_ids
 from megatron_ds.parallel.fused_linear_cross_entropy import (
     EAGER,
+    PLAIN,
     LossFunction,
+    LossTerms,
     linear_cross_entropy,
 )
 from megatron_ds.parallel.linear import Product, multiply
@@ -22,6 +26,9 @@ from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.sharding import Draws, declared_parameter
 from megatron_ds.parallel.ulysses import sum_of_slices
 from megatron_ds.parallel.weights import Weight
+
+Z_LOSS = "lm_z_loss"
+"""Name of the z-loss among the extras of a loss, and in logs."""
 
 
 class TokenLoss(NamedTuple):
@@ -31,16 +38,32 @@ class TokenLoss(NamedTuple):
     """Sum over counted tokens of the cross entropy in nats, a scalar in fp32."""
     num_tokens: Tensor
     """Number of counted tokens (sum of the loss mask), a scalar in fp32."""
+    extras: Mapping[str, Tensor] = MappingProxyType({})
+    """Further sums over counted tokens by name, whose gradients `loss_sum` includes."""
 
     def mean(self) -> Tensor:
         """Mean over the counted tokens; 0 if there are none, not 0 / 0."""
-        return self.loss_sum / torch.where(self.num_tokens > 0, self.num_tokens, 1.0)
+        return self.loss_sum / self._divisor
+
+    def weighted(self, weight: float | Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss times a weight, or its mean if there is none, and likewise the extras."""
+        if weight is None:
+            return self.mean(), {name: total / self._divisor for name, total in self.extras.items()}
+        extras = {name: total * weight for name, total in self.extras.items()}
+        return self.loss_sum * weight, extras
+
+    @property
+    def _divisor(self) -> Tensor:
+        return torch.where(self.num_tokens > 0, self.num_tokens, 1.0)
 
     def of_all_slices(self, group: Group) -> TokenLoss:
         """The loss of complete sequences; each rank of a group has a slice."""
         if group.size == 1:
             return self
-        return TokenLoss(*sum_of_slices(torch.stack(self), group).unbind())
+        sums = torch.stack([self.loss_sum, self.num_tokens, *self.extras.values()])
+        loss_sum, num_tokens, *extras = sum_of_slices(sums, group).unbind()
+        names = zip(self.extras, (extra.detach() for extra in extras), strict=True)
+        return TokenLoss(loss_sum, num_tokens, dict(names))
 
 
 class OutputLayer(nn.Module):
@@ -53,6 +76,7 @@ class OutputLayer(nn.Module):
         group: Tensor-parallel group.
         init: Draws the weight.
         loss: Computes the loss instead of the cross entropy.
+        terms: The z-loss and the bound of the logits.
     """
 
     product: Product | None = None
@@ -67,11 +91,12 @@ class OutputLayer(nn.Module):
         group: Group,
         init: Draws,
         loss: LossFunction | None = None,
+        terms: LossTerms = PLAIN,
     ) -> None:
         super().__init__()
         self.vocab_size, self.softmax_rows = vocab_size, softmax_rows
         self.group = group
-        self.kernels, self.loss_function = EAGER, loss
+        self.kernels, self.loss_function, self.terms = EAGER, loss, terms
         self.weight = None if weight is None else declared_parameter(weight, group, init)
 
     def forward(
@@ -108,7 +133,7 @@ class OutputLayer(nn.Module):
     ) -> TokenLoss:
         validate_token_ids(labels_BS, self.vocab_size)
         weights = None if loss_mask_BS is None else loss_mask_BS.t().reshape(-1).float()
-        total = linear_cross_entropy(
+        total, z_loss = linear_cross_entropy(
             x_SBH.flatten(0, 1),
             weight_vH,
             labels_BS.t().reshape(-1),
@@ -117,13 +142,15 @@ class OutputLayer(nn.Module):
             group=self.group,
             kernels=self.kernels,
             function=self.loss_function,
+            terms=self.terms,
         )
-        if weights is None:
-            return TokenLoss(total, total.new_full((), labels_BS.numel()))
-        return TokenLoss(total, weights.sum())
+        count = total.new_full((), labels_BS.numel()) if weights is None else weights.sum()
+        return TokenLoss(total, count, {} if z_loss is None else {Z_LOSS: z_loss})
 
     def _logits(self, x_SBH: Tensor, weight_vH: Tensor) -> Tensor:
         local = multiply(x_SBH.transpose(0, 1), weight_vH, None, self.product)
         logits = gather_from_group(local, self.group).float()
+        if (cap := self.terms.softcap) is not None:
+            logits = cap * torch.tanh(logits / cap)
         logits[..., self.vocab_size :] = -torch.inf
         return logits

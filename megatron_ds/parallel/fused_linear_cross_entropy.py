@@ -6,6 +6,7 @@ logits, and only the gradients of input and weight are stored for the backward p
 may be sharded over a group; the ranks then exchange two numbers per token (vocabulary-parallel
 cross entropy, Shoeybi et al. 2019, section 3). The products run at the padded width, whose rows are
 aligned in memory; the logits of the padding are -inf, so its probabilities and gradients are zero.
+Optional: the z-loss (Chowdhery et al. 2022, section 5) and a bound of the logits (Gemma 2, 2024).
 
 Shapes: T tokens, H hidden, v this rank's rows of the padded vocabulary.
 """
@@ -81,6 +82,28 @@ class LossKernels:
 EAGER = LossKernels()
 
 
+@dataclass(frozen=True)
+class LossTerms:
+    """What a loss has in addition to the cross entropy."""
+
+    z_loss_coeff: float = 0.0
+    """Coefficient of the square of the logarithm of the softmax's denominator."""
+    softcap: float | None = None
+    """Bound of the logits, softcap x tanh(logit / softcap). None: they have no bound."""
+
+    @property
+    def number(self) -> int:
+        """Losses that are summed."""
+        return 2 if self.z_loss_coeff else 1
+
+    def z_loss(self, log_sum: Tensor) -> list[Tensor]:
+        """The z-losses of tokens by the logarithms of their denominators; empty without one."""
+        return [log_sum.square()] if self.z_loss_coeff else []
+
+
+PLAIN = LossTerms()
+
+
 def _row_slices(logits: Tensor) -> list[slice]:
     """Rows that are processed together."""
     size = logits.shape[0]
@@ -120,7 +143,8 @@ def linear_cross_entropy(
     group: Group,
     kernels: LossKernels = EAGER,
     function: LossFunction | None = None,
-) -> Tensor:
+    terms: LossTerms = PLAIN,
+) -> tuple[Tensor, Tensor | None]:
     """Sum over tokens of weight x cross entropy(x W^T, label); softmax and sums are in fp32.
 
     Args:
@@ -133,9 +157,12 @@ def linear_cross_entropy(
         group: Group over which the rows are sharded.
         kernels: Eager or compiled functions.
         function: Computes the losses instead of the cross entropy.
+        terms: The z-loss and the bound of the logits.
 
     Returns:
-        A scalar in fp32.
+        A scalar in fp32, and the sum of weight x z-loss, without its coefficient; None if that is
+        0. The scalar is without the z-loss, but its gradients are those of
+        loss + coefficient x z-loss.
 
     Raises:
         UserError: If `function` does not return a loss for each label.
@@ -143,11 +170,13 @@ def linear_cross_entropy(
     width = weight_vH.shape[0]
     first = group.rank * width
     rows = min(max(vocab_size - first, 0), width)
-    loss = _Loss(labels_T, weights_T, first, rows, width, group, kernels, vocab_size, function)
+    loss = _Loss(
+        labels_T, weights_T, first, rows, width, group, kernels, vocab_size, function, terms
+    )
     if torch.is_grad_enabled() and (x_TH.requires_grad or weight_vH.requires_grad):
-        result: Tensor = _LinearCrossEntropy.apply(x_TH, weight_vH, loss)
+        result: tuple[Tensor, Tensor | None] = _LinearCrossEntropy.apply(x_TH, weight_vH, loss)
         return result
-    return loss.value(x_TH, weight_vH)
+    return loss.split(loss.value(x_TH, weight_vH))
 
 
 @dataclass(frozen=True)
@@ -166,20 +195,26 @@ class _Loss:
     kernels: LossKernels
     vocab_size: int
     function: LossFunction | None
+    terms: LossTerms
+
+    def split(self, total: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The loss, and the z-loss if there is one."""
+        return total[0], total[1] if self.terms.z_loss_coeff else None
 
     def value(self, x_TH: Tensor, weight_vH: Tensor) -> Tensor:
-        """The loss without gradients."""
-        total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
+        """The loss, and the z-loss if there is one, without gradients."""
+        total = torch.zeros(self.terms.number, dtype=torch.float32, device=x_TH.device)
         for chunk in self._chunks(x_TH):
-            logits = self._logits(x_TH[chunk], weight_vH)
+            logits, _ = self._logits(x_TH[chunk], weight_vH)
             total += self._loss_(logits, chunk, for_gradient=False)
             del logits  # before the next chunk's are allocated
         return total
 
     def value_and_gradients(self, x_TH: Tensor, weight_vH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss and its gradients with respect to x (this rank's summand) and the weight."""
+        """The loss and the z-loss, if there is one, and the gradients of their sum with respect to
+        x (this rank's summand) and the weight."""
         chunks = self._chunks(x_TH)
-        total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
+        total = torch.zeros(self.terms.number, dtype=torch.float32, device=x_TH.device)
         grad_x = torch.empty_like(x_TH) if self.rows else torch.zeros_like(x_TH)
         # Several chunks are summed in fp32, as the matrix product does within a single one. A sum
         # over many tokens may exceed fp16 before the loss is divided by their number.
@@ -190,10 +225,12 @@ class _Loss:
             grad_weight.zero_()
         for chunk in chunks:
             x = x_TH[chunk]
-            logits = self._logits(x, weight_vH)
+            logits, slope = self._logits(x, weight_vH)
             total += self._loss_(logits, chunk, for_gradient=True)
             if not self.rows:
                 continue
+            if slope is not None:
+                logits.mul_(slope)
             torch.mm(logits, weight_vH, out=grad_x[chunk])
             if self.weights_T is not None:
                 scale = self.weights_T[chunk].unsqueeze(1)
@@ -206,13 +243,18 @@ class _Loss:
             del logits  # before the next chunk's are allocated
         return total, grad_x, grad_weight
 
-    def _logits(self, x: Tensor, weight_vH: Tensor) -> Tensor:
-        """Logits of a chunk, -inf for the padding; without columns where all rows are padding."""
+    def _logits(self, x: Tensor, weight_vH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of a chunk, -inf for the padding; without columns where all rows are padding.
+        With a bound also its derivative."""
         if not self.rows and self.function is None:
-            return x.new_empty((x.shape[0], 0))
-        logits = x @ weight_vH.t()
+            return x.new_empty((x.shape[0], 0)), None
+        logits, slope = x @ weight_vH.t(), None
+        if (cap := self.terms.softcap) is not None:
+            share = (logits.float() / cap).tanh_()
+            logits.copy_(share * cap)
+            slope = 1 - share.square_()
         logits[:, self.rows :] = -torch.inf
-        return logits
+        return logits, slope
 
     def _chunks(self, x_TH: Tensor) -> list[slice]:
         # By the width, not the rows: the ranks communicate once per chunk, so they need the same
@@ -223,13 +265,15 @@ class _Loss:
         return [slice(start, start + size) for start in range(0, tokens, size)]
 
     def _loss_(self, logits: Tensor, chunk: slice, *, for_gradient: bool) -> Tensor:
-        """Compute the chunk's loss and, in the memory of the logits, the gradient of each token's
-        loss."""
+        """Compute the chunk's loss and z-loss and, in the memory of the logits, the gradient of
+        each token's loss."""
         compute = self._cross_entropy_ if self.function is None else self._custom_loss_
         losses = compute(logits, self.labels_T[chunk], for_gradient=for_gradient)
-        return losses.sum() if self.weights_T is None else (losses * self.weights_T[chunk]).sum()
+        if self.weights_T is not None:
+            losses = [loss * self.weights_T[chunk] for loss in losses]
+        return torch.stack([loss.sum() for loss in losses])
 
-    def _custom_loss_(self, logits: Tensor, labels: Tensor, *, for_gradient: bool) -> Tensor:
+    def _custom_loss_(self, logits: Tensor, labels: Tensor, *, for_gradient: bool) -> list[Tensor]:
         """As `_cross_entropy_`, by `function` and autograd, on the logits of all ranks."""
         assert self.function is not None
         full = all_gather(logits, self.group).transpose(0, 1).flatten(1)[:, : self.vocab_size]
@@ -239,14 +283,19 @@ class _Loss:
             if losses.shape != labels.shape:
                 shape, needed = list(losses.shape), list(labels.shape)
                 raise user_error("loss-of-other-shape", found=shape, needed=needed)
+            parts = [losses.float(), *self.terms.z_loss(full.logsumexp(dim=-1))]
             if for_gradient and self.rows:
-                (gradient,) = torch.autograd.grad(losses.sum(), full)
+                total = parts[0].sum() + self.terms.z_loss_coeff * parts[-1].sum()
+                (gradient,) = torch.autograd.grad(total, full)
                 logits.zero_()
                 logits[:, : self.rows] = gradient[:, self.first : self.first + self.rows]
-        return losses.detach().float()
+        return [part.detach() for part in parts]
 
-    def _cross_entropy_(self, logits: Tensor, labels: Tensor, *, for_gradient: bool) -> Tensor:
-        """Compute the losses and, in the memory of the logits, softmax - one-hot label."""
+    def _cross_entropy_(
+        self, logits: Tensor, labels: Tensor, *, for_gradient: bool
+    ) -> list[Tensor]:
+        """Compute the losses and z-losses and, in the memory of the logits, their gradient:
+        softmax x (1 + 2 x coefficient x log-sum-exp) - one-hot label."""
         local = labels - self.first
         # Masks instead of index lists, whose lengths would force a synchronization.
         is_local = (local >= 0) & (local < self.rows)
@@ -261,20 +310,28 @@ class _Loss:
         if self.group.size > 1:
             parts = all_gather(torch.stack([log_sum, picked]), self.group)
             total, picked = parts[:, 0].logsumexp(dim=0), parts[:, 1].sum(dim=0)
-            if for_gradient and self.rows:
-                factors = (log_sum - total).exp().unsqueeze(1)
-                for rows in _row_slices(logits):
-                    logits[rows].mul_(factors[rows])
-            log_sum = total
-        losses = log_sum - picked
+        else:
+            total = log_sum
+        factors = None if total is log_sum else (log_sum - total).exp()
+        if coefficient := self.terms.z_loss_coeff:
+            growth = 1 + 2 * coefficient * total
+            factors = growth if factors is None else growth * factors
+        if factors is not None and for_gradient and self.rows:
+            factors = factors.unsqueeze(1)
+            for rows in _row_slices(logits):
+                logits[rows].mul_(factors[rows])
+        losses = total - picked
         if for_gradient and self.rows:
             # The label's gradient, its probability - 1, is rounded once: a probability close to 1
             # has lost it. scatter_ would pass over all logits in bf16 on a CPU.
-            labels_gradient = torch.expm1(-losses).to(logits.dtype)
+            labels_gradient = torch.expm1(-losses)
+            if coefficient:
+                labels_gradient += (-losses).exp() * 2 * coefficient * total
+            labels_gradient = labels_gradient.to(logits.dtype)
             logits[tokens, columns] = torch.where(
                 is_local, labels_gradient, logits[tokens, columns]
             )
-        return losses
+        return [losses, *self.terms.z_loss(total)]
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -301,14 +358,19 @@ def _adds_products_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_vH: Tensor, loss: _Loss) -> Tensor:
-        value, grad_x, grad_weight = loss.value_and_gradients(x_TH, weight_vH)
+    def forward(
+        ctx: Any, x_TH: Tensor, weight_vH: Tensor, loss: _Loss
+    ) -> tuple[Tensor, Tensor | None]:
+        total, grad_x, grad_weight = loss.value_and_gradients(x_TH, weight_vH)
         ctx.weight_type, ctx.loss = weight_vH.dtype, loss
         ctx.save_for_backward(grad_x, grad_weight)
-        return value
+        value, z_loss = loss.split(total)
+        if z_loss is not None:
+            ctx.mark_non_differentiable(z_loss)
+        return value, z_loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, None]:
         grad_x, grad_weight = ctx.saved_tensors
         # In fp32, because the factor contains the number of tokens and the loss scale.
         kernels, group = ctx.loss.kernels, ctx.loss.group

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from megatron_ds.parallel.mesh import Group
 
+ROUTER_VALUES = frozenset({"load_balancing_loss", "z_loss", "dropped", "largest", "load"})
+"""Names of the values that a mixture-of-experts layer records."""
+
 
 class RouterLog:
     """Collects the values of all layers over the micro-batches of a step.
@@ -54,10 +57,14 @@ class RouterLog:
     def record(self, values: dict[str, Tensor]) -> None:
         """Add the values of a layer, which may have only some of the names."""
         if self._is_open:
-            self._counts.update(values.keys())
-            for name, value in values.items():
-                value = value.detach().float()
-                self._totals[name] = self._totals.get(name, torch.zeros_like(value)) + value
+            self.add(values)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add values outside of `recording`, such as a micro-batch's further losses."""
+        self._counts.update(values.keys())
+        for name, value in values.items():
+            value = value.detach().float()
+            self._totals[name] = self._totals.get(name, torch.zeros_like(value)) + value
 
     def take(self) -> dict[str, Tensor]:
         """The mean of each value over the layers that recorded it and the micro-batches since the
@@ -112,13 +119,15 @@ def router_metrics(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Metrics by name, for `StepResult.extras`.
 
     Args:
-        means: Means over layers and micro-batches, as `RouterLog.take` returns them; empty for a
-            dense model.
+        means: Means over layers and micro-batches, as `RouterLog.take` returns them. Names of no
+            router are names of metrics.
     """
-    if not means:
-        return {}
+    others = {name: mean for name, mean in means.items() if name not in ROUTER_VALUES}
+    if "load" not in means:
+        return others
     load_E = means["load"] * means["load"].numel()
     return {
+        **others,
         "load_balancing_loss": means["load_balancing_loss"],
         "router_z_loss": means["z_loss"],
         "token_drop_rate": means["dropped"],

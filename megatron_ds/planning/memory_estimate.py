@@ -372,7 +372,8 @@ class _Sizes:
         is_summed_in_fp32 = logits > most or self.config.precision.name == "fp16"
         gradient = table * (FP32 if is_summed_in_fp32 else element)
         logits = min(logits, most)
-        if not self.inputs.on_cpu:
-            logits += logits // element * FP32  # the softmax before rounding
+        # The softmax before rounding, and the derivative of the bound of logits.
+        copies = (not self.inputs.on_cpu) + (self.model.final_logit_softcapping is not None)
+        logits += logits // element * FP32 * copies
         # The gradient is scaled in fp32: a copy, the product and the rounded result.
         return gradient, logits, table * (FP32 if element == FP32 else 2 * FP32 + element)

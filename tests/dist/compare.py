@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_ds.engine.norms import NORMS, ZEROS, layer_of
+from megatron_ds.model.output_layer import Z_LOSS
 from tests.dist.reference import Run, Tensors
 
 RELATIVE = 1e-5
@@ -85,6 +86,10 @@ def _differences(run: Run, reference: Run, relative: float, steps: int) -> list[
         for step, (value, expected) in enumerate(pairs):
             if value is None or not abs(value - expected) <= relative * abs(expected):
                 found.append(f"{kind}[{step}] {value} instead of {expected}")
+    for step, (reported, expected) in enumerate(zip(run.routing, reference.routing, strict=False)):
+        values = reported.get(Z_LOSS, 0.0), expected.get(Z_LOSS, 0.0)
+        if step < steps and not abs(values[0] - values[1]) <= relative * abs(values[1]):
+            found.append(f"z-losses[{step}] {values[0]} instead of {values[1]}")
     for kind in ("gradients", "weights"):
         last = steps + 1 if kind == "weights" else steps
         pairs = zip(getattr(run, kind)[:last], getattr(reference, kind), strict=False)

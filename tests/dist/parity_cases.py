@@ -77,6 +77,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "none",
         "untie_embeddings_and_output_weights": True,
         "normalization": "RMSNorm",
+        "z_loss_coeff": 0.05,
+        "final_logit_softcapping": 2.0,
     },
 }
 

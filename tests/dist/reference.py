@@ -213,8 +213,9 @@ def evaluate_reference(
 
 def _mean_loss(model: GPTModel, tokens: torch.Tensor, config: Config) -> torch.Tensor:
     mask = tokens[:, :-1] != EOD if config.data.eod_mask_loss else None
-    loss: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:], mask).mean()
-    return loss
+    loss, extras = model(tokens[:, :-1], tokens[:, 1:], mask).weighted(None)
+    model.router_log.add(extras)
+    return loss  # type: ignore[no-any-return]
 
 
 class Lion(torch.optim.Optimizer):

@@ -52,6 +52,8 @@ DEFAULTS = {
     "moe_token_drop_policy": "probs",
     "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": 0.0,
+    "final_logit_softcapping": None,
+    "z_loss_coeff": 0.0,
     "reset_position_ids": False,
     "reset_attention_mask": False,
     "eod_mask_loss": False,
@@ -157,6 +159,8 @@ class Loss:
 
     total: Tensor
     """Sum over the counted tokens."""
+    z_total: Tensor
+    """Sum of their z-losses, with the coefficient."""
     tokens: int
     auxiliary: Tensor
     """With the coefficients."""
@@ -267,5 +271,6 @@ def loss_of(
     losses = logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     counted = ~ends if config.eod_mask_loss else torch.ones_like(ends)
     total = (losses * counted).sum()
+    z_total = config.z_loss_coeff * (logits.logsumexp(-1).square() * counted).sum()
     routing = experts.auxiliary, experts.gap, experts.dropped, experts.assignments
-    return Loss(total, int(counted.sum()), *routing)
+    return Loss(total, z_total, int(counted.sum()), *routing)

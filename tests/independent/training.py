@@ -7,6 +7,7 @@ distributes them must not matter.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -97,11 +98,13 @@ class AdamW:
             weight.sub_(lr * mean / (root + self._eps))
 
 
-def mean_loss(options: Options, parts: Sequence[Loss]) -> Tensor:
-    """Over the micro-batches, or over all counted tokens."""
+def mean_loss(options: Options, parts: Sequence[Loss], name: str = "total") -> Tensor:
+    """Over the micro-batches, or over all counted tokens; of another sum by its name."""
+    sums = [getattr(part, name) for part in parts]
     if complete(options).calculate_per_token_loss:
-        return sum_of(part.total for part in parts) / sum(part.tokens for part in parts)
-    return sum_of(part.total / max(part.tokens, 1) for part in parts) / len(parts)
+        return sum_of(sums) / sum(part.tokens for part in parts)
+    counts = [max(part.tokens, 1) for part in parts]
+    return sum_of(map(operator.truediv, sums, counts)) / len(parts)
 
 
 def sum_of(values: Iterable[Tensor]) -> Tensor:
@@ -137,6 +140,7 @@ def train(
         ]
         loss = mean_loss(options, parts)
         auxiliary = sum_of(part.auxiliary for part in parts) / len(parts)
+        auxiliary = auxiliary + mean_loss(options, parts, "z_total")
         found = torch.autograd.grad(loss + auxiliary, list(weights.values()), allow_unused=True)
         gradients = {
             name: torch.zeros_like(weights[name]) if gradient is None else gradient

@@ -38,6 +38,18 @@ class VocabularyConfig:
         "run of Megatron includes its padding (default: the vocabulary; when such a run is "
         "continued, the rows of its checkpoint)"
     )
+    final_logit_softcapping: float | None = option_field(
+        None,
+        "bound of the logits, CAP x tanh(logit / CAP) (default: no bound)",
+        above=0,
+        metavar="CAP",
+    )
+    z_loss_coeff: float = option_field(
+        0.0,
+        "coefficient of the z-loss, the squared logarithm of the softmax's denominator of each "
+        "token; the logged loss is without it",
+        minimum=0,
+    )
 
     @property
     def softmax_rows(self) -> int:

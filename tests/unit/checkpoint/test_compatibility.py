@@ -56,6 +56,7 @@ MODEL: dict[str, tuple[Any, dict[str, Any]]] = {
     "add_qkv_bias": (True, {"add_bias_linear": False}),
     "embed_layernorm": (True, {}),
     "softmax_vocab_size": (1000, {}),
+    "final_logit_softcapping": (30.0, {}),
 }
 """By field: another value, and the values of other fields with which it has an effect."""
 EXPERTS = MoEConfig(num_experts=(4,))

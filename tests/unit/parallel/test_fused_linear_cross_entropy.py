@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron_ds.parallel import chunks, fused_linear_cross_entropy
 from megatron_ds.parallel.fused_linear_cross_entropy import (
     LossKernels,
+    LossTerms,
     chunk_rows,
     fusible_softmax_,
     linear_cross_entropy,
@@ -69,7 +70,7 @@ def test_loss_and_gradients_equal_those_of_separate_layers(
     monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(fused_linear_cross_entropy, "CACHED_LOGITS", 3 * VOCAB)
     expected, grad_x, grad_weight = reference(x, weight, labels, weights)
-    loss = linear_cross_entropy(
+    loss, _ = linear_cross_entropy(
         x, weight, labels, weights, vocab_size=VOCAB, group=GROUP, kernels=kernels
     )
     assert loss.dtype == torch.float32
@@ -82,11 +83,46 @@ def test_loss_and_gradients_equal_those_of_separate_layers(
     assert weight.grad[VOCAB:].eq(0.0).all()
 
 
+@claim("precision", "the z-loss and the bound of logits have the values and gradients of fp64")
+@pytest.mark.parametrize("kernels", [LossKernels(), FUSIBLE], ids=["eager", "fusible"])
+@pytest.mark.parametrize("terms", [LossTerms(0.3), LossTerms(0.0, 2.0), LossTerms(0.3, 2.0)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)]
+)
+def test_further_terms_have_the_gradients_of_separate_layers(
+    dtype: torch.dtype,
+    limit: float,
+    terms: LossTerms,
+    kernels: LossKernels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, weight, labels, weights = inputs(dtype)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 7 * PADDED * dtype.itemsize)
+    one_x, one_weight = (one.detach().double().requires_grad_() for one in (x, weight))
+    logits = one_x @ one_weight[:VOCAB].t()
+    if terms.softcap is not None:
+        logits = terms.softcap * torch.tanh(logits / terms.softcap)
+    expected = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
+    expected_z = (logits.logsumexp(dim=-1) ** 2 * weights).sum()
+    (expected + terms.z_loss_coeff * expected_z).backward()
+    loss, z_loss = linear_cross_entropy(
+        *(x, weight, labels, weights), vocab_size=VOCAB, group=GROUP, kernels=kernels, terms=terms
+    )
+    loss.backward()
+    assert relative_error(loss.detach(), expected.detach()) < limit
+    assert (z_loss is None) == (terms.z_loss_coeff == 0)
+    if z_loss is not None:
+        assert not z_loss.requires_grad
+        assert relative_error(z_loss, expected_z.detach()) < limit
+    assert relative_error(x.grad, one_x.grad) < limit
+    assert relative_error(weight.grad, one_weight.grad) < limit
+
+
 def test_evaluation_has_the_same_loss_and_no_graph() -> None:
     x, weight, labels, weights = inputs(torch.float32)
-    training = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    training, _ = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
     with torch.no_grad():
-        loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+        loss, _ = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
     assert torch.equal(loss, training.detach())
     assert not loss.requires_grad
 
@@ -101,7 +137,7 @@ def test_a_custom_loss_has_the_gradients_of_autograd(monkeypatch: pytest.MonkeyP
     one_x, one_weight = (one.detach().double().requires_grad_() for one in (x, weight))
     expected = (z_loss(one_x @ one_weight[:VOCAB].t(), labels) * weights).sum()
     expected.backward()
-    loss = linear_cross_entropy(
+    loss, _ = linear_cross_entropy(
         x, weight, labels, weights, vocab_size=VOCAB, group=GROUP, function=z_loss
     )
     loss.backward()
@@ -121,7 +157,7 @@ def test_fp16_gradients_are_scaled_in_fp32() -> None:
     """Division by many tokens and multiplication by the loss scale would underflow in fp16."""
     x, weight, labels, weights = inputs(torch.float16)
     _, grad_x, _ = reference(x, weight, labels, weights)
-    loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+    loss, _ = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
     (loss / 1e7 * 2.0**16).backward()
     assert relative_error(x.grad, grad_x / 1e7 * 2.0**16) < 2e-3
 
@@ -134,7 +170,7 @@ def test_the_factor_of_the_loss_is_multiplied_in_fp32(dtype: torch.dtype) -> Non
     def gradients(factor: float) -> list[torch.Tensor]:
         x, weight, labels, weights = inputs(dtype)
         weights = weights / 2**10
-        loss = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
+        loss, _ = linear_cross_entropy(x, weight, labels, weights, vocab_size=VOCAB, group=GROUP)
         return [grad.double() for grad in torch.autograd.grad(loss * factor, (x, weight))]
 
     for scaled, plain in zip(gradients(factor), gradients(1.0), strict=True):
@@ -147,7 +183,7 @@ def test_the_factor_of_the_loss_is_multiplied_in_fp32(dtype: torch.dtype) -> Non
 def test_extreme_logits_stay_finite(kernels: LossKernels) -> None:
     x, weight, labels, weights = inputs(torch.float32)
     huge = (x * 1e3).detach().requires_grad_()
-    loss = linear_cross_entropy(
+    loss, _ = linear_cross_entropy(
         huge, weight, labels, None, vocab_size=VOCAB, group=GROUP, kernels=kernels
     )
     loss.backward()
@@ -204,7 +240,9 @@ def test_logits_of_a_chunk_exist_at_a_time_and_few_of_them_in_fp32(
     group = Group(tuple(range(ranks)), 0, None)
 
     with TensorSizes(chunk * vocab) as sizes, torch.set_grad_enabled(with_gradients):
-        loss = linear_cross_entropy(x, weight, labels, None, vocab_size=ranks * vocab, group=group)
+        loss, _ = linear_cross_entropy(
+            x, weight, labels, None, vocab_size=ranks * vocab, group=group
+        )
         if with_gradients:
             loss.backward()
 
@@ -241,7 +279,7 @@ def test_label_gradient_is_rounded_once(probability: float) -> None:
     logit = torch.tensor(probability / (1 - probability) * (vocab - 1)).log()
     x = F.pad(logit.view(1, 1), (0, vocab - 1)).bfloat16().requires_grad_()
     label = torch.tensor([0])
-    linear_cross_entropy(x, weight, label, None, vocab_size=vocab, group=GROUP).backward()
+    linear_cross_entropy(x, weight, label, None, vocab_size=vocab, group=GROUP)[0].backward()
     exact = x.detach().double().softmax(dim=-1) - F.one_hot(label, vocab)
     assert relative_error(x.grad, exact) < 2**-7
 
@@ -252,7 +290,7 @@ def test_fp16_gradient_of_many_tokens_does_not_overflow() -> None:
     x = torch.full((tokens, 8), 8.0, dtype=torch.float16)
     weight = torch.zeros((8, 8), dtype=torch.float16, requires_grad=True)
     labels = torch.zeros(tokens, dtype=torch.int64)
-    loss = linear_cross_entropy(x, weight, labels, None, vocab_size=8, group=GROUP)
+    loss, _ = linear_cross_entropy(x, weight, labels, None, vocab_size=8, group=GROUP)
     (loss / tokens).backward()
     torch.testing.assert_close(weight.grad[0], torch.full((8,), -7.0, dtype=torch.float16))
 
