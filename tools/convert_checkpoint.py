@@ -29,6 +29,7 @@ from megatron_ds.config.options.checkpoint import (
     split_location,
 )
 from megatron_ds.config.problems import Problem, renaming_fields
+from megatron_ds.launch.output import print_error
 
 MEGATRON_FORMATS = ("megatron", "torch_dist")
 MEGATRON = when(target_format=MEGATRON_FORMATS)
@@ -314,14 +315,11 @@ def convert_checkpoint(options: Options) -> None:
         from megatron_ds.conversion.source import ReadOptions, WriteOptions
         from megatron_ds.loading.locations import staged_location
 
-    def warn(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
     start = time.perf_counter()
-    location = staged_location(options.load, options.checkpoint_staging_dir, warn)
+    location = staged_location(options.load, options.checkpoint_staging_dir, print_error)
     name, folder = dataclasses.replace(options, load=location).source
     has_states = options.optimizer_states and options.target_format in MEGATRON_FORMATS
-    reading = ReadOptions(warn, optimizer=has_states, masters=options.dtype == "fp32")
+    reading = ReadOptions(print_error, optimizer=has_states, masters=options.dtype == "fp32")
     source = registry.open_source(folder, name, reading)
     if has_states:
         source = with_training(source)
@@ -341,7 +339,7 @@ def convert_checkpoint(options: Options) -> None:
     seconds = max(time.perf_counter() - start, 1e-9)
     tokenizer = source.settings.tokenizer_config
     if options.target_format == "hf" and not hf_tokenizer.can_be_exported(tokenizer):
-        warn("WARNING: " + Problem("hf-tokenizer-not-exported", folder=target).render())
+        print_error("WARNING: " + Problem("hf-tokenizer-not-exported", folder=target).render())
     print(
         f"{source.format} to {options.target_format}: {tensors.count} tensors, "
         f"{total / 1e6:.1f} MB in {seconds:.1f} s ({total / 1e6 / seconds:.1f} MB/s)"

@@ -30,6 +30,7 @@ from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.optimizers.adam_kernels import available_on, only_torch
 from megatron_ds.launch import device
+from megatron_ds.launch.output import columns
 from megatron_ds.tokenizer import build_tokenizer
 
 PROGRAM = "ds_config.py"
@@ -132,10 +133,8 @@ class Migrate:
 def generate(options: Generate, training: Sequence[str]) -> None:
     config, generated = _generated(training, options.world_size)
     print(json.dumps(generated, indent=2))
-    rows = value_origins(config)
-    width = max((len(key) for key in rows), default=0)
-    for key, source in rows.items():
-        print(f"{key:<{width}}  {source}", file=sys.stderr)
+    for line in columns(value_origins(config).items()):
+        print(line, file=sys.stderr)
 
 
 def explain_keys(options: Explain, training: Sequence[str]) -> None:
@@ -264,10 +263,8 @@ def _print_table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> No
             table.add_row(*map(Text, row))
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in (titles, *rows) if rows else ():
-        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    for line in columns([titles, *rows]) if rows else ():
+        print(line)
 
 
 def main(argv: Sequence[str]) -> int:

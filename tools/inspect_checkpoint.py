@@ -10,6 +10,7 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -24,6 +25,7 @@ from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.options.checkpoint import split_location
 from megatron_ds.config.problems import Problem, counted
+from megatron_ds.launch.output import columns, print_error
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from megatron_ds.conversion.inspect.compare import Comparison, TensorDifference
@@ -88,15 +90,15 @@ class Inspection:
         options = self._options
         name, folder = _location(options.path)
         if options.verify:
-            self._verified(verify(folder, name, _warn))
+            self._verified(verify(folder, name, print_error))
             if not self.good:
                 return  # a damaged checkpoint cannot be described
-        opened = inspection.open_checkpoint(folder, name, _warn)
+        opened = inspection.open_checkpoint(folder, name, print_error)
         if options.other is None:
             self._describe(opened)
             return
         other_name, other_folder = _location(options.other)
-        other = inspection.open_checkpoint(other_folder, other_name, _warn)
+        other = inspection.open_checkpoint(other_folder, other_name, print_error)
         total = sum(
             tensor.nbytes
             for summary in (opened, other)
@@ -139,9 +141,9 @@ class Inspection:
         self._print(*_groups(opened))
         self._print(*_tensor_lines(opened, every=self._options.tensors))
         files = opened.files
-        width = max(map(len, files), default=0)
         self._print("", f"files: {len(files)}, {_size(sum(files.values()))}")
-        self._print(*(f"  {name:{width}}  {_size(size):>10}" for name, size in files.items()))
+        rows = [("", name, f"{_size(size):>10}") for name, size in files.items()]
+        self._print(*columns(rows))
 
     def _print(self, *lines: str) -> None:
         if not self._options.json:
@@ -153,10 +155,6 @@ def _location(text: str) -> tuple[str, Path]:
     """Format and folder of an argument."""
     name, folder = split_location(text)
     return name, Path(folder)
-
-
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _printable(text: str) -> str:
@@ -250,25 +248,18 @@ def _tensor_lines(opened: CheckpointSummary, *, every: bool) -> Iterator[str]:
         key = (shown, str(list(tensor.shape)), _dtype(tensor), opened.shards.get(name, ""))
         rows.setdefault(key, []).extend([] if match is None else [int(match[1])])
     cells = [
-        (key[0].replace("layers.*.", f"layers.{_ranges(layers)}."), *key[1:])
+        ("", key[0].replace("layers.*.", f"layers.{_ranges(layers)}."), *key[1:])
         for key, layers in rows.items()
     ]
-    yield from ("", "weights:")
-    widths = [max((len(row[column]) for row in cells), default=0) for column in range(3)]
-    for row in cells:
-        padded = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)]
-        yield f"  {'  '.join([*padded, row[3]])}".rstrip()
+    yield from ("", "weights:", *columns(cells))
 
 
 def _ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers in short: 0-3,5."""
-    parts: list[list[int]] = []
-    for value in sorted(numbers):
-        if parts and parts[-1][1] == value - 1:
-            parts[-1][1] = value
-        else:
-            parts.append([value, value])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+    # Numbers that follow each other have equal differences from their places in the list.
+    groups = itertools.groupby(enumerate(sorted(numbers)), lambda item: item[1] - item[0])
+    parts = [[value for _, value in group] for _, group in groups]
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def _comparison_lines(result: Comparison) -> Iterator[str]:
@@ -316,7 +307,6 @@ def _size(nbytes: int) -> str:
 
 
 def work(options: Options) -> int:
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     inspection = Inspection(options)
     inspection.run()
     if options.json:

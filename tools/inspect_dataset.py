@@ -225,7 +225,6 @@ class Inspection:
 
 
 def work(options: Options) -> int:
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     inspection = Inspection(options)
     inspection.run()
     if options.json:

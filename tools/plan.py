@@ -8,7 +8,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.cli import arguments
 from megatron_ds.config import Config
-from megatron_ds.config.checks import folder_problems
+from megatron_ds.config.checks import drawing_problems, folder_problems
 from megatron_ds.config.devices import HOST
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
@@ -110,15 +109,9 @@ class Options:
         except (OSError, ValueError) as error:
             names = ", ".join(sorted(RATES))
             yield Problem("rates-unreadable", "rates", path=self.rates, error=error, names=names)
-        if self.plot is None:
-            return
-        if not self.plot.lower().endswith(PICTURES):
-            suffixes = " ".join(PICTURES)
-            problem = Problem("plot-suffix", output=self.plot, suffixes=suffixes)
-            yield problem.about(output="plot")
-        elif importlib.util.find_spec("matplotlib") is None:
-            yield Problem("plot-needs-matplotlib", output=self.plot).about(output="plot")
-        yield from folder_problems("plot", str(Path(self.plot).parent))
+        if self.plot is not None:
+            yield from drawing_problems("plot", self.plot, PICTURES)
+            yield from folder_problems("plot", str(Path(self.plot).parent))
 
     def _rates(self) -> dict[str, float]:
         """The content of the file.

@@ -8,13 +8,12 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start_tool
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ds import cli
-from megatron_ds.config.checks import output_problems
+from megatron_ds.config.checks import drawing_problems, output_problems
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.reports.charts import loss_chart
@@ -48,10 +47,7 @@ class Options:
     def problems(self) -> Iterator[Problem]:
         yield from run_problems("runs", self.runs)
         yield from output_problems("output", self.output)
-        if not self.output.lower().endswith(SUFFIXES):
-            yield Problem("plot-suffix", output=self.output, suffixes=" ".join(SUFFIXES))
-        elif importlib.util.find_spec("matplotlib") is None:
-            yield Problem("plot-needs-matplotlib", output=self.output)
+        yield from drawing_problems("output", self.output, SUFFIXES)
 
 
 def work(options: Options) -> None:

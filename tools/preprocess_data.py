@@ -11,8 +11,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import errno
-import io
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -165,16 +163,16 @@ def work(options: Options) -> None:
     start = time.perf_counter()
     splitter = options.sentences.splitter()
     if splitter is not None:
-        log(f"sentences are split by {splitter}")
+        output.print_error(f"sentences are split by {splitter}")
     if not options.run.append_eod:
-        log(f"WARNING: {Problem('append-eod-missing').render()}")
+        output.print_error(f"WARNING: {Problem('append-eod-missing').render()}")
     environment.limit_tokenizer_threads()  # the workers are the parallelism
     tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
     if tokenizer.adds_bos and not options.run.prepend_bos:
-        log(f"WARNING: {Problem('prepend-bos-missing', bos=tokenizer.bos).render()}")
+        output.print_error(f"WARNING: {Problem('prepend-bos-missing', bos=tokenizer.bos).render()}")
     backend = select_backend(tokenizer, options.tokenizer_backend)
     if backend.reason:
-        log(f"encoding is slower than it could be: {backend.reason}")
+        output.print_error(f"encoding is slower than it could be: {backend.reason}")
     settings = options.preprocess_options(splitter)
     total = None if options.shards.is_used else settings.inputs.total_bytes()
     with progress("tokenizing", total, options.log_interval) as update:
@@ -195,8 +193,6 @@ def work(options: Options) -> None:
             raise
     if done is None:
         return  # other shards are missing
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be text
     with output.ignore_broken_pipe():
         print(*final_report(done, settings, time.perf_counter() - start, backend.library), sep="\n")
     raise_if_any(
@@ -214,7 +210,7 @@ def run(
     """Preprocess in this process, or by shards. None if other processes have to complete them."""
     shards, part = options.shards, options.shards.part
     if not shards.is_used:
-        return preprocess(settings, tokenizer, report, log)
+        return preprocess(settings, tokenizer, report, output.print_error)
     from megatron_ds.launch.ranks import ray_cluster
     from megatron_ds.preprocess import sharded
     from megatron_ds.preprocess.shard_files import settle_count
@@ -224,16 +220,14 @@ def run(
             ray_cluster.exit_with_task()
         settings = dataclasses.replace(settings, shard=Shard(*part))
         merges = shards.merges
-        return sharded.preprocess_shard(settings, tokenizer, report, log, merges=merges)
+        return sharded.preprocess_shard(
+            settings, tokenizer, report, output.print_error, merges=merges
+        )
     prefix = settings.output_prefix
-    with connect_ray(shards, __file__, settings.workers, log) as ray:
+    with connect_ray(shards, __file__, settings.workers, output.print_error) as ray:
         count = settle_count(prefix, shards.num_shards, ray.count)
         all_shards = sharded.ShardedRun(settings, tokenizer, count)
-        return all_shards.complete(ray.run, log, restart=settings.overwrite)
-
-
-def log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        return all_shards.complete(ray.run, output.print_error, restart=settings.overwrite)
 
 
 main = cli.program(Options, work)

@@ -9,13 +9,12 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start_tool
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ds import cli
-from megatron_ds.config.checks import folder_problems, output_problems
+from megatron_ds.config.checks import drawing_problems, folder_problems, output_problems
 from megatron_ds.config.fields import exclusive_problem, option_field
 from megatron_ds.config.problems import Problem
 from megatron_ds.planning.hardware import HARDWARE
@@ -49,10 +48,7 @@ class Options:
         yield from folder_problems("png", self.png)
         if None not in (self.hardware, self.peak_tflops):
             yield exclusive_problem("peak_tflops", "hardware")
-        if not self.output.lower().endswith(SUFFIXES):
-            yield Problem("plot-suffix", output=self.output, suffixes=" ".join(SUFFIXES))
-        if importlib.util.find_spec("matplotlib") is None:
-            yield Problem("plot-needs-matplotlib", output=self.output)
+        yield from drawing_problems("output", self.output, SUFFIXES)
 
 
 def work(options: Options) -> None:

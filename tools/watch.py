@@ -9,8 +9,6 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start_tool
 
-import io
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,8 +50,6 @@ def work(options: Options) -> None:
     from megatron_ds.reports.live import Follower, frame
     from megatron_ds.reports.tables import status
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack the dots of the curves
     console, follower = Console(highlight=False), Follower(Path(options.run))
     (name,) = names_of([options.run])
     has_dots = "utf" in console.encoding.lower()

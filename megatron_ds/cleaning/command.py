@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from megatron_ds.config import TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, collect, counted
 from megatron_ds.launch import environment
+from megatron_ds.launch.output import print_error
 from megatron_ds.preprocess.documents.inputs import (
     COMPRESSIONS,
     OUTPUT_SUFFIXES,
@@ -170,16 +170,12 @@ def _clean_shards(
         if not shards.merges:
             ray_cluster.exit_with_task()
         shard, merges = Shard(*part), shards.merges
-        return sharded.clean_shard(options, shard, report, log, merges=merges)
+        return sharded.clean_shard(options, shard, report, print_error, merges=merges)
     program = inspect.getfile(type(command))
-    with connect_ray(shards, program, options.workers, log) as ray:
+    with connect_ray(shards, program, options.workers, print_error) as ray:
         count = settle_count(options.output, shards.num_shards, ray.count)
         merged = functools.partial(_report, update)
-        return sharded.ShardedCleaning(options, count).complete(ray.run, log, merged)
-
-
-def log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        return sharded.ShardedCleaning(options, count).complete(ray.run, print_error, merged)
 
 
 def clean_and_report(

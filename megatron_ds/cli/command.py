@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -100,6 +101,8 @@ def run(
     """
     program_start.finish()
     table = table_of(options)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may not be text
     with output.plain_warnings(lambda text: render(text, table)):
         try:
             result = work(parse(options, argv, unknown=unknown)) or 0

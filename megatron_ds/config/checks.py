@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -92,6 +93,18 @@ def output_problems(field: str, path: str) -> Iterator[Problem]:
         yield Problem("samples-folder-missing", field, path=path)
     elif not os.access(folder, os.W_OK | os.X_OK) and not is_special_file(path):
         yield Problem("folder-not-writable", field, path=path, existing=folder)
+
+
+def drawing_problems(field: str, path: str, suffixes: tuple[str, ...]) -> Iterator[Problem]:
+    """Check that a file of a chart has one of some suffixes, and that charts can be drawn.
+
+    Args:
+        field: Name of the option field that holds the path.
+    """
+    if not path.lower().endswith(suffixes):
+        yield Problem("plot-suffix", field, path=path, suffixes=" ".join(suffixes))
+    elif importlib.util.find_spec("matplotlib") is None:
+        yield Problem("plot-needs-matplotlib", field, path=path)
 
 
 def is_special_file(path: str) -> bool:

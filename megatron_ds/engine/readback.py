@@ -28,6 +28,7 @@ from megatron_ds.engine.protocol import (
     LossScaleSettings,
     StateBytes,
 )
+from megatron_ds.launch.output import columns
 from megatron_ds.model.spec.architecture import is_matrix, run_spec
 from megatron_ds.model.stages import rank_layers
 
@@ -65,8 +66,7 @@ def check(parts: EngineParts) -> EngineSettings:
             rows.append((name, str(want), " and ".join(map(str, values)) or "nothing"))
     if len(rows) == 1:
         return expected
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    table = "\n".join(f"  {a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+    table = "\n".join(f"  {line}" for line in columns(rows))
     raise user_error("engine-settings-mismatch", table=table)
 
 

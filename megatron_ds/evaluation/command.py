@@ -13,6 +13,7 @@ from megatron_ds.evaluation.tasks import Task, Totals, format_of
 from megatron_ds.inference.cli import loaded_model, log_rank0, open_checkpoint
 from megatron_ds.inference.prompts import replace_text_file
 from megatron_ds.launch import environment
+from megatron_ds.launch.output import columns
 
 if TYPE_CHECKING:
     from megatron_ds.evaluation.scoring import ScoredText, Scorer
@@ -83,9 +84,7 @@ def _lines(figures: Figures) -> str:
         rows = [[name, *row] for name, row in zip(("", *files, "total"), rows, strict=True)]
     else:
         rows = [list(row) for row in zip(*rows, strict=True)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(columns(rows))
 
 
 def _reported(requests: Iterator[ScoredText]) -> Iterator[ScoredText]:

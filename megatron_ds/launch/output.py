@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -135,6 +136,13 @@ def _print(text: str, stream: TextIO) -> None:
             return  # the next line may succeed
         # The reader is gone: Ctrl-C also ends the `tee` of a pipe, and terminals get closed.
         redirect_to_null(stream)
+
+
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table of text."""
+    listed = list(rows)
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*listed, fillvalue="")]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in listed]
 
 
 def write_torchelastic_error_file(text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_ds.config import Config
 from megatron_ds.config.options.schedule import SUFFIXES
 from megatron_ds.config.problems import counted
+from megatron_ds.launch.output import columns
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE
 from megatron_ds.planning.memory_estimate import MemoryEstimate
 from megatron_ds.planning.plan import AXES, Link, Plan, make_plan
@@ -52,7 +53,7 @@ def text(
         "checkpoints": _checkpoints(plan),
         "ranks": _ranks(plan),
     }
-    return first + "\n".join(f"{title}\n{_columns(rows)}" for title, rows in sections.items())
+    return first + "\n".join(f"{title}\n{_indented(rows)}" for title, rows in sections.items())
 
 
 def print_plan(config: Config, world_size: int) -> None:
@@ -76,7 +77,7 @@ def _suggestions(suggestions: Sequence[Suggestion], tokens: float | None) -> str
             rows += [(*speed, f"{plan.memory.peak / GB:.1f}", suggestion.flags)]
             rows += [("", "", "", "", f"  {suggestion.reason}")]
             days += ["" if tokens is None else f"{plan.days(tokens):,.1f}", ""]
-    return _columns(
+    return _indented(
         (*([] if tokens is None else [day]), *row) for day, row in zip(days, rows, strict=True)
     )
 
@@ -298,9 +299,5 @@ def _count(value: float) -> str:
     return f"{value / unit:.3g}{suffix}"
 
 
-def _columns(rows: Iterable[tuple[str, ...]]) -> str:
-    listed = [tuple(row) for row in rows]
-    firsts = itertools.zip_longest(*(row[:-1] for row in listed), fillvalue="")
-    widths = [max(map(len, column)) for column in firsts]
-    lines = ("  ".join([*map(str.ljust, row[:-1], widths), row[-1]]).rstrip() for row in listed)
-    return "".join(f"  {line}\n" for line in lines)
+def _indented(rows: Iterable[tuple[str, ...]]) -> str:
+    return "".join(f"  {line}\n" for line in columns(rows))
