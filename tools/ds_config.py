@@ -9,7 +9,7 @@ if __name__ == "__main__":
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,15 +17,15 @@ from typing import Any, ClassVar
 from megatron_ds import cli
 from megatron_ds.cli import arguments
 from megatron_ds.cli.command import print_warning, table_of
-from megatron_ds.cli.subcommands import Commands, run_command
+from megatron_ds.cli.subcommands import Command, Commands, run_command
 from megatron_ds.config import Config
 from megatron_ds.config.devices import is_host
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, Json
-from megatron_ds.config.problems import Problem, UserError
+from megatron_ds.config.problems import Problem
 from megatron_ds.engine.ds_config import explain
 from megatron_ds.engine.ds_config import migrate as migration
-from megatron_ds.engine.ds_config.file import parse_file, read_file
+from megatron_ds.engine.ds_config.file import parse_file
 from megatron_ds.engine.ds_config.generate import build_ds_config, value_origins
 from megatron_ds.engine.ds_config.merge import merge_file
 from megatron_ds.engine.optimizers.adam_kernels import available_on, only_torch
@@ -43,7 +43,7 @@ UNKNOWN_SHAPE = {
 
 
 @dataclass(frozen=True)
-class Generate:
+class Generate(Command):
     """Prints the complete DeepSpeed JSON of a run's command line.
 
     The JSON goes to the standard output; the origins of its values that are not defaults, and the
@@ -55,12 +55,11 @@ class Generate:
     Accepts all flags of pretrain_gpt.py. The word "generate" may be left out.
     """
 
-    PROGRAM: ClassVar[str] = f"{PROGRAM} generate"
     world_size: int = option_field(1, "number of processes of the run", minimum=1)
 
 
 @dataclass(frozen=True)
-class Explain:
+class Explain(Command):
     """Explains the DeepSpeed JSON of a run's command line, or single keys.
 
     For every key of the JSON: its value, its origin (a flag, a line of a file, a default, or what
@@ -74,7 +73,6 @@ class Explain:
     Accepts all flags of pretrain_gpt.py.
     """
 
-    PROGRAM: ClassVar[str] = f"{PROGRAM} explain"
     keys: tuple[str, ...] = option_field(
         (), "keys or blocks (default: all of the JSON)", nargs="*", metavar="KEY", positional=True
     )
@@ -83,7 +81,7 @@ class Explain:
 
 
 @dataclass(frozen=True)
-class Validate:
+class Validate(Command):
     """Reports all problems of a DeepSpeed file, with their lines.
 
     With the flags of a run also what contradicts them; without, what is wrong for every run. The
@@ -94,7 +92,6 @@ class Validate:
     Accepts all flags of pretrain_gpt.py.
     """
 
-    PROGRAM: ClassVar[str] = f"{PROGRAM} validate"
     FIELD_FLAGS: ClassVar[dict[str, str]] = FILE_FLAGS
     file: str = option_field("", "DeepSpeed file", metavar="FILE", positional=True, required=True)
     world_size: int | None = option_field(
@@ -103,7 +100,7 @@ class Validate:
 
 
 @dataclass(frozen=True)
-class Migrate:
+class Migrate(Command):
     """Rewrites a file for an earlier version of DeepSpeed, 0.5 or later, with the same meaning.
 
     The new file goes to the standard output, the list of changes to the standard error: translated
@@ -113,7 +110,6 @@ class Migrate:
         python tools/ds_config.py migrate old.json --from-version 0.9 > ds.json
     """
 
-    PROGRAM: ClassVar[str] = f"{PROGRAM} migrate"
     FIELD_FLAGS: ClassVar[dict[str, str]] = FILE_FLAGS
     file: str = option_field("", "DeepSpeed file", metavar="FILE", positional=True, required=True)
     from_version: str | None = option_field(
@@ -196,27 +192,12 @@ COMMANDS: Commands = {
 
 def _generated(training: Sequence[str], world_size: int) -> tuple[Config, Json]:
     """The configuration of a command line and its DeepSpeed configuration."""
-    config = arguments.parse(
-        training, world_size=world_size, complete=_merge_existing_file, program=PROGRAM
-    )
+    config = arguments.parse(training, world_size=world_size, complete=merge_file, program=PROGRAM)
     config = _with_vocabulary(config)
     dp_size = config.parallel.data_parallel_size(config.runtime.dry_run or world_size)
     device_type = device.kind()
     is_available = only_torch if is_host(device_type) else available_on(device_type)
     return config, build_ds_config(config, dp_size, device_type, is_available)
-
-
-def _merge_existing_file(
-    config: Config, world_size: int, warn: Callable[[str], None]
-) -> tuple[Config, list[Problem]]:
-    """`merge_file`, which leaves a file that does not exist to the checks of a run."""
-    path = config.deepspeed.deepspeed_config
-    if path is not None and not Path(path).is_file():
-        try:
-            read_file(path)
-        except UserError as error:
-            return config, list(error.problems)
-    return merge_file(config, world_size, warn)
 
 
 def _with_vocabulary(config: Config) -> Config:

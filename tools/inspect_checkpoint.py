@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_ds import cli
+from megatron_ds.cli.inspection import Inspection
 from megatron_ds.cli.progress import tensor_progress
 from megatron_ds.config.fields import option_field
 from megatron_ds.config.options.checkpoint import split_location
-from megatron_ds.config.problems import Problem, counted
+from megatron_ds.config.problems import Problem, counted, sized
 from megatron_ds.launch.output import columns, print_error
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -72,15 +73,15 @@ class Options:
                 yield Problem("checkpoint-folder-missing", field, path=_location(text)[1])
 
 
-class Inspection:
-    """One run: collects its results in `found` for --json, or prints them line by line."""
+class CheckpointInspection(Inspection):
+    """The inspection of a checkpoint."""
 
     def __init__(self, options: Options) -> None:
+        super().__init__(as_json=options.json)
         self._options = options
-        self.found: dict[str, Any] = {}
-        self.good = True
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Inspects, and returns the exit status."""
         # torch takes seconds to import.
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints a warning
             from megatron_ds.conversion.inspect import compare as comparison
@@ -92,11 +93,11 @@ class Inspection:
         if options.verify:
             self._verified(verify(folder, name, print_error))
             if not self.good:
-                return  # a damaged checkpoint cannot be described
+                return self.finish()  # a damaged checkpoint cannot be described
         opened = inspection.open_checkpoint(folder, name, print_error)
         if options.other is None:
             self._describe(opened)
-            return
+            return self.finish()
         other_name, other_folder = _location(options.other)
         other = inspection.open_checkpoint(other_folder, other_name, print_error)
         total = sum(
@@ -113,10 +114,11 @@ class Inspection:
             "is_equal": result.is_equal,
         }
         self.good &= result.is_equal
-        self._print(
+        self.show(
             f"first:  {opened.path} ({opened.format})", f"second: {other.path} ({other.format})"
         )
-        self._print(*_comparison_lines(result))
+        self.show(*_comparison_lines(result))
+        return self.finish()
 
     def _verified(self, results: Sequence[Verification]) -> None:
         self.found["verification"] = [
@@ -133,22 +135,20 @@ class Inspection:
         for result in results:
             for problem in result.problems:
                 print(_printable(f"{result.path}: {problem.render()}"), file=sys.stderr)
-            self._print(_verified_line(result))
+            self.show(_verified_line(result))
 
     def _describe(self, opened: CheckpointSummary) -> None:
         self.found["checkpoint"] = _as_json(opened)
-        self._print(*_summary(opened))
-        self._print(*_groups(opened))
-        self._print(*_tensor_lines(opened, every=self._options.tensors))
+        self.show(*_summary(opened))
+        self.show(*_groups(opened))
+        self.show(*_tensor_lines(opened, every=self._options.tensors))
         files = opened.files
-        self._print("", f"files: {len(files)}, {_size(sum(files.values()))}")
-        rows = [("", name, f"{_size(size):>10}") for name, size in files.items()]
-        self._print(*columns(rows))
+        self.show("", f"files: {len(files)}, {sized(sum(files.values()))}")
+        rows = [("", name, f"{sized(size):>10}") for name, size in files.items()]
+        self.show(*columns(rows))
 
-    def _print(self, *lines: str) -> None:
-        if not self._options.json:
-            for line in lines:
-                print(_printable(line))
+    def show(self, *lines: str) -> None:
+        super().show(*map(_printable, lines))
 
 
 def _location(text: str) -> tuple[str, Path]:
@@ -171,7 +171,7 @@ def _verified_line(result: Verification) -> str:
         how = "have the size and checksum of the manifest"
     else:
         how = "can be read; the format has no checksums of its own"
-    return f"{result.path}: {counted(result.num_files, 'file')}, {_size(result.num_bytes)}, {how}"
+    return f"{result.path}: {counted(result.num_files, 'file')}, {sized(result.num_bytes)}, {how}"
 
 
 def _as_json(opened: CheckpointSummary) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _summary(opened: CheckpointSummary) -> Iterator[str]:
     for key, tensors in opened.tensors.items():
         dtypes = dict.fromkeys(map(_dtype, tensors.values()))
         size = sum(tensor.nbytes for tensor in tensors.values())
-        yield f"  {key}: {counted(len(tensors), 'tensor')}, {', '.join(dtypes)}, {_size(size)}"
+        yield f"  {key}: {counted(len(tensors), 'tensor')}, {', '.join(dtypes)}, {sized(size)}"
     for name, value in opened.scalars.items():
         yield f"  {name.replace('_', ' ')} {value}"
 
@@ -299,22 +299,7 @@ def _dtype(tensor: TensorReader) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _size(nbytes: int) -> str:
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes} B"
-
-
-def work(options: Options) -> int:
-    inspection = Inspection(options)
-    inspection.run()
-    if options.json:
-        print(json.dumps(inspection.found))
-    return 0 if inspection.good else 1
-
-
-main = cli.program(Options, work)
+main = cli.program(Options, lambda options: CheckpointInspection(options).run())
 
 if __name__ == "__main__":
     start_tool.run(main)

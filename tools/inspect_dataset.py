@@ -10,7 +10,6 @@ if __name__ == "__main__":
 
 import dataclasses
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ds import cli
+from megatron_ds.cli.inspection import Inspection
 from megatron_ds.config import DataConfig, TokenizerConfig
 from megatron_ds.config.fields import option_field, option_group
 from megatron_ds.config.problems import Problem, counted, user_error
@@ -115,28 +115,28 @@ class Options:
             yield Problem("samples-without-length")
 
 
-class Inspection:
-    """One run: collects its results in `found` for --json, or prints them line by line."""
+class PairInspection(Inspection):
+    """The inspection of a pair."""
 
     def __init__(self, options: Options) -> None:
+        super().__init__(as_json=options.json)
         self._options = options
         self._tokenizer: Tokenizer | None = None
         if options.has_tokenizer:
             self._tokenizer = build_tokenizer(options.tokenizer, options.vocab_size)
         self._cache = TokenCache(options.object_storage_cache_path)
         self._data = IndexedDataset(options.prefix, self._cache)
-        self.found: dict[str, Any] = {}
-        self.good = True
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Inspects, and returns the exit status."""
         summary = summarize(self._data)
         self.found["summary"] = dataclasses.asdict(summary)
-        self._print(*summary_lines(summary))
+        self.show(*summary_lines(summary))
         splitter = read_sentence_splitter(self._data.prefix, self._data.tokenizer_path)
         if splitter is not None:
             self.found["sentences"] = splitter
             shown = ", ".join(f"{name} {value}" for name, value in splitter.items())
-            self._print(f"  sentences split by: {shown}")
+            self.show(f"  sentences split by: {shown}")
         if self._options.check:
             self._check()
         if self._options.compare:
@@ -146,6 +146,7 @@ class Inspection:
             with tempfile.TemporaryDirectory() as folder:
                 samples = self._samples(self._options.sample.data_cache_path or folder)
                 self._show("sample", wanted, samples.__getitem__, samples.sample_id)
+        return self.finish()
 
     def _check(self) -> None:
         tokenizer = self._tokenizer
@@ -154,10 +155,10 @@ class Inspection:
         self.found["check"] = dataclasses.asdict(done)
         self.good &= not done.problems
         tokens = "none" if done.lowest is None else f"{done.lowest} to {done.highest}"
-        self._print(f"  every offset fits; tokens {tokens}")
-        self._print(f"  sha256 .bin {done.sha256_bin}", f"  sha256 .idx {done.sha256_idx}")
+        self.show(f"  every offset fits; tokens {tokens}")
+        self.show(f"  sha256 .bin {done.sha256_bin}", f"  sha256 .idx {done.sha256_idx}")
         if (ending := done.documents_ending_with_eod) is not None:
-            self._print(f"  documents that end with the EOD token: {ending}")
+            self.show(f"  documents that end with the EOD token: {ending}")
         for problem in done.problems:
             print(f"inspect_dataset.py: {problem}", file=sys.stderr)
 
@@ -167,8 +168,8 @@ class Inspection:
         self.found["difference"] = dataclasses.asdict(difference) | {"dtypes": kinds}
         self.good &= not difference.description
         if kinds[0] != kinds[1]:
-            self._print(f"  tokens are {kinds[0]} here and {kinds[1]} in {other.prefix}")
-        self._print(f"  difference: {difference.description or 'none'}")
+            self.show(f"  tokens are {kinds[0]} here and {kinds[1]} in {other.prefix}")
+        self.show(f"  difference: {difference.description or 'none'}")
         at, token = difference.document, difference.token
         if at is None or token is None:
             return
@@ -177,7 +178,7 @@ class Inspection:
             if at < len(pair.document_index) - 1:
                 part = document(pair, at)[max(0, token - 8) : token + 8]
                 sides[pair.prefix] = self._shown(part.tolist())
-                self._print(f"  {pair.prefix}, around it: {sides[pair.prefix]!r}")
+                self.show(f"  {pair.prefix}, around it: {sides[pair.prefix]!r}")
 
     def _samples(self, cache: str) -> Any:
         args, data = self._options.sample, self._data
@@ -214,25 +215,13 @@ class Inspection:
             if self._tokenizer:
                 entry["text"] = self._tokenizer.decode(ids)
             self.found.setdefault(f"{noun}s", []).append(entry)
-            self._print(f"--- {title}", self._shown(ids))
+            self.show(f"--- {title}", self._shown(ids))
 
     def _shown(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids) if self._tokenizer else " ".join(map(str, ids))
 
-    def _print(self, *lines: str) -> None:
-        if not self._options.json:
-            print(*lines, sep="\n")
 
-
-def work(options: Options) -> int:
-    inspection = Inspection(options)
-    inspection.run()
-    if options.json:
-        print(json.dumps(inspection.found))
-    return 0 if inspection.good else 1
-
-
-main = cli.program(Options, work)
+main = cli.program(Options, lambda options: PairInspection(options).run())
 
 if __name__ == "__main__":
     start_tool.run(main)

@@ -25,17 +25,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron_ds.cli import arguments
 from megatron_ds.cli.command import print_warning, table_of
-from megatron_ds.cli.subcommands import Commands, run_command
+from megatron_ds.cli.subcommands import Command, Commands, run_command
 from megatron_ds.config import Config, yaml_file
 from megatron_ds.config.fields import UNSET_INT, option_field
 from megatron_ds.config.options.checkpoint import is_same_path, is_url
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.launch.exit_codes import ExitCode
-from megatron_ds.reports.history import run_problems
+from megatron_ds.reports.history import RecordFile, run_problems
 from megatron_ds.reports.live import Follower, frame
 from megatron_ds.training.run import complete_settings
 
@@ -70,7 +70,7 @@ SBATCH_SET = {
 
 
 @dataclass(frozen=True)
-class Submit:
+class Submit(Command):
     """Writes RUN/slurm.sbatch, and submits it: a job that trains until the run is complete.
 
     Before its time limit the run saves, and the job is queued again; so it is after the loss of a
@@ -84,7 +84,6 @@ class Submit:
     from RUN/config.yaml. `sbatch RUN/slurm.sbatch` submits the job again.
     """
 
-    PROGRAM: ClassVar[str] = f"{PROGRAM} submit"
     run: str = option_field(
         "", "--save folder of the run", metavar="RUN", positional=True, required=True
     )
@@ -142,10 +141,9 @@ class Submit:
 
 
 @dataclass(frozen=True)
-class Status:
+class Status(Command):
     """Shows the job of a run, how its attempts have ended, and the progress of the run."""
 
-    PROGRAM: ClassVar[str] = f"{PROGRAM} status"
     run: str = option_field(
         "", "--save folder of the run", metavar="RUN", positional=True, required=True
     )
@@ -158,18 +156,16 @@ class Status:
 class Tail(Status):
     """Follows the output of a run's job until the job or Ctrl-C ends it."""
 
-    PROGRAM: ClassVar[str] = f"{PROGRAM} tail"
     lines: int = option_field(20, "number of lines to begin with", minimum=0)
 
 
 @dataclass(frozen=True)
-class Restart:
+class Restart(Command):
     """Queues a job again, if its run is to continue; the job's file calls it when the run ends.
 
     Accepts all flags of the run. The exit status is the run's.
     """
 
-    PROGRAM: ClassVar[str] = f"{PROGRAM} restart"
     status: int = option_field(
         0, "exit status of the run", metavar="STATUS", positional=True, required=True
     )
@@ -449,12 +445,9 @@ def _record(run: Path, **values: Any) -> None:
 
 
 def _records(run: Path) -> list[dict[str, Any]]:
-    path = run / RECORD
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    records = []
-    for line in text.splitlines():
-        with suppress(ValueError):
-            records.append(json.loads(line))
+    records: list[dict[str, Any]] = []
+    with suppress(FileNotFoundError):
+        RecordFile(run / RECORD, records.append, records.clear, skip_damaged=True).read()
     return records
 
 

@@ -20,7 +20,7 @@ from megatron_ds.cleaning.pipeline import OUTPUT, chunks
 from megatron_ds.cleaning.stages import Document
 from megatron_ds.config.checks import folder_problems, replaced_file_problems
 from megatron_ds.config.fields import option_field, option_group
-from megatron_ds.config.problems import PROBLEMS_SHOWN, Problem, user_error
+from megatron_ds.config.problems import PROBLEMS_SHOWN, Problem, counted, user_error
 from megatron_ds.fileio.resumable import ResumableOutput, pack_record, read_records
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import RawDocument
@@ -84,6 +84,14 @@ class DuplicateOptions:
                 yield from spec.resume_problems()
         yield from folder_problems("output", os.path.dirname(self.output) or ".")
         yield from replaced_file_problems("output", self.output)
+
+    def run(self) -> None:
+        """Lists the duplicates, and prints the results."""
+        counts = find_duplicates(self)
+        print(f"{counts['duplicates']:,} of {counts['documents']:,} documents are duplicates")
+        if counts["rejected"]:
+            print(f"rejected: {counted(counts['rejected'], 'line', ',')}")
+        print(f"wrote {self.output}")
 
 
 class SignedDocument(NamedTuple):

@@ -70,6 +70,15 @@ class UrlListOptions:
         if os.path.realpath(self.output) in map(os.path.realpath, self.url_blacklist):
             yield Problem("url-list-is-blacklist", settings=self)
 
+    def run(self) -> None:
+        """Filters the lists, and prints the results."""
+        counts = filter_urls(self)
+        kept = counts.pop(KEPT, 0)
+        print(f"kept {kept:,} of {kept + counts.total():,} addresses")
+        if counts:
+            print("dropped " + ", ".join(f"{count:,} {why}" for why, count in counts.most_common()))
+        print(f"wrote {self.output}")
+
 
 def filter_urls(options: UrlListOptions) -> Counter[str]:
     """Write the kept addresses.

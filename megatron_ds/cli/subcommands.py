@@ -6,13 +6,25 @@ Owns the choice of the command; how each is run is in `command.py`. Knows no tor
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from megatron_ds.cli.command import HELP, fail, run, table_of
 from megatron_ds.config.problems import Problem, UserError
 from megatron_ds.launch.exit_codes import ExitCode
+
+
+class Command:
+    """Base of the options of a command, which is called like the class."""
+
+    PROGRAM: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.PROGRAM = f"{Path(inspect.getfile(cls)).name} {cls.__name__.lower()}"
+
 
 Commands = Mapping[str, tuple[type, Callable[[Any, Sequence[str]], int | None]]]
 """By name the options of a command, and its work, which gets them and the flags of

@@ -20,6 +20,7 @@ from typing import Any
 PACKAGE = Path(__file__).parents[1]
 PROBLEMS_SHOWN = 20
 """Problems of the same kind that are listed at once; further ones are counted."""
+SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "bytes"))
 MARKER = re.compile("\x02([a-z0-9_]+)\x03")
 
 
@@ -62,6 +63,14 @@ def counted(number: int, noun: str, form: str = "") -> str:
         form: Format of the number, such as `,`.
     """
     return f"{number:{form}} {noun if number == 1 else plural(noun)}"
+
+
+def sized(num_bytes: float) -> str:
+    """A number of bytes in short: `1.23 GB`."""
+    number, unit = next(
+        (num_bytes / scale, unit) for scale, unit in SIZES if abs(num_bytes) >= scale or scale == 1
+    )
+    return f"{number:,.3g} {unit}" if abs(number) < 1000 else f"{number:,.0f} {unit}"
 
 
 class _Formatter(string.Formatter):

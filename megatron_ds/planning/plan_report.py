@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.options.schedule import SUFFIXES
-from megatron_ds.config.problems import counted
+from megatron_ds.config.problems import counted, sized
 from megatron_ds.launch.output import columns
 from megatron_ds.planning.hardware import DEFAULT, HARDWARE
 from megatron_ds.planning.memory_estimate import MemoryEstimate
@@ -20,7 +20,6 @@ from megatron_ds.tokenizer import build_tokenizer
 
 GB = 1e9
 AXIS_NAMES = {"pp": "pipeline", "dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"), (1, "bytes"))
 MANY_RANKS = 512
 """Ranks above which the page names the latency of ZeRO 3."""
 SHOWN_LAYOUTS = 5
@@ -229,18 +228,18 @@ def _memory(plan: Plan) -> Iterator[tuple[str, ...]]:
     memory = plan.memory
     for name, size in (memory.device | memory.temporary).items():
         if size:
-            yield name, _bytes(size)
+            yield name, sized(size)
     free = plan.hardware.memory - memory.peak
-    fits = f"{_bytes(free)} free" if free >= 0 else f"{_bytes(-free)} too much"
+    fits = f"{sized(free)} free" if free >= 0 else f"{sized(-free)} too much"
     if 0 <= free < (1 - MARGIN) * plan.hardware.memory:
         fits += f", less than the {1 - MARGIN:.0%} that libraries and fragmentation need"
     yield (
         "peak",
-        f"{_bytes(memory.peak)} of {_bytes(plan.hardware.memory)}: {fits} ({memory.peak_phase})",
+        f"{sized(memory.peak)} of {sized(plan.hardware.memory)}: {fits} ({memory.peak_phase})",
     )
     for where, parts in (("host", memory.host), ("disk", memory.disk)):
         if parts:
-            yield f"on the {where}", _bytes(sum(parts.values()))
+            yield f"on the {where}", sized(sum(parts.values()))
 
 
 def _communication(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -250,7 +249,7 @@ def _communication(plan: Plan) -> Iterator[tuple[str, ...]]:
         hidden = ", behind computation" if item.overlaps or item.operation == "send" else ""
         yield (
             f"{item.axis} {item.operation}",
-            f"{_bytes(item.size)}, sent {_bytes(item.sent)} {where}, {link.seconds:.3g} s{hidden}",
+            f"{sized(item.size)}, sent {sized(item.sent)} {where}, {link.seconds:.3g} s{hidden}",
             f"{item.what}, {item.ranks} ranks",
         )
     if not plan.links:
@@ -278,17 +277,10 @@ def _time(plan: Plan, tokens: float | None) -> Iterator[tuple[str, ...]]:
 
 def _checkpoints(plan: Plan) -> Iterator[tuple[str, ...]]:
     size = plan.checkpoint_size
-    yield "weights", _bytes(plan.weights_size)
-    yield "complete", f"{_bytes(size)}, {_bytes(size / plan.world_size)} per rank"
-    rate = f"{_bytes(plan.hardware.storage)}/s of each machine"
+    yield "weights", sized(plan.weights_size)
+    yield "complete", f"{sized(size)}, {sized(size / plan.world_size)} per rank"
+    rate = f"{sized(plan.hardware.storage)}/s of each machine"
     yield "save", f"{plan.save_seconds:.3g} s at {rate}, {plan.async_save_seconds:.3g} s if async"
-
-
-def _bytes(size: float) -> str:
-    value, unit = next(
-        (size / scale, unit) for scale, unit in UNITS if abs(size) >= scale or scale == 1
-    )
-    return f"{value:,.3g} {unit}" if abs(value) < 1000 else f"{value:,.0f} {unit}"
 
 
 def _count(value: float) -> str:

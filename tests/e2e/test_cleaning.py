@@ -14,7 +14,7 @@ from megatron_ds.fileio.resumable import RECORD
 from tests.claims import claim
 from tests.cleaning_runs import corpus, everything, files, write
 from tests.faults import is_killed_at
-from tools.openwebtext import blacklist_urls, find_duplicates
+from tests.pages.flags import REPOSITORY, load
 
 
 def kill_everywhere(
@@ -76,19 +76,19 @@ def addresses(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("main", "made"), [(find_duplicates.main, duplicates), (blacklist_urls.main, addresses)]
+    ("name", "made"), [("find_duplicates.py", duplicates), ("blacklist_urls.py", addresses)]
 )
 def test_peer_scripts_resume_after_a_kill(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    main: Callable[[list[str]], int],
+    name: str,
     made: Callable[[Path], list[str]],
 ) -> None:
     """The same list, and the same counts."""
     monkeypatch.setattr(duplicates_module, "COMMIT_DOCUMENTS", 64)
     monkeypatch.setattr(url_lists, "COMMIT_URLS", 20)
-    asked = made(tmp_path)
+    main, asked = load(REPOSITORY / "tools" / "openwebtext" / name).main, made(tmp_path)
     assert main(asked) == 0
     said, wanted = capsys.readouterr().out, files(tmp_path)
     assert len(wanted["out"]) > 1000

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,18 +18,17 @@ from tests.claims import claim
 from tests.cleaning_runs import write
 from tests.pages import flags as flags_page
 from tests.problems import printed_codes
-from tools.openwebtext import (
-    blacklist_urls,
-    clean,
-    cleanup_dataset,
-    filter_ngrams,
-    find_duplicates,
-)
+from tools.openwebtext import clean, cleanup_dataset, filter_ngrams
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Run = Callable[..., Any]
 ENGLISH = "The committee will meet on Thursday to talk about the new bridge over the river. "
 TASK = "one two three four five six seven eight nine ten eleven twelve thirteen"
+
+
+def script(name: str) -> ModuleType:
+    """The program that has a name in another project."""
+    return flags_page.load(REPOSITORY / "tools" / "openwebtext" / name)
 
 
 def texts(path: Path) -> list[str]:
@@ -120,7 +120,7 @@ def test_merge_data_accepts_megatron_flags(
     (tmp_path / "notes.txt").write_text("no JSON")
     monkeypatch.chdir(tmp_path)
     lines = ['{"text": "a"}', '{"title": "no text"}', '{"text": "b"}', '{"text": "c"}']
-    merge_data = flags_page.load(REPOSITORY / "tools" / "openwebtext" / "merge_data.py")
+    merge_data = script("merge_data.py")
     for _ in range(2):  # the second run does not merge the output of the first
         printed = run_tool(merge_data)
         assert (tmp_path / "merged_output.json").read_text().splitlines() == lines
@@ -189,16 +189,16 @@ def test_blacklist_urls_accepts_megatron_flags(tmp_path: Path, run_tool: Run) ->
     urls.mkdir()
     (urls / "1.txt").write_text("https://b.org/\nhttps://b.org/x.pdf\nno\n\n")
     (urls / "2.txt").write_bytes(b"https://a.org/\n\xff\nhttps://b.org/\n")
-    output = run_tool(blacklist_urls, urls, out).out.splitlines()
+    output = run_tool(script("blacklist_urls.py"), urls, out).out.splitlines()
     assert out.read_text() == "https://b.org/\nhttps://a.org/\n"
     assert output[:2] == [
         "kept 2 of 6 addresses",
         "dropped 1 unwanted kind of file, 1 no address, 1 invalid UTF-8, 1 duplicate",
     ]
     hosts.write_text("a.org\n")
-    run_tool(blacklist_urls, urls / "2.txt", out, "--url-blacklist", hosts)
+    run_tool(script("blacklist_urls.py"), urls / "2.txt", out, "--url-blacklist", hosts)
     assert out.read_text() == "https://b.org/\n"
-    run_tool(blacklist_urls, tmp_path / "none", out, status=1)
+    run_tool(script("blacklist_urls.py"), tmp_path / "none", out, status=1)
     assert out.read_text() == "https://b.org/\n"
 
 
@@ -208,14 +208,14 @@ def test_find_duplicates_accepts_megatron_flags(tmp_path: Path, run_tool: Run) -
     one = write(tmp_path / "1.jsonl", *rows)
     two = write(tmp_path / "2.jsonl", {"url": "u", "text": " ".join(words[:97])}, {"text": "x"})
     first = ("--output", out, "--inputs", one, "id", two)
-    shown = run_tool(find_duplicates, *first, "url", "--num-bands", 10)
+    shown = run_tool(script("find_duplicates.py"), *first, "url", "--num-bands", 10)
     ((kept, found),) = json.loads(out.read_text()).items()
     assert kept == "a"
     assert found == [{"u": pytest.approx(93 / 96, abs=0.07)}]
     assert "1 of 3 documents are duplicates\nrejected: 1 line\n" in shown.out
     assert f"WARNING: {two}:2: has no key 'url'" in shown.err
     assert "--num-bands" in shown.err
-    problems = run_tool(find_duplicates, *first, "--threshold", 2, status=2).err
+    problems = run_tool(script("find_duplicates.py"), *first, "--threshold", 2, status=2).err
     assert set(printed_codes(problems)) == {"inputs-not-pairs", "out-of-range"}
     assert "--threshold 2.0" in problems
 
@@ -224,12 +224,18 @@ def test_find_duplicates_rejects_invalid_runs_and_keeps_its_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_tool: Run
 ) -> None:
     one, out = write(tmp_path / "1.jsonl", *[{"id": "a", "text": "x"}] * 30), tmp_path / "out"
-    shown = run_tool(find_duplicates, "--inputs", one, "id", "--output", one, status=2).err
+    shown = run_tool(
+        script("find_duplicates.py"), "--inputs", one, "id", "--output", one, status=2
+    ).err
     assert printed_codes(shown) == ["list-is-input"]
-    shown = run_tool(find_duplicates, "--inputs", one, "url", "--output", out, status=1).err
+    shown = run_tool(
+        script("find_duplicates.py"), "--inputs", one, "url", "--output", out, status=1
+    ).err
     assert printed_codes(shown) == ["no-documents-to-compare"]
     assert shown.count("WARNING: ") == 20
     monkeypatch.setitem(sys.modules, "rensa", None)
-    shown = run_tool(find_duplicates, "--inputs", one, "id", "--output", out, status=1).err
+    shown = run_tool(
+        script("find_duplicates.py"), "--inputs", one, "id", "--output", out, status=1
+    ).err
     assert "pip install '.[cleaning]'" in shown
     assert os.listdir(tmp_path) == ["1.jsonl"]
