@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata, planner
+from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import UserError, user_error
@@ -43,32 +43,19 @@ class StandIn:
         self.state = state
 
 
-NAMES = [
-    f"{module}.{name}"
-    for module, names in read_table(__file__, "foreign_classes.toml").items()
-    for name in names.split()
-]
-STAND_INS = tuple((type(name, (StandIn,), {}), name) for name in NAMES)
+def _stand_ins(table: str) -> dict[tuple[str, str], type]:
+    """A class for each one in a table of foreign_classes.toml, by module and name."""
+    modules = read_table(__file__, "foreign_classes.toml")[table]
+    return {
+        (module, name): type(name, (StandIn,), {})
+        for module, names in modules.items()
+        for name in names.split()
+    }
 
-METADATA_CLASSES: dict[tuple[str, str], type] = {
-    (cls.__module__, cls.__qualname__): type(cls.__name__, (StandIn,), {})
-    for cls in (
-        *(metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata),
-        *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.StorageMeta),
-        *(metadata.TensorProperties, metadata._MEM_FORMAT_ENCODING),
-        *(planner.SavePlan, planner.WriteItem, planner.WriteItemType),
-        *(planner.TensorWriteData, planner.BytesIOWriteData),
-        *(filesystem._StorageInfo, filesystem._StoragePrefix),
-        torch.serialization._get_layout,
-    )
-} | {
-    ("torch", "Size"): torch.Size,
-    ("builtins", "getattr"): StandIn,
-    ("pathlib", "PosixPath"): StandIn,
-    ("pathlib._local", "PosixPath"): StandIn,
-}
-"""Classes in the metadata of a distributed checkpoint: data classes of torch, and the folder that
-it was written to. Classes are stand-ins, because unpickling can change what is found here."""
+
+STAND_INS = [(cls, ".".join(place)) for place, cls in _stand_ins("files").items()]
+METADATA_CLASSES = {**_stand_ins("metadata"), ("torch", "Size"): torch.Size}
+"""Classes are stand-ins, because unpickling can change what is found here."""
 
 
 def read_foreign(file: Path | bytes, name: str = "", *, mmap: bool = True) -> Any:

@@ -8,25 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import TokenizerConfig
+from megatron_ds.config.data_files import read_table
 from megatron_ds.conversion.model_settings import ModelSettings
-from megatron_ds.tokenizer.gpt2 import END_OF_TEXT
-from megatron_ds.tokenizer.huggingface import PLAIN_CLASSES, SIDE_FILES, TOKENIZER_FILES
+from megatron_ds.tokenizer.huggingface import SIDE_FILES, TOKENIZER_FILES
 from megatron_ds.tokenizer.stored_files import read_files
 
 OF_THE_MODEL = ("config.json", "generation_config.json")
 """Files next to a tokenizer's that an export writes itself."""
 SETTINGS = SIDE_FILES[0]
-CLASSES: dict[str, dict[str, Any]] = {
-    "GPT2BPETokenizer": {
-        "tokenizer_class": "GPT2Tokenizer",
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT),
-    },
-    "BertWordPieceLowerCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": True},
-    "BertWordPieceCase": {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
-    "GPTSentencePieceTokenizer": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False},
-    "Llama2Tokenizer": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True},
-    "HFTokenizer": {"tokenizer_class": PLAIN_CLASSES[0]},
-}
+CLASSES: dict[str, dict[str, Any]] = read_table(__file__)
 """tokenizer_config.json of the kinds that transformers knows; a given one takes precedence."""
 
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
 from megatron_ds.config import ModelConfig
+from megatron_ds.config.data_files import read_table
 from megatron_ds.conversion.megatron.names import megatron_name
 from megatron_ds.conversion.megatron.rank_files import WEIGHTS
 from megatron_ds.conversion.megatron.torch_dist import STATE_PREFIXES
@@ -51,23 +52,7 @@ from megatron_ds.engine.states.state_reader import (
     TensorReaders,
 )
 
-PREFIXES = {"layers": "decoder.layers.", "final_norm": "decoder.", "embedding": "embedding."}
-"""Before the names of weights, by the start of ours."""
-LINEAR = (
-    *("self_attention.linear_qkv", "self_attention.linear_proj"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-)
-"""Modules with a state of fp8 arithmetic, which is empty."""
-BACKEND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-"""`metadata.json` of Core 0.8 to 0.18. Core 0.19 has no common backend of its own, but still reads
-`common.pt` where there is one."""
-CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-"""Layouts of Core that the keys follow."""
+TABLES = read_table(__file__)
 
 
 def write_torch_dist(
@@ -94,7 +79,7 @@ def write_torch_dist(
     """
     check_parts(source, options)
     changes = {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
-    state = common_state(source, options, **changes) | {"content_metadata": CONTENT}
+    state = common_state(source, options, **changes) | {"content_metadata": TABLES["content"]}
     training = source.training
     chunks = list(_chunks(source, WEIGHTS, source.tensors, options.tp_size))
     if training is not None:
@@ -107,7 +92,7 @@ def write_torch_dist(
     with checkpoint_folder(source, folder) as path:
         _save(path, _Planner(source.settings.model, chunks, on_tensor))
         torch.save(state, path / "common.pt")
-        (path / "metadata.json").write_text(json.dumps(BACKEND))
+        (path / "metadata.json").write_text(json.dumps(TABLES["backend"]))
 
 
 def _save(path: Path, planner: _Planner) -> None:
@@ -164,7 +149,7 @@ def _chunks(
         if name in VOCABULARY_TABLES:
             shape = (padded_vocab(source, tp_size), *shape[1:])
         first = name.split(".")[0]
-        key = f"{prefix}{PREFIXES.get(first, '')}{megatron_name(name, core=True)}"
+        key = f"{prefix}{TABLES['prefixes'].get(first, '')}{megatron_name(name, core=True)}"
         offsets, size = (0,) * len(shape), shape
         if first == "layers":
             layer = int(name.split(".")[1])
@@ -199,7 +184,7 @@ class _Planner(DefaultSavePlanner):
                 WriteItemType.BYTE_IO,
             )
             for layer in range(layers)
-            for module in LINEAR
+            for module in TABLES["linear"]
         ]
         return SavePlan([*empty, *(chunk.item for chunk in self._chunks.values())])
 
