@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_ds.checkpoint.metadata import (
     EIGHT_BIT,
@@ -40,7 +40,9 @@ CHANGEABLE_MOE_FIELDS = frozenset(TABLES["changeable_moe"])
 CHANGEABLE_FIELDS = CHANGEABLE_MODEL_FIELDS.union(CHANGEABLE_MOE_FIELDS, TABLES["changeable_sizes"])
 """Fields of the model that do not change its weights, or only their padding."""
 VOCABULARY, CHANGEABLE_BATCH_SIZES = TABLES["vocabulary"], TABLES["batch_sizes"]
-SCHEDULER_FIELDS = frozenset(TABLES["scheduler"]).union(
+LR_FIELDS = TABLES["scheduler"]
+"""Fields of the schedules of learning rate and weight decay, besides their lengths."""
+SCHEDULER_FIELDS = frozenset(LR_FIELDS).union(
     f"{stem}_{unit}" for stem in ("train", *SCHEDULE_LENGTHS) for unit in SCHEDULE_UNITS
 )
 """Fields that --override-opt_param-scheduler takes from the command line without a warning."""
@@ -49,15 +51,24 @@ UNREPORTED = frozenset([*TABLES["unreported"], *VOCABULARY, *CHANGEABLE_BATCH_SI
 otherwise."""
 
 
+class Change(NamedTuple):
+    """A setting with another value than the checkpoint's."""
+
+    name: str
+    label: str
+    saved: Any
+    now: Any
+
+
 def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> list[Problem]:
     """The settings of a run that contradict the checkpoint it would resume from."""
     run, settings = checkpoint.run, config.to_dict()
     layout, order = ParallelLayout.of(config, dp_size), DataOrder.of(config, dp_size)
     path, fixed = checkpoint.path, CHANGEABLE_FIELDS.union(VOCABULARY)
     problems = [
-        Problem("resume-model-changed", name, label=label, saved=saved, path=path, now=now)
-        for name, label, saved, now in _changed_fields(checkpoint, config, ("model", "moe"))
-        if name not in fixed
+        Problem("resume-model-changed", change.name, path=path, **change._asdict())
+        for change in _changed_fields(checkpoint, config, ("model", "moe"))
+        if change.name not in fixed
     ]
     before, after = (model.get("vocab_size") for model in (run.config["model"], settings["model"]))
     if all(problem.fields != ("max_position_embeddings",) for problem in problems):
@@ -73,17 +84,17 @@ def resume_conflicts(checkpoint: Checkpoint, config: Config, dp_size: int) -> li
             names = "no_load_optim", "finetune"
             problems.append(Problem("checkpoint-without-optimizer", *names, path=path))
         problems += _layout_conflicts(checkpoint, layout)
-    problems += _changed_parts(checkpoint, config, ["layer"])
+    problems += _changed_part(checkpoint, config, "layer")
     if config.checkpoint.is_new_run:
         return problems
-    problems += _changed_parts(checkpoint, config, ["dataset"])
+    problems += _changed_part(checkpoint, config, "dataset")
     data = run.config.get("data", {}), settings["data"]
     # Without --split in both runs, the blend history compares the document ranges instead.
     both_split = all(any(values.get(name) for name in SPLIT_DATA_FIELDS) for values in data)
     problems += [
-        Problem("resume-data-order-changed", name, label=label, saved=saved, path=path, now=now)
-        for name, label, saved, now in _changes(asdict(run.data_order), asdict(order))
-        if name not in CHANGEABLE_BATCH_SIZES and (name != "split" or both_split)
+        Problem("resume-data-order-changed", change.name, path=path, **change._asdict())
+        for change in _changes(asdict(run.data_order), asdict(order))
+        if change.name not in CHANGEABLE_BATCH_SIZES and (change.name != "split" or both_split)
     ]
     return problems
 
@@ -143,46 +154,35 @@ def tokenizer_conflicts(checkpoint: Checkpoint, now: TokenizerFingerprint) -> It
     )
 
 
-def _changed_parts(
-    checkpoint: Checkpoint, config: Config, parts: Iterable[str]
-) -> Iterator[Problem]:
-    """Other functions than the checkpoint's run had instead of the package's own."""
-    for part in parts:
-        before, after = (source.custom_parts.get(part) for source in (checkpoint.run, config))
-        if before != after:
-            saved, current = before or "the built-in one", after or "the built-in one"
-            yield Problem(
-                "resume-part-changed", part=part, saved=saved, path=checkpoint.path, now=current
-            )
+def _changed_part(checkpoint: Checkpoint, config: Config, part: str) -> Iterator[Problem]:
+    """Another function than the checkpoint's run had instead of the package's own."""
+    before, after = (source.custom_parts.get(part) for source in (checkpoint.run, config))
+    if before != after:
+        saved, now = before or "the built-in one", after or "the built-in one"
+        yield Problem("resume-part-changed", part=part, saved=saved, path=checkpoint.path, now=now)
 
 
 def changed_settings(checkpoint: Checkpoint, config: Config, dp_size: int) -> list[Problem]:
     """Warnings of the changed settings that a resume allows and that affect training."""
     if config.checkpoint.finetune:
         return []
-    order = asdict(checkpoint.run.data_order), asdict(DataOrder.of(config, dp_size))
+    path, saved, now = checkpoint.path, checkpoint.run.data_order, DataOrder.of(config, dp_size)
     model = {name for name in GROUP_OF_FIELD if GROUP_OF_FIELD[name] in ("model", "moe")}
     changes = [
         change
         for change in _changed_fields(checkpoint, config, TABLES["reported_groups"])
-        if change[0] not in UNREPORTED | (model - CHANGEABLE_FIELDS)
-        and (GROUP_OF_FIELD.get(change[0]) != "data" or change[0] in TABLES["reported_data"])
+        if change.name not in UNREPORTED | (model - CHANGEABLE_FIELDS)
+        and (GROUP_OF_FIELD.get(change.name) != "data" or change.name in TABLES["reported_data"])
     ]
-    changes += [change for change in _changes(*order) if change[0] in CHANGEABLE_BATCH_SIZES]
+    order = _changes(asdict(saved), asdict(now))
+    changes += [change for change in order if change.name in CHANGEABLE_BATCH_SIZES]
     if config.checkpoint.override_opt_param_scheduler:
-        changes = [change for change in changes if change[0] not in SCHEDULER_FIELDS]
+        changes = [change for change in changes if change.name not in SCHEDULER_FIELDS]
     return [
-        *_changed_parts(checkpoint, config, ["loss"]),
+        *_changed_part(checkpoint, config, "loss"),
         *(
-            Problem(
-                "resume-setting-changed",
-                name,
-                label=label,
-                saved=saved,
-                path=checkpoint.path,
-                now=now,
-            )
-            for name, label, saved, now in changes
+            Problem("resume-setting-changed", change.name, path=path, **change._asdict())
+            for change in changes
         ),
     ]
 
@@ -242,16 +242,12 @@ def _place(parameter: ParameterPlace) -> str:
     return f"{parameter.name} {list(parameter.shape)} at {parameter.offset}"
 
 
-Change = tuple[str, str, Any, Any]
-"""Name and label of a setting, saved value and value of this run."""
-
-
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     for name, value in now.items():
         before = saved.get(name)
         if before != value and (before == before or value == value):  # two NaN are equal
             old, new = ("the default" if item is None else item for item in (before, value))
-            yield name, _label(name), old, new
+            yield Change(name, _label(name), old, new)
 
 
 def _changed_fields(

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.cleaning.stages import Document, NeedsUniqueKey, import_package
+from megatron_ds.cleaning.stages import Document, NeedsUniqueKey
+from megatron_ds.config.checks import import_library
 from megatron_ds.config.fields import option_field
+from megatron_ds.config.problems import option
 
 HASH_BYTES = 16
 WORD = re.compile(r"\w+")
@@ -110,7 +112,7 @@ class MinHashSignature:
 
     def __init__(self, options: NearOptions) -> None:
         self._options = options
-        self._minhash = import_package("near", "rensa").RMinHash
+        self._minhash = import_library("rensa", f"{option('stages')} near", "stages").RMinHash
         self.settings = {**vars(options), "version of rensa": version("rensa")}
 
     def __call__(self, document: Document) -> NeedsUniqueKey:

@@ -6,11 +6,8 @@ stage requests a unique key, which the one writing process grants or rejects lat
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
-
-from megatron_ds.config.problems import user_error
 
 
 class Document(NamedTuple):
@@ -71,15 +68,3 @@ class SeenKeys(Protocol):
 
     def reload(self, key: bytes) -> None:
         """Keep a key that an interrupted run has kept."""
-
-
-def import_package(stage: str, package: str) -> Any:
-    """Import a package of the extra `cleaning`.
-
-    Raises:
-        UserError: If it is not installed; names the stage that needs it.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise user_error("missing-cleaning-package", stage=stage, package=package) from None

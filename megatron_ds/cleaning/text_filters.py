@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from megatron_ds.cleaning.stages import Document, Dropped, Replaced, import_package
-from megatron_ds.config.problems import Problem, counted, raise_if_any
+from megatron_ds.cleaning.stages import Document, Dropped, Replaced
+from megatron_ds.config.checks import import_library
+from megatron_ds.config.problems import Problem, counted, option, raise_if_any
 from megatron_ds.tokenizer import Tokenizer
 
 SUSPICIOUS = re.compile(r"[^\n\t\x20-\x25\x27-\x7e]")
@@ -34,7 +35,7 @@ class FixUnicode:
     """
 
     def __init__(self) -> None:
-        ftfy = import_package("fix", "ftfy")
+        ftfy = import_library("ftfy", f"{option('stages')} fix", "stages")
         self._fix_text = ftfy.fix_text
         self._config = ftfy.TextFixerConfig(explain=False)
         self.settings = {"version of ftfy": version("ftfy")}
@@ -138,5 +139,5 @@ class LanguageFilter:
 
 
 def _identifier() -> Any:
-    langid = import_package("language", "py3langid").langid
+    langid = import_library("py3langid", f"{option('stages')} language", "stages").langid
     return langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)

@@ -8,8 +8,9 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from megatron_ds.config.problems import Problem
+from megatron_ds.config.problems import Problem, user_error
 
 
 def json_remedy(error: Exception) -> str:
@@ -27,6 +28,24 @@ def json_remedy(error: Exception) -> str:
         line = doc.count("\n", 0, start + comma.end()) + 1
         return f": remove the comma at the end of line {line}"
     return ""
+
+
+def import_library(name: str, needed_by: str, *fields: str) -> Any:
+    """Imports an optional library.
+
+    Args:
+        name: The library, or a module of it.
+        needed_by: Option or input that needs it, for the message.
+        fields: Names of the option fields concerned.
+
+    Raises:
+        UserError: If it cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        values = {"needed_by": needed_by, "name": name.partition(".")[0], "error": error}
+        raise user_error("library-missing", *fields, **values) from None
 
 
 def shortened(words: Sequence[str], shown: int) -> str:

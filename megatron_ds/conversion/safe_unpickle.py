@@ -47,13 +47,13 @@ def _stand_ins(table: str) -> dict[tuple[str, str], type]:
     """A class for each one in a table of foreign_classes.toml, by module and name."""
     modules = read_table(__file__, "foreign_classes.toml")[table]
     return {
-        (module, name): type(name, (StandIn,), {})
+        (module, name): type(f"{module}.{name}", (StandIn,), {})
         for module, names in modules.items()
         for name in names.split()
     }
 
 
-STAND_INS = [(cls, ".".join(place)) for place, cls in _stand_ins("files").items()]
+STAND_INS = [(cls, cls.__name__) for cls in _stand_ins("files").values()]
 METADATA_CLASSES = {**_stand_ins("metadata"), ("torch", "Size"): torch.Size}
 """Classes are stand-ins, because unpickling can change what is found here."""
 
@@ -120,7 +120,7 @@ def _metadata_of(loaded: Any) -> metadata.Metadata:
 
 
 def _entry_of(entry: Any) -> metadata.TensorStorageMetadata | metadata.BytesStorageMetadata:
-    if type(entry).__name__ == metadata.BytesStorageMetadata.__name__:
+    if type(entry).__name__.endswith(f".{metadata.BytesStorageMetadata.__name__}"):
         return metadata.BytesStorageMetadata()
     chunks = [
         metadata.ChunkStorageMetadata(_size(chunk.state["offsets"]), _size(chunk.state["sizes"]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds import schedules
-from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, saved_config
+from megatron_ds.checkpoint.compatibility import CHANGEABLE_FIELDS, LR_FIELDS, saved_config
 from megatron_ds.checkpoint.metadata import TOKENIZER, Checkpoint
 from megatron_ds.config import GROUP_OF_FIELD, Config
 from megatron_ds.config.fields import no_effect_problem
@@ -27,15 +27,6 @@ MODEL_SIZE_FIELDS = ("num_layers", "hidden_size", "num_attention_heads")
 """Model flags; if none is given, the checkpoint defines the model."""
 TOKENIZER_FIELDS = frozenset({"vocab_size"})
 """Settings that the tokenizer determines."""
-LR_FIELDS = (
-    *("lr", "decoupled_lr", "decoupled_min_lr"),
-    *("weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
-)
-LR_STYLE_FIELDS = (
-    *("min_lr", "lr_decay_style", "lr_wsd_decay_style"),
-    *("lr_warmup_style", "lr_warmup_init", "lr_warmup_fraction"),
-)
-"""Fields of the schedule that are taken as they are. Its lengths are converted."""
 
 
 def with_saved_options(config: Config, saved: Checkpoint, warn: Warn) -> Config:
@@ -73,8 +64,7 @@ def with_saved_schedule(
         warn(no_effect_problem(name, "finetune", reason="with a new run"))
         return config, []
     saved = saved_config(checkpoint)
-    values: dict[str, Any] = {field: getattr(saved.optimizer, field) for field in LR_FIELDS}
-    values |= {field: getattr(saved.schedule, field) for field in LR_STYLE_FIELDS}
+    values = {field: field_value(saved, field) for field in LR_FIELDS}
     problems: list[Problem] = []
     for stem in SCHEDULE_LENGTHS:
         fields = {f"{stem}_{unit}": None for unit in SCHEDULE_UNITS}

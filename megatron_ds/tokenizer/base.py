@@ -6,7 +6,6 @@ Must not know a kind of tokenizer.
 from __future__ import annotations
 
 import codecs
-import importlib
 import itertools
 import json
 from abc import ABC, abstractmethod
@@ -181,22 +180,6 @@ def read_json(path: str | Path, field: str) -> dict[str, Any]:
         name = type(parsed).__name__
         raise user_error("tokenizer-file-not-json-object", field, path=path, kind=name)
     return parsed
-
-
-def import_library(name: str, needed_by: str) -> Any:
-    """Imports an optional library.
-
-    Args:
-        name: Library.
-        needed_by: Option that needs it, for the message.
-
-    Raises:
-        UserError: If it cannot be imported.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise user_error("library-missing", needed_by=needed_by, name=name, error=error) from None
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.tokenizer.base import import_library, library_errors, read_json
+from megatron_ds.config.checks import import_library
+from megatron_ds.tokenizer.base import library_errors, read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")

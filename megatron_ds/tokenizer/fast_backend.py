@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_ds.config.checks import import_library
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.tokenizer.base import (
     FlatIds,
     JsonTokenizer,
     Tokenizer,
-    import_library,
     library_errors,
 )
 

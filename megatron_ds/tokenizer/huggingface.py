@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import UserError, option, user_error
 from megatron_ds.tokenizer.base import (
     JsonTokenizer,
     Tokenizer,
     count_ids,
-    import_library,
     library_errors,
     read_bytes,
     read_json,

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import option, user_error
-from megatron_ds.tokenizer.base import Tokenizer, import_library, library_errors
+from megatron_ds.tokenizer.base import Tokenizer, library_errors
 
 ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 

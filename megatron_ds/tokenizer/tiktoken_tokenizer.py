@@ -8,9 +8,10 @@ import json
 import warnings
 from collections.abc import Sequence
 
+from megatron_ds.config.checks import import_library
 from megatron_ds.config.options.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.config.problems import Problem, option, user_error
-from megatron_ds.tokenizer.base import Tokenizer, import_library, library_errors, read_bytes
+from megatron_ds.tokenizer.base import Tokenizer, library_errors, read_bytes
 
 DEFAULT_VOCAB_SIZE = 1 << 17
 """As in Megatron-LM; smaller if the file has fewer tokens."""

@@ -15,8 +15,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import ByteLevelBPETokenizer, models, pre_tokenizers, trainers
 
+from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
-from megatron_ds.tokenizer.base import import_library
 from megatron_ds.tokenizer.gpt2 import END_OF_TEXT, byte_level
 from megatron_ds.tokenizer.wordpiece import MAX_WORD_CHARS, Splitter
 

@@ -8,7 +8,6 @@ pyarrow and datasets are imported only for inputs that need them.
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import itertools
 import json
@@ -17,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
 
+from megatron_ds.config.checks import import_library
 from megatron_ds.config.problems import option, user_error
-from megatron_ds.preprocess.documents.inputs import InputSpec, describe_error, import_optional
+from megatron_ds.preprocess.documents.inputs import InputSpec, describe_error
 
 ROWS = 128
 """Rows of a table that are converted together."""
@@ -267,8 +267,7 @@ def parquet_rows(
             position would not show it: readers jump in it.
         part: Fractions of the rows between which the row groups that are read begin.
     """
-    import_optional("pyarrow", name)
-    table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
+    table = import_library("pyarrow.parquet", name).ParquetFile(file)
     columns = selection.columns(name, table.schema_arrow.names)
     rows = table.metadata.num_rows
     sizes = [table.metadata.row_group(at).num_rows for at in range(table.num_row_groups)]
@@ -286,7 +285,7 @@ def parquet_rows(
 
 def arrow_rows(name: str, file: BinaryIO, selection: Selection, skip: int) -> Iterator[RawDocument]:
     """Rows of an arrow file or stream, after `skip` rows."""
-    pyarrow = import_optional("pyarrow", name)
+    pyarrow = import_library("pyarrow", name)
     magic = file.read(6)
     file.seek(0)
     read = 0
@@ -352,7 +351,7 @@ def dataset_rows(name: str, selection: Selection, skip: int) -> Iterator[RawDocu
 
 
 def _load_dataset(name: str, inputs: InputSpec) -> Any:
-    datasets, split = import_optional("datasets", f"{option('hf_dataset')} {name}"), inputs.hf_split
+    datasets, split = import_library("datasets", f"{option('hf_dataset')} {name}"), inputs.hf_split
     saved = ("state.json", "dataset_dict.json")
     try:
         if not any(os.path.isfile(os.path.join(name, file)) for file in saved):

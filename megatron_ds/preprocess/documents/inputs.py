@@ -12,7 +12,6 @@ import functools
 import glob
 import gzip
 import hashlib
-import importlib
 import io
 import lzma
 import os
@@ -23,6 +22,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from megatron_ds.config.checks import import_library
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.fields import ANY_VALUE, field_problems, option_field, when
 from megatron_ds.config.problems import Problem, UserError, option, user_error
 from megatron_ds.data.index_cache import CACHE_FOLDER
@@ -31,14 +32,7 @@ from megatron_ds.fileio.resumable import WORK_SUFFIX
 from megatron_ds.preprocess.documents.signatures import contradictions
 
 STDIN = "-"
-FORMATS = {
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-    "parquet": (".parquet", ".parq", ".pq"),
-    "arrow": (".arrow", ".feather"),
-    "csv": (".csv",),
-    "tsv": (".tsv",),
-    "text": (".txt", ".text", ".md"),
-}
+FORMATS: dict[str, list[str]] = read_table(__file__)
 """Suffixes by format."""
 SUFFIXES = {suffix: format for format, suffixes in FORMATS.items() for suffix in suffixes}
 DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
@@ -54,7 +48,6 @@ OUTPUT_SUFFIXES = (
     *(".npy", ".lock", ".partial"),
 )
 """Suffixes of files that this package writes; a folder's files of these names are no input."""
-INSTALL_HINT = "pip install '.[preprocess]'"
 HF_DATASET = when(hf_dataset=ANY_VALUE)
 
 
@@ -223,7 +216,7 @@ def decompress(raw: BinaryIO, compression: str) -> BinaryIO:
         return raw
     if compression in DECOMPRESSORS:
         return cast(BinaryIO, DECOMPRESSORS[compression](raw))
-    pyarrow = import_optional("pyarrow", f"a {compression} file")
+    pyarrow = import_library("pyarrow", f"a {compression} file")
     source = pyarrow.PythonFile(raw, mode="r")
     stream = pyarrow.CompressedInputStream(source, CODECS[compression])
     return cast(BinaryIO, io.BufferedReader(stream, 1 << 20))
@@ -338,7 +331,7 @@ def _select_in_folder(
 
 
 def _remote_files(address: str, format: str) -> Iterator[InputFile]:
-    fsspec, prefix = import_optional("fsspec", address), 0
+    fsspec, prefix = import_library("fsspec", address), 0
     try:
         system, path = fsspec.core.url_to_fs(address)
         web = address.startswith(("http://", "https://"))  # no folders, and ? is no pattern
@@ -386,20 +379,6 @@ def _format_time(nanoseconds: int) -> str:
     seconds, fraction = divmod(nanoseconds, 10**9)
     moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{fraction:09}Z"
-
-
-def import_optional(package: str, name: str) -> Any:
-    """Import a package.
-
-    Raises:
-        UserError: If it is not installed; names the input that needs it.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise user_error(
-            "missing-input-package", name=name, package=package, install=INSTALL_HINT
-        ) from None
 
 
 def describe_error(error: Exception) -> str:

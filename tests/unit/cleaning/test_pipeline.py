@@ -303,7 +303,7 @@ def test_missing_packages_are_reported_with_a_remedy(
     with pytest.raises(UserError) as caught:
         clean(options(source, "fix", "language", "exact", "near"))
     problems = caught.value.problems
-    assert codes(problems) == ["missing-cleaning-package"] * 3
+    assert codes(problems) == ["library-missing"] * 3
     for problem, package in zip(problems, ("ftfy", "py3langid", "rensa"), strict=True):
         assert package in problem
     assert clean(options(source, "length", "exact")).after.documents == 1

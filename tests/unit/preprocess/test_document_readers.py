@@ -411,15 +411,16 @@ def test_reading_is_incremental(tmp_path: Path) -> None:
 def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.parquet", "a.arrow", "a.jsonl.zst"):
         WRITERS[name](tmp_path / name)
-        monkeypatch.setitem(sys.modules, "pyarrow", None)
-        with raises_problem("missing-input-package", contains="pyarrow"):
+        for module in ("pyarrow", "pyarrow.parquet"):
+            monkeypatch.setitem(sys.modules, module, None)
+        with raises_problem("library-missing", contains="pip install pyarrow"):
             read(tmp_path / name)
         monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with raises_problem("missing-input-package", contains="fsspec"):
+    with raises_problem("library-missing", contains="fsspec"):
         read("s3://bucket/x.jsonl")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with raises_problem("missing-input-package", contains="datasets"):
+    with raises_problem("library-missing", contains="datasets"):
         read(hf_dataset="x")
 
 
