@@ -37,7 +37,7 @@ setup(
         "cleaning": ["ftfy>=6.3", "msgpack>=1.0", "py3langid>=0.4", "rensa>=0.5"],
         "ray": ["ray>=2.40"],
         "s3": ["fsspec>=2024.2", "obstore>=0.6"],
-        "plot": ["matplotlib>=3.9"],
+        "plot": ["Jinja2>=3.1", "matplotlib>=3.9"],
         "8bit": ["bitsandbytes>=0.46"],
         "server": ["fastapi>=0.115", "prometheus-client>=0.21", "uvicorn>=0.30"],
         "eval": ["lm_eval>=0.4.13"],

@@ -80,6 +80,15 @@ class Chart:
         ]
         return f"{self.title} against {self.x_label}: {'; '.join(parts)}"
 
+    @property
+    def is_constant(self) -> bool:
+        return all(len(line.y) > 1 and line.y.min() == line.y.max() for line in self.lines)
+
+    def constants(self) -> list[str]:
+        """The values of a constant chart, each once."""
+        values = (f"{line.label} {line.y[0]:,.4g}".strip() for line in self.lines)
+        return list(dict.fromkeys(values))
+
 
 def smooth(values: Sequence[float] | Values, weight: float) -> list[float]:
     """Means with weights that fall exponentially to both sides, so that the curve does not lag."""
