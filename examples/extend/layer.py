@@ -32,7 +32,7 @@ class ParallelBlock(Block):
 
 def layer(builder: LayerBuilder) -> Block:
     """Builds the layer with the number `builder.layer`; it is sharded as the built-in one is."""
-    return builder.block(kind=ParallelBlock)
+    return builder.block(block_type=ParallelBlock)
 
 
 if __name__ == "__main__":

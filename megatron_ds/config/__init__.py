@@ -106,7 +106,7 @@ class Config:
         """
         by_group = {name: list(field_problems(getattr(self, name), self.given)) for name in GROUPS}
         infinite = [
-            each for problems in by_group.values() for each in problems if each.code == "not-finite"
+            item for problems in by_group.values() for item in problems if item.code == "not-finite"
         ]
         if infinite:
             return infinite  # comparisons with them mean nothing
@@ -159,8 +159,8 @@ class Config:
                 for item, _ in option_fields(group)
                 if item.name in self.origins and getattr(group, item.name) != item.default
             }
-            given = self.given | changed
-            yield from map(self.with_origin, ineffective(group, given, self._values))
+            names = self.given | changed
+            yield from map(self.with_origin, ineffective(group, names, self._values))
         yield from self.data.warnings()
 
     def with_origin(self, problem: Problem) -> Problem:
@@ -168,8 +168,8 @@ class Config:
         places = {name: f"is {origin}" for name, origin in self.origins.items()}
         places |= {name: f"is also {key}" for name, key in self.repeated.items()}
         named = "; ".join(
-            f"{flag_of(name)} {place}"
-            for name, place in places.items()
+            f"{flag_of(name)} {origin}"
+            for name, origin in places.items()
             if name in problem.mentioned
         )
         return problem.extended(f" ({named})") if named else problem
@@ -345,7 +345,7 @@ def _head_problems(config: Config, size: int) -> Iterator[Problem]:
     if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0):
         return
     valid = [
-        number for number in divisors(heads) if kv_heads % number == 0 or number % kv_heads == 0
+        degree for degree in divisors(heads) if kv_heads % degree == 0 or degree % kv_heads == 0
     ]
     yield Problem(
         "heads-not-divisible-by-sequence-parallel-size",

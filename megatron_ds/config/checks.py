@@ -146,8 +146,8 @@ def nearest_multiples(value: int, unit: int) -> str:
 
 def divisors(value: int) -> list[int]:
     """The divisors of a positive number in ascending order."""
-    small = [number for number in range(1, math.isqrt(value) + 1) if value % number == 0]
-    return sorted({*small, *(value // number for number in small)})
+    small = [divisor for divisor in range(1, math.isqrt(value) + 1) if value % divisor == 0]
+    return sorted({*small, *(value // divisor for divisor in small)})
 
 
 def listed(items: Iterable[str]) -> str:

@@ -8,10 +8,10 @@ OFFLOAD_TARGETS = ("none", HOST, "nvme")
 """Targets of DeepSpeed's offloading: none, host memory, a disk."""
 
 
-def is_host(kind: str) -> bool:
+def is_host(device: str) -> bool:
     """Whether a kind of device is the CPU, whose tensors are in host memory.
 
     Args:
-        kind: The type of a `torch.device`.
+        device: The type of a `torch.device`.
     """
-    return kind == HOST
+    return device == HOST

@@ -159,7 +159,7 @@ class OptionSpec:
         Args:
             options: Object with the attributes that the conditions name.
         """
-        return next((each for each in self.conditions if not each.holds(options)), None)
+        return next((need for need in self.conditions if not need.holds(options)), None)
 
     def flag_name(self, field: str, default: object) -> str:
         """The main flag of a field, without leading dashes."""
@@ -209,27 +209,27 @@ def option_fields(options: Any) -> Iterator[tuple[dataclasses.Field[Any], Option
 @functools.cache
 def _option_fields(group: type) -> tuple[tuple[dataclasses.Field[Any], OptionSpec], ...]:
     fields = dataclasses.fields(group)
-    return tuple((each, each.metadata["option"]) for each in fields if "option" in each.metadata)
+    return tuple((item, item.metadata["option"]) for item in fields if "option" in item.metadata)
 
 
-def field_problems(options: Any, given: Collection[str] = ()) -> Iterator[Problem]:
+def field_problems(options: Any, set_names: Collection[str] = ()) -> Iterator[Problem]:
     """Check each option by itself: required, finite, in range, among the choices.
 
     Args:
         options: An instance of a dataclass with option fields.
-        given: Names of the fields that the user set.
+        set_names: Names of the fields that the user set.
     """
     for item, spec in option_fields(options):
         name, value = item.name, getattr(options, item.name)
         is_default = value is None or value == item.default
         is_nan = value != value
-        if spec.required and name not in given and (is_default or is_nan):
+        if spec.required and name not in set_names and (is_default or is_nan):
             yield Problem("required", name)
             continue
-        if is_default and name not in given:
+        if is_default and name not in set_names:
             continue
-        for each in value if isinstance(value, tuple) else (value,):
-            yield from _value_problems(name, spec, each)
+        for entry in value if isinstance(value, tuple) else (value,):
+            yield from _value_problems(name, spec, entry)
 
 
 def _value_problems(name: str, spec: OptionSpec, value: Any) -> Iterator[Problem]:
@@ -252,18 +252,18 @@ def choice_problem(name: str, value: str, choices: Collection[str], hint: str = 
     return Problem("invalid-choice", name, value=value, choices=", ".join(choices), hint=hint)
 
 
-def ineffective(options: Any, given: Collection[str], context: Any = None) -> Iterator[Problem]:
+def ineffective(options: Any, set_names: Collection[str], context: Any = None) -> Iterator[Problem]:
     """Warn of flags that have no effect next to the values of other options.
 
     Args:
         options: An instance of a dataclass with option fields.
-        given: Names of the fields that the user set.
+        set_names: Names of the fields that the user set.
         context: Object with the attributes that the conditions name. Default: `options`.
     """
     context = options if context is None else context
     by_reason: dict[str, list[str]] = {}
     for item, spec in option_fields(options):
-        if item.name in given and (unmet := spec.unmet(context)) is not None:
+        if item.name in set_names and (unmet := spec.unmet(context)) is not None:
             by_reason.setdefault(unmet.describe_unmet(), []).append(item.name)
     for reason, names in by_reason.items():
         yield no_effect_problem(*names, reason=reason)

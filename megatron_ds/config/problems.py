@@ -40,7 +40,7 @@ def default_flag(field: str) -> str:
 
 def with_default_flags(text: str) -> str:
     """A text in which each reference of `option` is the field's default flag."""
-    return MARKER.sub(lambda found: default_flag(found[1]), text)
+    return MARKER.sub(lambda match: default_flag(match[1]), text)
 
 
 def with_value(settings: object, field: str) -> str:
@@ -54,23 +54,23 @@ def plural(noun: str) -> str:
     return f"{noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
-def counted(number: int, noun: str, form: str = "") -> str:
+def counted(count: int, noun: str, form: str = "") -> str:
     """A number with its noun: `1 token`, `2 tokens`.
 
     Args:
-        number: How many.
+        count: How many.
         noun: Its singular.
         form: Format of the number, such as `,`.
     """
-    return f"{number:{form}} {noun if number == 1 else plural(noun)}"
+    return f"{count:{form}} {noun if count == 1 else plural(noun)}"
 
 
 def sized(num_bytes: float) -> str:
     """A number of bytes in short: `1.23 GB`."""
-    number, unit = next(
+    value, unit = next(
         (num_bytes / scale, unit) for scale, unit in SIZES if abs(num_bytes) >= scale or scale == 1
     )
-    return f"{number:,.3g} {unit}" if abs(number) < 1000 else f"{number:,.0f} {unit}"
+    return f"{value:,.3g} {unit}" if abs(value) < 1000 else f"{value:,.0f} {unit}"
 
 
 class _Formatter(string.Formatter):
@@ -161,7 +161,7 @@ class Problem(str):
         Args:
             fields: New field by field.
         """
-        text = MARKER.sub(lambda found: option(fields.get(found[1], found[1])), self._template)
+        text = MARKER.sub(lambda match: option(fields.get(match[1], match[1])), self._template)
         return self.of(self.code, text, *(fields.get(name, name) for name in self.fields))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -173,7 +173,7 @@ class Problem(str):
         Args:
             flag_of: Gives the flag of a field.
         """
-        return f"{MARKER.sub(lambda found: flag_of(found[1]), self._template)} [{self.code}]"
+        return f"{MARKER.sub(lambda match: flag_of(match[1]), self._template)} [{self.code}]"
 
 
 class UserError(ValueError):

@@ -68,7 +68,7 @@ class Axis:
         if value == MANY:
             return f"{flags.split()[0]} > 1"
         others = self.values if current is None else (current,)
-        words = " ".join(self.named.get(each, self.values[each]) for each in others).split()
+        words = " ".join(self.named.get(other, self.values[other]) for other in others).split()
         named = dict.fromkeys(word for word in words if word.startswith("--"))
         return flags or f"no {' or '.join(named)}"
 
@@ -186,10 +186,10 @@ def closest(layout: Layout, kept: Collection[str] = ()) -> Layout:
             change for change in (rule.alternative, *others) if not change.keys() & set(kept)
         ]
         candidates = [{**current, **change} for change in changes]
-        for each in candidates:
-            later = dense if each["experts"] == "none" != layout["experts"] else queue
-            if each not in seen and each not in later:
-                later.append(each)
+        for candidate in candidates:
+            later = dense if candidate["experts"] == "none" != layout["experts"] else queue
+            if candidate not in seen and candidate not in later:
+                later.append(candidate)
     return layout
 
 

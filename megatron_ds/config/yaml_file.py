@@ -31,12 +31,12 @@ def dump(config: Config) -> str:
 
     The size of the vocabulary is written only if it was given, because tokenizers add to it.
     """
-    given, defaults = [], []
+    settings, defaults = [], []
     for group in GROUPS:
         values = dict(entries(getattr(config, group)))
-        own = {key: value for field, (key, value) in values.items() if field in config.given}
-        if own:
-            given += [f"\n# {group}\n", *_lines(own)]
+        chosen = {key: value for field, (key, value) in values.items() if field in config.given}
+        if chosen:
+            settings += [f"\n# {group}\n", *_lines(chosen)]
         others = {
             key: value
             for field, (key, value) in values.items()
@@ -46,7 +46,7 @@ def dump(config: Config) -> str:
         }
         if others:
             defaults += [f"  # {group}\n", *(f"  {line}" for line in _lines(others))]
-    return "".join([HEADER, *given, DEFAULTS_HEADER, *defaults])
+    return "".join([HEADER, *settings, DEFAULTS_HEADER, *defaults])
 
 
 def entries(group: Any) -> Iterator[tuple[str, tuple[str, Any]]]:

@@ -241,8 +241,8 @@ def _compile(model: GPTModel, config: Config, mesh: Mesh, device: torch.device) 
     reason = _reason_for_eager_layers(config, mesh)
     if not reason:
         failure = try_layers(model, micro_batch, lengths_vary=lengths_vary)
-        own = None if failure is None else Problem("layers-not-compiled", reason=failure)
-        refusal = _first_of_all_ranks(own, mesh)
+        local = None if failure is None else Problem("layers-not-compiled", reason=failure)
+        refusal = _first_of_all_ranks(local, mesh)
         if refusal is None:
             return None
         model.use_eager()
@@ -278,7 +278,7 @@ def _first_of_all_ranks(problem: Problem | None, mesh: Mesh) -> Problem | None:
     problems = [problem] * mesh.world_size
     if mesh.world_size > 1:
         dist.all_gather_object(problems, problem)
-    return next((each for each in problems if each is not None), None)
+    return next((entry for entry in problems if entry is not None), None)
 
 
 def _notes(config: Config, model: GPTModel, device: torch.device) -> tuple[Problem | None, ...]:

@@ -99,8 +99,8 @@ class ModelNorms:
             return parameter.data
         size, partition = parameter.ds_numel, nvme_states.partition_of(parameter)  # type: ignore[attr-defined]
         start = self._mesh.dp_sp.rank * partition.numel()
-        own: Tensor = partition.flatten()[: max(0, size - start)]
-        return own
+        piece: Tensor = partition.flatten()[: max(0, size - start)]
+        return piece
 
     def _sum_of_squares(self, values_of: Callable[[nn.Parameter], Tensor | None]) -> Tensor:
         tensors: dict[bool, list[Tensor]] = {False: [], True: []}
@@ -190,8 +190,8 @@ class StepNorms:
         for part in self._flats[id(master)].parts:
             is_copy = self._stage == 0 and replicas_of(part.parameter, self._mesh).rank > 0
             if not is_copy and is_counted(part.parameter, self._mesh):
-                place = slice(part.position, part.position + len(part.elements))
-                yield self._layers.index(layer_of(part.place.name)), place
+                span = slice(part.position, part.position + len(part.elements))
+                yield self._layers.index(layer_of(part.place.name)), span
 
     def empty(self) -> Tensor:
         return torch.zeros(4, len(self._layers), dtype=torch.float64, device=self._device)
@@ -213,7 +213,7 @@ class _Sums:
         self._depth += 1
         if self._depth > 1:
             return
-        for master in (each for group in optimizer.param_groups for each in group["params"]):
+        for master in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             if master.grad is None:
                 continue
             self._before[master] = master.detach().clone() if self.has_norms else None
@@ -240,8 +240,8 @@ class _Sums:
 
     def _add(self, row: int, places: Sequence[tuple[int, slice]], values: Tensor) -> None:
         by_layer: dict[int, list[Tensor]] = {}
-        for layer, place in places:
-            by_layer.setdefault(layer, []).append(values[place])
+        for layer, span in places:
+            by_layer.setdefault(layer, []).append(values[span])
         for layer, tensors in by_layer.items():
             self.total[row, layer] += sum_of_squares(tensors, self.total.device)
 

@@ -202,8 +202,8 @@ def build_stage(
     """
     rank_stages = config.parallel.stages_of_ranks[mesh.pp.rank]
     layers = layers_per_stage(config.model, config.parallel, config.moe)
-    kind = PipelineStage if len(rank_stages) == 1 else FoldedStages
-    return kind(
+    cls = PipelineStage if len(rank_stages) == 1 else FoldedStages
+    return cls(
         build,
         stage_slices(run_spec(config), layers),
         rank_stages,

@@ -91,13 +91,13 @@ def state_bytes(engine: Any) -> StateBytes:
     result: StateBytes = {ON_DEVICE: {}, ON_HOST: {}}
     seen: set[tuple[str, int]] = set()
     device_type = torch.device(engine.device).type
-    for kind, tensors in kinds.items():
+    for category, tensors in kinds.items():
         for storage in (tensor.untyped_storage() for tensor in tensors if tensor is not None):
             key = str(storage.device), storage.data_ptr()
             if storage.nbytes() > 0 and key not in seen:
                 seen.add(key)
-                place = ON_DEVICE if storage.device.type == device_type else ON_HOST
-                result[place][kind] = result[place].get(kind, 0) + storage.nbytes()
+                memory = ON_DEVICE if storage.device.type == device_type else ON_HOST
+                result[memory][category] = result[memory].get(category, 0) + storage.nbytes()
     return result
 
 
@@ -249,11 +249,11 @@ def _actual_passed_keys(engine: Any) -> tuple[str, ...]:
 def _read_stage(engine: Any) -> int:
     """The ZeRO stage, by the class of the optimizer that does the work."""
     optimizer = engine.optimizer
-    kind = type(optimizer).__name__
-    if kind == "DeepSpeedZeroOptimizer":
+    name = type(optimizer).__name__
+    if name == "DeepSpeedZeroOptimizer":
         return 2 if optimizer.partition_gradients else 1
     stages = {"BF16_Optimizer": 1, "DeepSpeedZeroOptimizer_Stage3": 3, SUPER_OFFLOAD_OPTIMIZER: 3}
-    return stages.get(kind, 0)
+    return stages.get(name, 0)
 
 
 def master_weights(engine: Any) -> list[Tensor]:

@@ -65,9 +65,9 @@ def mark_passes(engine: Any, open_region: Open) -> Iterator[None]:
         _set(stack, DeviceBatches, "__next__", read)
         if hasattr(engine, "_INSTRUCTION_MAP"):
             instructions = dict(engine._INSTRUCTION_MAP)
-            for kind in instructions.keys() & INSTRUCTIONS.keys():
-                function = instructions[kind]
-                instructions[kind] = _marked(function, INSTRUCTIONS[kind], open_region)
+            for step in instructions.keys() & INSTRUCTIONS.keys():
+                function = instructions[step]
+                instructions[step] = _marked(function, INSTRUCTIONS[step], open_region)
             _set(stack, engine, "_INSTRUCTION_MAP", instructions)
         else:
             for name, region in PASSES.items():
@@ -180,16 +180,16 @@ def _marked(function: Callable[..., Any], region: str, open_region: Open) -> Cal
 def _marked_collective(
     function: Callable[..., Any], axes: dict[Any, str], open_region: Open
 ) -> Callable[..., Any]:
-    kind, parameters = function.__name__, list(inspect.signature(function).parameters)
-    place = parameters.index("group") if "group" in parameters else None
+    operation, parameters = function.__name__, list(inspect.signature(function).parameters)
+    index = parameters.index("group") if "group" in parameters else None
 
     @functools.wraps(function)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        if place is None:
+        if index is None:
             group = args[0][0].group  # of the first of several transfers
         else:
-            group = args[place] if len(args) > place else kwargs.get("group")
-        region = f"{kind}[{axes.get(group or dist.group.WORLD, 'other')}]"
+            group = args[index] if len(args) > index else kwargs.get("group")
+        region = f"{operation}[{axes.get(group or dist.group.WORLD, 'other')}]"
         with open_region(region):
             result = function(*args, **kwargs)
         return _Work(result, region, open_region) if isinstance(result, dist.Work) else result

@@ -255,8 +255,8 @@ class GPTModel(nn.Module):
 
     def blocks(self, stage: int | None = None) -> list[Block]:
         """The transformer layers of a stage, or all."""
-        names = [f"layers.{number}" for number in self.layers]
-        kept = names if stage is None else [each for each in names if each in self._stages[stage]]
+        names = [f"layers.{layer}" for layer in self.layers]
+        kept = names if stage is None else [name for name in names if name in self._stages[stage]]
         return [self.get_submodule(name) for name in kept]  # type: ignore[misc]
 
     def _run_blocks(

@@ -59,17 +59,17 @@ class LayerBuilder:
     def block(
         self,
         mlp: nn.Module | None = None,
-        kind: type[Block] = Block,
+        block_type: type[Block] = Block,
         residual: Residual = PRE_NORM,
     ) -> Block:
         """The transformer layer.
 
         Args:
             mlp: Its feed-forward layer, [S, B, H] to [S, B, H]. None: as in the options.
-            kind: Its class.
+            block_type: Its class.
             residual: How attention and the feed-forward layer add to the residual stream.
         """
-        return kind(
+        return block_type(
             self.config,
             self.layer,
             group=self.group,

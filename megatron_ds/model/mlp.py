@@ -52,8 +52,8 @@ class TiledMLP(MLP):
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         length, batch, hidden = x_SBH.shape
-        number = min(length, num_tiles(length * batch, hidden))
-        parts = [self._tile(part) for part in x_SBH.split(-(-length // number))]
+        tiles = min(length, num_tiles(length * batch, hidden))
+        parts = [self._tile(part) for part in x_SBH.split(-(-length // tiles))]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _tile(self, x_SBH: Tensor) -> Tensor:

@@ -255,9 +255,9 @@ def _within_capacity(routing: Routing, capacity: int, moe: MoEConfig, sp_group: 
         order = experts.argsort(stable=True)
     counts_E = count_assignments(experts, moe.experts)
     starts_E = counts_E.cumsum(0) - counts_E
-    place = torch.arange(len(order), device=order.device) - starts_E[experts[order]]
-    is_kept = torch.empty_like(place, dtype=torch.bool)
-    is_kept[order] = place < capacity
+    position = torch.arange(len(order), device=order.device) - starts_E[experts[order]]
+    is_kept = torch.empty_like(position, dtype=torch.bool)
+    is_kept[order] = position < capacity
     return is_kept.view(sp_group.size, -1)[sp_group.rank]
 
 
@@ -335,7 +335,7 @@ def loop_over_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """One product after the other, for whose sizes the host waits."""
     counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     if b.ndim == 3:
-        return torch.cat([rows @ each for rows, each in zip(a.split(counts), b, strict=True)])
+        return torch.cat([rows @ matrix for rows, matrix in zip(a.split(counts), b, strict=True)])
     pairs = zip(a.split(counts, dim=1), b.split(counts), strict=True)
     return torch.stack([columns @ rows for columns, rows in pairs])
 

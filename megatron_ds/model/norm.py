@@ -42,11 +42,11 @@ def build_norm(spec: NormSpec, name: str, group: Group) -> nn.Module:
         group: Tensor-parallel group.
     """
     weights = spec.named(name)
-    kind: Callable[..., nn.Module] = nn.LayerNorm
+    cls: Callable[..., nn.Module] = nn.LayerNorm
     if spec.model.normalization == "RMSNorm":
         has_apex = select_norm_kernel("RMSNorm") is NormKernel.APEX
-        kind = (apex_rms_norm() if has_apex else None) or nn.RMSNorm
-    norm = kind(*weights["weight"].shape, eps=spec.model.norm_epsilon)
+        cls = (apex_rms_norm() if has_apex else None) or nn.RMSNorm
+    norm = cls(*weights["weight"].shape, eps=spec.model.norm_epsilon)
     for key, weight in weights.items():
         declare(norm.get_parameter(key), weight, group)
     return norm

@@ -80,15 +80,15 @@ class PositionEncoder:
     def _rotation(self, rope: Rope, keys: Keys) -> Rotation:
         """This rank's rows of the table."""
         start, end, positions_BS = keys.offset, keys.offset + keys.queries, keys.positions_BS
-        table, own = self._rope_tables.get(rope), local_slice(keys.queries, self._sp)
+        table, local = self._rope_tables.get(rope), local_slice(keys.queries, self._sp)
         if table is None or table[0].device != keys.device or table[0].shape[0] < end:
             table = rope_table(max(end, self._max_length), rope.size, rope.base, keys.device)
             self._rope_tables[rope] = table
         cos, sin = table
         if positions_BS is None:
-            return cos[start:end][own], sin[start:end][own]
+            return cos[start:end][local], sin[start:end][local]
         positions_SB = positions_BS.t()
-        return cos[positions_SB].squeeze(2)[own], sin[positions_SB].squeeze(2)[own]
+        return cos[positions_SB].squeeze(2)[local], sin[positions_SB].squeeze(2)[local]
 
 
 def rope_table(length: int, rotated: int, base: float, device: torch.device) -> Rotation:

@@ -29,9 +29,9 @@ def layers_per_stage(
     stages, method = parallel.num_stages, parallel.pp_partition_method
     if stages == 1:
         return (model.num_layers,)
-    given = parallel.given_layers_per_stage
-    if given is not None:
-        return given
+    chosen = parallel.given_layers_per_stage
+    if chosen is not None:
+        return chosen
     tp_size, ep_size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     spec, pattern = model_spec(model, moe, tp_size, ep_size), parallel.partition_pattern
     parts = [spec.layers[part] for part in stage_slices(spec, [1] * model.num_layers)]
@@ -66,8 +66,8 @@ def rank_layers(config: Config) -> list[list[Layer]]:
     spec = run_spec(config)
     stages = [spec.layers[part] for part in stage_slices(spec, counts)]
     return [
-        [layer for stage in own for layer in stages[stage]]
-        for own in config.parallel.stages_of_ranks
+        [layer for stage in held for layer in stages[stage]]
+        for held in config.parallel.stages_of_ranks
     ]
 
 

@@ -103,7 +103,7 @@ def _in_fp32(name: str, dtype: torch.dtype) -> Callable[..., Any]:
         if packet == ATTENTION:  # the logarithms of the sums stay in fp32
             return result[0].to(dtype), result[1]
         is_tensor = isinstance(result, Tensor)
-        return result.to(dtype) if is_tensor else tuple(each.to(dtype) for each in result)
+        return result.to(dtype) if is_tensor else tuple(tensor.to(dtype) for tensor in result)
 
     return product
 

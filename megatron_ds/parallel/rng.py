@@ -89,10 +89,10 @@ class RngStreams:
         """
         if micro_batch is None:
             return
-        place = *micro_batch, layer
-        self._seed_default(stable_seed("replicated", *place, *self._slice))
+        position = *micro_batch, layer
+        self._seed_default(stable_seed("replicated", *position, *self._slice))
         self.sharded_state = self._seeded_state(
-            stable_seed("sharded", *place, self._tp_rank, *self._slice)
+            stable_seed("sharded", *position, self._tp_rank, *self._slice)
         )
 
     @contextmanager

@@ -56,7 +56,7 @@ def gather_sequence(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tens
     received = _exchange(torch.cat(parts, dim=3), group).flatten(0, 1)
     heads_SBC = received.split([part.shape[3] for part in parts], dim=2)
     pairs = zip(heads_SBC, (q, k, v), strict=True)
-    return tuple(x.unflatten(2, (-1, given.shape[3])).permute(1, 2, 0, 3) for x, given in pairs)
+    return tuple(x.unflatten(2, (-1, sent.shape[3])).permute(1, 2, 0, 3) for x, sent in pairs)
 
 
 def gather_heads(x: Tensor, group: Group) -> Tensor:
@@ -79,5 +79,5 @@ def _by_destination(x_BnsD: Tensor, size: int) -> Tensor:
 
 def _exchange(x: Tensor, group: Group) -> Tensor:
     """Sends x[i] to rank i and receives its own index of every rank's, in rank order."""
-    each = [1] * group.size
-    return all_to_all(x, each, each, group)
+    sizes = [1] * group.size
+    return all_to_all(x, sizes, sizes, group)

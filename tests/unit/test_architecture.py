@@ -84,6 +84,8 @@ DEVICES = {
 }
 
 ENTRY_POINTS = [*(REPOSITORY / "tools").rglob("*.py"), REPOSITORY / "pretrain_gpt.py"]
+NO_NAMES = {"each", "found", "given", "kind", "number", "own", "place"}
+"""Words that name no thing: see CONTRIBUTING.md."""
 MUTATORS = (
     *("add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove"),
     *("setdefault", "update"),
@@ -272,6 +274,31 @@ def test_functions_have_few_parameters() -> None:
     functions = definitions(ast.FunctionDef, ast.AsyncFunctionDef)
     counts = {place: parameters_of(node) for place, node in functions.items()}
     assert above(10, counts) == {}
+
+
+def bindings(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """The names of variables and parameters; fields of classes are none of them."""
+    classes = [node for node in nodes(path) if isinstance(node, ast.ClassDef)]
+    fields = [
+        item.target for node in classes for item in node.body if isinstance(item, ast.AnnAssign)
+    ]
+    for node in nodes(path):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
+            yield node.id, node
+        elif isinstance(node, ast.arg):
+            yield node.arg, node
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+            yield node.name or "", node
+
+
+def test_variables_and_parameters_are_named_by_things() -> None:
+    offenders = [
+        f"{path.relative_to(REPOSITORY)}:{getattr(node, 'lineno', '?')} {name}"
+        for path in [*sources(), *ENTRY_POINTS, *(REPOSITORY / "tasks").rglob("*.py")]
+        for name, node in bindings(path)
+        if name in NO_NAMES
+    ]
+    assert offenders == []
 
 
 def test_modules_keep_no_state() -> None:

@@ -20,10 +20,10 @@ def layer_pattern(text: str) -> list[int]:
 
     def value(node: ast.expr) -> Any:
         match node:
-            case ast.Constant(int() as number) if number <= MAX_LAYERS:
-                return number
+            case ast.Constant(int() as integer) if integer <= MAX_LAYERS:
+                return integer
             case ast.List(elements):
-                return [value(each) for each in elements]
+                return [value(element) for element in elements]
             case ast.BinOp(left, ast.Add(), right):
                 return value(left) + value(right)
             case ast.BinOp(left, ast.Mult(), right):

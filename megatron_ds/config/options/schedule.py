@@ -155,7 +155,7 @@ class ScheduleConfig:
         """--skip-train-iteration-range as (first, last), joined, without malformed entries."""
         parsed = map(parse_iteration_range, self.skip_train_iteration_range or ())
         joined: list[tuple[int, int]] = []
-        for first, last in sorted(each for each in parsed if each is not None):
+        for first, last in sorted(span for span in parsed if span is not None):
             if joined and first <= joined[-1][1] + 1:
                 first, last = joined[-1][0], max(last, joined.pop()[1])
             joined.append((first, last))
@@ -241,7 +241,7 @@ class ScheduleConfig:
     def _valid_dp_sizes(self, size: int) -> list[int]:
         """Data-parallel sizes with which a batch has an integer number of micro-batches."""
         count, rest = divmod(size, self.micro_batch_size)
-        return [] if rest else [number for number in range(1, count + 1) if count % number == 0]
+        return [] if rest else [ranks for ranks in range(1, count + 1) if count % ranks == 0]
 
     def _unit_problems(self) -> Iterator[Problem]:
         """Check that each length has one unit: tokens, or the unit of the run length."""
@@ -254,24 +254,24 @@ class ScheduleConfig:
             schedules = ("rampup_batch_size", "step_batch_size_schedule")
             changing = next((name for name in schedules if getattr(self, name) is not None), None)
         for stem, length in SCHEDULE_LENGTHS.items():
-            given = in_effect(self).given_lengths(stem)
-            if len(given) > 1:
-                yield exclusive_problem(*given, reason=f"each sets {length}")
-            elif wrong is not None and given == [f"{stem}_{wrong}"]:
+            names = in_effect(self).given_lengths(stem)
+            if len(names) > 1:
+                yield exclusive_problem(*names, reason=f"each sets {length}")
+            elif wrong is not None and names == [f"{stem}_{wrong}"]:
                 yield Problem(
                     "schedule-unit-differs-from-run",
-                    given[0],
+                    names[0],
                     f"train_{right}",
-                    setting=with_value(self, given[0]),
+                    setting=with_value(self, names[0]),
                     flag=option(f"train_{right}"),
                     instead=option(f"{stem}_{right}"),
                 )
-            elif given == [f"{stem}_iters"] and changing is not None:
+            elif names == [f"{stem}_iters"] and changing is not None:
                 yield Problem(
                     "iterations-with-changing-batch-size",
-                    given[0],
+                    names[0],
                     changing,
-                    setting=with_value(self, given[0]),
+                    setting=with_value(self, names[0]),
                     flag=option(changing),
                     by_samples=option(f"{stem}_samples"),
                     by_tokens=option(f"{stem}_tokens"),
@@ -281,7 +281,7 @@ class ScheduleConfig:
 
     def _batch_size_step_problems(self) -> Iterator[Problem]:
         name, entries = "step_batch_size_schedule", self.batch_size_entries
-        given = f"{option(name)} {' '.join(entries)}".rstrip()
+        text = f"{option(name)} {' '.join(entries)}".rstrip()
         if self.rampup_batch_size is not None:
             yield exclusive_problem("rampup_batch_size", name, reason="both set the batch size")
         yield from _counted_in_iterations(self, name, "train_samples", "train_tokens")
@@ -291,21 +291,21 @@ class ScheduleConfig:
             return
         steps = self.batch_size_steps
         if steps[0][0] != 0:
-            yield Problem("first-batch-size-step-not-at-zero", name, given=given, first=entries[0])
+            yield Problem("first-batch-size-step-not-at-zero", name, given=text, first=entries[0])
         pairs = itertools.pairwise(zip(steps, entries, strict=True))
         for ((before, _), previous), ((tokens, _), entry) in pairs:
             if tokens <= before:
                 yield Problem(
                     "batch-size-steps-not-ascending",
                     name,
-                    given=given,
+                    given=text,
                     entry=entry,
                     previous=previous,
                 )
         if self.global_batch_size not in (None, steps[-1][1]):
             names, final = ("global_batch_size", name), steps[-1][1]
             yield Problem(
-                "final-batch-size-differs", *names, settings=self, final=final, given=given
+                "final-batch-size-differs", *names, settings=self, final=final, given=text
             )
 
     def _sizes_not_divisible_by(

@@ -27,7 +27,7 @@ REQUIRED_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
 
 def _types_with(field: str) -> Condition:
     """A tokenizer type that requires a field."""
-    return when(tokenizer_type=tuple(kind for kind, needs in TOKENIZERS.items() if field in needs))
+    return when(tokenizer_type=tuple(name for name, needs in TOKENIZERS.items() if field in needs))
 
 
 TIKTOKEN = when(tokenizer_type="TikTokenizer")
@@ -92,16 +92,16 @@ class TokenizerConfig:
         Args:
             vocab_size: --vocab-size; None if not given.
         """
-        kind = self.tokenizer_type
-        for name in TOKENIZERS[kind]:
+        tokenizer = self.tokenizer_type
+        for name in TOKENIZERS[tokenizer]:
             value = getattr(self, name)
             if value is None:
-                yield _requirement(kind, name)
-            elif name != "tiktoken_pattern" and kind != "HFTokenizer":
+                yield _requirement(tokenizer, name)
+            elif name != "tiktoken_pattern" and tokenizer != "HFTokenizer":
                 yield from file_problems(name, value)
-        if kind == "NullTokenizer" and vocab_size is None:
-            yield _requirement(kind, "vocab_size")
-        if kind == "TikTokenizer":
+        if tokenizer == "NullTokenizer" and vocab_size is None:
+            yield _requirement(tokenizer, "vocab_size")
+        if tokenizer == "TikTokenizer":
             yield from self._special_token_problems()
 
     def _special_token_problems(self) -> Iterator[Problem]:
@@ -115,5 +115,5 @@ class TokenizerConfig:
             yield Problem("too-few-special-token-ids", settings=self, num_names=len(names))
 
 
-def _requirement(kind: str, name: str) -> Problem:
-    return Problem("tokenizer-option-required", name, "tokenizer_type", kind=kind)
+def _requirement(tokenizer: str, name: str) -> Problem:
+    return Problem("tokenizer-option-required", name, "tokenizer_type", kind=tokenizer)

@@ -165,8 +165,8 @@ def load_checkpoint(engine: Any, folder: Path, tag: str) -> tuple[str | None, An
         if "loading state_dict" not in str(error):
             raise
         differing = [
-            f"{name} is [{saved}], the model's [{own}]"
-            for name, saved, own in SHAPES.findall(str(error))
+            f"{name} is [{saved}], the model's [{shape}]"
+            for name, saved, shape in SHAPES.findall(str(error))
         ]
         missing = [
             line.strip() for line in str(error).splitlines()[1:] if "size mismatch" not in line

@@ -52,7 +52,7 @@ class ExpertFiles:
         state = {**state, "module": kept}
         if optimizer is not None:
             experts = _states_of_experts(optimizer)
-            others = {n: each for n, each in optimizer["state"].items() if n not in experts}
+            others = {n: entry for n, entry in optimizer["state"].items() if n not in experts}
             state["optimizer"] = {**optimizer, "state": others}
         return state
 
@@ -88,7 +88,5 @@ class ExpertFiles:
 def _states_of_experts(optimizer: dict[str, Any]) -> dict[int, Any]:
     """The states of experts in the state dict of an optimizer, by their number in it."""
     groups = (group for group in optimizer["param_groups"] if group.get("moe"))
-    numbers = [number for group in groups for number in group["params"]]
-    return {
-        number: optimizer["state"][number] for number in numbers if number in optimizer["state"]
-    }
+    numbers = [index for group in groups for index in group["params"]]
+    return {index: optimizer["state"][index] for index in numbers if index in optimizer["state"]}

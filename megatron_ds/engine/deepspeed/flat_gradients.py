@@ -85,7 +85,7 @@ class FlatGradients:
             with_tied: Send those with a tied parameter, too.
         """
         for part in self._slices[len(self._works) :]:
-            is_incomplete = any(self._added[each] < passes for each in part.parameters)
+            is_incomplete = any(self._added[parameter] < passes for parameter in part.parameters)
             if is_incomplete or part.place[0] > with_tied:
                 return
             self._works.append(dist.all_reduce(part.values, group=part.group, async_op=True))
@@ -139,8 +139,8 @@ class FlatGradients:
         """Round the master weights by one kernel, and gather them."""
         optimizer = self._optimizer
         groups, parts = optimizer.real_dp_process_group, optimizer.bf16_partitioned_groups
-        own = [each[dist.get_rank(group)] for each, group in zip(parts, groups, strict=True)]
-        torch._foreach_copy_(own, optimizer.fp32_groups_flat_partition)
+        slices = [part[dist.get_rank(group)] for part, group in zip(parts, groups, strict=True)]
+        torch._foreach_copy_(slices, optimizer.fp32_groups_flat_partition)
         all_gather_into_tensor_dp_groups(optimizer.bf16_groups_flat, parts, groups)
 
 
@@ -154,7 +154,7 @@ def _is_mean(engine: Any) -> bool:
 def _slices(engine: Any) -> Iterator[_Slice]:
     """The slices of each flat tensor: as large as a reduction's bucket, or a little larger."""
     optimizer, module = engine.optimizer, engine.module
-    places = {each: index for index, each in enumerate(module.parameters())}
+    places = {weight: index for index, weight in enumerate(module.parameters())}
     tied = {weight for weight, _ in getattr(module, "get_tied_weights_and_groups", tuple)()}
     flats, groups = optimizer.fp32_groups_gradients_flat, optimizer.real_dp_process_group
     for flat, parameters, group in zip(flats, optimizer.bf16_groups, groups, strict=True):
@@ -164,6 +164,6 @@ def _slices(engine: Any) -> Iterator[_Slice]:
             start -= parameter.numel()
             taken.append(parameter)
             if end - start >= engine.zero_reduce_bucket_size() or start == 0:
-                place = not tied.isdisjoint(taken), -places[parameter]
-                yield _Slice(place, flat[start:end], group, taken)
+                order = not tied.isdisjoint(taken), -places[parameter]
+                yield _Slice(order, flat[start:end], group, taken)
                 end, taken = start, []

@@ -47,12 +47,12 @@ class FlatPartition:
 
 
 def locate(
-    place: ParameterPlace, size: int, stage: int, num_ranks: int, elements: range
+    parameter: ParameterPlace, size: int, stage: int, num_ranks: int, elements: range
 ) -> Iterator[tuple[int, int, range]]:
     """Locates elements of a flattened parameter.
 
     Args:
-        place: The parameter in a flat tensor.
+        parameter: The parameter in a flat tensor.
         size: Elements of the flat tensor on each data-parallel rank.
         stage: ZeRO stage.
         num_ranks: Data-parallel ranks that the flat tensor is partitioned over.
@@ -62,10 +62,10 @@ def locate(
         Data-parallel rank, position of the first element in the rank's flat tensor (without ZeRO in
         the parameter itself), and the elements, in their order.
     """
-    numel = math.prod(place.shape)
-    before = place.offset if stage in (1, 2) else 0
+    numel = math.prod(parameter.shape)
+    before = parameter.offset if stage in (1, 2) else 0
     length = {0: numel, 3: -(-numel // num_ranks)}.get(stage, size)
-    own_start = place.offset if stage == 3 else 0
+    own_start = parameter.offset if stage == 3 else 0
     start = elements.start
     while start < elements.stop:
         rank, position = divmod(before + start, length)
@@ -88,7 +88,7 @@ def read_partitions(engine: Any, stage: int) -> list[FlatPartition]:
         return ParameterPlace(names[id(parameter)], shape, offset)
 
     return [
-        FlatPartition(size, tuple(place_of(*each) for each in sorted(places, key=itemgetter(1))))
+        FlatPartition(size, tuple(place_of(*item) for item in sorted(places, key=itemgetter(1))))
         for size, places in _READERS[stage](engine)
     ]
 
@@ -108,9 +108,9 @@ def _replicated(engine: Any) -> _Places:
 def _partitioned_states(engine: Any) -> _Places:
     """Stages 1 and 2: the parameters are views of flat tensors."""
     optimizer = engine.optimizer
-    kind = "bf16" if hasattr(optimizer, "bf16_groups") else "bit16"
-    groups: Sequence[Any] = getattr(optimizer, f"{kind}_groups")
-    flats = getattr(optimizer, f"{kind}_groups_flat")
+    prefix = "bf16" if hasattr(optimizer, "bf16_groups") else "bit16"
+    groups: Sequence[Any] = getattr(optimizer, f"{prefix}_groups")
+    flats = getattr(optimizer, f"{prefix}_groups_flat")
     for group, flat, ranks in zip(groups, flats, optimizer.real_dp_process_group, strict=True):
         places = [
             (parameter, (parameter.data_ptr() - flat.data_ptr()) // flat.element_size())

@@ -70,8 +70,8 @@ def reset_cpu_adam_beta_powers(optimizer: object) -> None:
     dummies = [torch.zeros(1) for _ in range(4)]
     options = optimizer.defaults  # type: ignore[attr-defined]
     beta1, beta2 = options["betas"]
-    number = optimizer.opt_id  # type: ignore[attr-defined]
-    kernel.adam_update(number, 0, 0.0, beta1, beta2, options["eps"], 0.0, True, *dummies)
+    opt_id = optimizer.opt_id  # type: ignore[attr-defined]
+    kernel.adam_update(opt_id, 0, 0.0, beta1, beta2, options["eps"], 0.0, True, *dummies)
 
 
 def drop_skipped_gradients(optimizer: Any) -> None:
@@ -156,9 +156,9 @@ def limit_parameter_prefetch() -> None:
     fails ("already assigned swap buffer id"). It also prefetches into all buffers, and fails ("Not
     enough buffers") when a parameter is needed in another order, as for an evaluation.
     """
-    kind = partitioned_param_swapper.AsyncPartitionedParameterSwapper
-    original = kind.swap_in
-    if original.__module__ != kind.__module__:
+    swapper = partitioned_param_swapper.AsyncPartitionedParameterSwapper
+    original = swapper.swap_in
+    if original.__module__ != swapper.__module__:
         return  # replaced before
 
     def swap_in(
@@ -170,7 +170,7 @@ def limit_parameter_prefetch() -> None:
         if wanted:
             original(self, wanted, async_op, swap_in_buffers)
 
-    kind.swap_in = swap_in
+    swapper.swap_in = swap_in
 
 
 @contextmanager
@@ -208,9 +208,9 @@ def require_precision(config: PrecisionConfig) -> None:
         return
     if not config.allow_fp16_on_cpu:
         raise user_error("fp16-not-supported", device=accelerator.device_name())
-    kind, supported = type(accelerator), accelerator.supported_dtypes()
-    kind.is_fp16_supported = lambda self: True
-    kind.supported_dtypes = lambda self: [*supported, torch.half]
+    cls, supported = type(accelerator), accelerator.supported_dtypes()
+    cls.is_fp16_supported = lambda self: True
+    cls.supported_dtypes = lambda self: [*supported, torch.half]
 
 
 def replace_checkpoint_engine(
@@ -257,7 +257,7 @@ def replace_pipeline_instructions(
 
         return run
 
-    functions = {kind: bound(function) for kind, function in instructions.items()}
+    functions = {instruction: bound(function) for instruction, function in instructions.items()}
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **functions}
 
 

@@ -55,7 +55,7 @@ class StageMessages:
 
     def exchange(self, *, wait: bool = False) -> None:
         """Start the queued messages, and wait for all if any is received, or on request."""
-        wait |= any(each.op is dist.irecv for each in self._queue)
+        wait |= any(message.op is dist.irecv for message in self._queue)
         if self._queue:
             self._works += dist.batch_isend_irecv(self._queue)
         self._queue = []

@@ -39,10 +39,10 @@ def safe_classes() -> list[Any]:
     return [*classes, (_enum_member, "builtins.getattr")]
 
 
-def _enum_member(kind: Any, name: str) -> Enum:
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind[name]
-    raise pickle.UnpicklingError(f"getattr of {kind!r}")
+def _enum_member(cls: Any, name: str) -> Enum:
+    if isinstance(cls, type) and issubclass(cls, Enum):
+        return cls[name]
+    raise pickle.UnpicklingError(f"getattr of {cls!r}")
 
 
 def read_tensors(
@@ -83,5 +83,5 @@ def find_extreme(values: Any, name: str = "") -> str | None:
     items: Iterable[Any] = values.items() if isinstance(values, Mapping) else ()
     if isinstance(values, list | tuple):
         items = enumerate(values)
-    found = (find_extreme(value, f"{name}.{key}".lstrip(".")) for key, value in items)
-    return next(filter(None, found), None)
+    extremes = (find_extreme(value, f"{name}.{key}".lstrip(".")) for key, value in items)
+    return next(filter(None, extremes), None)

@@ -47,11 +47,11 @@ def rows(config: Config, generated: Json) -> list[Row]:
         config: Configuration of a command line, which `merge_file` has filled.
         generated: Its DeepSpeed configuration.
     """
-    given = value_origins(config)
+    origins = value_origins(config)
     names: dict[str, list[str]] = {key: [name] for key, name in FIELDS.items()}
     for key, name, _ in mappings(config):
         names.setdefault(key, []).append(name)
-    given |= {
+    origins |= {
         key: as_flag(name, field_value(config, name), flag_of)
         for key, name in FIELDS.items()
         if name in config.given
@@ -59,8 +59,8 @@ def rows(config: Config, generated: Json) -> list[Row]:
     result = []
     for key in leaves(generated):
         value = get(generated, key)
-        if key in given:
-            origin = given[key]
+        if key in origins:
+            origin = origins[key]
         elif key in DERIVED:
             origin = f"derived from {DERIVED[key]}"
         elif key in names:
@@ -81,12 +81,12 @@ def find(name: str) -> list[str]:
         UserError: If there are none.
     """
     known = known_keys()
-    found = [key for key in known if key == name or key.startswith(f"{name}.")]
-    found = found or [key for key in known if key.endswith(f".{name}")]
-    if not found:
+    matches = [key for key in known if key == name or key.startswith(f"{name}.")]
+    matches = matches or [key for key in known if key.endswith(f".{name}")]
+    if not matches:
         lasts = {key.rpartition(".")[2] for key in known}
         raise user_error("ds-key-unknown", key=name, hint=did_you_mean(name, {*known, *lasts}))
-    return found
+    return matches
 
 
 def known_keys() -> list[str]:
@@ -110,13 +110,13 @@ def facts(key: str) -> dict[str, Any]:
     """Returns the facts about a key: description, type, flags and default."""
     block, _, last = key.rpartition(".")
     kinds = {convert: name for name, convert in KINDS.items()}
-    kind = (keys.BLOCKS.get(block, {}) if block else keys.TOP_KEYS).get(last)
+    value_type = (keys.BLOCKS.get(block, {}) if block else keys.TOP_KEYS).get(last)
     flags = [flag_of(name) for other, name, _ in mappings(Config()) if other == key]
     flags += [flag_of(FIELDS[key])] if key in FIELDS else []
     return {
         "key": key,
         "description": DESCRIPTIONS.get(key) or _other_keys().get(key, ""),
-        "type": TYPES[kinds[kind]] if kind else None,
+        "type": TYPES[kinds[value_type]] if value_type else None,
         "flags": [with_default_flags(flag) for flag in dict.fromkeys(flags)],
         "derived_from": DERIVED.get(key),
         "deepspeed_default": keys.DEFAULTS.get(key),

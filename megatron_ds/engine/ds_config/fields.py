@@ -22,7 +22,7 @@ CONVERSIONS: dict[str, kinds.Kind] = kinds.KINDS | {
     "second beta": lambda betas: kinds.as_betas(betas)[1],
 }
 MAPPINGS: tuple[tuple[str, str, kinds.Kind], ...] = tuple(
-    (key, name, CONVERSIONS[kind]) for key, name, kind in read_table(__file__)["mappings"]
+    (key, name, CONVERSIONS[rule]) for key, name, rule in read_table(__file__)["mappings"]
 )
 """Key, field with the same meaning, and the function that converts the key's value."""
 

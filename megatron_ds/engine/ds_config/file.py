@@ -250,10 +250,10 @@ def _entries(file: DeepSpeedFile, block: str) -> list[tuple[str, str, Any]]:
     return [(f"{block}.{key}".removeprefix("."), key, value) for key, value in values.items()]
 
 
-def _check_value(file: DeepSpeedFile, key: str, kind: Kind, value: Any) -> bool:
+def _check_value(file: DeepSpeedFile, key: str, convert: Kind, value: Any) -> bool:
     """Whether a value is valid; an invalid one is removed, so that the rest is readable."""
     try:
-        kind(value)
+        convert(value)
     except ValueError as error:
         file.problems.append(file.invalid(key, error))
         pop(file.values, key)

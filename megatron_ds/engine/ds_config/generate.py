@@ -109,9 +109,9 @@ def build_ds_config(
     }
     if config.parallel.pipeline_model_parallel_size > 1:
         result["pipeline"] = copy.deepcopy(PIPELINE_BLOCK)
-    given = _without_auto(user)
-    for key in sorted(PASSED_KEYS.keys() & given.keys()):
-        result[key] = copy.deepcopy(given[key])
+    values = _without_auto(user)
+    for key in sorted(PASSED_KEYS.keys() & values.keys()):
+        result[key] = copy.deepcopy(values[key])
     result["communication_data_type"] = as_dtype(result["communication_data_type"])
     zero = result["zero_optimization"]
     if "reduce_bucket_size" not in zero:
@@ -216,8 +216,8 @@ def number_of_checkpoints(config: Config) -> int:
 
 def _passed(user: Json, block: str) -> Json:
     """Values of the keys of a block that no field of the configuration has."""
-    given = _without_auto(user.get(block) or {})
-    return {key: given.get(key, value) for key, value in HALF_PRECISION_DEFAULTS[block].items()}
+    values = _without_auto(user.get(block) or {})
+    return {key: values.get(key, value) for key, value in HALF_PRECISION_DEFAULTS[block].items()}
 
 
 def _without_auto(values: Mapping[str, Any]) -> Json:
@@ -241,13 +241,13 @@ def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Js
     result |= ZERO3_DEFAULTS if stage == 3 else ZERO12_DEFAULTS
     if stage == 3 and config.runtime.compile:
         result["memory_efficient_linear"] = compiles_efficient_linear()
-    given = _without_auto(user.get("zero_optimization") or {})
+    values = _without_auto(user.get("zero_optimization") or {})
     # Stage 1 reduces after the last backward pass only. Offloaded gradients are copied to the host
     # from the buckets, and stage 2 would keep twice as many of them.
     is_overlapping = (
         stage == 2 and dp_size > 1 and not (is_cpu or config.deepspeed.optimizer_offload != "none")
     )
-    fits = given.get("reduce_bucket_size", math.inf) >= _largest_parameter(config)
+    fits = values.get("reduce_bucket_size", math.inf) >= _largest_parameter(config)
     result["overlap_comm"] = stage == 3 or (is_overlapping and fits)
     if stage == 3:
         result["zero_hpz_partition_size"] = config.deepspeed.zero_hpz_partition_size
@@ -256,7 +256,7 @@ def _zero_block(config: Config, user: Json, dp_size: int, *, is_cpu: bool) -> Js
         if config.deepspeed.param_offload == "nvme":
             # A gathered parameter occupies one of few buffers until it is released.
             result["stage3_max_reuse_distance"] = 0
-    for key, value in given.items():
+    for key, value in values.items():
         if key != "stage" and is_read_at(key, stage):
             result[key] = copy.deepcopy(value)
     for key, device in (
@@ -316,11 +316,11 @@ def swap_buffer_problems(config: Config, dp_size: int) -> Iterator[Problem]:
         ("offload_optimizer", "buffer_count", config.deepspeed.optimizer_offload),
         ("offload_param", "buffer_size", config.deepspeed.param_offload),
     ):
-        given = file.get(f"zero_optimization.{name}.{key}")
-        if device == "nvme" and given is not None:
+        value = file.get(f"zero_optimization.{name}.{key}")
+        if device == "nvme" and value is not None:
             block = _without_auto(file.get(f"zero_optimization.{name}"))
             least = _offload_defaults(config, name, device, block, ranks)[key]
-            if given < least:
+            if value < least:
                 yield file.invalid(f"zero_optimization.{name}.{key}", f"must be at least {least}")
 
 
@@ -380,8 +380,8 @@ def _optimizer_block(config: Config, user: Json, is_available: IsAvailable) -> J
     if params["torch_adam"]:
         params["fused"] = kernel is AdamKernel.TORCH_FUSED
     # DeepSpeed does not know apex: `build_engine` passes its optimizer.
-    kind = "ApexFusedAdam" if kernel is AdamKernel.APEX else "AdamW"
-    return {"type": kind, "params": params}
+    name = "ApexFusedAdam" if kernel is AdamKernel.APEX else "AdamW"
+    return {"type": name, "params": params}
 
 
 def _checkpointing_block(config: Config) -> Json:

@@ -59,7 +59,7 @@ class FormerDefault:
 
     def concerns(self, file: DeepSpeedFile) -> bool:
         """Whether a file, with current keys, leaves the default in effect."""
-        return get(file.values, self.key) is None and all(_holds(file, each) for each in self.when)
+        return get(file.values, self.key) is None and all(_holds(file, term) for term in self.when)
 
 
 FORMER = tuple(
@@ -69,7 +69,7 @@ FORMER = tuple(
 
 def as_version(text: str) -> Version:
     """`0.9.2` as three numbers, for comparisons; `0.9` is `0.9.0`."""
-    numbers = [int(number) for number in text.split(".")]
+    numbers = [int(part) for part in text.split(".")]
     return (*numbers, 0)[:3]
 
 
@@ -100,7 +100,7 @@ def oldest_version(file: DeepSpeedFile) -> tuple[str, str]:
 def _holds(file: DeepSpeedFile, condition: str) -> bool:
     """Whether a file fulfills a condition of history.toml."""
     if "|" in condition:
-        return any(_holds(file, each) for each in condition.split("|"))
+        return any(_holds(file, term) for term in condition.split("|"))
     if condition.startswith("!"):
         return not file.get(condition.removeprefix("!"))
     key, equals, expected = condition.partition("=")

@@ -39,13 +39,13 @@ def _keys_of_models() -> dict[str, dict[str, Kind]]:
     blocks = INSTALLED["blocks"]
     treated = {*REFUSED, *RENAMED, *OLD_SWITCHES, *IGNORED_KEYS}
     return {
-        block: {key: KINDS[kind] for key, kind in keys.items() if f"{block}.{key}" not in treated}
+        block: {key: KINDS[name] for key, name in keys.items() if f"{block}.{key}" not in treated}
         for block, keys in blocks.items()
     }
 
 
 BLOCKS: dict[str, dict[str, Kind]] = _keys_of_models() | {
-    block: {key: KINDS[kind] for kind, keys in by_kind.items() for key in keys}
+    block: {key: KINDS[name] for name, keys in by_kind.items() for key in keys}
     for block, by_kind in TABLES["kinds"].items()
 }
 """Supported keys of each block by its dotted name -> kind of the value."""

@@ -206,7 +206,7 @@ def _without_loss_scaling(config: Config, file: DeepSpeedFile, warn: Warn) -> Co
     The forks build no loss scaler of their own with DeepSpeed. Keys that are "auto" leave it to
     the flags.
     """
-    keys = [each for each in MAPPINGS if each[0].startswith("fp16.") and each[1] != "fp16"]
+    keys = [row for row in MAPPINGS if row[0].startswith("fp16.") and row[1] != "fp16"]
     dropped: dict[str, Any] = {}
     for key, name, convert in keys if file.get("fp16") else ():
         default, value = field_value(Config(), name), file.get(key)
@@ -219,8 +219,8 @@ def _without_loss_scaling(config: Config, file: DeepSpeedFile, warn: Warn) -> Co
         flag = as_flag(name, field_value(config, name))
         by = f"fp16 of {file.location('fp16')}" if value is None else file.describe(key)
         warn(Problem("ds-loss-scaling-by-file", name, flag=flag, by=by))
-    given = config.given - dropped.keys()
-    return dataclasses.replace(config.with_values(dropped), given=given) if dropped else config
+    names = config.given - dropped.keys()
+    return dataclasses.replace(config.with_values(dropped), given=names) if dropped else config
 
 
 def _warn_of_stage_0(config: Config, warn: Warn) -> None:
@@ -234,9 +234,9 @@ def _warn_of_stage_0(config: Config, warn: Warn) -> None:
 
 
 def _optimizer_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
-    kind, params = str(file.get("optimizer.type")).lower(), "optimizer.params"
+    name, params = str(file.get("optimizer.type")).lower(), "optimizer.params"
     is_offloaded = config.deepspeed.optimizer_offload != "none"
-    if kind.endswith("cpuadam") and not is_offloaded:
+    if name.endswith("cpuadam") and not is_offloaded:
         yield Problem("ds-cpu-adam-without-offload", describe=file.describe("optimizer.type"))
     if file.get(f"{params}.adam_w_mode") is False:
         yield file.invalid(f"{params}.adam_w_mode", "adam is always AdamW", "optimizer")

@@ -84,12 +84,12 @@ def migrate(path: str, version: str | None = None, *, new_defaults: bool = False
     Raises:
         UserError: If the file or the version cannot be read, or values are invalid.
     """
-    given = None if version is None else history.known_version(version)
+    known = None if version is None else history.known_version(version)
     file = parse_file(path)
     oldest, key = history.oldest_version(file)
     reason = f"the first version with {key}" if key else "the oldest supported version"
-    result = Migration(file.values, given or oldest, "" if given else reason)
-    if given and history.as_version(given) < history.as_version(oldest):
+    result = Migration(file.values, known or oldest, "" if known else reason)
+    if known and history.as_version(known) < history.as_version(oldest):
         result.changes.append(file.at(key, Problem("ds-key-is-newer", key=key, version=oldest)))
     result.changes += [*_replaced_keys(file), *_replaced_optimizer(file)]
     normalize(file)
@@ -97,7 +97,7 @@ def migrate(path: str, version: str | None = None, *, new_defaults: bool = False
     result.changes += [*file.warnings, *_replaced_stage(file)]
     result.removed = [problem for problem in file.problems if problem.code == UNSUPPORTED]
     result.unknown = [problem for problem in file.problems if problem.code == UNKNOWN]
-    invalid = [each for each in file.problems if each.code not in (UNSUPPORTED, UNKNOWN)]
+    invalid = [problem for problem in file.problems if problem.code not in (UNSUPPORTED, UNKNOWN)]
     if invalid:
         raise UserError(*invalid)
     for key in unknown_keys(file):
@@ -125,7 +125,7 @@ def _replaced_optimizer(file: DeepSpeedFile) -> Iterator[Problem]:
         if str(get(file.values, key)).lower() == old.lower():
             put(file.values, key, entry["successor"])
             params = (f"optimizer.params.{name}" for name in entry["params"])
-            gone = [each for each in params if pop(file.values, each) is not None]
+            gone = [name for name in params if pop(file.values, name) is not None]
             shown = " with ".join([f"{key} {old}", *[", ".join(gone)][: len(gone)]])
             yield _replaced(file, shown, entry["successor"], entry["effect"], key)
 
@@ -147,8 +147,8 @@ def _replaced_stage(file: DeepSpeedFile) -> Iterator[Problem]:
         yield _replaced(file, f"{key} 0", "stage 1", reason, key)
 
 
-def _replaced(file: DeepSpeedFile, old: str, new: str, reason: str, place: str = "") -> Problem:
-    return file.at(place or old, Problem("ds-key-replaced", old=old, new=new, reason=reason))
+def _replaced(file: DeepSpeedFile, old: str, new: str, reason: str, key: str = "") -> Problem:
+    return file.at(key or old, Problem("ds-key-replaced", old=old, new=new, reason=reason))
 
 
 def _remove_schedules(file: DeepSpeedFile, result: Migration) -> None:
@@ -192,7 +192,7 @@ def text(migration: Migration, path: str) -> str:
         "removed, with the successor": [problem.render() for problem in migration.removed],
         "left out, known to no version": [problem.render() for problem in migration.unknown],
         "flags that replace curriculum_learning": migration.flags,
-        "absent keys with another default": [_line(each) for each in migration.meanings],
+        "absent keys with another default": [_line(meaning) for meaning in migration.meanings],
         'left to the flags of the run ("auto")': migration.auto,
     }
     for title, entries in sections.items():

@@ -49,16 +49,16 @@ def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> Fi
         file: DeepSpeed file.
         batch_size: Samples per step.
     """
-    kind = file.get("scheduler.type")
-    if kind not in TRANSLATED:
+    scheduler = file.get("scheduler.type")
+    if scheduler not in TRANSLATED:
         return
     by_samples = config.schedule.train_samples is not None
     per_step, unit = (batch_size, "samples") if by_samples else (1, "iters")
-    yield "scheduler.type", "lr_decay_style", "constant" if kind == "WarmupLR" else "linear"
+    yield "scheduler.type", "lr_decay_style", "constant" if scheduler == "WarmupLR" else "linear"
     is_warming, block = config.schedule.has_warmup, "scheduler.params"
     fields: list[tuple[str, str, Callable[[Any], float], Any]] = [
         ("warmup_min_lr", "lr_warmup_init", float, None),
-        ("warmup_max_lr", "lr", float, None if kind == "WarmupLR" else DECAY_MAX_LR),
+        ("warmup_max_lr", "lr", float, None if scheduler == "WarmupLR" else DECAY_MAX_LR),
         # DeepSpeed replaces 1 by 2, since its logarithmic warm-up cannot have one step.
         (
             "warmup_num_steps",
@@ -67,7 +67,7 @@ def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> Fi
             None if is_warming else WARMUP_STEPS,
         ),
     ]
-    if kind == "WarmupDecayLR":
+    if scheduler == "WarmupDecayLR":
         fields += [
             ("warmup_min_lr", "min_lr", float, None),
             ("total_num_steps", f"lr_decay_{unit}", lambda steps: int(steps) * per_step, None),
@@ -81,32 +81,32 @@ def scheduler_fields(config: Config, file: DeepSpeedFile, batch_size: int) -> Fi
     style, steps = f"{block}.warmup_type", f"{block}.warmup_num_steps"
     has_steps = is_warming or get(file.values, steps) != "auto"
     if has_steps and (file.get(style) or "lr_warmup_style" not in config.given):
-        place = style if file.get(style) else "scheduler.type"
-        yield place, "lr_warmup_style", file.get(style) or "log"
+        origin = style if file.get(style) else "scheduler.type"
+        yield origin, "lr_warmup_style", file.get(style) or "log"
 
 
 def scheduler_problems(config: Config, file: DeepSpeedFile) -> Iterator[Problem]:
     """Find out why a scheduler block cannot be translated, and which flags replace it."""
-    kind, place = file.get("scheduler.type"), "scheduler.type"
-    if kind is None:
+    scheduler, key = file.get("scheduler.type"), "scheduler.type"
+    if scheduler is None:
         return  # DeepSpeed has no schedule then
-    if kind == "WarmupCosineLR":
+    if scheduler == "WarmupCosineLR":
         flags = _cosine_flags(config, file)
-        yield file.at(place, Problem("ds-scheduler-inexact", cosine_flags=flags))
-    elif kind not in TRANSLATED:
+        yield file.at(key, Problem("ds-scheduler-inexact", cosine_flags=flags))
+    elif scheduler not in TRANSLATED:
         supported = " and ".join(TRANSLATED)
-        problem = Problem("ds-scheduler-unsupported", kind=kind, translated=supported)
-        yield file.at(place, problem)
+        problem = Problem("ds-scheduler-unsupported", kind=scheduler, translated=supported)
+        yield file.at(key, problem)
     else:
-        yield from _translation_problems(config, file, kind)
+        yield from _translation_problems(config, file, scheduler)
 
 
-def _translation_problems(config: Config, file: DeepSpeedFile, kind: str) -> Iterator[Problem]:
+def _translation_problems(config: Config, file: DeepSpeedFile, scheduler: str) -> Iterator[Problem]:
     steps = "scheduler.params.warmup_num_steps"
     if file.get(steps) is not None and file.get(steps) <= 0:
         yield file.invalid(steps, "must be positive", "lr_warmup_iters")
     params = file.values["scheduler"].get("params") or {}
-    if kind == "WarmupDecayLR" and not params.get("total_num_steps"):
+    if scheduler == "WarmupDecayLR" and not params.get("total_num_steps"):
         yield file.at("scheduler.type", Problem("ds-scheduler-without-total-steps"))
     for name in ("rampup_batch_size", "step_batch_size_schedule"):
         if getattr(config.schedule, name) is not None:
@@ -145,10 +145,10 @@ def curriculum_problems(file: DeepSpeedFile) -> Iterator[Problem]:
         yield _incomplete(file, '"enabled": true (or false, DeepSpeed\'s default)')
     for name, supported in (("curriculum_type", "seqlen"), ("schedule_type", "fixed_linear")):
         key = f"{CURRICULUM}.{name}"
-        kind = file.get(key)
-        if kind is None:
+        value = file.get(key)
+        if value is None:
             yield _incomplete(file, f'"{name}": "{supported}"')
-        elif kind != supported:
+        elif value != supported:
             reason = f"only {supported!r} is supported; use {option('curriculum_seqlen')}"
             yield file.invalid(key, reason, "curriculum_seqlen")
             return

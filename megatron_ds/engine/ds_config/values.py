@@ -68,13 +68,13 @@ def as_device(value: Any) -> str:
 
 
 def as_optimizer(value: Any) -> str:
-    kind = str(value).lower()
+    optimizer = str(value).lower()
     for name, types in {"adam": ADAM_TYPES, "lion": LION_TYPES}.items():
-        kind = name if kind in types else kind
-    if kind not in ("adam", "sgd", "lion", "muon"):
+        optimizer = name if optimizer in types else optimizer
+    if optimizer not in ("adam", "sgd", "lion", "muon"):
         reason = "must be Adam, AdamW, SGD, Lion or Muon"
         raise ValueError(f"{reason}; tools/ds_config.py migrate replaces 1-bit optimizers and Lamb")
-    return kind
+    return optimizer
 
 
 def as_betas(value: Any) -> tuple[float, float]:

@@ -38,7 +38,7 @@ def only_torch(kernel: AdamKernel) -> bool:
 
 
 def select_adam_kernel(
-    kind: str,
+    name: str,
     torch_adam: bool | None,
     fused: bool | None,
     *,
@@ -56,7 +56,7 @@ def select_adam_kernel(
     """
     if offloaded:
         return AdamKernel.CPU
-    named = BY_TYPE.get(kind.lower())
+    named = BY_TYPE.get(name.lower())
     if torch_adam is None and named is not None:
         return named
     if torch_adam is False:

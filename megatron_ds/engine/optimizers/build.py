@@ -35,11 +35,11 @@ def client_optimizer(block: Mapping[str, Any]) -> Callable[..., Any] | None:
         return partial(Muon, **block["params"])
     if block["type"] != "ApexFusedAdam":
         return None
-    kind: Callable[..., Any] | None = apex_adam()
-    if kind is None:
+    adam: Callable[..., Any] | None = apex_adam()
+    if adam is None:
         raise user_error("apex-not-installed")
     params = {name: value for name, value in block["params"].items() if name != "torch_adam"}
-    return partial(kind, **params, adam_w_mode=True)
+    return partial(adam, **params, adam_w_mode=True)
 
 
 def _adam_with_8_bit_moments() -> Callable[..., Any]:

@@ -190,14 +190,14 @@ def _transfer(
     """
     if group.size == 1:
         return [iter(parts[0])]
-    sent = torch.cat([empty, *(tensor for each in parts for tensor in each)])
-    counts = [sum(tensor.numel() for tensor in each) for each in parts]
-    expected = [sum(each) for each in sizes]
+    sent = torch.cat([empty, *(tensor for tensors in parts for tensor in tensors)])
+    counts = [sum(tensor.numel() for tensor in tensors) for tensors in parts]
+    expected = [sum(lengths) for lengths in sizes]
     received = empty.new_empty(sum(expected))
     dist.all_to_all_single(received, sent, expected, counts, group=group.handle)
     return [
-        iter(values.split(list(each)) if each else ())
-        for values, each in zip(received.split(expected), sizes, strict=True)
+        iter(values.split(list(lengths)) if lengths else ())
+        for values, lengths in zip(received.split(expected), sizes, strict=True)
     ]
 
 
@@ -218,29 +218,29 @@ def find_matrices(
         read_partitions(engine, stage), _masters(engine, stage), strict=True
     ):
         places = [
-            place
-            for place in partition.parameters
-            if declaration(place.name, parameters[place.name]).role is Role.MATRIX
+            entry
+            for entry in partition.parameters
+            if declaration(entry.name, parameters[entry.name]).role is Role.MATRIX
         ]
         # All parameters of a flat tensor are partitioned over the same ranks.
-        is_expert = any(expert_group(parameters[place.name]) is not None for place in places)
+        is_expert = any(expert_group(parameters[entry.name]) is not None for entry in places)
         dp = mesh.expert_dp if is_expert else mesh.dp_sp
-        owners = assign_owners([place.shape for place in places], dp.size, tp.size)
+        owners = assign_owners([entry.shape for entry in places], dp.size, tp.size)
         pieces = []
-        for place, owner in zip(places, owners, strict=True):
-            parameter = parameters[place.name]
-            kept = _kept(place, stage, partition.size, dp.size)
-            start = 0 if stage == 0 else _own_offset(place, stage, partition.size, dp.rank)
+        for entry, owner in zip(places, owners, strict=True):
+            parameter = parameters[entry.name]
+            kept = _kept(entry, stage, partition.size, dp.size)
+            start = 0 if stage == 0 else _own_offset(entry, stage, partition.size, dp.rank)
             pieces.append(
                 MatrixShard(
-                    shape=place.shape,
+                    shape=entry.shape,
                     spec=shard_spec(parameter),
                     master=parameter if stage == 0 else masters[0],
                     place=slice(start, start + len(kept[dp.rank])),
                     # Without ZeRO every rank has the complete shard.
                     sent=tuple(
-                        each if stage or rank == owner.dp else range(0)
-                        for rank, each in enumerate(kept)
+                        span if stage or rank == owner.dp else range(0)
+                        for rank, span in enumerate(kept)
                     ),
                     kept=kept,
                     owner=owner,
@@ -256,18 +256,18 @@ def _masters(engine: Any, stage: int) -> list[list[Tensor]]:
     return [[flat] for flat in master_weights(engine)]
 
 
-def _kept(place: ParameterPlace, stage: int, size: int, dp_size: int) -> tuple[range, ...]:
+def _kept(entry: ParameterPlace, stage: int, size: int, dp_size: int) -> tuple[range, ...]:
     """The elements of a parameter's shard that each data-parallel rank has."""
-    numel = math.prod(place.shape)
+    numel = math.prod(entry.shape)
     if stage == 0:
         return (range(numel),) * dp_size
-    first, length = (-place.offset, size) if stage < 3 else (0, -(-numel // dp_size))
+    first, length = (-entry.offset, size) if stage < 3 else (0, -(-numel // dp_size))
     bounds = [min(numel, max(0, first + rank * length)) for rank in range(dp_size + 1)]
     return tuple(range(*pair) for pair in itertools.pairwise(bounds))
 
 
-def _own_offset(place: ParameterPlace, stage: int, size: int, dp_rank: int) -> int:
-    return place.offset if stage == 3 else max(0, place.offset - dp_rank * size)
+def _own_offset(entry: ParameterPlace, stage: int, size: int, dp_rank: int) -> int:
+    return entry.offset if stage == 3 else max(0, entry.offset - dp_rank * size)
 
 
 def assign_owners(shapes: Sequence[tuple[int, ...]], dp_size: int, tp_size: int) -> list[Owner]:

@@ -99,7 +99,7 @@ class Muon(AdamW):
         Args:
             matrices: For each set of tensors that is stepped at once.
         """
-        self._matrices = {each.pieces[0].master: each for each in matrices if each.pieces}
+        self._matrices = {group.pieces[0].master: group for group in matrices if group.pieces}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -150,7 +150,7 @@ class Muon(AdamW):
         for shard, update, piece in zip(shards, updates, pieces, strict=True):
             sizes = piece.sections or (shard.shape[-2],)
             for pair in zip(shard.split(sizes, -2), update.split(sizes, -2), strict=True):
-                stacks = (each.reshape(-1, *each.shape[-2:]) for each in pair)
+                stacks = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in pair)
                 by_shape.setdefault(pair[0].shape[-2:], []).extend(zip(*stacks, strict=True))
         for shape, pairs in by_shape.items():
             scale = self._scale_factor * self._scale(*shape)

@@ -164,11 +164,11 @@ def with_own_settings(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, 
     library = type(optimizer).__module__.partition(".")[0]
     if isinstance(optimizer, AdamW):  # Muon
         library = "torch"
-    states = {number: dict(state) for number, state in saved["state"].items()}
+    states = {index: dict(state) for index, state in saved["state"].items()}
     groups = []
     for current, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         settings = {key: value for key, value in current.items() if key not in ("params", "step")}
-        mine = [states[number] for number in group["params"] if number in states]
+        mine = [states[index] for index in group["params"] if index in states]
         steps = [int(state.get("step", group.get("step", 0))) for state in mine]
         if "step" in group or any("step" in state for state in mine):
             for state, step in zip(mine, steps, strict=True):

@@ -48,24 +48,24 @@ def own_flats(engine: Any, stage: int, mesh: Mesh) -> Iterator[Flat]:
     parameters = dict(engine.module.named_parameters())
     partitions = read_partitions(engine, stage)
     if stage == 0:
-        for place in (place for each in partitions for place in each.parameters):
-            parameter = parameters[place.name]
-            everything = range(math.prod(place.shape))
-            yield Flat(parameter, (place.name,), (Part(place, parameter, 0, everything),))
+        for entry in (entry for part in partitions for entry in part.parameters):
+            parameter = parameters[entry.name]
+            everything = range(math.prod(entry.shape))
+            yield Flat(parameter, (entry.name,), (Part(entry, parameter, 0, everything),))
         return
     for partition, master in zip(partitions, master_weights(engine), strict=True):
         parts = []
-        for place in partition.parameters:
-            parameter = parameters[place.name]
+        for entry in partition.parameters:
+            parameter = parameters[entry.name]
             ranks = replicas_of(parameter, mesh)
-            everything = range(math.prod(place.shape))
-            places = locate(place, partition.size, stage, ranks.size, everything)
+            everything = range(math.prod(entry.shape))
+            places = locate(entry, partition.size, stage, ranks.size, everything)
             parts += [
-                Part(place, parameter, position, elements)
+                Part(entry, parameter, position, elements)
                 for rank, position, elements in places
                 if rank == ranks.rank
             ]
-        names = tuple(place.name for place in partition.parameters)
+        names = tuple(entry.name for entry in partition.parameters)
         yield Flat(master, names, tuple(parts))
 
 

@@ -81,9 +81,9 @@ class Resharding:
                 optimizer._reassign_or_swap_out_partitioned_parameters(index)
                 continue
             values = {}
-            for kind in (MASTER, *self._kinds(flat)):
-                values[kind] = torch.zeros(on_disk[index], dtype=flat.master.dtype)
-                self._fill(values[kind], kind, flat.parts)
+            for key in (MASTER, *self._kinds(flat)):
+                values[key] = torch.zeros(on_disk[index], dtype=flat.master.dtype)
+                self._fill(values[key], key, flat.parts)
             nvme_states.store(optimizer, index, values.pop(MASTER), values)
 
     def _new_state(self, on_disk: Container[int]) -> dict[str, Any]:
@@ -96,35 +96,35 @@ class Resharding:
         """
         optimizer = self._engine.basic_optimizer
         states: dict[int, dict[str, Any]] = {}
-        for number, flat in enumerate(self._flats):
-            own: dict[str, Any] = optimizer.state.get(flat.master, {})
+        for index, flat in enumerate(self._flats):
+            present: dict[str, Any] = optimizer.state.get(flat.master, {})
             state: dict[str, Any] = {}
-            for kind in self._kinds(flat):
-                if number in on_disk:
-                    state[kind] = flat.master.new_empty(0)
+            for key in self._kinds(flat):
+                if index in on_disk:
+                    state[key] = flat.master.new_empty(0)
                     continue
-                state[kind] = own[kind] if kind in own else torch.zeros_like(flat.master)
-                self._fill(state[kind], kind, flat.parts)
+                state[key] = present[key] if key in present else torch.zeros_like(flat.master)
+                self._fill(state[key], key, flat.parts)
             steps = self._source.steps(flat.names[0])
             if state and steps is not None:
                 state["step"] = steps
             if state:
-                states[number] = state
+                states[index] = state
         return {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
 
     def _kinds(self, flat: Flat) -> tuple[str, ...]:
         return self._source.state_names(flat.names[0])
 
-    def _fill(self, flat: Tensor, kind: str, parts: Sequence[Part]) -> None:
+    def _fill(self, flat: Tensor, key: str, parts: Sequence[Part]) -> None:
         values = flat.detach().view(-1)
         for part in parts:
             position = part.position
-            for block in self._blocks(part, kind):
+            for block in self._blocks(part, key):
                 values[position : position + block.numel()].copy_(block)
                 position += block.numel()
             assert position == part.position + len(part.elements)
 
-    def _blocks(self, part: Part, kind: str) -> Iterator[Tensor]:
+    def _blocks(self, part: Part, key: str) -> Iterator[Tensor]:
         """The elements of a part, one-dimensional, from few rows at a time."""
         shape = part.place.shape
         width = math.prod(shape[1:])
@@ -133,13 +133,13 @@ class Resharding:
         for start in range(part.elements.start // width, last_row, step):
             rows = range(start, min(start + step, last_row))
             first = rows.start * width
-            block = self._read_rows(part, kind, rows).flatten()
+            block = self._read_rows(part, key, rows).flatten()
             yield block[max(part.elements.start - first, 0) : part.elements.stop - first]
 
-    def _read_rows(self, part: Part, kind: str, rows: range) -> Tensor:
+    def _read_rows(self, part: Part, key: str, rows: range) -> Tensor:
         """Rows of this rank's shard."""
         name, tp = part.place.name, self._mesh.tp
-        spec, read = shard_spec(part.parameter), self._source.tensor(name, kind).read
+        spec, read = shard_spec(part.parameter), self._source.tensor(name, key).read
         if expert_group(part.parameter) is not None:
             first = self._mesh.ep.rank * part.place.shape[0]
             rows = range(first + rows.start, first + rows.stop)
@@ -147,7 +147,7 @@ class Resharding:
             return read(rows)
         if spec.dim > 0:
             return read(rows, (spec.dim, spec.ranges(tp.rank, tp.size)))
-        blocks = [read(each) for each in spec.full_indices(rows, tp.rank, tp.size)]
+        blocks = [read(span) for span in spec.full_indices(rows, tp.rank, tp.size)]
         return join(blocks)
 
     def _check_parameters(self) -> None:

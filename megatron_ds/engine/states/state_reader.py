@@ -97,7 +97,7 @@ def part_of(full: Tensor, rows: range, columns: Columns | None) -> Tensor:
     if columns is None:
         return part
     dim, ranges = columns
-    return join([part.narrow(dim, each.start, len(each)) for each in ranges], dim)
+    return join([part.narrow(dim, span.start, len(span)) for span in ranges], dim)
 
 
 def join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -129,7 +129,7 @@ class StateReader(Protocol):
     def steps(self, name: str) -> int | None:
         """Number of steps in the optimizer's state of a parameter; None if it has none."""
 
-    def tensor(self, name: str, kind: str) -> TensorReader:
+    def tensor(self, name: str, key: str) -> TensorReader:
         """The full tensor of one kind of state of a parameter."""
 
 

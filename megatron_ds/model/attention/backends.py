@@ -118,7 +118,7 @@ class AttentionOptions:
             SDPABackend(self.samples),
             EagerBackend(),
         )
-        return next(each for each in table if each is not None and each.supports(rule, keys))
+        return next(item for item in table if item is not None and item.supports(rule, keys))
 
 
 CALLERS = AttentionOptions()

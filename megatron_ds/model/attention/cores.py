@@ -249,5 +249,5 @@ def _attend_in_blocks(
     return attended.view(texts, heads, queries, v.shape[-1])
 
 
-def round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

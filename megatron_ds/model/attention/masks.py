@@ -73,12 +73,12 @@ class MaskTables:
         return self._keep((rule, "blocks"), (length, device), make)
 
     def _keep(
-        self, place: tuple[AttentionRule, str], key: tuple[object, ...], make: Callable[[], Any]
+        self, slot: tuple[AttentionRule, str], key: tuple[object, ...], make: Callable[[], Any]
     ) -> Any:
-        if place not in self._kept or self._kept[place][0] != key:
-            self._kept.pop(place, None)  # freed before the next one is allocated
-            self._kept[place] = key, make()
-        return self._kept[place][1]
+        if slot not in self._kept or self._kept[slot][0] != key:
+            self._kept.pop(slot, None)  # freed before the next one is allocated
+            self._kept[slot] = key, make()
+        return self._kept[slot][1]
 
 
 def _is_visible(distance: Tensor, window: int | None) -> Tensor:

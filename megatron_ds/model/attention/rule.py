@@ -54,6 +54,6 @@ PLAIN = AttentionRule()
 
 def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
     """The rule of each layer."""
-    kind, rotated = config.position_embedding_type, int(config.head_dim * config.rotary_percent)
-    rope = Rope(config.rotary_base, rotated) if kind == "rope" else None
-    return tuple(AttentionRule(rope, kind == "alibi", window) for window in config.windows)
+    scheme, rotated = config.position_embedding_type, int(config.head_dim * config.rotary_percent)
+    rope = Rope(config.rotary_base, rotated) if scheme == "rope" else None
+    return tuple(AttentionRule(rope, scheme == "alibi", window) for window in config.windows)

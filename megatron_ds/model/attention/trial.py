@@ -87,11 +87,11 @@ def select_kernel(
         return None, dropped[subject]
     trial = rule, keys, config, micro_batch, shards
     reasons = []
-    for kind in kinds:
-        kernel, reason = _try(kind, *trial)
+    for cls in kinds:
+        kernel, reason = _try(cls, *trial)
         if kernel is not None:
             return kernel, None
-        reasons.append(f"{kind.name}: {reason}")
+        reasons.append(f"{cls.name}: {reason}")
     text = "; ".join(reasons)
     slow = (
         Problem("document-attention-slow", reasons=text),
@@ -103,11 +103,11 @@ def select_kernel(
 
 
 def _try(
-    kind: Kind, rule: AttentionRule, keys: Keys, config: ModelConfig, micro_batch: int, shards: int
+    cls: Kind, rule: AttentionRule, keys: Keys, config: ModelConfig, micro_batch: int, shards: int
 ) -> tuple[AttentionBackend | None, str]:
     """The kernel, or None and why it is not used."""
     try:
-        kernel = _build(kind, rule, keys.device)
+        kernel = _build(cls, rule, keys.device)
         error = _max_relative_error(kernel, rule, keys, config, micro_batch, shards)
     except Exception as refusal:  # compilers and devices raise any type
         first_sentence = str(refusal).strip().partition("\n")[0].partition(". ")[0]
@@ -129,12 +129,12 @@ def candidates(
     has_varlen = keys.dtype in (torch.bfloat16, torch.float16) and shards == 1
     kinds: tuple[Kind, ...] = (VarlenKernel,) if has_varlen and choice in ("auto", "flash") else ()
     kinds += (FlexKernel,) if choice == "auto" else ()
-    return tuple(kind for kind in kinds if kind.supports(rule, keys))
+    return tuple(cls for cls in kinds if cls.supports(rule, keys))
 
 
-def _build(kind: Kind, rule: AttentionRule, device: torch.device) -> AttentionBackend:
+def _build(cls: Kind, rule: AttentionRule, device: torch.device) -> AttentionBackend:
     """Raises what torch raises where it lacks the function, or on this device."""
-    if kind is VarlenKernel:
+    if cls is VarlenKernel:
         return VarlenKernel(_torch_varlen(rule))
     return FlexKernel(_compiled_flex(device))
 
@@ -207,14 +207,14 @@ def _max_relative_error(
     sinks = [torch.linspace(-1, 1, local_heads[0], device=keys.device, requires_grad=True)]
     sinks = sinks if rule.sinks else []
     eager = EagerBackend() if rule.needs_scores else PerDocumentBackend()
-    for backend, given in ((kernel, keys), (eager, alone)):
-        size = given.queries
+    for backend, inputs in ((kernel, keys), (eager, alone)):
+        size = inputs.queries
         parts = qkv[:size].split([heads * config.head_dim for heads in local_heads], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
         if rule.rope is not None:  # both are rotated in one tensor
             q, k = torch.cat([q, k], dim=2).split([q.shape[2], k.shape[2]], dim=2)
         q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
-        out = backend.core(rule, given, tables).attend(q, k, v, 0.0, *sinks)
+        out = backend.core(rule, inputs, tables).attend(q, k, v, 0.0, *sinks)
         gradients = torch.autograd.grad(out, (qkv, *sinks), grad[:, :, :size])
         results.append((out.detach()[:, :, :compared].float(), *(x.float() for x in gradients)))
     pairs = zip(*results, strict=True)

@@ -56,8 +56,8 @@ def _results(model: GPTModel, micro_batch: int, kernels: LossKernels) -> Iterato
     for block in model.blocks()[:1]:
         y = block(x, model.positions.contexts([block.rule], keys)[block.rule])
         (gradient,) = torch.autograd.grad(y, x, x.detach())
-        found = y.detach(), gradient
+        pair = y.detach(), gradient
         if max(config.hidden_dropout, config.attention_dropout) > 0:
-            found = found[0].isfinite().float(), found[1].isfinite().float()  # the masks differ
-        yield from found
+            pair = pair[0].isfinite().float(), pair[1].isfinite().float()  # the masks differ
+        yield from pair
     yield from loss_results(kernels, config, length * micro_batch, 1, like=x.detach())

@@ -124,7 +124,7 @@ def _weights(layers: Iterable[Layer]) -> dict[str, Weight]:
 # A plan asks for a few sums of the same layers, many times.
 @functools.lru_cache(maxsize=256)
 def _sizes(layers: tuple[Layer, ...], keep: Keep, tp_size: int, ep_size: int) -> Counter[int]:
-    kept = (each for each in _weights(layers).values() if keep(each) and not is_state(each))
+    kept = (weight for weight in _weights(layers).values() if keep(weight) and not is_state(weight))
     return Counter(weight.size(tp_size, ep_size) for weight in kept)
 
 

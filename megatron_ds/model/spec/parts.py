@@ -278,16 +278,16 @@ class ExpertsSpec(FeedForwardSpec):
     moe: MoEConfig
 
     def weights(self) -> Iterator[Weight]:
-        number = self.moe.experts
+        experts = self.moe.experts
         yield Weight(
-            "router.weight", (number, self.model.hidden_size), std=self.model.init_method_std
+            "router.weight", (experts, self.model.hidden_size), std=self.model.init_method_std
         )
         for weight in super().weights():
             shard = weight.shard
             yield dataclasses.replace(
                 weight,
                 name=f"experts.{weight.name}",
-                shape=(number, *weight.shape),
+                shape=(experts, *weight.shape),
                 shard=shard and dataclasses.replace(shard, dim=shard.dim + 1),
                 is_stacked=True,
             )
