@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -54,7 +55,9 @@ def keys_of(
     """
     has_documents = packed is not None and packed.options.reset_attention
     positions_BS = getattr(cache or packed, "positions_BS", None)
-    cached = () if cache is None else (cache.length, cache.num_keys, cache.is_wider)
+    cached: tuple[Any, ...] = ()
+    if cache is not None:
+        cached = cache.length, cache.num_keys, cache.is_wider, cache.positions_of
     return Keys(queries, x.dtype, x.device, has_documents, packed, positions_BS, *cached)
 
 

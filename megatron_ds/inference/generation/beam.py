@@ -69,7 +69,8 @@ def beam_search(
     weight = next(model.parameters())
     width, penalty = config.width, config.length_penalty
     capacity = len(prompt) + config.max_new_tokens - 1
-    cache = PreallocatedCache(width, capacity, weight)
+    windows = [block.rule.window for block in model.blocks()]
+    cache = PreallocatedCache(width, capacity, weight, windows)
     beams, ended = [Hypothesis([], 0.0)], list[Hypothesis]()
     tokens = [list(prompt)]
     for _ in range(config.max_new_tokens):

@@ -71,7 +71,10 @@ class GenerationEngine:
         has_inference_mode = is_host(weight.device.type) and not is_trained
         self._without_gradients = torch.inference_mode if has_inference_mode else torch.no_grad
         self._use_cache = use_cache
-        self._cache = cache = PreallocatedCache(slots, capacity, weight, has_spare=use_graphs)
+        windows = [block.rule.window for block in model.blocks()]
+        self._cache = cache = PreallocatedCache(
+            slots, capacity, weight, windows, has_spare=use_graphs
+        )
         self._decoder = Decoder(model, cache, DecodeGraphs(model, cache) if use_graphs else None)
         self._partial: TextSequence | None = None
         """Prompt being prefilled in chunks; occupies the slot after the running sequences."""
@@ -140,6 +143,7 @@ class GenerationEngine:
             is_scored, shared, source = sequence.config.prompt_logprobs, 0, 0
             if self._use_cache and not is_scored:  # a running prompt may have computed its start
                 shared, source = _best_prefix(sequence, [*self.running, *batch])
+                shared = shared if self._cache.can_copy(source, shared) else 0
             if shared or is_scored or (self._use_cache and fed >= PROMPT_TOKENS):
                 if not batch:
                     self._partial = self.waiting.popleft()

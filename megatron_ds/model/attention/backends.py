@@ -89,7 +89,9 @@ def _score_bias(
             return tables.bias(rule, end, dtype, keys.device)
         positions_BS, num_keys = torch.arange(keys.offset, end, device=keys.device)[None], end
     slopes_n = tables.slopes(rule, keys.device)
-    return ragged_bias(positions_BS, num_keys, dtype, slopes_n, rule.window)
+    positions_BL = keys.positions_of(rule.window)
+    seen = num_keys if positions_BL is None else positions_BL
+    return ragged_bias(positions_BS, seen, dtype, slopes_n, rule.window)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _is_visible(distance: Tensor, window: int | None) -> Tensor:
 
 def ragged_bias(
     positions_BS: Tensor,
-    keys: int,
+    keys: int | Tensor,
     dtype: torch.dtype,
     slopes_n: Tensor | None = None,
     window: int | None = None,
@@ -99,14 +99,14 @@ def ragged_bias(
     Args:
         positions_BS: Positions of the queries of texts with different lengths, whose keys start at
             position 0.
-        keys: Number of keys.
+        keys: Number of keys, which have the positions from 0 on, or their positions, [B or 1, L].
         dtype: Type of the result.
         slopes_n: ALiBi slopes. None: without ALiBi.
         window: Keys that a query attends to. None: all.
     """
-    distance_B1SL = (
-        torch.arange(keys, device=positions_BS.device) - positions_BS[:, None, :, None]
-    ).float()
+    if isinstance(keys, int):
+        keys = torch.arange(keys, device=positions_BS.device)[None]
+    distance_B1SL = (keys[:, None, None] - positions_BS[:, None, :, None]).float()
     bias = distance_B1SL * (0.0 if slopes_n is None else slopes_n[:, None, None])
     return bias.masked_fill_(~_is_visible(distance_B1SL, window), -torch.inf).to(dtype)
 

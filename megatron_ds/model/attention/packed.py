@@ -98,6 +98,8 @@ class Keys:
     """Keys of the cache. With `positions_BS`, a token sees those up to its position."""
     is_wider: bool = False
     """They are in fp32, and the activations are not."""
+    positions_of: Callable[[int | None], Tensor | None] = lambda window: None
+    """Positions of a cache's keys in layers with a window, [B or 1, L]; None: from 0 on."""
 
 
 class AttentionBackend(Protocol):

@@ -52,8 +52,13 @@ class KeyValueCache(Protocol):
         """Whether the keys are in fp32 and the activations of a CPU are not."""
         ...
 
+    def positions_of(self, window: int | None) -> Tensor | None:
+        """Positions [B or 1, L] of the keys of layers with a window; None: 0 to `num_keys` - 1."""
+        ...
+
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [B, k, S, D] keys and values of a layer; return all of them, [B, k, L, D]."""
+        """Append [B, k, S, D] keys and values of a layer; return those that queries may attend to,
+        [B, k, L, D]."""
         ...
 
 

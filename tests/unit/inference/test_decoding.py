@@ -67,10 +67,20 @@ def texts_of(model: GPTModel, use_graphs: bool, new_tokens: int) -> list[list[in
     "on devices, a token copies nothing larger than its activations, and graphs of its layers "
     "give the texts of the layers",
 )
-@pytest.mark.parametrize("kind", with_proofs(["learned-gqa", "rope-gqa", "alibi"], ["rope-gqa"]))
-def test_graphs_give_the_texts_of_the_layers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    with_proofs(
+        [("learned-gqa", None), ("rope-gqa", None), ("alibi", None), ("rope-gqa", "63,0")],
+        [("rope-gqa", "63,0")],
+    ),
+)
+def test_graphs_give_the_texts_of_the_layers(
+    kind: str, window: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Within and across numbers of texts and keys, of which each has one graph."""
-    model = model_of(kind, max_position_embeddings=150, seq_length=150)
+    sizes = {"max_position_embeddings": 150, "seq_length": 150}
+    pattern = window and "2"
+    model = model_of(kind, **sizes, window_size=window, window_attn_skip_freq=pattern)
     recorded: list[tuple[int, ...]] = []
 
     def record(layers: Any, static: tuple[Tensor, ...], pool: object) -> Callable[..., Tensor]:

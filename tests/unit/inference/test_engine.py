@@ -11,11 +11,14 @@ import torch.nn.functional as F
 
 from megatron_ds.inference.generate import continue_prompts
 from megatron_ds.inference.generation import engine as engine_module
+from megatron_ds.inference.generation import kv_cache
 from megatron_ds.inference.generation.engine import GenerationEngine
+from megatron_ds.inference.generation.kv_cache import PreallocatedCache
 from megatron_ds.inference.generation.packed_weights import pack_weights
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
 from megatron_ds.model.attention import cores as attention_cores
+from megatron_ds.parallel import embedding
 from tests.claims import claim
 from tests.proofs.cases import with_proofs
 from tests.unit.inference.models import EOD, KINDS, VOCAB, model_of
@@ -40,6 +43,59 @@ REQUESTS: list[tuple[list[int], GenerationConfig]] = [
     ([*SHARED, 12, 2], config(20)),
     (list(range(30)), GenerationConfig(5, GREEDY, logprobs=True, prompt_logprobs=True)),
 ]
+
+
+@claim(
+    "serving",
+    "layers with a window keep the keys and values of the window only, rounded up to 64 tokens, "
+    "and give the texts and log-probabilities that all keys give",
+)
+@pytest.mark.parametrize(
+    ("position", "dtype", "on_host"),
+    [
+        ("rope-gqa", torch.float32, True),
+        ("alibi", torch.bfloat16, True),
+        ("rope-gqa", torch.float32, False),
+        ("alibi", torch.float32, False),
+    ],
+)
+def test_a_window_keeps_its_keys_only(
+    position: str, dtype: torch.dtype, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts that are fed in parts, share prefixes, and join a batch of longer ones."""
+    monkeypatch.setattr(engine_module, "PROMPT_TOKENS", 50)
+    monkeypatch.setattr(engine_module, "SCORED_TOKENS", 30)
+    for module in (engine_module, kv_cache, attention_cores, embedding):
+        monkeypatch.setattr(module, "is_host", lambda kind: on_host)
+    model = model_of(position, window_size="69,0", window_attn_skip_freq="2").to(dtype)
+    prompt = [(7 * at * at + at) % 80 for at in range(200)]
+    scored = GenerationConfig(20, GREEDY, logprobs=True, prompt_logprobs=True)
+    requests = [
+        *((prompt[:length], config(90)) for length in (200, 5, 66, 130)),
+        ([*prompt[:170], 3], config(70)),  # whose shared keys are still there
+        ([*prompt[:40], *[4] * 20], config(150, top_k=3)),  # and here no longer
+        (prompt[50:190], scored),
+    ]
+    ring, results, sizes = PreallocatedCache.ring, [], []
+    for keeps_all in (False, True):
+        keep = (lambda cache, window: cache._capacity) if keeps_all else ring
+        monkeypatch.setattr(PreallocatedCache, "ring", keep)
+        engine = GenerationEngine(model, slots=3, capacity=300)
+        sequences = [TextSequence.of(*each, index) for index, each in enumerate(requests)]
+        for sequence in sequences:
+            engine.add(sequence)
+            for _ in range(9):
+                engine.step()
+        while engine.is_busy:
+            engine.step()
+        results.append([(each.ids, each.scores.logprobs) for each in sequences])
+        of_layers = engine._cache._buffers
+        sizes.append([sum(part.nbytes for part in of_layers[layer]) for layer in (0, 1)])
+    of_token = 3 * 2 * model.config.kv_heads * 8 * 4
+    assert sizes == [[128 * of_token, 320 * of_token], [320 * of_token] * 2]
+    for (ids, logprobs), (all_ids, all_logprobs) in zip(*results, strict=True):
+        assert ids == all_ids
+        assert logprobs == pytest.approx(all_logprobs, abs=1e-5)
 
 
 def top_ids(sequence: TextSequence) -> list[list[int]]:
