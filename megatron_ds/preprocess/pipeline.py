@@ -28,7 +28,7 @@ from megatron_ds.config.problems import (
     user_error,
 )
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
-from megatron_ds.data.token_files.indexed_writer import TokenFileWriter, WriteCounts
+from megatron_ds.data.token_files.indexed_writer import WORK_SUFFIXES, TokenFileWriter, WriteCounts
 from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
 from megatron_ds.fileio.resumable import ResumableOutput
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
@@ -44,9 +44,6 @@ from megatron_ds.tokenizer import Tokenizer
 
 REJECTED = "rejected"
 """Name of the list of rejected documents in the work folder."""
-WORK_SUFFIXES = (".bin", ".idx", ".documents", TOKENIZER_SUFFIX)
-"""Files of a key in the work folder. A `TokenFileWriter` needs the first three; the third is not
-published."""
 CHUNK_BYTES = 1 << 20
 """A chunk ends here even if it has fewer documents than the chunk size."""
 DOCUMENTS_CHECKED_AHEAD = 100_000

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from megatron_ds.config.checks import import_library
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.tokenizer import REQUIRED_SPECIAL_TOKENS
 from megatron_ds.config.problems import Problem, option, user_error
 from megatron_ds.tokenizer.base import Tokenizer, library_errors, read_bytes
@@ -17,12 +18,7 @@ DEFAULT_VOCAB_SIZE = 1 << 17
 """As in Megatron-LM; smaller if the file has fewer tokens."""
 BYTE_TOKENS = 256
 """Tokens at the start of every file."""
-PATTERNS = {
-    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
-    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
+PATTERNS: dict[str, str] = read_table(__file__)
 """Megatron-LM's two patterns that split text into words, within which tokens are merged."""
 
 

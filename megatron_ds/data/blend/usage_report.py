@@ -133,22 +133,20 @@ def _source_changes(before: BlendHistory, after: BlendHistory) -> Iterator[str]:
     sources = after.sources
     known = {index for index, source in enumerate(before.sources) if source.all_consumed}
     names = {source.identity.name for source in before.sources}
-    kept = sorted(new & known)
-    if kept:
-        yield "continued: " + join_limited(
-            [f"{sources[n].identity.name} at its sample {sources[n].all_consumed}" for n in kept]
-        )
-    gone = sorted(old - new)
-    if gone:
-        yield "no longer read: " + join_limited(
-            [f"{sources[n].identity.name}, after {sources[n].all_consumed} samples" for n in gone]
-        )
-    fresh = sorted(new - known)
-    if fresh:
-        yield "new: " + join_limited([sources[n].identity.name for n in fresh])
-    other = sorted({sources[n].identity.name for n in new if n >= len(before.sources)} & names)
-    if other:
-        yield (f"same name, but different documents: {join_limited(other)}: text may be repeated")
+    name = {index: source.identity.name for index, source in enumerate(sources)}
+    samples = {index: source.all_consumed for index, source in enumerate(sources)}
+    changes = {
+        "continued": [f"{name[n]} at its sample {samples[n]}" for n in sorted(new & known)],
+        "no longer read": [f"{name[n]}, after {samples[n]} samples" for n in sorted(old - new)],
+        "new": [name[n] for n in sorted(new - known)],
+    }
+    for change, words in changes.items():
+        if words:
+            yield f"{change}: {join_limited(words)}"
+    repeated = sorted({name[n] for n in new if n >= len(before.sources)} & names)
+    if repeated:
+        named = join_limited(repeated)
+        yield f"same name, but different documents: {named}: text may be repeated"
 
 
 def _blend(history: BlendHistory, phase: BlendPhase) -> str:

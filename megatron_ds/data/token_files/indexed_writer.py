@@ -6,16 +6,14 @@ Knows no tokenizers, samples or torch.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import user_error
 from megatron_ds.data.token_files.indexed_dataset import (
     DTYPE_CODES,
     HEADER,
@@ -27,12 +25,11 @@ from megatron_ds.data.token_files.indexed_dataset import (
     Tokens,
     sequence_offsets,
 )
-from megatron_ds.fileio.atomic import StrPath, fsync_file, fsync_path, name_in_errors
-from megatron_ds.fileio.file_lock import is_at, lock_now
+from megatron_ds.fileio.atomic import StrPath, name_in_errors
+from megatron_ds.fileio.resumable import ResumableOutput
 
-DOC_INDEX_SUFFIX = ".documents.partial"
-"""Suffix of the temporary file of the document index while a pair is written."""
-
+WORK_SUFFIXES = (".bin", ".idx", ".documents", TOKENIZER_SUFFIX)
+"""Files of a pair in a work folder; the third one holds the document index until it is complete."""
 BLOCK_ITEMS = 1 << 16
 """Tokens or index entries written at once."""
 
@@ -167,8 +164,8 @@ def pair_writer(
 ) -> Iterator[TokenFileWriter]:
     """Writes a pair of token files, which get their names only when they are complete.
 
-    Leaving the `with` block by an exception removes the files. A killed process leaves files that
-    end in `.partial`; the next writer of the same prefix overwrites them.
+    Leaving the `with` block by an exception removes the files. A killed process leaves a folder
+    that ends in `.work`; the next writer of the same prefix replaces it.
 
     Args:
         prefix: Path of the pair without `.bin` and `.idx`.
@@ -183,40 +180,22 @@ def pair_writer(
         OSError: If the disk does, with the name of the file.
     """
     prefix = os.fspath(prefix)
-    dtype = _checked_dtype(prefix, dtype)
-    files = [_open_locked(prefix + ".bin.partial", prefix)]
-    try:
-        files[0].truncate(0)
-        for suffix in (".idx.partial", DOC_INDEX_SUFFIX):
-            files.append(open(prefix + suffix, "w+b"))  # noqa: SIM115
-        writer = TokenFileWriter(prefix, dtype, files)
+    checked = _checked_dtype(prefix, dtype)
+    names = dict.fromkeys(WORK_SUFFIXES, "")
+    # Not the folder of an interrupted preprocessing, which would be replaced.
+    with ResumableOutput(f"{prefix}.pair", {}, names, resume=False, restart=True) as work:
+        files = [work.files[suffix] for suffix in WORK_SUFFIXES]
+        writer = TokenFileWriter(prefix, checked, [file.raw for file in files[:3]])
         yield writer
         writer.finish()
-        for file in files[:2]:
-            fsync_file(file)
-        suffixes = [".bin", ".idx"]
+        published = [".bin", ".idx"]
         if tokenizer_metadata is not None:
-            path = f"{prefix}{TOKENIZER_SUFFIX}.partial"
-            with name_in_errors(path), open(path, "wb") as file:
-                file.write(tokenizer_metadata)
-                fsync_file(file)
-            suffixes.insert(1, TOKENIZER_SUFFIX)
+            files[3].write(tokenizer_metadata)
+            published.insert(1, TOKENIZER_SUFFIX)
+        work.commit({}, finished=True)
         # An older index must never describe the new tokens, not even for a moment.
-        for suffix in (".idx", TOKENIZER_SUFFIX):
-            Path(prefix + suffix).unlink(missing_ok=True)
-        for suffix in suffixes:
-            os.replace(f"{prefix}{suffix}.partial", prefix + suffix)
-        Path(prefix + DOC_INDEX_SUFFIX).unlink()
-        fsync_path(os.path.dirname(prefix) or ".")
-    except BaseException:
-        for suffix in (".bin", ".idx", TOKENIZER_SUFFIX):
-            Path(f"{prefix}{suffix}.partial").unlink(missing_ok=True)
-        Path(prefix + DOC_INDEX_SUFFIX).unlink(missing_ok=True)
-        raise
-    finally:
-        for file in files:
-            with suppress(OSError):  # closing flushes, which fails on a full disk
-                file.close()
+        stale = {".bin": [prefix + ".idx", prefix + TOKENIZER_SUFFIX]}
+        work.publish({suffix: prefix + suffix for suffix in published}, stale)
 
 
 def _checked_dtype(prefix: str, dtype: npt.DTypeLike) -> np.dtype[np.generic]:
@@ -237,23 +216,6 @@ def _cast_checked(tokens: Tokens, dtype: np.dtype[np.generic], prefix: str) -> T
     if low < limits.min or high > limits.max:
         raise user_error("token-exceeds-dtype", prefix=prefix, low=low, high=high, dtype=dtype)
     return tokens.astype(dtype)
-
-
-def _open_locked(path: str, prefix: str) -> BinaryIO:
-    """Opens the file of a writer for appending, for one process at a time.
-
-    Raises:
-        UserError: If another process has it open.
-    """
-    file = open(path, "ab")  # noqa: SIM115
-    locked = lock_now(file)
-    # Between the two lines above, another process may have finished and renamed this file.
-    if locked is False or not is_at(file, path):
-        file.close()
-        raise user_error("prefix-in-use", prefix=prefix)
-    if locked is None:
-        warnings.warn(Problem("no-file-locks", path=path), stacklevel=3)
-    return file
 
 
 def _read_blocks(file: BinaryIO, dtype: str, count: int) -> Iterator[IntArray]:

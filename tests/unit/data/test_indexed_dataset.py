@@ -85,14 +85,15 @@ def test_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
     )
     killed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert all(name.endswith(".partial") for name in os.listdir(tmp_path))
+    assert os.listdir(tmp_path) == ["p.pair.work"]
     assert IndexedDataset(write_pair(tmp_path / "p", [[8]])).get(0).tolist() == [8]
+    assert sorted(os.listdir(tmp_path)) == ["p.bin", "p.idx"]
 
 
 def test_second_writer_of_a_prefix_is_rejected(tmp_path: Path) -> None:
     with pair_writer(tmp_path / "p", "uint16") as writer:
         writer.add_documents([1], [1])
-        with raises_problem("prefix-in-use"):
+        with raises_problem("output-in-use"):
             write_pair(tmp_path / "p", [])
     assert IndexedDataset(tmp_path / "p").get(0).tolist() == [1]
 
