@@ -101,11 +101,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def malformed_values(path: Path) -> Iterator[None]:
+def malformed_values(path: Path, code: str = "foreign-file-unreadable") -> Iterator[None]:
     """Rejects a file whose values are not of the types that its format has, wherever they are used.
 
     Args:
         path: For the message.
+        code: Kind of the problem.
 
     Raises:
         UserError: If the block raises one of `MALFORMED`.
@@ -116,7 +117,7 @@ def malformed_values(path: Path) -> Iterator[None]:
         raise
     except MALFORMED as error:
         shown = f"{type(error).__name__}: {error}"
-        raise user_error("foreign-file-unreadable", path=path, error=shown) from error
+        raise user_error(code, path=path, error=shown) from error
 
 
 def _fields_of(cls: type[ModelConfig | MoEConfig], settings: ModelSettings) -> dict[str, Any]:

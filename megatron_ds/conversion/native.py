@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from megatron_ds.checkpoint.metadata import (
 from megatron_ds.checkpoint.universal.folders import list_universal
 from megatron_ds.checkpoint.universal.reader import open_states
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.conversion.model_settings import ModelSettings
+from megatron_ds.conversion.model_settings import ModelSettings, malformed_values
 from megatron_ds.conversion.source import (
     ADAM_SETTINGS,
     READ_DEFAULTS,
@@ -53,6 +52,8 @@ from megatron_ds.engine.states.state_reader import (
 )
 from megatron_ds.model.spec.architecture import is_state
 
+UNREADABLE = "checkpoint-states-unreadable"
+"""Code of files whose contents do not fit run.json, as of a manipulated checkpoint."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """By --fp16 and --bf16."""
 
@@ -110,7 +111,7 @@ def source_of(checkpoint: Checkpoint, options: ReadOptions = READ_DEFAULTS) -> S
     run, path = checkpoint.run, checkpoint.path
     is_universal = checkpoint.is_universal
     has_masters = options.masters and not is_universal  # whose weights are the masters
-    with _readable(path):
+    with malformed_values(path, UNREADABLE):
         source = SourceCheckpoint(
             path,
             "universal" if is_universal else "native",
@@ -242,7 +243,7 @@ def _tensors_of(states: StateReader, path: Path, key: str) -> TensorReaders:
     """All tensors of a kind, by canonical name."""
 
     def read(tensor: TensorReader, rows: range, columns: Columns | None) -> Tensor:
-        with _readable(path):
+        with malformed_values(path, UNREADABLE):
             return tensor.load(rows, columns)
 
     names = [name for name in states.shapes if key == MASTER or key in states.state_names(name)]
@@ -250,15 +251,3 @@ def _tensors_of(states: StateReader, path: Path, key: str) -> TensorReaders:
     return {
         name: dataclasses.replace(item, load=partial(read, item)) for name, item in tensors.items()
     }
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Reports files whose contents do not fit run.json, as of a manipulated checkpoint."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
-        what = f"its files do not fit its {RUN}: {error!r}"
-        raise user_error("checkpoint-states-unreadable", path=path, error=what) from error

@@ -9,14 +9,18 @@ FOLDER/manifest.json        size and checksum of every other file, as in a check
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.checkpoint.files.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.files.local_files import (
+    files_damaged,
+    find_damaged_files,
+    json_content,
+    write_files,
+)
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.checkpoint.metadata import (
     MANIFEST,
@@ -27,7 +31,7 @@ from megatron_ds.checkpoint.metadata import (
 )
 from megatron_ds.config import ModelConfig, MoEConfig, TokenizerConfig
 from megatron_ds.config.problems import Problem, UserError, user_error
-from megatron_ds.conversion.model_settings import ModelSettings, read_json_object
+from megatron_ds.conversion.model_settings import ModelSettings, malformed_values, read_json_object
 from megatron_ds.conversion.safetensors_files import open_safetensors, write_sharded
 from megatron_ds.conversion.source import (
     READ_UNVERIFIED,
@@ -41,7 +45,6 @@ from megatron_ds.conversion.source import (
 )
 from megatron_ds.conversion.weights_locations import SETTINGS
 from megatron_ds.engine.states.state_reader import TensorReader
-from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.tokenizer.stored_files import read_files, with_copies
 
 FORMAT_VERSION = 1
@@ -60,13 +63,15 @@ def open_weights_folder(path: Path, options: ReadOptions = READ_UNVERIFIED) -> S
         version = values.get("format_version")
         age = "another"
         raise user_error("checkpoint-of-other-format", name=SETTINGS, version=version, age=age)
-    settings = _settings_of(values, path)
+    with malformed_values(path / SETTINGS):
+        settings = _settings_of(values, path)
+        declared = values.get("parts", {})  # absent from folders of older versions
+        parts = {name: tuple(map(str, sections)) for name, sections in declared.items()}
     tensors: dict[str, TensorReader] = {}
     for name in listed_files(path):
         if name.endswith(".safetensors"):
             tensors |= open_safetensors(path / name)
     check_sizes(settings, tensors, path / SETTINGS)
-    parts = _parts_of(values, path)
     return SourceCheckpoint(path, "native", settings, tensors, parts=parts).checked()
 
 
@@ -95,62 +100,43 @@ def write_weights_folder(
         records = write_sharded(
             temporary, source.tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor
         )
-        tokenizer = settings.tokenizer_config
-        for name, content in ({} if tokenizer is None else read_files(tokenizer)).items():
-            records[f"{TOKENIZER}/{name}"] = _write(temporary / TOKENIZER / name, content)
         parts = fused_parts(declared_weights(settings.model, settings.moe))
         values = {"format_version": FORMAT_VERSION, **dataclasses.asdict(settings), "parts": parts}
-        text = json.dumps(values, indent=1) + "\n"
-        records[SETTINGS] = _write(temporary / SETTINGS, text.encode())
-        _write(temporary / MANIFEST, manifest_text(records).encode())
-
-
-def _write(path: Path, content: bytes) -> FileRecord:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return FileRecord.of(content)
-
-
-def _parts_of(values: Mapping[str, Any], path: Path) -> dict[str, tuple[str, ...]]:
-    """The declared parts of fused tensors, which folders of older versions do not have."""
-    try:
-        return {name: tuple(map(str, parts)) for name, parts in values.get("parts", {}).items()}
-    except (TypeError, AttributeError) as error:
-        raise user_error("foreign-file-unreadable", path=path / SETTINGS, error=error) from error
+        contents = {SETTINGS: json_content(values)}
+        if (tokenizer := settings.tokenizer_config) is not None:
+            files = read_files(tokenizer)
+            contents |= {f"{TOKENIZER}/{name}": content for name, content in files.items()}
+        records |= write_files(temporary, contents)
+        write_files(temporary, {MANIFEST: manifest_text(records).encode()})
 
 
 def _settings_of(values: Mapping[str, Any], path: Path) -> ModelSettings:
-    try:
-        # Absent from folders of older versions.
-        values = {"generation": {}, **values}
-        names = [item.name for item in dataclasses.fields(ModelSettings)]
-        settings = ModelSettings(**{name: values[name] for name in names})
-        if not isinstance(settings.generation, dict):
-            raise TypeError(f"generation is {settings.generation!r}")
-        if (window := values.get("longest_sequence")) is not None:
-            # Older versions had no windows, and limited the length of sequences instead.
-            fixed = {**settings.fixed, "window_size": f"{window - 1},0"}
-            settings = dataclasses.replace(settings, fixed=fixed)
-        tokenizer = dict(settings.tokenizer)
-        if tokenizer:
-            tokenizer = with_copies(tokenizer, path / TOKENIZER)
-        kinds = (ModelConfig, MoEConfig)
-        known = {item.name for cls in kinds for item in dataclasses.fields(cls)}
-        if unknown := ", ".join(sorted({*settings.fixed, *settings.defaults} - known)):
-            raise user_error(
-                "checkpoint-of-newer-version",
-                path=path / SETTINGS,
-                group=ModelConfig.__name__,
-                unknown=unknown,
-            )
-        _check_types(settings)
-        groups = ({**group} for group in (settings.fixed, settings.defaults, tokenizer))
-        fixed, defaults, tokenizer = map(_with_tuples, groups)
-        return dataclasses.replace(settings, fixed=fixed, defaults=defaults, tokenizer=tokenizer)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise user_error("foreign-file-unreadable", path=path / SETTINGS, error=error) from error
+    # Absent from folders of older versions.
+    values = {"generation": {}, **values}
+    names = [item.name for item in dataclasses.fields(ModelSettings)]
+    settings = ModelSettings(**{name: values[name] for name in names})
+    if not isinstance(settings.generation, dict):
+        raise TypeError(f"generation is {settings.generation!r}")
+    if (window := values.get("longest_sequence")) is not None:
+        # Older versions had no windows, and limited the length of sequences instead.
+        fixed = {**settings.fixed, "window_size": f"{window - 1},0"}
+        settings = dataclasses.replace(settings, fixed=fixed)
+    tokenizer = dict(settings.tokenizer)
+    if tokenizer:
+        tokenizer = with_copies(tokenizer, path / TOKENIZER)
+    kinds = (ModelConfig, MoEConfig)
+    known = {item.name for cls in kinds for item in dataclasses.fields(cls)}
+    if unknown := ", ".join(sorted({*settings.fixed, *settings.defaults} - known)):
+        raise user_error(
+            "checkpoint-of-newer-version",
+            path=path / SETTINGS,
+            group=ModelConfig.__name__,
+            unknown=unknown,
+        )
+    _check_types(settings)
+    groups = ({**group} for group in (settings.fixed, settings.defaults, tokenizer))
+    fixed, defaults, tokenizer = map(_with_tuples, groups)
+    return dataclasses.replace(settings, fixed=fixed, defaults=defaults, tokenizer=tokenizer)
 
 
 def _check_types(settings: ModelSettings) -> None:

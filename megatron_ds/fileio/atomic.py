@@ -39,12 +39,6 @@ class FileRecord(NamedTuple):
     def of(cls, content: bytes) -> FileRecord:
         return cls(len(content), xxhash.xxh3_128_hexdigest(content))
 
-    @classmethod
-    def of_file(cls, path: StrPath) -> FileRecord:
-        """Reads a file once, from front to back."""
-        size, checksum = _read_checksum(path, new_checksum())
-        return cls(size, checksum)
-
     @property
     def algorithm(self) -> str:
         return "sha256" if len(self.checksum) == SHA256_LENGTH else "xxh3_128"

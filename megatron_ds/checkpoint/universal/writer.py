@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from torch import Tensor
 
-from megatron_ds.checkpoint.files.local_files import files_damaged, find_damaged_files
+from megatron_ds.checkpoint.files.local_files import files_damaged, find_damaged_files, write_files
 from megatron_ds.checkpoint.files.native_reader import SavedStates
 from megatron_ds.checkpoint.files.native_settings import model_config
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
@@ -100,12 +99,10 @@ def convert_checkpoint(checkpoint: Checkpoint, folder: Path, on_tensor: OnTensor
     )
     with output_folder(folder) as temporary:
         records = write_states(temporary, states, content, on_tensor)
-        for path in (checkpoint.path / RUN, *(checkpoint.path / TOKENIZER).glob("**/*")):
-            if path.is_file():
-                name = str(path.relative_to(checkpoint.path))
-                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, temporary / name)
-                records[name] = FileRecord.of_file(temporary / name)
+        copied = (checkpoint.path / RUN, *(checkpoint.path / TOKENIZER).glob("**/*"))
+        names = [str(path.relative_to(checkpoint.path)) for path in copied if path.is_file()]
+        texts = {name: (checkpoint.path / name).read_bytes() for name in names}
+        records |= write_files(temporary, texts)
         write_atomically(temporary / MANIFEST, manifest_text(records).encode())
     write_atomically(folder.absolute().with_name(POINTER), folder.name.encode())
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ds.checkpoint.files.local_files import write_files
 from megatron_ds.checkpoint.folders.output_folder import OnTensor, output_folder
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
@@ -117,11 +118,8 @@ def write_hf(
     with output_folder(folder) as temporary:
         tensors = _their_tensors(family, source)
         write_sharded(temporary, tensors, shard_bytes=options.shard_bytes, on_tensor=on_tensor)
-        _write_json(temporary / HF_CONFIG, values)
-        _write_json(temporary / GENERATION, generation)
-        for name, content in hf_tokenizer.files_of(source.settings).items():
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            (temporary / name).write_bytes(content)
+        texts = {HF_CONFIG: _json(values), GENERATION: _json(generation)}
+        write_files(temporary, {**texts, **hf_tokenizer.files_of(source.settings)})
 
 
 def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, dict[str, Any]]:
@@ -327,5 +325,5 @@ def _differences(family: Family, values: Mapping[str, Any], settings: ModelSetti
     return ", ".join(f"{name} {settings.fixed.get(name)}" for name in different)
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def _json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

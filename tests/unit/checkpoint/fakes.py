@@ -167,7 +167,7 @@ def fail_at(
 def records_of(folder: Path) -> dict[str, FileRecord]:
     """The records of the files below a folder, by path relative to it."""
     files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): FileRecord.of_file(path) for path in files}
+    return {str(path.relative_to(folder)): FileRecord.of(path.read_bytes()) for path in files}
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
