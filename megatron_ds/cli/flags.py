@@ -42,7 +42,6 @@ class Flag(OptionSpec):
         const: Value that a flag without values sets.
         yields_to: Values of the field that take precedence if another flag gives them.
         needs: Name of a field that must be given with the flag.
-        at_least: Name of a field whose value is the smallest one of an ignored flag.
     """
 
     names: tuple[str, ...]
@@ -54,7 +53,6 @@ class Flag(OptionSpec):
     accepted_values: tuple[str, ...] = ()
     yields_to: tuple[str, ...] = ()
     needs: str = ""
-    at_least: str = ""
 
     @property
     def label(self) -> str:
@@ -322,7 +320,5 @@ def _foreign(section: Mapping[str, Any]) -> Iterator[Flag]:
                         nargs=nargs,
                         accepted_values=accepted,
                         needs=entry.get("requires", ""),
-                        kind=int if "at_least" in entry else str,
-                        at_least=entry.get("at_least", ""),
                         metavar="X",
                     )

@@ -8,7 +8,6 @@ line are reported at once. Knows no torch.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -126,12 +125,6 @@ class Scanner:
             Problem("flag-requires-another", entry.flag.needs, given=entry.option)
             for entry in self._readable
             if entry.flag.needs and entry.flag.needs not in line.values.keys() | line.unreadable
-        ]
-        line.problems += [
-            Problem("value-below-option", entry.flag.at_least, given=entry, reason=entry.flag.help)
-            for entry in self._readable
-            if entry.flag.at_least and entry.flag.at_least not in line.unreadable
-            if entry.value < line.values.get(entry.flag.at_least, math.inf)
         ]
         line.problems += contradictions
         return line
@@ -271,7 +264,7 @@ def _value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
         raise user_error(
             "flag-needs-a-value", *fields, flag=option, needed=needed, usage=flag.usage
         )
-    if is_ignored and not flag.at_least:
+    if is_ignored:
         return None
     values = tuple(_converted(flag, option, argument) for argument in arguments)
     is_off = flag.zero_is_off and values == (0,)

@@ -157,7 +157,6 @@ def _reasons(table: FlagTable, outcome: str, title: str) -> str:
         if outcome in ("", flag.outcome):
             accepted = ", ".join(flag.accepted_values)
             reason = flag.help + (f" (accepted: {accepted})" if accepted else "")
-            reason += f" (at least {table.flag_of(flag.at_least)})" if flag.at_least else ""
             named.setdefault(reason, []).append(f"`{flag.usage.removesuffix(' ...')}`")
     return markdown_table(
         ("flags", title), [(" ".join(flags), why) for why, flags in named.items()]

@@ -11,7 +11,7 @@ from megatron_ds.config.model.layer_pattern import layer_pattern
 from megatron_ds.config.model.sizes import SizesConfig, size_field
 from megatron_ds.config.problems import Problem
 
-WINDOW = re.compile(r"\s*[\[(]?\s*(-1|\d+)\s*,\s*(?:-1|\d+)\s*[\])]?\s*")
+WINDOW = re.compile(r"\s*[\[(]?\s*(-1|\d+)\s*(,\s*(?:-1|\d+)\s*)?[\])]?\s*")
 """The form of `window_size`."""
 
 
@@ -31,7 +31,9 @@ class AttentionConfig(SizesConfig):
     window_size: str | None = option_field(
         None,
         "LEFT,RIGHT: a token attends to itself and LEFT tokens before it, -1 for all; RIGHT has no "
-        "effect, because attention is causal (default: all)",
+        "effect, because attention is causal. LEFT alone, as in MindSpeed, has no effect if it "
+        "reaches the start of a sequence (default: all)",
+        aliases=("pre-tockens",),
         metavar="LEFT,RIGHT",
     )
     window_attn_skip_freq: str | None = option_field(
@@ -60,7 +62,8 @@ class AttentionConfig(SizesConfig):
         values = WINDOW.fullmatch(self.window_size)
         if values is None:
             raise ValueError
-        return None if values[1] == "-1" else int(values[1]) + 1
+        left, is_alone = int(values[1]), values[2] is None
+        return None if left < 0 or (is_alone and left + 1 >= self.seq_length) else left + 1
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -75,6 +78,12 @@ class AttentionConfig(SizesConfig):
         return tuple(
             self.window if has else None for _, has in zip(layers, has_window, strict=True)
         )
+
+    @property
+    def window_pattern(self) -> str | None:
+        """A list with 1 for each layer with a window, 0 for the others; None without windows."""
+        pattern = [int(window is not None) for window in self.windows]
+        return str(pattern) if any(pattern) else None
 
     def window_problems(self) -> Iterator[Problem]:
         """Check the window and its pattern."""

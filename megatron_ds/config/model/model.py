@@ -36,8 +36,10 @@ class ModelConfig(VocabularyConfig, FeedForwardConfig, NormConfig, PositionConfi
     def derived_values(self) -> dict[str, Any]:
         """The fields whose defaults follow from others, with the values that the model uses."""
         has_table = self.position_embedding_type == "learned_absolute"
+        pattern = self.window_pattern
         return {
-            "window_size": None if self.window is None else f"{self.window - 1},0",
+            "window_size": None if pattern is None else f"{(self.window or 0) - 1},0",
+            "window_attn_skip_freq": pattern if pattern and "0" in pattern else None,
             "ffn_hidden_size": self.mlp_hidden_size,
             "kv_channels": self.head_dim,
             "num_query_groups": self.kv_heads,

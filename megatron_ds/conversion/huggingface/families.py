@@ -68,6 +68,36 @@ def _read_window(config: ConfigValues) -> dict[str, Any]:
     return {} if window is None else {"window_size": f"{window - 1},0"}
 
 
+WINDOWED, FULL = "sliding_attention", "full_attention"
+
+
+def _read_windows(config: ConfigValues) -> dict[str, Any]:
+    """A window in the layers that `layer_types` names or, without it, from a layer on."""
+    is_used, types = config.get("use_sliding_window", False), config.get("layer_types", None)
+    if is_used is not False and is_used is not True:
+        config.lack("another kind of window", "use_sliding_window", is_used)
+    layers = config.number("num_hidden_layers", int)
+    first = min(config.number("max_window_layers", int, 28) or 0, layers)
+    pattern = f"[0] * {first} + [1] * {layers - first}"
+    if types is not None:
+        if not isinstance(types, list) or not {*map(str, types)} <= {WINDOWED, FULL}:
+            config.lack("other kinds of attention", "layer_types", types)
+        pattern = str([int(name == WINDOWED) for name in types])
+    fields = _read_window(config) if is_used is True else {}
+    return fields | {"window_attn_skip_freq": pattern} if fields else {}
+
+
+def _write_windows(model: ModelConfig) -> dict[str, Any]:
+    has_window = [window is not None for window in model.windows]
+    return {
+        "use_sliding_window": any(has_window),
+        "sliding_window": model.window if any(has_window) else None,
+        # Versions of transformers that do not read `layer_types` need windows in the last layers.
+        "max_window_layers": [*has_window, True].index(True),
+        "layer_types": [WINDOWED if has else FULL for has in has_window],
+    }
+
+
 SPECIAL_ROWS = {
     "gpt2": (
         Row(
@@ -77,6 +107,8 @@ SPECIAL_ROWS = {
         Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
     ),
     "llama": (Row(_read_biases, _write_biases), ignored(pretraining_tp=1)),
+    "qwen2": (Row(_read_windows, _write_windows),),
+    "qwen3": (Row(_read_windows, _write_windows),),
     "mistral": (Row(_read_window, lambda model: {"sliding_window": model.window}),),
 }
 """Rows by `model_type`, besides those of families.toml."""

@@ -23,7 +23,7 @@ from megatron_ds.cli import flags
 from megatron_ds.cli.command import table_of
 from megatron_ds.cli.flags import Flag, FlagTable, dashed, training_flags
 from megatron_ds.cli.scan import scan
-from megatron_ds.config import Config
+from megatron_ds.config import Config, ModelConfig
 from tests.claims import claim
 from tests.pages.flags import tool_tables
 from tests.problems import codes
@@ -279,22 +279,15 @@ ASCEND = "--next-tockens 0 --shape-order SBH --sparse-mode 0 --use-contiguous-bu
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("--pre_tockens 65536 --seq-length 2048", []),
-        ("--seq-length 2048 --pre-tockens 2048", []),
-        ("--pre-tockens 2047 --seq-length 2048", ["value-below-option"]),
-        ("--pre-tockens 2048", ["value-below-option"]),
-        ("--pre-tockens x --seq-length 2048", ["not-an-integer"]),
-        ("--pre-tockens 4 --seq-length x", ["not-an-integer"]),
-    ],
+    ("tokens", "window"), [("65536", None), ("2048", None), ("2047", None), ("511", 512)]
 )
-def test_only_attention_windows_of_whole_sequences_are_accepted(
-    line: str, expected: list[str]
+def test_tokens_before_a_token_are_a_window_unless_they_are_all(
+    tokens: str, window: int | None
 ) -> None:
-    found = scan(f"{line} {ASCEND}".split(), training_flags())
-    assert codes(found.problems) == expected
-    assert {*codes(found.warnings)} == {"ignored-flag"}
+    line = scan(f"--pre_tockens {tokens} --seq-length 2048 {ASCEND}".split(), training_flags())
+    assert line.problems == []
+    assert {*codes(line.warnings)} == {"ignored-flag"}
+    assert ModelConfig(num_layers=1, **line.values).window == window
 
 
 def test_refused_values_of_supported_flags_name_the_reason() -> None:

@@ -36,6 +36,7 @@ def test_default_sizes_are_derived():
         (None, None, [None] * 6),
         ("-1,0", None, [None] * 6),
         ("127,0", None, [128] * 6),
+        ("7", None, [8] * 6),
         ("(127, 127)", "3", [128, 128, None] * 2),
         ("0,-1", "1", [None] * 6),
         ("7,0", "([1]*2+[0])*2", [8, 8, None] * 2),
@@ -57,7 +58,7 @@ def test_each_layer_has_a_window(size, pattern, expected):
     [
         *(
             (size, None, "window-malformed")
-            for size in ("", "7", "7,0,0", "-2,0", "a,0", "(7.5,0)")
+            for size in ("", "7,", "7,0,0", "-2,0", "a,0", "(7.5,0)")
         ),
         *(
             ("7,0", pattern, "window-pattern-malformed")

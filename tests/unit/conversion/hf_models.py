@@ -49,6 +49,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral": lambda: transformers.MistralConfig(**LLAMA, sliding_window=None),
     "mistral-window": lambda: transformers.MistralConfig(**LLAMA, sliding_window=5),
     "qwen2": lambda: transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **LLAMA, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3-window": lambda: transformers.Qwen3Config(
+        **LLAMA,
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=6),
     "bloom": lambda: transformers.BloomConfig(**SIZES),
     "falcon": lambda: transformers.FalconConfig(**SIZES, **SEQUENTIAL),

@@ -288,7 +288,8 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
         ("llama", {"hidden_act": "mish"}, "mish"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"model_type": "olmo2"}, "instead of before"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen2", {"use_sliding_window": 1}, "use_sliding_window"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ("falcon", {"parallel_attn": True}, "parallel_attn"),
         ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture"),
         ("falcon", {"alibi": True}, "alibi"),
@@ -382,6 +383,24 @@ def test_a_window_is_an_option_of_the_model(tmp_path: Path) -> None:
     change_config(folder, sliding_window=0)
     with raises_problem("hf-parts-lacking", contains="sliding_window"):
         open_hf(folder)
+
+
+def test_windows_of_some_layers_are_options_of_the_model(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", "qwen2-window")
+    model = open_hf(folder).settings.model
+    assert (model.window_size, model.windows) == ("4,0", (None, 5))
+    change_config(folder, layer_types=None)
+    assert open_hf(folder).settings.model.windows == (None, 5)
+    change_config(folder, max_window_layers=0, sliding_window=...)
+    assert open_hf(folder).settings.model.windows == (4096, 4096)
+    change_config(folder, max_window_layers=...)
+    assert open_hf(folder).settings.model.windows == (None, None)
+    for name, first in (("qwen2-window", 1), ("qwen3-window", 0)):
+        write_hf(open_hf(saved(tmp_path / name, name)), tmp_path / f"{name} again")
+        config = load_strictly(tmp_path / f"{name} again").config
+        assert (config.sliding_window, config.max_window_layers) == (5, first)
+        kinds = ["sliding_attention", "full_attention"]
+        assert config.layer_types == (kinds if first == 0 else kinds[::-1])
 
 
 def test_a_window_in_some_layers_is_no_mistral(tmp_path: Path) -> None:
