@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_ds.checkpoint.folders.output_folder import OnTensor
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.model_settings import read_json_object
 from megatron_ds.engine.states.state_reader import TensorReader, TensorReaders
@@ -27,17 +28,8 @@ from megatron_ds.fileio.atomic import FileRecord, name_in_errors, new_checksum, 
 
 SINGLE = "model.safetensors"
 INDEX = f"{SINGLE}.index.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, dtype) for name, dtype in read_table(__file__).items()
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SHARD_BYTES = 5 * 10**9

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.config.problems import user_error
+from megatron_ds.config.problems import UserError, user_error
 
 REQUIRED = object()
 """Default of a key that every config.json has."""
@@ -54,7 +54,11 @@ class ConfigValues:
         if value is None or (is_number and math.isfinite(value) and cls(value) == value):
             return value if value is None else cls(value)
         key, wanted = keys.split()[0], "an integer" if cls is int else "a number"
-        raise user_error("hf-config-value", path=self.path, key=key, value=value, wanted=wanted)
+        raise self.unusable(key, value, wanted)
+
+    def unusable(self, key: str, value: Any, wanted: str) -> UserError:
+        """The error of a value of another type."""
+        return user_error("hf-config-value", path=self.path, key=key, value=value, wanted=wanted)
 
     def lack(self, part: str, key: str, value: Any) -> None:
         self.lacking.append(f"{part} ({key}: {value!r})")
@@ -139,13 +143,7 @@ def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:
     def read(config: ConfigValues) -> Fields:
         scaling = config.get("rope_scaling", None) or config.get("rope_parameters", None) or {}
         if not isinstance(scaling, dict):
-            raise user_error(
-                "hf-config-value",
-                path=config.path,
-                key="rope_scaling",
-                value=scaling,
-                wanted="an object",
-            )
+            raise config.unusable("rope_scaling", scaling, "an object")
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
         if rope_type != "default" or any(isinstance(value, dict) for value in scaling.values()):
             config.lack("scaling of rotary positions", "rope_type", rope_type)

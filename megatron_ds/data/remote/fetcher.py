@@ -7,6 +7,7 @@ started when the first block is missing, and ends with the process that it serve
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
@@ -175,7 +176,7 @@ class _Server:
 
     def __init__(self, cache: BlockCache, replies: int) -> None:
         self._cache, self._replies = cache, replies
-        self._stores: dict[str, ObjectStore] = {}
+        self._open_store = functools.cache(ObjectStore)
         self._files: list[tuple[RemoteFile, int]] = []
         self._writing = threading.Lock()
 
@@ -201,8 +202,7 @@ class _Server:
 
     def _download(self, file: RemoteFile, block: int) -> str | None:
         folder, _, name = file.url.rpartition("/")
-        store = self._stores.get(folder) or self._stores.setdefault(folder, ObjectStore(folder))
-        content, version = store.read_range(name, *file.copy.span(block))
+        content, version = self._open_store(folder).read_range(name, *file.copy.span(block))
         if version != file.version:
             return CHANGED
         self._cache.store(file.copy, block, content)

@@ -14,7 +14,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class TokenCache:
         self.folder = default_node_folder() / "token-files" if folder is None else Path(folder)
         self._limit_gb, self._block_bytes = limit_gb, block_bytes
         self._versions: dict[str, FileVersion | UserError | None] = {}
-        self._stores: dict[str, ObjectStore] = {}
+        self._open_store = cache(ObjectStore)
         self._absent: dict[tuple[str, int], RemoteFile] = {}
         self._is_denied = False
 
@@ -246,9 +246,7 @@ class TokenCache:
     def _store_of(self, prefix: str) -> tuple[ObjectStore, str]:
         """The folder of a URL, and the name in it."""
         folder, _, name = prefix.rpartition("/")
-        return self._stores.get(folder) or self._stores.setdefault(
-            folder, ObjectStore(folder)
-        ), name
+        return self._open_store(folder), name
 
     def _look(self, url: str) -> FileVersion | UserError | None:
         """The version of a file, or what prevents to see it; None if there is none."""

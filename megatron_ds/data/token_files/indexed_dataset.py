@@ -25,6 +25,7 @@ import warnings
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ds.config.data_files import read_table
 from megatron_ds.config.problems import Problem, user_error
 from megatron_ds.data.remote.token_cache import RemoteContent, RemoteTokens, TokenCache, is_url
 from megatron_ds.fileio.memory_map import map_file
@@ -34,12 +35,7 @@ LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[np.generic]] = {
-    1: np.dtype("<u1"),
-    2: np.dtype("<i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    8: np.dtype("<u2"),
+    int(code): np.dtype(name) for code, name in read_table(__file__).items()
 }
 TOKENIZER_SUFFIX = ".tokenizer.json"
 """Suffix of the file that records which tokenizer made a pair."""
