@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig
-from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.attention.self_attention import Attention, KeyValueCache
 from megatron_ds.model.kernels.elementwise import EAGER, Elementwise
 from megatron_ds.model.mlp import MLP
@@ -50,7 +49,6 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.rule = attention_rules(config)[layer]
         self.dropout = config.hidden_dropout
         self.group = group
         self.residual = residual
@@ -63,6 +61,7 @@ class Block(nn.Module):
         self.attention = Attention(
             config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
+        self.rule = self.attention.rule
         self.attention_post_norm = norm("attention_post_norm") if residual.post else None
         has_own_norm = residual.pre and not residual.parallel
         self.mlp_norm = norm("mlp_norm", is_used=has_own_norm)

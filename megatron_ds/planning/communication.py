@@ -129,7 +129,7 @@ class _Messages:
             yield Traffic("all-gather", axis, "parameters", parameters, ranks, messages)
 
     def of_tensor_parallelism(self) -> Iterator[Traffic]:
-        """Two sums per layer and direction, one of the embedding and one of the output layer.
+        """The sums that the layers declare, one of the embedding and one of the output layer.
 
         The experts' sums are of all rows that they compute.
         """
@@ -138,16 +138,17 @@ class _Messages:
         expert_sums = self.config.moe.moe_router_topk * (3 if self.is_recomputed else 2)
         statistics = self.count * LOSS_STATISTICS * FP32 * tokens * size
         yield Traffic("all-gather", "tp", "loss statistics", statistics, size, self.count)
+        parts = (part for layer in self.rank_layers for part in layer.parts.values())
+        regions, passes = sum(part.regions for part in parts), 3 if self.is_recomputed else 2
         if not self.parallel.sequence_parallel:
             # Recomputation ends before the last sum of a layer, which no gradient needs.
-            sums = self.layers * (5 if self.is_recomputed else 4) + first + last
+            sums = regions * passes - self.layers * self.is_recomputed + first + last
             sums = self.count * (sums + self.sparse * (expert_sums - 2))
             yield Traffic("all-reduce", "tp", hidden, sums * self.stream, size, sums)
             return
         # What a projection has gathered is gathered again for the gradient of its weight.
-        gathers = self.layers * (8 if self.is_recomputed else 6) + first + last - self.sparse
-        scatters = self.layers * (6 if self.is_recomputed else 4) + first + last
-        scatters -= self.sparse * (3 if self.is_recomputed else 2)
+        gathers = regions * (passes + 1) + first + last - self.sparse
+        scatters = (regions - self.sparse) * passes + first + last
         for operation, what, messages in (
             ("all-reduce", "rows of experts", self.count * self.sparse * expert_sums),
             ("all-gather", hidden, self.count * gathers),
@@ -164,7 +165,7 @@ class _Messages:
 
     def of_ulysses(self) -> Iterator[Traffic]:
         """Queries, keys and values before attention, its output after it, and their gradients."""
-        q, kv = AttentionSpec(self.model).exchanged(self.tp_size, self.sp_size)
+        q, kv = AttentionSpec.of(self.model, 0).exchanged(self.tp_size, self.sp_size)
         exchanged = self.tokens * self.inputs.param_bytes * (2 * q + 2 * kv)
         passes = 3 if self.is_recomputed else 2
         messages = self.count * self.layers * passes

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from megatron_ds.config import Config
 from megatron_ds.config.fields import in_effect
 from megatron_ds.config.options.optimizer import MUON_BATCH
-from megatron_ds.model.attention.rule import attention_rules
 from megatron_ds.model.spec.architecture import is_expert, is_expert_matrix, is_matrix, model_spec
 from megatron_ds.model.spec.parts import FP32, FeedForwardSpec, Pass
 from megatron_ds.model.stages import layers_per_stage, rank_layers
@@ -340,12 +339,8 @@ class _Sizes:
         model, run, moe = self.model, self.run, self.config.moe
         recompute, blocks = in_effect(self.config.recompute), self.spec.blocks
         ends = sum(layer.saved(run) for layer in (*self.spec.before, *self.spec.after))
-        if model.position_embedding_type == "alibi":
-            heads = model.num_attention_heads // (run.tp_size * run.sp_size)
-            ends += heads * model.seq_length**2 * run.element
-        elif run.on_cpu:  # masks of windows
-            keys, rules = model.seq_length, dict.fromkeys(attention_rules(model))
-            ends += sum(rule.is_windowed(keys) for rule in rules) * keys**2 * run.element
+        parts = {part for block in blocks for part in block.parts.values()}
+        ends += sum(part.table(run) for part in parts)
         if recompute.tiled_mlp:
             inner = FeedForwardSpec(model).inner(run)
             ends += inner // num_tiles(self.tokens, model.hidden_size)
@@ -366,8 +361,8 @@ class _Sizes:
     def output_layer(self) -> tuple[int, int, int]:
         """The gradient of its weight, a chunk of logits, and the temporary tensors of scaling."""
         element = self.inputs.param_bytes
-        rows = self.model.padded_vocab(self.inputs.tp_size) // self.inputs.tp_size
-        table, logits = rows * self.model.hidden_size, self.tokens * rows * element
+        table = self.spec.after[-1].products(keys=0) // self.inputs.tp_size
+        logits = self.tokens * table // self.model.hidden_size * element
         most = chunk_bytes(on_host=self.inputs.on_cpu)
         is_summed_in_fp32 = logits > most or self.config.precision.name == "fp16"
         gradient = table * (FP32 if is_summed_in_fp32 else element)

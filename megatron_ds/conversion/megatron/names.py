@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_ds.config.data_files import read_table
 from megatron_ds.model.spec.architecture import unit_weights
+from megatron_ds.parallel.weights import Weight
 
 PREFIX = re.compile(r"^(language_model\.)?(embedding\.|encoder\.|transformer\.|decoder\.)?")
 BUFFERS = re.compile(r"_extra_state(/|$)|(^|\.)rotary_(pos_)?emb\.")
@@ -107,9 +108,14 @@ def joined_shape(name: str, shard: tuple[int, ...], ranks: int) -> tuple[int, ..
     return (*shard[:dim], shard[dim] * ranks, *shard[dim + 1 :])
 
 
+def declared(name: str) -> Weight | None:
+    """The declaration of a weight, apart from its sizes."""
+    return unit_weights().get(LAYER.sub("layers.0.", name))
+
+
 def _cut_dimension(name: str) -> int | None:
     """The dimension that tensor parallelism shards; None for a replicated tensor."""
-    weight = unit_weights().get(LAYER.sub("layers.0.", name))
+    weight = declared(name)
     return None if weight is None or weight.shard is None else weight.shard.dim
 
 

@@ -45,7 +45,7 @@ from megatron_ds.conversion.source import (
     SourceCheckpoint,
     check_sizes,
 )
-from megatron_ds.engine.states.state_reader import TensorReader
+from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES, TensorReader
 
 READERS = {
     LEGACY: read_legacy,
@@ -93,7 +93,7 @@ def _open(checkpoint: MegatronCheckpoint, flags: Mapping[str, Any]) -> SourceChe
         key: _canonical(checkpoint.path, shards, orders, complete)
         for key, shards in weights.optimizer.items()
     }
-    table = tensors.get("embedding.word.weight")
+    table = tensors.get(VOCABULARY_TABLES[0])
     vocab_size = megatron_args.true_vocab_size(state, args)
     rows = vocab_size or (table.shape[0] if table else 0)
     described = ModelSettings({}, {"vocab_size": rows})

@@ -19,7 +19,13 @@ from megatron_ds.checkpoint.universal.folders import FP32, OPTIMIZER_STATE, ZERO
 from megatron_ds.checkpoint.universal.reader import PARAM, UniversalStates
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.megatron import arguments as megatron_args
-from megatron_ds.conversion.megatron.names import PREFIX, QkvOrder, canonical_name, is_copy
+from megatron_ds.conversion.megatron.names import (
+    PREFIX,
+    QkvOrder,
+    canonical_name,
+    declared,
+    is_copy,
+)
 from megatron_ds.conversion.megatron.optimizer import MOMENTS
 from megatron_ds.conversion.megatron.rank_files import (
     MegatronContents,
@@ -29,6 +35,7 @@ from megatron_ds.conversion.megatron.rank_files import (
 )
 from megatron_ds.conversion.safe_unpickle import read_foreign
 from megatron_ds.engine.states.state_reader import MASTER, TensorReader
+from megatron_ds.parallel.weights import Role
 
 NUMBERED = re.compile(r"(\d+)\.(.+)")
 """A name in DeepSpeed's pipeline engine: number of the layer, and the name in it."""
@@ -102,21 +109,23 @@ class _Layout:
             UserError: If the order is not known.
         """
         canonical, tp_size = canonical_name(name) or "", self.tp_size
-        declared = any(content.get(key) for key in PARTS) or any(
+        has_parts = any(content.get(key) for key in PARTS) or any(
             re.match(pattern, saved_name) for pattern in self.mapped
         )
         if ".attention.qkv." in canonical:
             if self.qkv is not QkvOrder.BLOCKS:
-                if declared and tp_size != 1:
+                if has_parts and tp_size != 1:
                     raise self._ambiguous(saved_name)
                 return 1
-            return 1 if declared else self._known_size(saved_name)
+            return 1 if has_parts else self._known_size(saved_name)
         if ".mlp.fc_in." in canonical and self.is_gated:
-            return 1 if declared else self._known_size(saved_name)
-        if canonical.endswith(("attention.proj.weight", "mlp.fc_out.weight")):
+            return 1 if has_parts else self._known_size(saved_name)
+        weight = declared(canonical)
+        if weight is not None and weight.shard is not None and weight.shard.dim == 1:
             # Without a pattern for these, DeepSpeed joins dimension 0.
             return tp_size if tp_size and content.get("cat_dim") == 0 else 1
-        if canonical == "embedding.position.weight" and self.positions and tp_size:
+        is_table = weight is not None and weight.role is Role.POSITIONS
+        if is_table and self.positions and tp_size:
             # bigscience's converter joins the copies of all ranks.
             return tp_size if tensor.shape[0] == tp_size * self.positions else 1
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from megatron_ds.config import ModelConfig
@@ -52,6 +53,7 @@ class AttentionRule:
 PLAIN = AttentionRule()
 
 
+@functools.lru_cache(maxsize=64)
 def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
     """The rule of each layer."""
     scheme, rotated = config.position_embedding_type, int(config.head_dim * config.rotary_percent)

@@ -90,7 +90,8 @@ class Attention(nn.Module):
         self.rng = rng
         self.checkpointing = checkpointing
         self.elementwise = EAGER
-        spec = AttentionSpec(config)
+        spec = AttentionSpec.of(config, layer)
+        self.rule = spec.rule
         self.local_sizes = [size // group.size for size in spec.sections]
         kv_heads = config.kv_heads // group.size
         self.local_heads = [config.num_attention_heads // group.size, kv_heads, kv_heads]

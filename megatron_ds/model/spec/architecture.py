@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig
-from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.spec.parts import (
     AttentionSpec,
     EmbeddingSpec,
@@ -175,12 +174,12 @@ def model_spec(
     embedding = Layer("embedding", {"": EmbeddingSpec(model, rows)})
     dense, sparse = FeedForwardSpec(model), ExpertsSpec(model, moe)
 
-    def block(layer: int, rule: AttentionRule) -> Layer:
-        mixer = {"attention_norm": norm, "attention": AttentionSpec(model, rule)}
+    def block(layer: int) -> Layer:
+        mixer = {"attention_norm": norm, "attention": AttentionSpec.of(model, layer)}
         mlp = sparse if moe.has_experts(layer) else dense
         return Layer(f"layers.{layer}", {**mixer, "mlp_norm": norm, "mlp": mlp})
 
-    blocks = tuple(map(block, range(model.num_layers), attention_rules(model)))
+    blocks = tuple(map(block, range(model.num_layers)))
     word = embedding.weights["embedding.word.weight"]
     tied = () if model.untie_embeddings_and_output_weights else (word,)
     head = Layer("head", {"": OutputSpec(model, rows)}, tied)

@@ -9,10 +9,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import counted
-from megatron_ds.model.attention.rule import PLAIN, AttentionRule
+from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.parallel.weights import (
     GATE_UP,
     QUERY_KEY_VALUE,
@@ -89,9 +90,16 @@ class Part:
     """A part of the model."""
 
     model: ModelConfig
+    regions: ClassVar[int] = 0
+    """Sums over the tensor-parallel ranks in a forward pass, as many in a backward pass."""
 
     def saved(self, run: Pass) -> int:
         """Bytes that a forward pass saves, its input included, its output not."""
+        del run
+        return 0
+
+    def table(self, run: Pass) -> int:
+        """Bytes of what equal parts of all layers share."""
         del run
         return 0
 
@@ -168,8 +176,21 @@ class NormSpec(Part):
 class AttentionSpec(Part):
     """Self-attention: the fused projection of queries, keys and values, and the output's."""
 
-    rule: AttentionRule = PLAIN
+    rule: AttentionRule
     """Its computation apart from the weights."""
+    regions = 1
+
+    @classmethod
+    def of(cls, model: ModelConfig, layer: int) -> AttentionSpec:
+        """The attention of a layer."""
+        return cls(model, attention_rules(model)[layer])
+
+    def table(self, run: Pass) -> int:
+        """The bias of ALiBi, or the mask of a window on a CPU."""
+        length, ranks = self.model.seq_length, run.tp_size * run.sp_size
+        heads = self.model.num_attention_heads // ranks if self.rule.alibi else 1
+        has_table = self.rule.alibi or (run.on_cpu and self.rule.is_windowed(length))
+        return has_table * heads * length**2 * run.element
 
     @property
     def sections(self) -> tuple[int, int, int]:
@@ -246,6 +267,8 @@ class AttentionSpec(Part):
 @dataclass(frozen=True)
 class FeedForwardSpec(Part):
     """A feed-forward layer, plain or gated."""
+
+    regions = 1
 
     def weights(self) -> Iterator[Weight]:
         model, bias = self.model, self.model.add_bias_linear
