@@ -185,7 +185,7 @@ def run(options: Options) -> None:
 def serve(
     options: Options,
     listener: socket.socket,
-    scheduler: Scheduler[Any],
+    scheduler: Scheduler,
     service: TextGenerationService,
     info: dict[str, Any],
     keys: Collection[str],
@@ -213,7 +213,7 @@ def serve(
     template = read_chat_template(service.tokenizer.folder)
     model_names = options.served_model_name or (info["name"],)
     completions = CompletionsApi(service, options.defaults, model_names, info.pop("saved"))
-    apis: dict[str, Api[Any]] = {
+    apis: dict[str, Api] = {
         "/api": MegatronApi(service, options.defaults),
         "/v1/completions": completions,
         "/v1/chat/completions": ChatApi(completions, template),

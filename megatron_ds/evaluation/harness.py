@@ -205,14 +205,28 @@ def run_tasks(
 ) -> dict[str, Any]:
     """Runs loaded tasks; the results on the first rank, which alone prints the harness's log."""
     with quiet(on_first_rank=False):
-        result = simple_evaluate(
-            model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
-            tasks=list(tasks),
-            num_fewshot=options.num_fewshot,
-            limit=options.limit,
-            task_manager=TaskManager(include_defaults=False),
-            log_samples=False,
-        )
+        return _evaluate(tasks, scorer, tokenizer, options.num_fewshot, options.limit)
+
+
+def _evaluate(
+    tasks: Sequence[Any],
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    num_fewshot: int | None,
+    limit: int | None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The harness's results on the first rank; empty on the others."""
+    result = simple_evaluate(
+        model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        limit=limit,
+        # It would read all definitions otherwise.
+        task_manager=TaskManager(include_defaults=False),
+        log_samples=False,
+        **options,
+    )
     return dict(result or {})
 
 
@@ -271,17 +285,9 @@ def run_loaded(
 ) -> dict[str, dict[str, float]]:
     """The metrics of each loaded task and group, on every rank. Collective, and silent."""
     with quiet():
-        result = simple_evaluate(
-            model=HarnessModel(scorer=scorer, tokenizer=tokenizer),
-            tasks=list(tasks),
-            num_fewshot=num_fewshot,
-            limit=limit,
-            # It would read all definitions otherwise.
-            task_manager=TaskManager(include_defaults=False),
-            bootstrap_iters=0,  # standard errors, by processes of its own
-            log_samples=False,
-        )
-    results = broadcast_from_rank0({} if result is None else result["results"])
+        # Without standard errors, by processes of its own.
+        result = _evaluate(tasks, scorer, tokenizer, num_fewshot, limit, bootstrap_iters=0)
+    results = broadcast_from_rank0(result.get("results", {}))
     return {
         task: {
             # Most results are unfiltered: "acc,none".

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ds.config.problems import Problem, UserError, user_error
+from megatron_ds.config.problems import Problem, collect, renaming_fields, user_error
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.evaluation.tasks import Text
 from megatron_ds.preprocess.documents.document_readers import DocumentReader
@@ -30,11 +30,9 @@ def problems(
     for path in () if invalid else files:
         if path == STDIN or Path(path).is_fifo():
             continue  # can be read only once
-        try:
+        with collect(invalid):
             if next(_documents(InputSpec((path,), format), keys), None) is None:
                 invalid.append(Problem("file-without-text", "paths", path=path))
-        except UserError as error:
-            invalid += error.problems
     yield from (problem.about(paths=field) for problem in invalid)
 
 
@@ -61,11 +59,8 @@ def read_texts(
         if is_token_file(path):
             yield from _token_texts(path, tokenizer)
             continue
-        try:
+        with renaming_fields(paths=field):
             yield from _documents(InputSpec((path,), format), keys)
-        except UserError as error:
-            problems = (problem.about(paths=field) for problem in error.problems)
-            raise UserError(*problems) from error
 
 
 def _documents(inputs: InputSpec, keys: Sequence[str]) -> Iterator[Text]:

@@ -148,3 +148,20 @@ class Logger:
 
     def close(self) -> None:
         """Finishes writing; no call follows."""
+
+
+class RowLogger(Logger):
+    """Base of loggers that write the metrics of steps, evaluations and tasks by name."""
+
+    def log_steps(self, records: Sequence[StepRecord]) -> None:
+        for record in records:
+            self.write_row(metrics_of(record))
+
+    def log_eval(self, record: EvalRecord) -> None:
+        self.write_row({"iteration": record.iteration, **metrics_of_evaluation(record)})
+
+    def log_task(self, record: TaskRecord) -> None:
+        self.write_row({"iteration": record.iteration, **metrics_of_task(record)})
+
+    def write_row(self, values: Mapping[str, Any]) -> None:
+        """Writes the iteration and metrics of it, of which those of a step have `lm_loss`."""

@@ -38,7 +38,7 @@ JOBS = [
 
 
 def serve(
-    mesh: Mesh, link: Any, leads: bool, change: Callable[[Scheduler[Any]], None] | None = None
+    mesh: Mesh, link: Any, leads: bool, change: Callable[[Scheduler], None] | None = None
 ) -> list[Any]:
     """The ids of each job one after the other, and of all at once, or the name of its error."""
     service = TextGenerationService(model_of("rope", mesh), ByteTokenizer(), CAPACITY)  # type: ignore[arg-type]
@@ -49,7 +49,7 @@ def serve(
         return service.start(job)
 
     engine = GenerationEngine(service.model, slots=3, capacity=CAPACITY)
-    scheduler: Scheduler[Any] = Scheduler(engine, start, link)
+    scheduler: Scheduler = Scheduler(engine, start, link)
     if change is not None:
         change(scheduler)
     found: list[Any] = []
@@ -81,7 +81,7 @@ def serve(
     return found
 
 
-def fail_in_step(scheduler: Scheduler[Any]) -> None:
+def fail_in_step(scheduler: Scheduler) -> None:
     """Fails after the collectives of the third step."""
     engine, steps = scheduler._engine, [0]
     step = engine.step
@@ -106,7 +106,7 @@ def serve_all(rank: int) -> dict[str, Any]:
         listener = Listener()
 
         def change(
-            scheduler: Scheduler[Any], failing_rank: int = failing_rank, mine: Listener = listener
+            scheduler: Scheduler, failing_rank: int = failing_rank, mine: Listener = listener
         ) -> None:
             if leads:
                 scheduler.submit(JOBS[0], mine, 60)

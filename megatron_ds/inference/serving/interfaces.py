@@ -1,26 +1,12 @@
-"""Protocols between a server, the interfaces that it serves, and their jobs."""
+"""Protocols between a server and the interfaces that it serves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from megatron_ds.inference.serving.scheduler import AnyJob, Finished, NewToken
-
-
-class ServedJob(AnyJob, Protocol):
-    """The fields of a job that the server reads."""
-
-    @property
-    def prompts(self) -> Sequence[Sequence[int]]: ...
-
-    @property
-    def log(self) -> bool:
-        """Whether to log token counts."""
-        ...
-
-
-Job = TypeVar("Job", bound=ServedJob)
+from megatron_ds.inference.serving.scheduler import Finished, NewToken
+from megatron_ds.inference.serving.service import GenerationJob
 
 
 class EventStream(Protocol):
@@ -31,18 +17,18 @@ class EventStream(Protocol):
     def of_end(self, finished: Finished) -> Iterator[dict[str, Any]]: ...
 
 
-class Api(Protocol[Job]):
+class Api(Protocol):
     """An interface, which knows the requests and responses of one path."""
 
-    def read(self, body: bytes) -> Job:
+    def read(self, body: bytes) -> GenerationJob:
         """The job of a request. A UserError is the client's error."""
         ...
 
-    def response(self, job: Job, finished: Finished) -> dict[str, Any]:
+    def response(self, job: GenerationJob, finished: Finished) -> dict[str, Any]:
         """The response to a job that does not stream."""
         ...
 
-    def events(self, job: Job) -> EventStream:
+    def events(self, job: GenerationJob) -> EventStream:
         """The events of a job that streams."""
         ...
 

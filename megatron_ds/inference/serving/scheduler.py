@@ -9,9 +9,8 @@ from __future__ import annotations
 import itertools
 import queue
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 from megatron_ds.config.problems import UserError
 from megatron_ds.inference.generate import Cancelled
@@ -19,20 +18,7 @@ from megatron_ds.inference.generation.beam import Hypothesis
 from megatron_ds.inference.generation.engine import GenerationEngine
 from megatron_ds.inference.generation.sequences import Scores, TextSequence
 from megatron_ds.inference.generation.tp_group import TpGroupBroken, TpLink
-
-
-class AnyJob(Protocol):
-    """The fields of a job that all ranks need to compute the same result."""
-
-    @property
-    def stream(self) -> bool:
-        """Whether each token is reported."""
-        ...
-
-
-Job = TypeVar("Job", bound=AnyJob)
-Search = Generator[None, None, list[Hypothesis]]
-"""A computation in steps that is not one of the engine."""
+from megatron_ds.inference.serving.service import GenerationJob, Search
 
 
 class TimedOut(Exception):
@@ -74,11 +60,11 @@ Event = NewToken | Finished | Failed
 
 
 @dataclass(eq=False)
-class Ticket(Generic[Job]):
+class Ticket:
     """A job on the first rank."""
 
     key: int
-    job: Job
+    job: GenerationJob
     listener: Callable[[Event], None]
     """Called by the scheduler's thread."""
     deadline: float
@@ -89,9 +75,9 @@ class Ticket(Generic[Job]):
 
 
 @dataclass
-class _Add(Generic[Job]):
+class _Add:
     key: int
-    job: Job
+    job: GenerationJob
 
 
 @dataclass
@@ -111,7 +97,7 @@ class _Work:
     search: Search | None = None
 
 
-class Scheduler(Generic[Job]):
+class Scheduler:
     """Runs jobs on all ranks.
 
     Attributes:
@@ -122,7 +108,7 @@ class Scheduler(Generic[Job]):
     def __init__(
         self,
         engine: GenerationEngine,
-        start: Callable[[Job], list[TextSequence] | Search],
+        start: Callable[[GenerationJob], list[TextSequence] | Search],
         link: TpLink[object],
         *,
         max_waiting: int = 1000,
@@ -142,7 +128,7 @@ class Scheduler(Generic[Job]):
         self._works: dict[int, _Work] = {}
         self._owners: dict[int, tuple[int, int]] = {}
         """By the id of a sequence: its job's key, and its number in the job."""
-        self._tickets: dict[int, Ticket[Job]] = {}
+        self._tickets: dict[int, Ticket] = {}
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._keys = itertools.count()
         self._stopped = False
@@ -169,7 +155,9 @@ class Scheduler(Generic[Job]):
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    def submit(self, job: Job, listener: Callable[[Event], None], timeout: float) -> Ticket[Job]:
+    def submit(
+        self, job: GenerationJob, listener: Callable[[Event], None], timeout: float
+    ) -> Ticket:
         """Adds a job, on the first rank; may be called in any thread.
 
         Args:
@@ -192,7 +180,7 @@ class Scheduler(Generic[Job]):
             raise Cancelled  # it has stopped meanwhile, and not seen the ticket
         return ticket
 
-    def cancel(self, ticket: Ticket[Job]) -> None:
+    def cancel(self, ticket: Ticket) -> None:
         """Ends a job that is no longer wanted; its listener is not called again."""
         if self._tickets.pop(ticket.key, None) is not None:
             self._inbox.put(_Remove(ticket.key))
@@ -267,7 +255,7 @@ class Scheduler(Generic[Job]):
             return error
         return None
 
-    def _add(self, key: int, job: Job) -> None:
+    def _add(self, key: int, job: GenerationJob) -> None:
         started = self._start(job)
         if not isinstance(started, list):
             self._works[key] = _Work([], started)

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -32,7 +32,7 @@ from megatron_ds.inference.generate import Cancelled
 from megatron_ds.inference.generation.sequences import TextSequence
 from megatron_ds.inference.generation.tp_group import TpGroupBroken
 from megatron_ds.inference.serving.access import HostCheck, KeyCheck, error_response
-from megatron_ds.inference.serving.interfaces import Api, Job
+from megatron_ds.inference.serving.interfaces import Api
 from megatron_ds.inference.serving.scheduler import (
     Event,
     Failed,
@@ -44,6 +44,7 @@ from megatron_ds.inference.serving.scheduler import (
     TooManyWaiting,
 )
 from megatron_ds.inference.serving.server_metrics import ServerMetrics
+from megatron_ds.inference.serving.service import GenerationJob
 from megatron_ds.inference.serving.worker_thread import WorkerThread
 from megatron_ds.launch.exit_codes import ExitCode
 from megatron_ds.launch.process.time_limits import end_process
@@ -85,13 +86,13 @@ class ServerOptions:
     """Seconds until a request fails."""
 
 
-class TextServer(Generic[Job]):
+class TextServer:
     """Serves requests until a signal arrives."""
 
     def __init__(
         self,
-        scheduler: Scheduler[Job],
-        apis: Mapping[str, Api[Job]],
+        scheduler: Scheduler,
+        apis: Mapping[str, Api],
         log: Callable[[str], None],
         options: ServerOptions,
         documents: Mapping[str, Mapping[str, Any]],
@@ -180,7 +181,7 @@ class TextServer(Generic[Job]):
         self._metrics.responses.labels(path, str(response.status_code)).inc()
         return response
 
-    async def _answer(self, request: Request, api: Api[Job]) -> Response:
+    async def _answer(self, request: Request, api: Api) -> Response:
         def error(
             message: str, status: int, codes: Sequence[str] = (), **headers: str
         ) -> JSONResponse:
@@ -226,8 +227,8 @@ class TextServer(Generic[Job]):
     async def _wait(
         self,
         request: Request,
-        api: Api[Job],
-        ticket: Ticket[Job],
+        api: Api,
+        ticket: Ticket,
         events: asyncio.Queue[Event],
         deadline: float,
     ) -> Response:
@@ -255,7 +256,7 @@ class TextServer(Generic[Job]):
         self._finish(ticket, event)
         return response
 
-    async def _read(self, request: Request, api: Api[Job]) -> Job:
+    async def _read(self, request: Request, api: Api) -> GenerationJob:
         """The job of a request.
 
         Raises:
@@ -287,7 +288,7 @@ class TextServer(Generic[Job]):
             self._held_bytes -= len(body)
 
     async def _stream(
-        self, api: Api[Job], ticket: Ticket[Job], events: asyncio.Queue[Event], deadline: float
+        self, api: Api, ticket: Ticket, events: asyncio.Queue[Event], deadline: float
     ) -> AsyncIterator[str]:
         """Server-sent events; ends early with an object that has the key error."""
         stream = api.events(ticket.job)
@@ -326,7 +327,7 @@ class TextServer(Generic[Job]):
         self._log("".join(traceback.format_exception(error)))
         return f"{type(error).__name__}: {error}", 500
 
-    def _finish(self, ticket: Ticket[Job], finished: Finished) -> None:
+    def _finish(self, ticket: Ticket, finished: Finished) -> None:
         """Records a job with a result."""
         job, now = ticket.job, time.monotonic()
         self._metrics.seconds.observe(now - ticket.submitted)

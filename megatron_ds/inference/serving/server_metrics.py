@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -32,7 +30,7 @@ class ServerMetrics:
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
 
-    def __init__(self, scheduler: Scheduler[Any]) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         disable_created_metrics()  # a second time series of each metric
         self._registry = CollectorRegistry()
         prefix, registry = "megatron_ds", self._registry

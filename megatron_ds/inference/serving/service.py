@@ -10,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import Problem, raise_if_any, user_error
-from megatron_ds.inference.generation.beam import BeamSearchConfig, beam_search
+from megatron_ds.inference.generation.beam import BeamSearchConfig, Hypothesis, beam_search
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.inference.generation.sequences import GenerationConfig, TextSequence
 from megatron_ds.inference.generation.stop_rules import (
@@ -24,10 +24,11 @@ from megatron_ds.inference.generation.stop_rules import (
     StopStrings,
     token_texts,
 )
-from megatron_ds.inference.serving.scheduler import Search
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.tokenizer import Tokenizer
 
+Search = Generator[None, None, list[Hypothesis]]
+"""A computation in steps that is not one of the engine."""
 MIN_CHARS_PER_TOKEN = 16
 """For vocabularies of short tokens, whose texts also have white space."""
 

@@ -9,25 +9,17 @@ import csv
 import errno
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ds.fileio.atomic import atomic_write
 from megatron_ds.training.loggers.record_file import continue_file
-from megatron_ds.training.records import (
-    EvalRecord,
-    Logger,
-    StepRecord,
-    TaskRecord,
-    metrics_of,
-    metrics_of_evaluation,
-    metrics_of_task,
-)
+from megatron_ds.training.records import RowLogger
 
 
-class CsvTable(Logger):
+class CsvTable(RowLogger):
     """Appends to a file without buffering; unknown values are empty.
 
     Columns are added as metrics appear: the file is then rewritten, atomically.
@@ -47,30 +39,18 @@ class CsvTable(Logger):
         continue_file(path, iteration, partial(self._keep, iteration), warn)
         self._file = path.open("ab", buffering=0)
 
-    def log_steps(self, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            self._append(metrics_of(record))
-
-    def log_eval(self, record: EvalRecord) -> None:
-        self._append_evaluation(record.iteration, metrics_of_evaluation(record))
-
-    def log_task(self, record: TaskRecord) -> None:
-        self._append_evaluation(record.iteration, metrics_of_task(record))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _append_evaluation(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        values = {"iteration": iteration, **metrics}
-        # A finished run that is started again repeats the evaluation of the same weights.
-        if (key := _key(values)) not in self._evaluations:
+    def write_row(self, values: Mapping[str, Any]) -> None:
+        if "lm_loss" not in values:
+            # A finished run that is started again repeats the evaluation of the same weights.
+            if (key := _key(values)) in self._evaluations:
+                return
             self._evaluations.add(key)
-            self._append(values)
-
-    def _append(self, values: Mapping[str, Any]) -> None:
         if not values.keys() <= set(self._columns):
             self._add_columns([name for name in values if name not in self._columns])
         self._write([values.get(name) for name in self._columns])
+
+    def close(self) -> None:
+        self._file.close()
 
     def _add_columns(self, names: list[str]) -> None:
         count = len(self._columns)

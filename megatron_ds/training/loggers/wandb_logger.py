@@ -7,7 +7,7 @@ Weights & Biases keeps the first values, which are the same.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,12 @@ import wandb
 
 from megatron_ds.config import Config
 from megatron_ds.train_state import TrainState
-from megatron_ds.training.records import (
-    EvalRecord,
-    Logger,
-    StepRecord,
-    TaskRecord,
-    metrics_of,
-    metrics_of_evaluation,
-    metrics_of_task,
-)
+from megatron_ds.training.records import RowLogger
 
 RUN_ID = "run_id.txt"
 
 
-class Wandb(Logger):
+class Wandb(RowLogger):
     """Metrics under the names that they have in metrics.jsonl.
 
     Args:
@@ -58,24 +50,14 @@ class Wandb(Logger):
                 settings=wandb.Settings(console="off"),
             )
 
-    def log_steps(self, records: Sequence[StepRecord]) -> None:
-        for record in records:
-            self._log(record.iteration, metrics_of(record))
-
-    def log_eval(self, record: EvalRecord) -> None:
-        self._log(record.iteration, metrics_of_evaluation(record))
-
-    def log_task(self, record: TaskRecord) -> None:
-        self._log(record.iteration, metrics_of_task(record))
-
     def close(self) -> None:
         with _as_os_errors():
             self._run.finish()
 
-    def _log(self, iteration: int, values: Mapping[str, Any]) -> None:
+    def write_row(self, values: Mapping[str, Any]) -> None:
         known = {name: value for name, value in values.items() if value is not None}
         with _as_os_errors():
-            self._run.log(known, step=iteration)
+            self._run.log(known, step=values["iteration"])
 
 
 @contextmanager

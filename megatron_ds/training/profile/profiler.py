@@ -45,12 +45,14 @@ class ProfilerSession:
             self._installed = stack.pop_all()
 
     def next_step(self, iteration: int) -> None:
+        """Begins a step, and ends the one before."""
         self._end_step()
         self._number += 1
         self._step = record_function(f"{STEP} {iteration}")
         self._step.__enter__()
 
     def finish(self) -> None:
+        """Ends the last step, removes what was installed, and writes the files."""
         self._end_step()
         self._installed.close()
         trace = self._file("trace.json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron_ds.config import Config
 from megatron_ds.config.problems import Problem
@@ -17,15 +17,8 @@ from megatron_ds.engine.protocol import Engine
 from megatron_ds.launch import output
 from megatron_ds.train_state import TrainState
 
-
-class Session(Protocol):
-    """A profile that is being taken."""
-
-    def next_step(self, iteration: int) -> None:
-        """Begins a step, and ends the one before."""
-
-    def finish(self) -> None:
-        """Ends the last step, removes what was installed, and writes the files."""
+if TYPE_CHECKING:  # imports torch's profiler
+    from megatron_ds.training.profile.profiler import ProfilerSession
 
 
 class Profiling:
@@ -54,7 +47,7 @@ class Profiling:
         self._is_on = options.profile and rank in options.profile_ranks
         self._engine, self._folder, self._rank = engine, folder, rank
         self._write, self._warn = write, warn
-        self._session: Session | None = None
+        self._session: ProfilerSession | None = None
 
     def before_step(self, iteration: int) -> None:
         """Begins the profile, or its next step, if this iteration is measured."""
@@ -87,7 +80,7 @@ class Profiling:
         self._is_on = False
         self._warn(Problem("profile-not-written", folder=self._folder, error=error))
 
-    def _start(self, iteration: int) -> Session:
+    def _start(self, iteration: int) -> ProfilerSession:
         from megatron_ds.training.profile.profiler import ProfilerSession
 
         assert self._folder is not None

@@ -88,7 +88,7 @@ class Running:
     """A scheduler that runs in a thread, and whose steps a test may hold."""
 
     def __init__(self, engine: GenerationEngine, start: Callable[[Any], Any], **more: Any) -> None:
-        self.scheduler: Scheduler[GenerationJob] = Scheduler(
+        self.scheduler: Scheduler = Scheduler(
             engine,
             start,
             LocalLink(),

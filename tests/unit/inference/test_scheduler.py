@@ -374,7 +374,7 @@ def test_a_stop_cancels_everything(service: TextGenerationService) -> None:
 def test_a_job_that_comes_while_the_scheduler_stops_is_cancelled(
     service: TextGenerationService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scheduler: Scheduler[Any] = Scheduler(
+    scheduler: Scheduler = Scheduler(
         engine_of(service),
         service.start,
         LocalLink(),  # type: ignore[arg-type]
