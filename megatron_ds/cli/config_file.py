@@ -51,7 +51,7 @@ def read(paths: Sequence[str], table: FlagTable) -> ConfigFiles:
     """Reads files in order."""
     files = ConfigFiles()
     for path in paths:
-        reader = _Reader(path, table)
+        reader = _Reader(path, table, files)
         reader.read()
         for name in reader.removed:
             files.values.pop(name, None)
@@ -62,25 +62,19 @@ def read(paths: Sequence[str], table: FlagTable) -> ConfigFiles:
         files.values |= defaults | reader.values
         files.given |= reader.values.keys()
         files.origins |= {name: reader.origin(name) for name in reader.values}
-        files.problems += reader.problems
-        files.warnings += reader.warnings
-        files.unreadable |= reader.unreadable
     return files
 
 
 class _Reader:
-    """State of reading one file."""
+    """State of reading one file, whose problems it adds to those of all."""
 
-    def __init__(self, path: str, table: FlagTable) -> None:
-        self._path, self._table = path, table
+    def __init__(self, path: str, table: FlagTable, files: ConfigFiles) -> None:
+        self._path, self._table, self._files = path, table, files
         self._lines: dict[str, int] = {}
         """By key, and by field."""
         self.values: dict[str, Any] = {}
         self.defaults: dict[str, Any] = {}
         self.removed: set[str] = set()
-        self.problems: list[Problem] = []
-        self.warnings: list[Problem] = []
-        self.unreadable: set[str] = set()
 
     def origin(self, name: str) -> str:
         # Some flags also set the field of another one.
@@ -101,12 +95,12 @@ class _Reader:
                 reason += f"; a setting is a flag: --{name} {value}"
             elif r"'\t'" in reason:
                 reason += "; indent with spaces instead of tabs"
-            self.problems.append(
+            self._files.problems.append(
                 Problem("config-file-unreadable", "config", path=self._path, reason=reason)
             )
             return
         if root is None:
-            self.problems.append(Problem("config-file-empty", "config", path=self._path))
+            self._files.problems.append(Problem("config-file-empty", "config", path=self._path))
             return
         if not isinstance(root, yaml.MappingNode):
             self._report(root, Problem("config-file-no-mapping", "config"))
@@ -155,10 +149,11 @@ class _Reader:
         count = len(line.problems)
         scanner.finish()
         line.values = direct | line.values
-        self.problems += line.problems[:count]
-        self.problems += [item.with_prefix(f"{self._path}: ") for item in line.problems[count:]]
-        self.warnings += [warning.with_prefix(f"{self._path}: ") for warning in line.warnings]
-        self.unreadable |= line.unreadable
+        files, prefix = self._files, f"{self._path}: "
+        files.problems += line.problems[:count]
+        files.problems += [problem.with_prefix(prefix) for problem in line.problems[count:]]
+        files.warnings += [warning.with_prefix(prefix) for warning in line.warnings]
+        files.unreadable |= line.unreadable
         return line
 
     def _words(self, flag: Flag | None, key: Node, value: Node) -> list[str] | bool | None:
@@ -167,7 +162,7 @@ class _Reader:
 
         if isinstance(value, yaml.MappingNode):
             self._report(key, Problem("config-file-nested", key=key.value))
-            self.unreadable |= {flag.field} if flag else set()
+            self._files.unreadable |= {flag.field} if flag else set()
             return None
         if isinstance(value, yaml.SequenceNode):
             words = list(itertools.islice(_scalars(value), MOST_VALUES + 1))
@@ -183,13 +178,13 @@ class _Reader:
                 self._report(
                     key, Problem("config-file-not-a-switch", flag.field, key=key.value, value=text)
                 )
-                self.unreadable.add(flag.field)
+                self._files.unreadable.add(flag.field)
                 return None
             return [] if SWITCHES[text.lower()] else False
         return [NUMBERS.get(text, text)]
 
     def _report(self, node: Node, problem: Problem) -> None:
-        self.problems.append(self._located(node.start_mark.line + 1, problem))
+        self._files.problems.append(self._located(node.start_mark.line + 1, problem))
 
     def _located(self, line_number: int, problem: Problem) -> Problem:
         return problem.with_prefix(f"{self._path}:{line_number}: ")

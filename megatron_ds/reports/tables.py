@@ -103,40 +103,33 @@ def last_losses(run: History, split: str) -> dict[str, float]:
 
 def figures_table(runs: Mapping[str, History], peak_tflops: float | None = None) -> Table:
     """The final figures of each run."""
-    header = ["run", "status", "ranks", "steps", f"loss (last {LAST_STEPS} steps)"]
-    header += ["validation loss", "test loss", "s/step", "samples/s", "tokens/s"]
-    header += ["TFLOPs per device"]
-    header += ["MFU"] if peak_tflops else []
-    header += ["peak memory", "skipped", "restarts"]
     rows = []
     for name, run in runs.items():
-        speed = throughput(run)
-        figures = [UNKNOWN] * (4 + bool(peak_tflops))
+        speed, total = throughput(run), run.total_iterations
+        speeds = dict.fromkeys(("s/step", "samples/s", "tokens/s", "TFLOPs per device"), UNKNOWN)
+        speeds |= {"MFU": UNKNOWN} if peak_tflops else {}
         if speed is not None:
-            figures = [
-                f"{speed.seconds_per_step:.3f}",
-                f"{speed.samples_per_second:,.2f}",
-                f"{speed.tokens_per_second:,.0f}",
-                f"{speed.tflops:,.3g}",
-                *([f"{speed.tflops / peak_tflops:.1%}"] if peak_tflops else []),
-            ]
+            speeds["s/step"] = f"{speed.seconds_per_step:.3f}"
+            speeds["samples/s"] = f"{speed.samples_per_second:,.2f}"
+            speeds["tokens/s"] = f"{speed.tokens_per_second:,.0f}"
+            speeds["TFLOPs per device"] = f"{speed.tflops:,.3g}"
+            speeds |= {"MFU": f"{speed.tflops / peak_tflops:.1%}"} if peak_tflops else {}
         peaks = [record["peak"] for record in run.of("memory") if record.get("peak")]
-        rows.append(
-            [
-                name,
-                _status(run),
-                _ranks(run),
-                f"{run['iteration'][-1]:,.0f}"
-                + (f" of {total:,}" if (total := run.total_iterations) else ""),
-                f"{final_loss(run):.4f}",
-                *(_losses(last_losses(run, split)) for split in ("validation", "test")),
-                *figures,
-                f"{max(peaks) / 2**30:.2f} GiB" if peaks else UNKNOWN,
-                f"{np.nansum(run['skipped']):.0f}",
-                str(len(run.restarts)) if run.events else UNKNOWN,
-            ]
-        )
-    return Table("Final figures", header, rows)
+        row = {
+            "run": name,
+            "status": _status(run),
+            "ranks": _ranks(run),
+            "steps": f"{run['iteration'][-1]:,.0f}" + (f" of {total:,}" if total else ""),
+            f"loss (last {LAST_STEPS} steps)": f"{final_loss(run):.4f}",
+            "validation loss": _losses(last_losses(run, "validation")),
+            "test loss": _losses(last_losses(run, "test")),
+            **speeds,
+            "peak memory": f"{max(peaks) / 2**30:.2f} GiB" if peaks else UNKNOWN,
+            "skipped": f"{np.nansum(run['skipped']):.0f}",
+            "restarts": str(len(run.restarts)) if run.events else UNKNOWN,
+        }
+        rows.append(row)
+    return Table("Final figures", list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _status(run: History) -> str:

@@ -16,12 +16,18 @@ SPLITS = ("validation", "test")
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step. The JSONL file has its fields as keys, in this order."""
+class Record:
+    """What happened after an iteration of a run."""
 
     iteration: int
     consumed_samples: int
     consumed_tokens: int
+
+
+@dataclass(frozen=True)
+class StepRecord(Record):
+    """One optimizer step. The JSONL file has its fields as keys, in this order."""
+
     lm_loss: float
     """Mean over the global batch, in nats per token."""
     grad_norm: float | None
@@ -87,12 +93,9 @@ class IntervalRecord:
 
 
 @dataclass(frozen=True)
-class EvalRecord:
+class EvalRecord(Record):
     """One evaluation."""
 
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
     split: str
     """ "validation" or "test"."""
     label: str
@@ -108,12 +111,9 @@ class EvalRecord:
 
 
 @dataclass(frozen=True)
-class TaskRecord:
+class TaskRecord(Record):
     """Results of one task of --eval-tasks, or of one group of tasks."""
 
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
     task: str
     metrics: Mapping[str, float]
     """By name, such as "acc"; with a filter as "exact_match,strict-match"."""

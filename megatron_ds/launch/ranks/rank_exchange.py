@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-class Store(Protocol):
-    """The methods of torch's stores that are used."""
-
-    def set(self, key: str, value: str, /) -> object:
-        """Stores a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key, once there is one."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Adds to a counter, and returns it."""
 
 
 def exchange(

@@ -123,36 +123,30 @@ def open_loggers(
     Raises:
         UserError: If the JSONL file contains anything but records.
     """
-    loggers: list[Logger] = []
-    path = jsonl_path(config, save)
-    if path is not None:
-        loggers.append(JsonLines(path, state.iteration, warn=write))
-    if config.logging.metrics_csv is not None:
-        table = functools.partial(
-            CsvTable, Path(config.logging.metrics_csv), state.iteration, warn=write
+    options, path = config.logging, jsonl_path(config, save)
+    openers: dict[str, Callable[[], Logger]] = {}
+    if (file := options.metrics_csv) is not None:
+        openers["metrics_csv"] = functools.partial(
+            CsvTable, Path(file), state.iteration, warn=write
         )
-        name = f"{option('metrics_csv')} {config.logging.metrics_csv}"
-        loggers.append(BestEffortLogger(table, name, warn=write))
-    if config.logging.tensorboard_dir is not None:
+    if options.tensorboard_dir is not None:
         # Importing TensorBoard takes a second, and most runs do not use it.
         from megatron_ds.training.loggers.tensorboard_logger import TensorBoard
 
         board = functools.partial(TensorBoard, config, state, memory=memory, write=write)
         board = functools.partial(board, world_size=world_size, dp_size=dp_size)
-        name = f"{option('tensorboard_dir')} {config.logging.tensorboard_dir}"
-        loggers.append(BestEffortLogger(board, name, warn=write))
-    if config.logging.wandb_project is not None:
+        openers["tensorboard_dir"] = board
+    if options.wandb_project is not None:
         from megatron_ds.training.loggers.wandb_logger import Wandb
 
         default = Path("wandb") if save is None else save / "wandb"
-        wandb_folder = Path(config.logging.wandb_save_dir or default)
-        wandb = functools.partial(Wandb, config, state, wandb_folder)
-        name = f"{option('wandb_project')} {config.logging.wandb_project}"
-        loggers.append(BestEffortLogger(wandb, name, warn=write))
-    for open_extension in more:
-        open_logger = functools.partial(open_extension, config, state)
-        loggers.append(BestEffortLogger(open_logger, qualified_name(open_extension), warn=write))
-    return loggers
+        folder = Path(options.wandb_save_dir or default)
+        openers["wandb_project"] = functools.partial(Wandb, config, state, folder)
+    named = [(f"{option(name)} {getattr(options, name)}", openers[name]) for name in openers]
+    for extension in more:
+        named.append((qualified_name(extension), functools.partial(extension, config, state)))
+    loggers = [] if path is None else [JsonLines(path, state.iteration, warn=write)]
+    return [*loggers, *(BestEffortLogger(opener, name, warn=write) for name, opener in named)]
 
 
 def jsonl_path(config: Config, save: Path | None) -> Path | None:
@@ -293,11 +287,13 @@ class Console(Logger):
         details: The lines about the times of the ranks.
     """
 
+    line = staticmethod(interval_line)
+
     def __init__(self, write: Callable[[str], object], details: Details = no_details) -> None:
         self._write, self._details = write, details
 
     def log_interval(self, record: IntervalRecord) -> None:
-        self._write(interval_line(record))
+        self._write(self.line(record))
         for text in self._details(record.times):
             self._write(text)
 
@@ -310,7 +306,7 @@ class Console(Logger):
         self._write("".join(f" {field} |" for field in (title, *values)))
 
 
-class ShortConsole(Logger):
+class ShortConsole(Console):
     """As `Console`, with the short form of the lines.
 
     Args:
@@ -319,16 +315,14 @@ class ShortConsole(Logger):
         details: The lines about the times of the ranks.
     """
 
+    line = staticmethod(short_interval_line)
+
     def __init__(
         self, write: Callable[[str], object], total_iterations: int, details: Details = no_details
     ) -> None:
-        self._write, self._total, self._details = write, total_iterations, details
+        super().__init__(write, details)
+        self._total = total_iterations
         self._evaluated: set[tuple[str, str, int]] = set()
-
-    def log_interval(self, record: IntervalRecord) -> None:
-        self._write(short_interval_line(record))
-        for text in self._details(record.times):
-            self._write(text)
 
     def log_eval(self, record: EvalRecord) -> None:
         key = record.split, record.group, record.iteration

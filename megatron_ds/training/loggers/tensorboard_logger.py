@@ -34,6 +34,7 @@ from megatron_ds.training.records import (
     EvalRecord,
     IntervalRecord,
     Logger,
+    Record,
     StepRecord,
     TaskRecord,
     metrics_of_task,
@@ -168,9 +169,7 @@ class TensorBoard(Logger):
         ):
             self._add(f"iteration-time/{tag}", value, record)
 
-    def _add(
-        self, tag: str, value: float, record: StepRecord | EvalRecord | TaskRecord, *axes: str
-    ) -> None:
+    def _add(self, tag: str, value: float, record: Record, *axes: str) -> None:
         """Adds a point over iterations and over each further axis."""
         counts = {SAMPLES: record.consumed_samples, TOKENS: record.consumed_tokens}
         self._file.add_scalar(tag, value, record.iteration)
