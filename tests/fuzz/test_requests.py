@@ -160,7 +160,7 @@ def test_a_live_server_answers_each_request_in_time(monkeypatch: pytest.MonkeyPa
     chat = ChatApi(completions, template)
     apis = dict(zip(PATHS, (MegatronApi(service, Defaults()), completions, chat), strict=True))
     log, statuses = list[str](), list[int]()
-    server = TextServer[Any](scheduler, apis, log.append, ServerOptions(timeout=DEADLINE), {})
+    server = TextServer(scheduler, apis, log.append, ServerOptions(timeout=DEADLINE), {})
 
     def send(port: int, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE)

@@ -107,9 +107,7 @@ class Running:
 
         engine.step = held_step  # type: ignore[method-assign]
 
-    def submit(
-        self, job: GenerationJob, timeout: float = DEADLINE
-    ) -> tuple[Ticket[GenerationJob], Listener]:
+    def submit(self, job: GenerationJob, timeout: float = DEADLINE) -> tuple[Ticket, Listener]:
         listener = Listener()
         return self.scheduler.submit(job, listener, timeout), listener
 

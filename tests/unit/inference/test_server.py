@@ -109,21 +109,21 @@ class Backend:
     running: int = 0
     waiting: int = 0
     step_s: float = 0.0
-    tickets: list[Ticket[Job]] = field(default_factory=list)
-    cancelled: list[Ticket[Job]] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+    cancelled: list[Ticket] = field(default_factory=list)
     stopped: threading.Event = field(default_factory=threading.Event)
 
     @property
     def jobs(self) -> int:
         return len(self.tickets) - len(self.cancelled)
 
-    def submit(self, job: Job, listener: Callable[[Event], None], timeout: float) -> Ticket[Job]:
+    def submit(self, job: Job, listener: Callable[[Event], None], timeout: float) -> Ticket:
         ticket = Ticket(len(self.tickets), job, listener, timeout)
         self.start(job, listener)
         self.tickets.append(ticket)
         return ticket
 
-    def cancel(self, ticket: Ticket[Job]) -> None:
+    def cancel(self, ticket: Ticket) -> None:
         self.cancelled.append(ticket)
 
     def stop(self) -> None:
@@ -142,7 +142,7 @@ class Client:
         self.log: list[str] = []
         self.backend = Backend(run)
         self.api = EchoApi()
-        self.server = TextServer[Job](
+        self.server = TextServer(
             self.backend,
             {"/api": self.api, "/v1/completions": self.api},
             self.log.append,
