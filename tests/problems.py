@@ -12,7 +12,7 @@ import pytest
 from megatron_ds.config.problems import Problem, UserError
 
 
-def codes(problems: Iterable[str]) -> list[str]:
+def codes(problems: Iterable[Problem | str]) -> list[str]:
     """The codes of problems, in order. Fails for a message without a code."""
     found = list(problems)
     plain = [problem for problem in found if not isinstance(problem, Problem)]
@@ -20,7 +20,7 @@ def codes(problems: Iterable[str]) -> list[str]:
     return [problem.code for problem in found if isinstance(problem, Problem)]
 
 
-def fields(problems: Iterable[str]) -> list[tuple[str, ...]]:
+def fields(problems: Iterable[Problem | str]) -> list[tuple[str, ...]]:
     """The fields of problems, in order."""
     return [problem.fields for problem in problems if isinstance(problem, Problem)]
 
@@ -41,7 +41,7 @@ def raises_problem(code: str, *names: str, contains: str = "") -> Iterator[Simpl
     result.problem = raised.value.problems[0]
     if names:
         assert result.problem.fields == names
-    assert contains in result.problem
+    assert contains in str(result.problem)
 
 
 def printed_codes(text: str) -> list[str]:

@@ -120,7 +120,7 @@ def _train(diagnosis: Diagnosis, folder: Path) -> bool:
 
 
 def _complete(
-    config: Config, world_size: int, warn: Callable[[str], None]
+    config: Config, world_size: int, warn: Callable[[Problem], None]
 ) -> tuple[Config, list[Problem]]:
     """Fills in the DeepSpeed file, and the options of a Hugging Face model."""
     if "hf:" in f"{config.checkpoint.load} {config.checkpoint.pretrained_checkpoint}":

@@ -201,7 +201,7 @@ def run(options: Options) -> None:
     source, model_config, tokenizer = open_checkpoint(options)
     config = options.generation_config(model_config, tokenizer.eod)
 
-    def problems_with(prompts: Sequence[Prompt]) -> list[str]:
+    def problems_with(prompts: Sequence[Prompt]) -> list[Problem]:
         return list(prompt_problems(model_config, [prompt.ids for prompt in prompts], config))
 
     batches: Iterator[list[Prompt]] = iter(())
@@ -236,13 +236,15 @@ def run(options: Options) -> None:
 
 
 def batches_of(
-    options: Options, tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[str]]
+    options: Options,
+    tokenizer: Tokenizer,
+    problems_with: Callable[[Sequence[Prompt]], list[Problem]],
 ) -> Iterator[list[Prompt]]:
     """The prompts in batches. Prompts on the command line are checked immediately, and a problem
     ends the program; typed prompts are checked when they are read."""
     if options.is_interactive:
         return _typed(tokenizer, problems_with)
-    problems: list[str] = []
+    problems: list[Problem] = []
     if options.num_samples:
         prompts = [Prompt(None, [tokenizer.prefix])] * options.num_samples
     else:
@@ -260,7 +262,7 @@ def batches_of(
 
 
 def _typed(
-    tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[str]]
+    tokenizer: Tokenizer, problems_with: Callable[[Sequence[Prompt]], list[Problem]]
 ) -> Iterator[list[Prompt]]:
     """The prompts that are typed, until "stop", the end of the input or an interrupt."""
     at_terminal = sys.stdin.isatty()
@@ -284,7 +286,7 @@ def _typed(
         except UserError as error:
             problems = list(error.problems)
         if problems:
-            log_rank0("\n".join(problems))
+            log_rank0("\n".join(map(str, problems)))
         else:
             yield prompts
 

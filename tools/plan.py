@@ -158,7 +158,7 @@ def _bytes_of(text: str) -> float | None:
 def _complete(
     config: Config,
     world_size: int,
-    warn: Callable[[str], None],
+    warn: Callable[[Problem], None],
     *,
     is_host: bool = False,
     plans: list[Completed] | None = None,

@@ -268,12 +268,12 @@ def _check_run(
     return flags, usable, problems
 
 
-def _ignore(warning: str) -> None:
+def _ignore(warning: Problem) -> None:
     """Leaves out a warning that another call prints."""
 
 
 def _complete(
-    config: Config, world_size: int, warn: Callable[[str], None]
+    config: Config, world_size: int, warn: Callable[[Problem], None]
 ) -> tuple[Config, list[Problem]]:
     """Fills in what the run takes from the checkpoint and the DeepSpeed file."""
     config, _, problems = complete_settings(config, world_size, warn)

@@ -11,7 +11,6 @@ if __name__ == "__main__":
 import functools
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from megatron_ds import cli
 from megatron_ds.config.checks import folder_problems
 from megatron_ds.config.fields import option_field, option_group, when
-from megatron_ds.config.problems import Problem, counted, user_error
+from megatron_ds.config.problems import Problem, counted, user_error, warn_of
 from megatron_ds.launch import output
 from megatron_ds.preprocess.documents.document_readers import DocumentReader
 from megatron_ds.preprocess.documents.inputs import InputSpec
@@ -128,7 +127,7 @@ def work(options: Options) -> None:
     size = trainers[options.type](texts, options.vocab_size, folder, show=show)
     if size < options.vocab_size:
         smaller = Problem("vocabulary-smaller", asked=options.vocab_size, size=size)
-        warnings.warn(smaller, stacklevel=1)
+        warn_of(smaller, 1)
     name = "BertWordPieceCase" if options.keep_case else "BertWordPieceLowerCase"
     with output.ignore_broken_pipe():
         print(f"{counted(size, 'token')} from {texts.summary}")

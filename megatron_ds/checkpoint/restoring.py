@@ -34,7 +34,7 @@ from megatron_ds.checkpoint.run_checkpoints import RunCheckpoints
 from megatron_ds.checkpoint.selection import CheckpointListing, list_folder, select_checkpoint
 from megatron_ds.checkpoint.store.fetch import IsNeeded
 from megatron_ds.checkpoint.universal.reader import open_states
-from megatron_ds.config.problems import Problem, counted, raise_if_any, with_default_flags
+from megatron_ds.config.problems import Problem, counted, raise_if_any, with_flags
 from megatron_ds.engine.protocol import Engine
 from megatron_ds.fileio.atomic import FileRecord
 from megatron_ds.train_state import TrainState
@@ -157,7 +157,7 @@ class Restoring(RunCheckpoints):
 
     def _reshard(self, engine: Engine, checkpoint: Checkpoint, changes: Sequence[str]) -> None:
         """Restores a checkpoint of another layout."""
-        what = with_default_flags("; ".join(changes))
+        what = with_flags("; ".join(changes))
         if checkpoint.is_universal:
             what = f"from the universal checkpoint {checkpoint.path.name}"
         what = what or "order of the optimizer's flat tensors"

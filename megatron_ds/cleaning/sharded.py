@@ -31,7 +31,7 @@ from megatron_ds.cleaning.pipeline import (
 )
 from megatron_ds.cleaning.stats import Counts
 from megatron_ds.config.problems import raise_if_any
-from megatron_ds.fileio.resumable import LENGTH, ResumableOutput, pack_record
+from megatron_ds.fileio.resumable import LENGTH, Log, ResumableOutput, pack_record
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import content_size
 from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
@@ -67,7 +67,7 @@ def clean_shard(
     options: CleaningOptions,
     shard: Shard,
     report: Callable[[int, int], None] = lambda documents, input_bytes: None,
-    log: Callable[[str], None] = lambda line: None,
+    log: Log = lambda line: None,
     *,
     merges: bool = True,
 ) -> Counts | None:
@@ -144,7 +144,7 @@ class ShardedCleaning:
     def complete(
         self,
         run_shards: RunShards,
-        log: Callable[[str], None],
+        log: Log,
         report: Report = lambda counts, size: None,
     ) -> Counts:
         """Complete the missing shards, and merge all of them.

@@ -40,7 +40,7 @@ REPLACED = {"zero0-in-half-precision"}
 """Warnings of values that the run replaces. They are among the problems of a command that has to be
 changed anyway."""
 
-Warn = Callable[[str], None]
+Warn = Callable[[Problem], None]
 Complete = Callable[[Config, int, Warn], tuple[Config, list[Problem]]]
 """Fills in a configuration from elsewhere, given the number of processes; returns problems."""
 Check = Callable[[Config, int, bool, Warn], list[Problem]]
@@ -149,10 +149,10 @@ def parse(
             print(version_text() if requested == VERSION else described)
         raise SystemExit(0)
 
-    replaced: list[str] = []
+    replaced: list[Problem] = []
 
-    def warn(warning: str) -> None:
-        if isinstance(warning, Problem) and warning.code in REPLACED:
+    def warn(warning: Problem) -> None:
+        if warning.code in REPLACED:
             replaced.append(warning)
         elif rank == 0:
             print_warning(warning, table)

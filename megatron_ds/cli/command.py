@@ -128,26 +128,26 @@ def program(options: type[T], work: Callable[[T], int | None]) -> Callable[[Sequ
     return functools.partial(run, options, work)
 
 
-def fail(problems: Sequence[str], table: FlagTable, *, rank: int = 0) -> NoReturn:
+def fail(problems: Sequence[Problem], table: FlagTable, *, rank: int = 0) -> NoReturn:
     """Print the problems of a command line on rank 0 and exit."""
     if rank == 0:
         print(f"{table.program}: {listing(problems, table)}", file=sys.stderr, flush=True)
     raise SystemExit(int(ExitCode.BAD_SETTINGS))
 
 
-def listing(problems: Sequence[str], table: FlagTable) -> str:
+def listing(problems: Sequence[Problem], table: FlagTable) -> str:
     """The problems of a command line, one a line."""
     count = counted(len(problems), "problem")
     lines = "\n".join(f"  - {render(problem, table)}" for problem in problems)
     return f"{count} with the settings (--help lists the flags):\n{lines}"
 
 
-def render(problem: str, table: FlagTable) -> str:
+def render(problem: Problem | str, table: FlagTable) -> str:
     """A message with the flags of a program and, if it has one, its code."""
     return problem.render(table.flag_of) if isinstance(problem, Problem) else problem
 
 
-def print_warning(warning: str, table: FlagTable) -> None:
+def print_warning(warning: Problem, table: FlagTable) -> None:
     print(f"WARNING: {render(warning, table)}", file=sys.stderr, flush=True)
 
 

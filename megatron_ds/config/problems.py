@@ -11,6 +11,7 @@ import functools
 import re
 import string
 import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ def default_flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def with_default_flags(text: str) -> str:
-    """A text in which each reference of `option` is the field's default flag."""
-    return MARKER.sub(lambda match: default_flag(match[1]), text)
+def with_flags(text: str, flag_of: Callable[[str], str] = default_flag) -> str:
+    """A text in which each reference of `option` is a flag, by default the field's."""
+    return MARKER.sub(lambda match: flag_of(match[1]), text)
 
 
 def with_value(settings: object, field: str) -> str:
@@ -99,7 +100,8 @@ def catalogue() -> Mapping[str, Mapping[str, Any]]:
     return {code: entry for table in tables for code, entry in table.items()}
 
 
-class Problem(str):
+@dataclass(frozen=True, init=False)
+class Problem:
     """A message for the user, with a code that identifies its kind.
 
     Args:
@@ -115,17 +117,18 @@ class Problem(str):
 
     code: str
     fields: tuple[str, ...]
-    _template: str
+    template: str
+    """Message, in which `option` refers to fields."""
 
-    def __new__(cls, code: str, *fields: str, settings: object = None, **values: Any) -> Problem:
+    def __init__(self, code: str, *fields: str, settings: object = None, **values: object) -> None:
         entry = catalogue()[code]
         fields = fields or tuple(entry.get("fields", ()))
         if fields:
             values.setdefault("flag", option(fields[0]))
         shown = _Reference(functools.partial(with_value, settings))
         references = {"option": _Reference(option), "settings": shown}
-        text = _Formatter().format(entry["text"], **references, **values)
-        return cls.of(code, text, *fields)
+        template = _Formatter().format(entry["text"], **references, **values)
+        vars(self).update(code=code, fields=fields, template=template)
 
     @classmethod
     def of(cls, code: str, text: str, *fields: str) -> Problem:
@@ -136,24 +139,29 @@ class Problem(str):
             text: Message, in which `option` refers to fields.
             fields: Names of the option fields concerned.
         """
-        problem = super().__new__(cls, with_default_flags(text))
-        problem.code = code
-        problem.fields = fields
-        problem._template = text
+        problem = cls.__new__(cls)
+        vars(problem).update(code=code, fields=fields, template=text)
         return problem
+
+    def __str__(self) -> str:
+        return with_flags(self.template)
+
+    def __contains__(self, text: str) -> bool:
+        """Whether the message shows a text."""
+        return text in str(self)
 
     @property
     def mentioned(self) -> frozenset[str]:
         """The fields concerned and those that the message refers to."""
-        return frozenset((*self.fields, *MARKER.findall(self._template)))
+        return frozenset((*self.fields, *MARKER.findall(self.template)))
 
     def extended(self, text: str) -> Problem:
         """Returns the problem with text appended."""
-        return self.of(self.code, self._template + text, *self.fields)
+        return self.of(self.code, self.template + text, *self.fields)
 
     def with_prefix(self, prefix: str, *fields: str) -> Problem:
         """Returns the problem with a prefix such as a flag or a path, and further fields."""
-        return self.of(self.code, f"{prefix}{self._template}", *fields, *self.fields)
+        return self.of(self.code, prefix + self.template, *fields, *self.fields)
 
     def about(self, **fields: str) -> Problem:
         """Returns the problem of other fields.
@@ -161,11 +169,8 @@ class Problem(str):
         Args:
             fields: New field by field.
         """
-        text = MARKER.sub(lambda match: option(fields.get(match[1], match[1])), self._template)
+        text = with_flags(self.template, lambda field: option(fields.get(field, field)))
         return self.of(self.code, text, *(fields.get(name, name) for name in self.fields))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).of, (self.code, self._template, *self.fields)
 
     def render(self, flag_of: Callable[[str], str] = default_flag) -> str:
         """The message and the code, with the flags of a tool.
@@ -173,7 +178,7 @@ class Problem(str):
         Args:
             flag_of: Gives the flag of a field.
         """
-        return f"{MARKER.sub(lambda match: flag_of(match[1]), self._template)} [{self.code}]"
+        return f"{with_flags(self.template, flag_of)} [{self.code}]"
 
 
 class UserError(ValueError):
@@ -182,7 +187,7 @@ class UserError(ValueError):
     problems: tuple[Problem, ...]
 
     def __init__(self, *problems: Problem) -> None:
-        super().__init__("\n".join(problems))
+        super().__init__("\n".join(map(str, problems)))
         self.problems = problems
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -192,6 +197,11 @@ class UserError(ValueError):
 def user_error(code: str, *fields: str, **values: Any) -> UserError:
     """The error of one problem; see `Problem` for the arguments."""
     return UserError(Problem(code, *fields, **values))
+
+
+def warn_of(problem: Problem, stacklevel: int = 2) -> None:
+    """Issues a Python warning; see `warnings.warn`."""
+    warnings.warn(UserWarning(problem), stacklevel=stacklevel + 1)
 
 
 def raise_if_any(problems: Iterable[Problem]) -> None:

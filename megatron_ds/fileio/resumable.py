@@ -15,7 +15,6 @@ import lzma
 import os
 import struct
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -30,11 +29,14 @@ from megatron_ds.config.problems import (
     option,
     raise_if_any,
     user_error,
+    warn_of,
 )
 from megatron_ds.fileio.atomic import fsync_path, name_in_errors, write_atomically
 from megatron_ds.fileio.file_lock import is_at, lock_now
 from megatron_ds.fileio.interruptible_threads import InterruptibleThreads, Pending
 
+Log = Callable[[Problem | str], None]
+"""Prints a line, or a warning."""
 FORMAT_VERSION = 2
 """Increased when the meaning of a recorded setting changes; other versions are refused."""
 WORK_SUFFIX = ".work"
@@ -147,7 +149,7 @@ class ResumableOutput:
     _: KW_ONLY
     restart: bool = False
     completed: str | None = None
-    warn: Callable[[Problem], None] = warnings.warn
+    warn: Callable[[Problem], None] = warn_of
     files: dict[str, GrowingFile] = field(default_factory=dict, init=False)
     progress: dict[str, Any] | None = field(default=None, init=False)
     finished: bool = field(default=False, init=False)

@@ -49,7 +49,7 @@ def redirect_to_null(stream: TextIO) -> None:
 
 
 @contextmanager
-def plain_warnings(render: Callable[[str], str] = str) -> Iterator[None]:
+def plain_warnings(render: Callable[[Problem | str], str] = str) -> Iterator[None]:
     """Prints each Python warning once, as one line on stderr without its source line.
 
     Args:
@@ -59,7 +59,7 @@ def plain_warnings(render: Callable[[str], str] = str) -> Iterator[None]:
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         values = message.args if isinstance(message, Warning) else ()
-        text = values[0] if values and isinstance(values[0], str) else str(message)
+        text = values[0] if values and isinstance(values[0], Problem) else str(message)
         if str(text) not in shown:
             shown.add(str(text))
             print(f"WARNING: {render(text)}", file=sys.stderr)
@@ -96,9 +96,9 @@ def warn_on_rank(problem: Problem) -> None:
     print_on_rank(f"WARNING: {problem.render()}")
 
 
-def print_error(text: str) -> None:
+def print_error(text: Problem | str) -> None:
     """Prints to stderr on this rank."""
-    _print(text, sys.stderr)
+    _print(str(text), sys.stderr)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.options.data import PER_SPLIT_DATA_FIELDS, SPLIT_DATA_FIELDS
-from megatron_ds.config.problems import Problem, with_default_flags
+from megatron_ds.config.problems import Problem, with_flags
 from megatron_ds.engine.ds_config.fields import as_flag
 
 PLANNED_RATE = 1e-4
@@ -75,7 +75,7 @@ def completed(config: Config, world_size: int, *, is_host: bool) -> Completed:
     config = with_values(config, **filled, **assumed)
     if samples is not None:
         config = config.with_values({"global_batch_size": None})
-    flags = tuple(with_default_flags(as_flag(*item)) for item in assumed.items())
+    flags = tuple(with_flags(as_flag(*item)) for item in assumed.items())
     return Completed(config, flags, samples, problems)
 
 

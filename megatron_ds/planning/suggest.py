@@ -12,7 +12,7 @@ from megatron_ds import schedule_validation
 from megatron_ds.config import Config
 from megatron_ds.config.checks import divisors
 from megatron_ds.config.devices import HOST
-from megatron_ds.config.problems import with_default_flags
+from megatron_ds.config.problems import with_flags
 from megatron_ds.engine.ds_config.fields import as_flag, field_value
 from megatron_ds.planning.hardware import Hardware
 from megatron_ds.planning.plan import Plan, make_plan
@@ -89,7 +89,7 @@ def _flags(plan: Plan, original: Config) -> str:
     """Returns the flags that change a configuration into a plan's."""
     values = {name: field_value(plan.config, name) for name in FLAGS}
     return " ".join(
-        with_default_flags(as_flag(name, value))
+        with_flags(as_flag(name, value))
         for name, value in values.items()
         if value not in (FLAGS[name], None)
         or (value is not None and name in original.given and value != field_value(original, name))

@@ -30,7 +30,7 @@ from megatron_ds.config.problems import (
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX, token_dtype
 from megatron_ds.data.token_files.indexed_writer import WORK_SUFFIXES, TokenFileWriter, WriteCounts
 from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
-from megatron_ds.fileio.resumable import ResumableOutput
+from megatron_ds.fileio.resumable import Log, ResumableOutput
 from megatron_ds.preprocess.documents.document_readers import START, DocumentReader, ReadPosition
 from megatron_ds.preprocess.documents.formats import content_size
 from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
@@ -89,7 +89,7 @@ def preprocess(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
     report: Callable[[Progress], None] = lambda progress: None,
-    log: Callable[[str], None] = warnings.warn,
+    log: Log = lambda line: warnings.warn(str(line), stacklevel=2),
 ) -> Progress:
     """Write the token files of the inputs.
 
@@ -181,7 +181,7 @@ def _open_work(
     work: ResumableOutput,
     options: PreprocessOptions,
     refusal: list[Problem],
-    log: Callable[[str], None],
+    log: Log,
 ) -> Progress | None:
     """Open the work folder, and return the counts of the run that is continued, if there is one.
 

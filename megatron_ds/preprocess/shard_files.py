@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 
 from megatron_ds.config.problems import UserError, user_error
 from megatron_ds.fileio.atomic import write_atomically
-from megatron_ds.fileio.resumable import RECORD, WORK_SUFFIX, ResumableOutput, complete_progress
+from megatron_ds.fileio.resumable import (
+    RECORD,
+    WORK_SUFFIX,
+    Log,
+    ResumableOutput,
+    complete_progress,
+)
 from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX
 from megatron_ds.preprocess.shards import Shard
 
@@ -114,9 +120,7 @@ class ShardFiles:
                 shown = ", ".join(map(str, missing))
                 raise user_error("shards-missing", shards=shown, folder=shard_folder(self.output))
 
-    def merge_after(
-        self, shard: Shard, merge: Callable[[RunShards], T], log: Callable[[str], None]
-    ) -> T | None:
+    def merge_after(self, shard: Shard, merge: Callable[[RunShards], T], log: Log) -> T | None:
         """Merge all shards after this one, if it was the last and no other process merges them.
 
         Args:
@@ -139,15 +143,13 @@ class ShardFiles:
             log("another process merges the shards, or has merged them")
             return None
 
-    def open_merge(
-        self, names: Mapping[str, str], warn: Callable[[str], None], **options: Any
-    ) -> ResumableOutput:
+    def open_merge(self, names: Mapping[str, str], log: Log, **options: Any) -> ResumableOutput:
         """The work folder of the merge, which one process at a time can open.
 
         Args:
             names: Names of the growing files, with the suffixes of their final names.
-            warn: Takes warnings.
+            log: Takes warnings.
             options: Further arguments of `ResumableOutput`.
         """
         arguments = {"resume": True, "restart": True, **options}
-        return ResumableOutput(self._merge, self.settings, names, warn=warn, **arguments)
+        return ResumableOutput(self._merge, self.settings, names, warn=log, **arguments)

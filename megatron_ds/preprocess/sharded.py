@@ -19,7 +19,7 @@ from typing import Any
 from megatron_ds.config.problems import raise_if_any, user_error
 from megatron_ds.data.token_files.indexed_dataset import IndexedDataset
 from megatron_ds.data.token_files.tokenizer_metadata import metadata_json
-from megatron_ds.fileio.resumable import ResumableOutput, complete_progress
+from megatron_ds.fileio.resumable import Log, ResumableOutput, complete_progress
 from megatron_ds.preprocess.documents.document_readers import ReadPosition
 from megatron_ds.preprocess.documents.inputs import PROGRESS_SUFFIX, QUARANTINE
 from megatron_ds.preprocess.documents.parsing import RejectedDocument
@@ -43,7 +43,7 @@ def preprocess_shard(
     options: PreprocessOptions,
     tokenizer: Tokenizer,
     report: Callable[[Progress], None] = lambda progress: None,
-    log: Callable[[str], None] = lambda line: None,
+    log: Log = lambda line: None,
     *,
     merges: bool = True,
 ) -> Progress | None:
@@ -114,9 +114,7 @@ class ShardedRun:
         record = complete_progress(Path(self._completed), self.files.settings)
         return None if record is None else Progress.from_json(record["counts"])
 
-    def complete(
-        self, run_shards: RunShards, log: Callable[[str], None], restart: bool = False
-    ) -> Progress:
+    def complete(self, run_shards: RunShards, log: Log, restart: bool = False) -> Progress:
         """Complete the missing shards, and merge all of them.
 
         While the shards run, no other process can merge them.

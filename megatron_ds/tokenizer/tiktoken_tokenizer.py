@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import warnings
 from collections.abc import Sequence
 
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.tokenizer import REQUIRED_SPECIAL_TOKENS
-from megatron_ds.config.problems import Problem, option, user_error
+from megatron_ds.config.problems import Problem, option, user_error, warn_of
 from megatron_ds.tokenizer.base import Tokenizer, library_errors, read_bytes
 
 DEFAULT_VOCAB_SIZE = 1 << 17
@@ -107,7 +106,7 @@ def _read_tokens(path: str) -> list[bytes]:
         if content.lstrip()[:1] == b"[":
             pairs = [(item["token_bytes"], item["rank"]) for item in json.loads(content)]
         else:
-            warnings.warn(Problem("tiktoken-ids-differ", file=file), stacklevel=2)
+            warn_of(Problem("tiktoken-ids-differ", file=file))
             rows = [line.split() for line in content.splitlines() if line.strip()]
             pairs = [(token, int(rank)) for token, rank in rows]
         ranks = {base64.b64decode(token, validate=True): rank for token, rank in pairs}

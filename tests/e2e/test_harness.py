@@ -294,7 +294,7 @@ def test_unknown_tasks_are_reported_at_the_start(
     )
     (problem,) = in_training.problems(options.evaluation)
     assert (problem.code, problem.fields) == ("harness-task-unknown", ("eval_tasks",))
-    assert "local_choic: no such task; did you mean local_choice" in problem
+    assert "local_choic: no such task; did you mean local_choice" in str(problem)
     assert "--eval-tasks-include-path" in problem.render()
 
 

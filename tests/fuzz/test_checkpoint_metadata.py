@@ -92,7 +92,7 @@ def test_files_that_are_not_a_run_record_are_rejected(
     (path / name).write_bytes(content) if name == metadata.MANIFEST else None
     problem = metadata.check_names(path)
     assert problem is not None
-    assert name in problem
+    assert name in str(problem)
 
 
 @given(data=st.data(), value=JSON | st.just(MISSING))

@@ -69,7 +69,7 @@ def check(config: Config, content: bytes) -> list[str]:
     filled, problems = merge_file(config, 2)
     problems = [*problems, *filled.problems(2), *schedule_validation.problems(filled, 2)]
     for problem in problems:
-        assert path in problem or "--" in problem, problem
+        assert path in str(problem) or "--" in str(problem), problem
     if not problems:
         json.dumps(build_ds_config(filled, 2), allow_nan=False)
     return problems

@@ -113,7 +113,7 @@ def test_rejected_line_is_an_error_if_strict_and_listed_otherwise(
     with pytest.raises(UserError) as raised:
         run(tmp_path, content)
     assert set(codes(raised.value.problems)) == {"rejected-document"}
-    assert raised.value.problems[0].startswith(f"{tmp_path / 'in.jsonl'}:{line}: ")
+    assert str(raised.value.problems[0]).startswith(f"{tmp_path / 'in.jsonl'}:{line}: ")
     assert len(str(raised.value)) < 5000
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == older
     run(tmp_path, content + b"\n" + GOOD, strict=False)

@@ -17,7 +17,7 @@ from megatron_ds.cli.arguments import build_config, parse
 from megatron_ds.cli.flags import dashed, training_flags
 from megatron_ds.cli.scan import scan
 from megatron_ds.config import ModelConfig, MoEConfig, flag_of
-from megatron_ds.config.problems import catalogue
+from megatron_ds.config.problems import Problem, catalogue
 from megatron_ds.conversion.huggingface.config_rows import ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES
 from megatron_ds.conversion.huggingface.read_config import settings_of
@@ -202,13 +202,13 @@ def test_command_line_of_the_forks_parses() -> None:
     text = MIGRATION.read_text(encoding="utf-8")
     (command,) = re.findall(r"```\n(deepspeed .*?)```", text, flags=re.DOTALL)
     words = shlex.split(command.replace("\\\n", " "))
-    warnings: list[str] = []
+    warnings: list[Problem] = []
 
     _, problems = build_config(
         words[words.index("pretrain_gpt.py") + 1 :], world_size=8, warn=warnings.append
     )
 
-    assert [line.split()[0] for line in warnings] == ["--use-flash-attn-v2"]
+    assert [str(line).split()[0] for line in warnings] == ["--use-flash-attn-v2"]
     assert set(codes(problems)) == {"file-not-found"}
 
 
@@ -251,7 +251,9 @@ def test_the_families_of_the_model_page_have_the_flags_that_conversion_reads() -
         read = settings_of(
             FAMILIES[name], ConfigValues(Path(), {**SMALL_CONFIG, "model_type": name})
         ).model
-        config, _ = build_config(shlex.split(flags), world_size=1, warn=pytest.fail)
+        config, _ = build_config(
+            shlex.split(flags), world_size=1, warn=lambda text: pytest.fail(str(text))
+        )
         parts = [
             {part: getattr(model, part) for part in (*PARTS_OF_MODEL, *PARTS_OF_FAMILIES)}
             for model in (config.model, read)

@@ -18,6 +18,7 @@ from megatron_ds.cli.doctor.frameworks import TrainingCommand, tables
 from megatron_ds.cli.doctor.shell import NAME, unmarked
 from megatron_ds.cli.flags import different_defaults, training_flags
 from megatron_ds.config import GROUPS, Config, flag_of, yaml_file
+from megatron_ds.config.problems import Problem
 
 MISSING_FILES = frozenset(("file-not-found", "not-a-file", "path-not-a-regular-file"))
 """Problems that do not concern a command's meaning."""
@@ -84,7 +85,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
         complete: Fills in the settings of the DeepSpeed file.
         folder: Where a DeepSpeed file that the script writes is put.
     """
-    warnings: list[str] = []
+    warnings: list[Problem] = []
     config, _ = build_config(command.flags, world_size=1, warn=lambda _: None)
     smallest = math.prod(max(1, size) for size in config.axis_sizes.values())
     world_size, path = command.world_size or smallest, config.deepspeed.deepspeed_config
@@ -94,7 +95,7 @@ def diagnose(command: TrainingCommand, complete: Complete, folder: Path) -> Diag
     )
     table, name = training_flags(), path and unmarked(path)
 
-    def text(problem: str) -> str:
+    def text(problem: Problem) -> str:
         rendered = unmarked(render(problem, table))
         return rendered.replace(str(folder / "ds_config.json"), name) if name else rendered
 

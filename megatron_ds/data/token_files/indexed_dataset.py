@@ -20,13 +20,12 @@ from __future__ import annotations
 import os
 import stat
 import struct
-import warnings
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ds.config.data_files import read_table
-from megatron_ds.config.problems import Problem, user_error
+from megatron_ds.config.problems import Problem, user_error, warn_of
 from megatron_ds.data.remote.token_cache import RemoteContent, RemoteTokens, TokenCache, is_url
 from megatron_ds.fileio.memory_map import map_file
 
@@ -154,7 +153,7 @@ class IndexedDataset:
         if len(np.unique(finals)) != 1:
             return False
         warning = Problem("eod-not-counted", prefix=self.prefix, eod=finals[0], count=len(last))
-        warnings.warn(warning, stacklevel=3)
+        warn_of(warning, 3)
         self.lengths, self.pointers = lengths.astype(np.int32), pointers
         return True
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ds.config import Config, flag_of
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.options.deepspeed_file import Json, get, leaves
-from megatron_ds.config.problems import user_error, with_default_flags
+from megatron_ds.config.problems import user_error, with_flags
 from megatron_ds.engine.ds_config import keys
 from megatron_ds.engine.ds_config.fields import as_flag, field_value, mappings
 from megatron_ds.engine.ds_config.file import did_you_mean
@@ -70,7 +70,7 @@ def rows(config: Config, generated: Json) -> list[Row]:
         else:
             default = json.dumps(keys.DEFAULTS.get(key))
             origin = f"default of megatron_ds (DeepSpeed's: {default})"
-        result.append(Row(key, value, with_default_flags(origin), DESCRIPTIONS.get(key, "")))
+        result.append(Row(key, value, with_flags(origin), DESCRIPTIONS.get(key, "")))
     return result
 
 
@@ -117,7 +117,7 @@ def facts(key: str) -> dict[str, Any]:
         "key": key,
         "description": DESCRIPTIONS.get(key) or _other_keys().get(key, ""),
         "type": TYPES[kinds[value_type]] if value_type else None,
-        "flags": [with_default_flags(flag) for flag in dict.fromkeys(flags)],
+        "flags": [with_flags(flag) for flag in dict.fromkeys(flags)],
         "derived_from": DERIVED.get(key),
         "deepspeed_default": keys.DEFAULTS.get(key),
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ds.config import Config
 from megatron_ds.config.options.deepspeed_file import DeepSpeedFile, Json, get, leaves, pop, put
-from megatron_ds.config.problems import Problem, UserError, with_default_flags
+from megatron_ds.config.problems import Problem, UserError, with_flags
 from megatron_ds.engine.ds_config import history, schedules
 from megatron_ds.engine.ds_config.fields import as_flag
 from megatron_ds.engine.ds_config.file import normalize, parse_file, unknown_keys
@@ -160,8 +160,7 @@ def _remove_schedules(file: DeepSpeedFile, result: Migration) -> None:
     if file.get(schedules.CURRICULUM) is not None:
         result.removed += schedules.curriculum_problems(file)
         result.flags = [
-            with_default_flags(as_flag(name, value))
-            for _, name, value in schedules.curriculum_fields(file)
+            with_flags(as_flag(name, value)) for _, name, value in schedules.curriculum_fields(file)
         ]
         pop(file.values, schedules.CURRICULUM)
 

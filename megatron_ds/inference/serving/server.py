@@ -203,7 +203,7 @@ class TextServer:
         except UserError as problem:
             codes = [entry.code for entry in problem.problems]
             status = 404 if "model-not-served" in codes else 400
-            return error("; ".join(problem.problems), status, codes)
+            return error("; ".join(map(str, problem.problems)), status, codes)
         deadline = loop.time() + self._options.timeout
         events: asyncio.Queue[Event] = asyncio.Queue()
 

@@ -95,8 +95,7 @@ def judge(
     if is_common:
         code = max(entry.code for entry in entries)
         return Verdict(Problem("start-fails", listed=listed).render(), code)
-    problem = Problem("hosts-differ", listed=listed)
-    return Verdict(problem.render(), ExitCode.HOSTS_DIFFER)
+    return Verdict(Problem("hosts-differ", listed=listed).render(), ExitCode.HOSTS_DIFFER)
 
 
 def find_differences(entries: Sequence[RankEntry]) -> Iterator[Problem]:

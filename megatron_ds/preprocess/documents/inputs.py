@@ -16,7 +16,6 @@ import io
 import lzma
 import os
 import sys
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from megatron_ds.config.checks import import_library
 from megatron_ds.config.data_files import read_table
 from megatron_ds.config.fields import ANY_VALUE, field_problems, option_field, when
-from megatron_ds.config.problems import Problem, UserError, option, user_error
+from megatron_ds.config.problems import Problem, UserError, option, user_error, warn_of
 from megatron_ds.data.index_cache import CACHE_FOLDER
 from megatron_ds.data.token_files.indexed_dataset import TOKENIZER_SUFFIX
 from megatron_ds.fileio.resumable import WORK_SUFFIX
@@ -280,9 +279,7 @@ def _walk(path: str) -> list[str]:
         inner = (os.path.join(folder, name) for name in folders)
         skipped += filter(os.path.islink, inner)  # symbolic links may form cycles
     if skipped:
-        warnings.warn(
-            Problem("input-folders-skipped", path=path, skipped=min(skipped)), stacklevel=2
-        )
+        warn_of(Problem("input-folders-skipped", path=path, skipped=min(skipped)))
     return paths
 
 
@@ -323,10 +320,8 @@ def _select_in_folder(
     if not selected:
         raise user_error("no-input-file-in-folder", folder=folder, suffixes=" ".join(SUFFIXES))
     if others:
-        warnings.warn(
-            Problem("input-files-skipped", folder=folder, num_others=len(others), others=others[0]),
-            stacklevel=2,
-        )
+        values = {"folder": folder, "num_others": len(others), "others": others[0]}
+        warn_of(Problem("input-files-skipped", **values))
     return selected
 
 

@@ -301,7 +301,7 @@ def test_a_disk_error_at_any_step_loses_no_checkpoint(
             assert error.code is ExitCode.SAVE_FAILED
             assert DISK_FULL.strerror in str(error)
             assert error.problem.code == "save-failed"
-            assert str(folder) in error.problem
+            assert str(folder) in str(error.problem)
         elif warnings := [line for line in logged if "WARNING" in line]:
             warned += 1
             assert "[save-pointers-failed]" in warnings[0]

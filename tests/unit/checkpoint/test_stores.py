@@ -221,7 +221,7 @@ def test_a_store_that_fails_at_any_operation_loses_no_older_checkpoint(
                     raised = problem
             if kind == "error" and isinstance(raised, SaveError):
                 assert raised.problem.code == "save-failed"
-                assert "the store is down" in raised.problem
+                assert "the store is down" in str(raised.problem)
         if not broken:
             break
         failed += 1

@@ -110,7 +110,7 @@ def test_rejected_task_lines_are_reported_together(tmp_path: Path) -> None:
         Decontaminate(TaskOptions(eval_task_files=(str(path),), eval_task_keys=("question",)))
     problems = raised.value.problems
     assert codes(problems) == ["rejected-task"] * 3
-    assert [problem.split(": ")[0] for problem in problems] == [
+    assert [str(problem).split(": ")[0] for problem in problems] == [
         f"--eval-task-files {path}:{n}" for n in (1, 2, 3)
     ]
 

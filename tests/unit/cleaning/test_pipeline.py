@@ -305,7 +305,7 @@ def test_missing_packages_are_reported_with_a_remedy(
     problems = caught.value.problems
     assert codes(problems) == ["library-missing"] * 3
     for problem, package in zip(problems, ("ftfy", "py3langid", "rensa"), strict=True):
-        assert package in problem
+        assert package in str(problem)
     assert clean(options(source, "length", "exact")).after.documents == 1
 
 

@@ -75,8 +75,8 @@ def test_unknown_languages_are_errors() -> None:
         LanguageFilter(["xx", "en", "klingon"], 0.5)
     first, second = raised.value.problems
     assert codes([first, second]) == ["language-not-supported"] * 2
-    assert "--languages klingon: " in first
-    assert "--languages xx: " in second
+    assert "--languages klingon: " in str(first)
+    assert "--languages xx: " in str(second)
 
 
 def test_short_texts_are_dropped() -> None:
@@ -161,4 +161,4 @@ def test_invalid_lines_of_all_lists_are_reported(tmp_path: Path) -> None:
     problems = raised.value.problems
     assert codes(problems) == ["invalid-url-blacklist"] * 4
     for problem, place in zip(problems, (f"{first}:2", f"{first}:3", second, missing), strict=True):
-        assert f"{place}: " in problem
+        assert f"{place}: " in str(problem)

@@ -21,9 +21,9 @@ BASE = (
 )
 
 
-def built(line: str) -> tuple[Config, list[Problem], list[str]]:
+def built(line: str) -> tuple[Config, list[Problem], list[Problem]]:
     """Configuration, problems and warnings of a command line."""
-    warnings: list[str] = []
+    warnings: list[Problem] = []
     config, problems = build_config(shlex.split(line), world_size=1, warn=warnings.append)
     return config, problems, warnings
 

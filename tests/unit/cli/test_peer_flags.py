@@ -263,7 +263,7 @@ HINTS = [
 def test_names_in_other_trainers_are_explained(line: str, expected: str) -> None:
     found = scan(line.split(), training_flags())
     assert codes(found.problems) == ["unknown-flag"]
-    assert expected in found.problems[0]
+    assert expected in str(found.problems[0])
     is_name = expected.startswith("--") and not expected.startswith("--global")
     assert bool(found.unreadable) == is_name
 
@@ -272,7 +272,7 @@ def test_names_in_other_trainers_are_explained(line: str, expected: str) -> None
 def test_neither_ignored_flags_nor_opposites_are_suggested(flag: str) -> None:
     (problem,) = scan([flag], training_flags()).problems
     assert problem.code == "unknown-flag"
-    assert "--help" in problem
+    assert "--help" in str(problem)
 
 
 ASCEND = "--next-tockens 0 --shape-order SBH --sparse-mode 0 --use-contiguous-buffers-in-local-ddp"
@@ -294,7 +294,7 @@ def test_refused_values_of_supported_flags_name_the_reason() -> None:
     for value, reason in flags.refused_values()["tokenizer_type"].items():
         (problem,) = scan(["--tokenizer-type", value], training_flags()).problems
         assert problem.code == "unsupported-value"
-        assert reason in problem
+        assert reason in str(problem)
 
 
 if __name__ == "__main__":

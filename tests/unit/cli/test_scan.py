@@ -124,9 +124,9 @@ def test_spellings_of_one_fork_select_its_defaults(line: str, implied: dict[str,
     warned = [each for each in found.warnings if each.code == "implied-defaults"]
     assert len(warned) == bool(implied)
     if "expert_interval" in implied:
-        assert "--expert-interval 2 (else 1)" in warned[0]
+        assert "--expert-interval 2 (else 1)" in str(warned[0])
     if "moe_router_topk" in implied:
-        assert "--moe-router-topk 1 (else 2)" in warned[0]
+        assert "--moe-router-topk 1 (else 2)" in str(warned[0])
 
 
 def test_a_family_of_flags_is_ignored_by_the_beginning_of_their_names() -> None:
@@ -195,7 +195,7 @@ def test_invalid_line_is_reported_with_field_and_value(
 ) -> None:
     (problem,) = scan_of(line).problems
     assert (problem.code, " ".join(problem.fields)) == (code, name)
-    assert shown in problem
+    assert shown in str(problem)
 
 
 def test_the_given_fields_are_recorded() -> None:
@@ -217,7 +217,7 @@ def test_flags_without_effect_are_warnings_by_reason() -> None:
         "--recompute-method block"
     )
     assert codes(line.warnings) == ["ignored-flag"] * 4
-    assert "--log-level, --logging-level" in line.warnings[2]
+    assert "--log-level, --logging-level" in str(line.warnings[2])
     assert (line.values, line.problems) == ({}, [])
 
 
@@ -226,7 +226,7 @@ def test_dashes_and_escaped_spaces_are_explained(argument: str) -> None:
     def found(word: str) -> str:
         (problem,) = scan(["--lr", "1", word], training_flags()).problems
         assert problem.code == "unexpected-argument"
-        return problem.replace(repr(word), "")
+        return str(problem).replace(repr(word), "")
 
     assert found(argument) != found("word")
 

@@ -102,7 +102,7 @@ def test_codes_are_sorted_in_the_folder_that_uses_them() -> None:
 def test_message_shows_values_and_default_flags() -> None:
     problem = Problem("invalid-split", text="1,x")
 
-    assert problem.startswith("--split 1,x: ")
+    assert str(problem).startswith("--split 1,x: ")
     assert (problem.code, problem.fields) == ("invalid-split", ("split",))
 
 
@@ -114,13 +114,14 @@ def test_message_is_rendered_with_the_flags_of_a_tool() -> None:
 
 def test_message_counts_in_singular_and_plural() -> None:
     def text(processes: int, devices: int) -> str:
-        return Problem("more-processes-than-devices", processes=processes, devices=devices)
+        values = {"processes": processes, "devices": devices}
+        return str(Problem("more-processes-than-devices", **values))
 
     assert text(2, 1).startswith("2 processes on this host, but 1 visible device:")
     assert text(1, 0).startswith("1 process on this host, but 0 visible devices:")
     assert counted(2, "micro-batch") == "2 micro-batches"
     problem = Problem("batch-size-not-reached", tokens=1_000, size=4, start=2_000)
-    assert "after 1,000 tokens, before" in problem
+    assert "after 1,000 tokens, before" in str(problem)
 
 
 def test_prefix_and_extension_keep_code_and_fields() -> None:
@@ -141,7 +142,8 @@ def test_all_problems_are_raised_at_once() -> None:
     with pytest.raises(UserError) as raised:
         raise_if_any([PROBLEM, Problem.of("other", "another")])
 
-    assert raised.value.problems == (PROBLEM, "another")
+    assert raised.value.problems == (PROBLEM, Problem.of("other", "another"))
+    assert str(raised.value) == f"{PROBLEM}\nanother"
 
 
 def test_expected_problem_is_compared_by_code_and_fields() -> None:

@@ -93,8 +93,8 @@ def test_files_whose_documents_do_not_begin_with_the_begin_token_are_named(tmp_p
     files = DataFiles(DataConfig(data_path=(f"{tmp_path}/with", f"{tmp_path}/without")))
     assert list(data_problems(files, (9, 0, 0), None)) == []
     (warning,) = data_warnings(files, (9, 0, 0), None, 7)
-    assert (warning.code, "without" in warning) == ("data-without-bos", True)
-    assert f"{tmp_path}/with " not in warning
+    assert (warning.code, "without" in str(warning)) == ("data-without-bos", True)
+    assert f"{tmp_path}/with " not in str(warning)
     assert list(data_warnings(files, (9, 0, 0), None, None)) == []
 
 

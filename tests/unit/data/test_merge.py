@@ -56,7 +56,7 @@ def test_pairs_of_a_folder_are_sorted_by_name(tmp_path: Path) -> None:
         prefixes_in(str(tmp_path))
     assert codes(raised.value.problems) == ["incomplete-pair"] * 2
     first, second = raised.value.problems
-    assert ("a.x.idx" in first, "c.bin" in second) == (True, True)
+    assert ("a.x.idx" in str(first), "c.bin" in str(second)) == (True, True)
     with raises_problem("folder-without-pairs", "input"):
         prefixes_in(str(tmp_path / "sub"))
     with raises_problem("folder-missing", "input"):

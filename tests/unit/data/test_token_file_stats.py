@@ -87,11 +87,11 @@ def test_tokens_outside_the_vocabulary_are_found(
     found = check(data, 10, 9)
     assert (found.lowest, found.highest, found.documents_ending_with_eod) == (1, 11, 2)
     assert codes(found.problems) == ["tokens-outside-vocabulary"]
-    assert "first is 10 in document 2" in found.problems[0]
+    assert "first is 10 in document 2" in str(found.problems[0])
     assert found.sha256_bin == hashlib.sha256((tmp_path / "p.bin").read_bytes()).hexdigest()
     assert check(data, 12).problems == []
     negative = check(pair(tmp_path / "n", [[1], [-1]], "int32"))
-    assert "first is -1 in document 1" in negative.problems[0]
+    assert "first is -1 in document 1" in str(negative.problems[0])
 
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=5)

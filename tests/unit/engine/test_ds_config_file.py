@@ -96,8 +96,8 @@ OFFLOAD = "zero_optimization.offload_optimizer"
 )
 def test_wrong_key_is_reported(merge: Merge, file: object, code: str, shown: str) -> None:
     problem = next(problem for problem in merge(file).problems if problem.code == code)
-    assert "ds.json:1: " in problem
-    assert shown in problem
+    assert "ds.json:1: " in str(problem)
+    assert shown in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_key_that_deepspeed_does_not_read_is_ignored_with_a_warning(
 ) -> None:
     config, problems, warnings = merge(file)
     assert (problems, codes(warnings)) == ([], ["ds-key-dropped"])
-    assert f"{key} has no effect" in warnings[0]
-    assert re.findall(r"did you mean '(\w+)'", warnings[0]) == ([hint] if hint else [])
+    assert f"{key} has no effect" in str(warnings[0])
+    assert re.findall(r"did you mean '(\w+)'", str(warnings[0])) == ([hint] if hint else [])
     assert build_ds_config(config, 2) == build_ds_config(merge({}).config, 2)
 
 
@@ -206,7 +206,7 @@ def test_unreadable_file_is_reported_with_its_place(tmp_path: Path, text: str, p
         parse_file(str(path))
     (problem,) = raised.value.problems
     assert problem.code == "ds-config-unreadable"
-    assert f"{path}:{place}" in problem
+    assert f"{path}:{place}" in str(problem)
 
 
 def test_comments_do_not_change_the_lines_of_other_files() -> None:
@@ -345,8 +345,8 @@ def test_legacy_file_is_translated(merge: Merge) -> None:
     assert (zero["reduce_bucket_size"], zero["overlap_comm"]) == (2e8, True)
     assert "cpu_offload" not in zero
     assert codes(warnings) == ["ds-old-key", "ds-keys-ineffective"]
-    assert ["ds.json:13" in warnings[0], "ds.json:7" in warnings[1]] == [True, True]
-    assert "allgather_bucket_size" in warnings[1]
+    assert ["ds.json:13" in str(warnings[0]), "ds.json:7" in str(warnings[1])] == [True, True]
+    assert "allgather_bucket_size" in str(warnings[1])
 
 
 def test_problem_shows_line_of_its_key(merge: Merge) -> None:
@@ -363,7 +363,7 @@ def test_problem_shows_line_of_its_key(merge: Merge) -> None:
     "stge": 2}
 }"""
     ).problems
-    found = {problem.code: problem.split("ds.json:")[1].split(":")[0] for problem in problems}
+    found = {problem.code: str(problem).split("ds.json:")[1].split(":")[0] for problem in problems}
     assert found == {"ds-key-unknown": "9", "ds-value-invalid": "6"}
 
 

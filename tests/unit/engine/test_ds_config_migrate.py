@@ -111,7 +111,7 @@ def test_removed_features_are_left_out_with_their_successor(
     path: Path, block: dict[str, Any], successor: str
 ) -> None:
     result = migrated(path, block, new_defaults=True)
-    assert successor in "".join(result.removed)
+    assert successor in "".join(map(str, result.removed))
     assert not result.values.get(next(iter(block)))
 
 

@@ -64,7 +64,7 @@ def failing(*ranks: tuple[str, str, int]) -> list[RankEntry]:
 def test_values_are_named_with_their_hosts_or_ranks(found: list[RankEntry], text: str) -> None:
     (problem,) = find_differences(found)
     assert problem.code == "software-differs-between-hosts"
-    assert text in problem
+    assert text in str(problem)
 
 
 def test_equal_ranks_and_sections_that_one_rank_has_are_no_difference() -> None:
@@ -92,7 +92,7 @@ def test_files_of_the_package_are_one_problem() -> None:
     names = {f"file{n}": {0: "1", 1: "2"} for n in range(6)}
     (problem,) = find_differences(entries("a", "b", section="source", same={0: "", 1: ""}, **names))
     assert problem.code == "source-differs-between-hosts"
-    assert "file0, file1, file2, 3 more; the digest of file0 is 1 on a and 2 on b" in problem
+    assert "file0, file1, file2, 3 more; the digest of file0 is 1 on a and 2 on b" in str(problem)
 
 
 def test_modules_beside_the_program_differ_only_where_several_hosts_import_them() -> None:
@@ -104,7 +104,7 @@ def test_modules_beside_the_program_differ_only_where_several_hosts_import_them(
     found = entries("a", "b", "c", section="modules", logging=one, helper={0: "1", 2: "2"})
     (problem,) = find_differences(found)
     assert problem.code == "source-differs-between-hosts"
-    assert "differ: helper; the digest of helper is 1 on a and 2 on c" in problem
+    assert "differ: helper; the digest of helper is 1 on a and 2 on c" in str(problem)
 
 
 def test_all_problems_and_differences_are_one_message() -> None:
@@ -146,5 +146,5 @@ def test_a_clock_is_compared_with_the_time_of_the_question() -> None:
     }
     (problem,) = clock_problems(asked, clocks, answered, "first")
     assert problem.code == "clocks-differ-between-hosts"
-    assert "ahead is 61 s ahead, behind is 61 s behind, compared with first" in problem
+    assert "ahead is 61 s ahead, behind is 61 s behind, compared with first" in str(problem)
     assert list(clock_problems(asked, {"right": 1010.0}, answered, "first")) == []

@@ -79,7 +79,7 @@ def test_signal_hints_at_its_cause(
     assert hint in describe_death(process)
     child.wait()
     assert process.exit_status() is None
-    assert Problem("out-of-host-memory") in describe_death(process)
+    assert str(Problem("out-of-host-memory")) in describe_death(process)
 
 
 @linux

@@ -99,7 +99,7 @@ def test_strict_run_reports_rejected_lines_together_and_leaves_nothing(tmp_path:
             preprocess(given, TOKENIZER)
         found = raised.value.problems
         assert codes(found) == ["rejected-document"] * 5
-        assert [line.split(":")[:2] for line in found] == [
+        assert [str(line).split(":")[:2] for line in found] == [
             [given.inputs.paths[0], number] for number in ("5", "12", "13", "21", "22")
         ]
         assert written(tmp_path) == []

@@ -131,7 +131,7 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
     Path(f"{prefix}{TOKENIZER_SUFFIX}").write_bytes(content)
     with pytest.raises(ValueError, match=r"p\.tokenizer\.json"):
         read_tokenizer(prefix)
-    assert f"{prefix}{TOKENIZER_SUFFIX}" in next(iter(tokenizer_mismatch(prefix, ONE)))
+    assert f"{prefix}{TOKENIZER_SUFFIX}" in str(next(iter(tokenizer_mismatch(prefix, ONE))))
 
 
 def test_a_new_pair_removes_the_old_fingerprint(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_merging_pairs_of_different_tokenizers_is_an_error(tmp_path: Path) -> No
     assert all(str(value) in raised.problem for value in (a, c, other))
 
 
-def problems(prefix: str, tokenizer: str) -> list[str]:
+def problems(prefix: str, tokenizer: str) -> list[Problem]:
     argv = f"{MODEL} --data-path {prefix} {tokenizer}".split()
 
     def checked(config: Config, *arguments: Any) -> list[Problem]:

@@ -175,7 +175,7 @@ def test_different_model_flags_are_reported_with_both_values() -> None:
     assert codes(problems) == ["flag-differs-from-checkpoint"] * 3
     assert fields(problems) == [("hidden_size",), ("max_position_embeddings",), ("vocab_size",)]
     for problem, values in zip(problems, ((64, 32), (32, 16), (91, 90)), strict=True):
-        assert all(str(value) in problem for value in values)
+        assert all(str(value) in str(problem) for value in values)
 
 
 def batches(options: tool.Options, problems: Any = lambda _: []) -> list[list[Prompt]]:
