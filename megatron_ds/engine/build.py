@@ -82,7 +82,7 @@ def build_engine(
             the tokenizer lacks an end-of-document token that is needed, or if the engine does not
             have the configured settings.
     """
-    mesh = mesh.with_sequence_parallelism() if config.parallel.sequence_parallel else mesh
+    mesh = mesh.of_model(sequence_parallel=config.parallel.sequence_parallel)
     ds_config = build_ds_config(config, mesh.dp.size, device.type, available_on(device.type))
     # What DeepSpeed and torch import is changed before anything is built.
     deepspeed_patches.import_muon_without_compile()

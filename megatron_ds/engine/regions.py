@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe import schedule
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from megatron_ds.engine.deepspeed.patches import replaced
 from megatron_ds.engine.device_batches import DeviceBatches
 from megatron_ds.model.block import Block
 from megatron_ds.parallel.mesh import Mesh
@@ -62,16 +63,17 @@ def mark_passes(engine: Any, open_region: Open) -> Iterator[None]:
     """Marks reading of batches, passes and the optimizer's steps of a DeepSpeed engine."""
     with ExitStack() as stack:
         read = _marked(DeviceBatches.__next__, BATCHES, open_region)
-        _set(stack, DeviceBatches, "__next__", read)
+        stack.enter_context(replaced(DeviceBatches, "__next__", read))
         if hasattr(engine, "_INSTRUCTION_MAP"):
             instructions = dict(engine._INSTRUCTION_MAP)
             for step in instructions.keys() & INSTRUCTIONS.keys():
                 function = instructions[step]
                 instructions[step] = _marked(function, INSTRUCTIONS[step], open_region)
-            _set(stack, engine, "_INSTRUCTION_MAP", instructions)
+            stack.enter_context(replaced(engine, "_INSTRUCTION_MAP", instructions))
         else:
             for name, region in PASSES.items():
-                _set(stack, engine, name, _marked(getattr(engine, name), region, open_region))
+                function = _marked(getattr(engine, name), region, open_region)
+                stack.enter_context(replaced(engine, name, function))
         yield
 
 
@@ -89,12 +91,12 @@ def mark_collectives(mesh: Mesh, open_region: Open) -> Iterator[None]:
     with ExitStack() as stack:
         for name in COLLECTIVES:
             function = _marked_collective(getattr(dist, name), axes, open_region)
-            _set(stack, dist, name, function)
+            stack.enter_context(replaced(dist, name, function))
         backend = deepspeed.comm.comm.cdb
         for name in CAPTURED:
             if hasattr(backend, name):
                 function = _marked_collective(getattr(backend, name), axes, open_region)
-                _set(stack, backend, name, function)
+                stack.enter_context(replaced(backend, name, function))
         yield
 
 
@@ -114,7 +116,7 @@ def mark_layers(model: nn.Module, open_region: Open) -> Iterator[None]:
                 if name == names[-1]:
                     begin = functools.partial(backward.begin, f"{region} backward", depth)
                     marked = _with_gradient_hook(marked, begin)
-                _set(stack, module, name, marked)
+                stack.enter_context(replaced(module, name, marked))
         yield
 
 
@@ -209,12 +211,3 @@ class _Work:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
-
-
-def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Replaces an attribute until the stack is closed, when it is again what it was."""
-    if name in vars(owner):
-        stack.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        stack.callback(delattr, owner, name)
-    setattr(owner, name, value)

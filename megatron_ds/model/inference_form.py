@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
 
-from megatron_ds.config import MoEConfig
 from megatron_ds.model.attention.backends import CALLERS
 from megatron_ds.model.attention.cores import VARYING_SIZES, backends_in_order
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.position_embedding import PositionEncoder
-from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.mesh import Mesh
 
 
 @contextmanager
@@ -27,35 +24,16 @@ def inference_form(model: GPTModel, mesh: Mesh) -> Iterator[None]:
 
     Args:
         model: This rank's shard.
-        mesh: With which it was built.
+        mesh: With which it was built; of no other model.
     """
-    alone = Group((mesh.rank,), 0, None)
-    tp = dataclasses.replace(mesh.tp, sequence_parallel=False)
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, Group) and value.sequence_parallel:
-            return tp
-        if value is mesh.sp and mesh.sp.size > 1:
-            return alone
-        if isinstance(value, MoEConfig):
-            return dataclasses.replace(value, moe_token_dropping=False)
-        return value
-
-    plain = dataclasses.replace(mesh, tp=tp, sp=alone)
-    with ExitStack() as before:
-        for module in model.modules():
-            for name, value in list(vars(module).items()):
-                if (new := changed(value)) is not value:
-                    before.callback(setattr, module, name, value)
-                    setattr(module, name, new)
-        for name, new in (
-            ("attention", CALLERS),
-            ("positions", PositionEncoder(model.config, plain)),
-        ):
-            before.callback(setattr, model, name, getattr(model, name))
-            setattr(model, name, new)
-        device = next(model.parameters()).device
-        before.enter_context(backends_in_order(VARYING_SIZES, device))
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
-            before.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+    before, log = (model.attention, model.positions), model.router_log
+    order = backends_in_order(VARYING_SIZES, next(model.parameters()).device)
+    is_compiled = "torch._dynamo" in sys.modules  # otherwise nothing is compiled
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with mesh.complete_sequences(), order, eager:
+        model.attention, model.positions = CALLERS, PositionEncoder(model.config, mesh)
+        log.keeps_all_tokens = True
+        try:
+            yield
+        finally:
+            (model.attention, model.positions), log.keeps_all_tokens = before, False

@@ -126,7 +126,7 @@ class MoE(nn.Module):
     def _capacity(self, tokens: int) -> int | None:
         """Tokens that an expert accepts of a micro-batch; None: all."""
         factor = self.moe.capacity_factor(training=self.training)
-        if factor is None:
+        if factor is None or self.log.keeps_all_tokens:
             return None
         equal = tokens * self.moe.moe_router_topk / self.moe.experts
         return max(self.moe.moe_min_capacity, math.ceil(factor * equal))

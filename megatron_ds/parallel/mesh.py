@@ -7,10 +7,12 @@ in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,9 +77,12 @@ def axis_groups(
     return groups
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
-    """A set of communicating processes, seen from this one."""
+    """A set of communicating processes, seen from this one.
+
+    Only `Mesh.complete_sequences` changes one.
+    """
 
     ranks: Ranks
     rank: int
@@ -92,6 +97,16 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @contextmanager
+    def _replaced(self, **values: Any) -> Iterator[None]:
+        """Within it, everything that refers to this group sees other values."""
+        before = {name: getattr(self, name) for name in values}
+        vars(self).update(values)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
 
 class Mpu:
@@ -212,9 +227,21 @@ class Mesh:
             if name in ("tensor", "data") or (name != "expert" and group.size > 1)
         )
 
-    def with_sequence_parallelism(self) -> Mesh:
-        """This mesh with sequence parallelism over its tensor-parallel group."""
-        return replace(self, tp=replace(self.tp, sequence_parallel=self.tp.size > 1))
+    def of_model(self, *, sequence_parallel: bool) -> Mesh:
+        """This mesh for a model, whose groups that share sequences no other object refers to.
+
+        Args:
+            sequence_parallel: Sequence parallelism over the tensor-parallel group.
+        """
+        is_split = sequence_parallel and self.tp.size > 1
+        return replace(self, tp=replace(self.tp, sequence_parallel=is_split), sp=replace(self.sp))
+
+    @contextmanager
+    def complete_sequences(self) -> Iterator[None]:
+        """Within it, each rank of a mesh `of_model` computes complete sequences."""
+        alone = {"ranks": (self.rank,), "rank": 0, "handle": None}
+        with self.tp._replaced(sequence_parallel=False), self.sp._replaced(**alone):
+            yield
 
     @classmethod
     def single(cls) -> Mesh:

@@ -33,10 +33,11 @@ class RouterLog:
         gradient_scale: Factor of the auxiliary losses' gradients: the factor of a micro-batch's
             loss in the backward pass, which is one over the number of micro-batches, times the loss
             scale of fp16.
+        keeps_all_tokens: Whether experts accept all tokens, whatever their capacity.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.gradient_scale = 1.0
+        self.gradient_scale, self.keeps_all_tokens = 1.0, False
         self._shapes = shapes
         self._totals: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from megatron_ds.evaluation.scoring import ScoredText, Scorer
 from megatron_ds.inference.generate import GenerationConfig, generate
 from megatron_ds.inference.generation.sampling_params import SamplingParams
 from megatron_ds.model.gpt import GPTModel
-from megatron_ds.parallel.mesh import Mesh
+from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from tests.claims import claim
 from tests.dist import engine_harness
@@ -66,10 +67,12 @@ def compare(rank: int) -> None:
         assert attributes(engine.module) == before, name
 
 
-def attributes(model: torch.nn.Module) -> list[Any]:
+def attributes(model: Any) -> list[Any]:
     """What the context changes, of all modules."""
     names = ("group", "sp_group", "_sp", "moe", "attention", "positions")
-    return [getattr(each, name, None) for each in model.modules() for name in names]
+    values = [getattr(each, name, None) for each in model.modules() for name in names]
+    groups = [copy.copy(value) if isinstance(value, Group) else value for value in values]
+    return [*groups, model.router_log.keeps_all_tokens]
 
 
 @claim(

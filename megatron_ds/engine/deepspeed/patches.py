@@ -44,13 +44,16 @@ PARAMETERS_OF_A_MODULE = 2
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within it, an attribute has another value."""
-    original = getattr(owner, name)
+    """Within it, an attribute has another value, and afterwards it is again what it was."""
+    is_own, original = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if is_own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 # Numbers: what DeepSpeed computes wrongly, or depends on more than its arguments.

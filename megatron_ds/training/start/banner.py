@@ -98,9 +98,8 @@ def sections(facts: BannerData) -> dict[str, Lines]:
 
 
 def _layout(facts: BannerData) -> Lines:
-    mesh = facts.mesh
-    if in_effect(facts.config.parallel).sequence_parallel:
-        mesh = mesh.with_sequence_parallelism()
+    is_split = in_effect(facts.config.parallel).sequence_parallel
+    mesh = facts.mesh.of_model(sequence_parallel=is_split)
     processes = (
         f"{mesh.world_size} on {facts.device} = {mesh.describe(detailed=True)}, "
         f"{counted(facts.threads, 'thread')} each"
