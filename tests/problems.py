@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 
@@ -25,8 +24,14 @@ def fields(problems: Iterable[Problem | str]) -> list[tuple[str, ...]]:
     return [problem.fields for problem in problems if isinstance(problem, Problem)]
 
 
+class Raised:
+    """What `raises_problem` has caught."""
+
+    problem: Problem
+
+
 @contextmanager
-def raises_problem(code: str, *names: str, contains: str = "") -> Iterator[SimpleNamespace]:
+def raises_problem(code: str, *names: str, contains: str = "") -> Iterator[Raised]:
     """Expects one `UserError` with one problem of this code.
 
     Args:
@@ -34,7 +39,7 @@ def raises_problem(code: str, *names: str, contains: str = "") -> Iterator[Simpl
         names: Expected fields; not compared if empty.
         contains: A value that the message must show, such as a path or a number; never wording.
     """
-    result = SimpleNamespace(problem=None)
+    result = Raised()
     with pytest.raises(UserError) as raised:
         yield result
     assert codes(raised.value.problems) == [code], str(raised.value)

@@ -199,9 +199,13 @@ def user_error(code: str, *fields: str, **values: Any) -> UserError:
     return UserError(Problem(code, *fields, **values))
 
 
+class ProblemWarning(UserWarning):
+    """A Python warning of a problem."""
+
+
 def warn_of(problem: Problem, stacklevel: int = 2) -> None:
     """Issues a Python warning; see `warnings.warn`."""
-    warnings.warn(UserWarning(problem), stacklevel=stacklevel + 1)
+    warnings.warn(ProblemWarning(problem), stacklevel=stacklevel + 1)
 
 
 def raise_if_any(problems: Iterable[Problem]) -> None:

@@ -40,8 +40,7 @@ from megatron_ds.engine.states.host_staging import HostStaging
 from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.engine.step import ModelPasses, StepControl
-from megatron_ds.model.gpt import GPTModel
-from megatron_ds.model.inference_form import inference_form
+from megatron_ds.model.gpt import GPTModel, inference_form
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.sharding import shard_spec
 from megatron_ds.parallel.weights import ShardSpec

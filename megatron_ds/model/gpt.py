@@ -8,21 +8,25 @@ Megatron, so that a sequence split is dimension 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron_ds.config import ModelConfig, MoEConfig, RecomputeConfig
 from megatron_ds.model.attention.backends import CALLERS, AttentionOptions
+from megatron_ds.model.attention.cores import VARYING_SIZES, backends_in_order
 from megatron_ds.model.attention.packed import Keys, PackedBatchInfo
 from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.model.attention.self_attention import KeyValueCache
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding
 from megatron_ds.model.kernels.elementwise import Elementwise
-from megatron_ds.model.layers import BUILT_IN, CustomParts, build_layers, layer_specs
+from megatron_ds.model.layers import BUILT_IN, CustomParts, LayerBuilder, build_layers, layer_specs
 from megatron_ds.model.moe import logged_shapes
 from megatron_ds.model.output_layer import Z_LOSS, OutputLayer, TokenLoss
 from megatron_ds.model.position_embedding import AttentionContext, PositionEncoder
@@ -109,17 +113,9 @@ class GPTModel(nn.Module):
         recompute = RecomputeConfig() if checkpointing is None else checkpointing.config
         granularity = recompute.recompute_granularity
         self.checkpointing = checkpointing if granularity == "full" else None
-        all_specs = layer_specs(
-            config,
-            moe,
-            mesh=mesh,
-            router_log=self.router_log,
-            rng=rng,
-            init=Initializer(seed),
-            checkpoint_core=checkpointing if granularity == "selective" else None,
-            tiled_mlp=recompute.tiled_mlp,
-            parts=parts,
-        )
+        core, init = checkpointing if granularity == "selective" else None, Initializer(seed)
+        shared = mesh, self.router_log, rng, init, core, recompute.tiled_mlp
+        all_specs = layer_specs(LayerBuilder(0, config, moe, *shared), parts)
         specs = [spec for stage in stages for spec in all_specs[stage]]
         self._stages = [[spec.name for spec in all_specs[stage]] for stage in stages]
         self._has_head = any(spec.name == "head" for spec in specs)
@@ -283,3 +279,27 @@ class GPTModel(nn.Module):
             chunk = partial(run, blocks[start : start + size])
             x_SBH = self.checkpointing.run(chunk, x_SBH)
         return x_SBH
+
+
+@contextmanager
+def inference_form(model: GPTModel, mesh: Mesh) -> Iterator[None]:
+    """Changes a model, inside the context, to what tools load from its checkpoint.
+
+    Every rank computes complete sequences of any length, without sequence parallelism and compiled
+    functions; documents are not separated; experts drop no tokens.
+
+    Args:
+        model: This rank's shard.
+        mesh: With which it was built; of no other model.
+    """
+    before, log = (model.attention, model.positions), model.router_log
+    order = backends_in_order(VARYING_SIZES, next(model.parameters()).device)
+    is_compiled = "torch._dynamo" in sys.modules  # otherwise nothing is compiled
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with mesh.complete_sequences(), order, eager:
+        model.attention, model.positions = CALLERS, PositionEncoder(model.config, mesh)
+        log.keeps_all_tokens = True
+        try:
+            yield
+        finally:
+            (model.attention, model.positions), log.keeps_all_tokens = before, False

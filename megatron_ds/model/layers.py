@@ -7,7 +7,7 @@ checkpoint. A plain model, or a pipeline stage, is built from the list or a part
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -104,40 +104,20 @@ class LayerSpec:
     builds this part, with the same initial weight; the gradients of both must be summed."""
 
 
-def layer_specs(
-    config: ModelConfig,
-    moe: MoEConfig,
-    *,
-    mesh: Mesh,
-    router_log: RouterLog,
-    rng: RngStreams,
-    init: Initializer,
-    checkpoint_core: ActivationCheckpointing | None = None,
-    tiled_mlp: bool = False,
-    parts: CustomParts = BUILT_IN,
-) -> list[LayerSpec]:
+def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[LayerSpec]:
     """Embedding, transformer layers, final norm and output layer, in this order.
 
     Args:
-        config: Architecture.
-        moe: Which layers have experts, and how many.
-        mesh: Process groups.
-        router_log: Receives what the routers report.
-        rng: Random streams of dropout.
-        init: Draws the initial weights.
-        checkpoint_core: Recomputes the attention cores. None: they are stored.
-        tiled_mlp: Compute the feed-forward layers in tiles.
+        builder: Builds the first transformer layer; has what all layers are built of.
         parts: What replaces parts of the model.
 
     Raises:
         UserError: When a layer is built that is not a `Block`.
     """
+    config, group, init = builder.config, builder.group, builder.init
 
     def block(layer: int) -> nn.Module:
-        builder = LayerBuilder(
-            layer, config, moe, mesh, router_log, rng, init, checkpoint_core, tiled_mlp
-        )
-        built = (parts.layer or LayerBuilder.block)(builder)
+        built = (parts.layer or LayerBuilder.block)(replace(builder, layer=layer))
         if not isinstance(built, Block):
             raise user_error("layer-of-other-type", found=type(built).__name__)
         return built
@@ -148,7 +128,7 @@ def layer_specs(
         terms = LossTerms(config.z_loss_coeff, config.final_logit_softcapping)
         return OutputLayer(*sizes, weight, group=group, init=init, loss=parts.loss, terms=terms)
 
-    untied, group = config.untie_embeddings_and_output_weights, mesh.tp
+    untied = config.untie_embeddings_and_output_weights
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))
     return [
         LayerSpec("embedding", lambda: Embedding(config, group=group, init=init)),

@@ -82,5 +82,5 @@ def test_more_samples_than_memory_holds(tmp_path: Path, samples: int) -> None:
     options = {"seq_length": 8, "seed": 1, "tokenizer_fingerprint": "t", "vocab_size": 100}
     with raises_problem("index-too-large", contains=f" {samples} train ") as raised:
         build_datasets(DataFiles(config), num_samples=(samples, 0, 0), **options)
-    assert f"{tmp_path}/p" in raised.problem
+    assert f"{tmp_path}/p" in str(raised.problem)
     assert not list(tmp_path.glob("index-cache/*.npy"))

@@ -170,9 +170,10 @@ def test_load_starts_no_new_run_if_all_checkpoints_are_damaged(
     (folder / "global_step8" / "run.json").write_text("{")
     with raises_problem("all-checkpoints-damaged", "load", contains=str(folder)) as raised:
         load(checkpoints)
-    newest, oldest = raised.problem.index("global_step8: "), raised.problem.index("global_step4: ")
-    assert newest < raised.problem.index("run.json") < oldest
-    assert "manifest.json" in raised.problem[oldest:]
+    text = str(raised.problem)
+    newest, oldest = text.index("global_step8: "), text.index("global_step4: ")
+    assert newest < text.index("run.json") < oldest
+    assert "manifest.json" in text[oldest:]
 
 
 @pytest.mark.parametrize("name", local_files.POINTERS)

@@ -138,7 +138,7 @@ def test_contradicting_fields_are_rejected(given: dict[str, Any], code: str, nam
 def test_unknown_fields_are_rejected_with_a_suggestion(name: str, suggestion: str) -> None:
     with raises_problem("request-field-unknown", contains=suggestion) as raised:
         read_fields(**{name: 1})
-    assert name in raised.problem
+    assert name in str(raised.problem)
 
 
 def test_all_invalid_fields_are_reported_at_once() -> None:
@@ -152,7 +152,7 @@ def test_all_invalid_fields_are_reported_at_once() -> None:
 def test_messages_are_short() -> None:
     with raises_problem("request-value-invalid") as raised:
         read_fields(temperature="x" * 100_000)
-    assert len(raised.problem) < 200
+    assert len(str(raised.problem)) < 200
     with pytest.raises(UserError) as many:
         read_fields(**{f"no{number}": 1 for number in range(100_000)})
     assert len(str(many.value)) < 10_000

@@ -66,7 +66,7 @@ def test_zombie_is_dead_and_its_signal_is_known(child: subprocess.Popen[bytes]) 
 @pytest.mark.parametrize(
     ("number", "hint"),
     [
-        (signal.SIGKILL, Problem("out-of-host-memory")),
+        (signal.SIGKILL, str(Problem("out-of-host-memory"))),
         (signal.SIGABRT, "--distributed-timeout-minutes"),
     ],
 )
