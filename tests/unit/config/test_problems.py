@@ -17,6 +17,7 @@ from megatron_ds.config.support_matrix import RULES
 from tests.import_graph import PACKAGE, REPOSITORY, nodes
 from tests.problems import raises_problem
 
+UNREADABLE = "checkpoint-states-unreadable"
 PROBLEM = Problem.of("not-positive", f"{option('seq_length')} 0: must be positive", "seq_length")
 
 
@@ -56,6 +57,9 @@ def uses() -> Iterator[Use]:
                     names = frozenset(keywords | CREATORS[function])
                     location = f"{path.relative_to(REPOSITORY)}:{node.lineno}"
                     yield Use(str(node.args[0].value), names, len(node.args) > 1, location)
+            if UNREADABLE in source:  # passed to `malformed_values`
+                location = str(path.relative_to(REPOSITORY))
+                yield Use(UNREADABLE, frozenset({"path", "error"}), False, location)
     for rule in RULES:
         yield Use(rule.code, frozenset({"combination", "closest"}), False, "layout_rules.toml")
 
