@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_ds.config import ParallelConfig
+from megatron_ds.model.attention.cores import EagerAttention, UlyssesAttention
+from megatron_ds.model.attention.masks import ragged_bias
+from megatron_ds.model.attention.rule import AttentionRule
 from megatron_ds.parallel.ulysses import gather_heads, gather_sequence
 from tests.claims import claim
 from tests.dist import parity_cases
@@ -85,12 +88,19 @@ def train_recording_masks(meshes: Meshes) -> tuple[Run, list[Tensor]]:
 
 
 def exchange_heads(meshes: Meshes) -> list[Tensor]:
-    """Queries, keys, values and attended values of all heads, exchanged and back."""
+    """Queries, keys, values and attended values of all heads, exchanged and back; attention with
+    sinks."""
     group = meshes.of(ParallelConfig(ds_sequence_parallel_size=2)).sp
     own = slice(3 * group.rank, 3 * group.rank + 3)
     parts = [part[:, :, own] for part in PARTS]
     q, k, v = gather_sequence(*parts, group)
-    return [q, k, v, gather_heads(torch.cat([v, 2 * v], dim=1), group)]
+    attended = UlyssesAttention(core_with_sinks(), group).attend(*parts, 0.0, SINKS)
+    return [q, k, v, gather_heads(torch.cat([v, 2 * v], dim=1), group), attended]
+
+
+def core_with_sinks() -> EagerAttention:
+    bias = ragged_bias(torch.arange(6)[None], 6, torch.float32)
+    return EagerAttention(bias, AttentionRule(sinks=True))
 
 
 PARTS = [
@@ -98,6 +108,7 @@ PARTS = [
     for number, shape in enumerate([(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 3)])
 ]
 """Of all tokens: queries of four heads, keys and values of two, which are smaller."""
+SINKS = torch.tensor([-1.0, 0.0, 1.0, 2.0])
 
 
 def test_heads_of_keys_and_values_may_differ_in_size(outcomes: JobResults) -> None:
@@ -108,6 +119,8 @@ def test_heads_of_keys_and_values_may_differ_in_size(outcomes: JobResults) -> No
     attended = torch.cat([half[3] for half in halves], dim=2)
     each = PARTS[2].unsqueeze(2)
     assert torch.equal(attended, torch.cat([each, 2 * each], dim=2).flatten(1, 2))
+    attended = torch.cat([half[4] for half in halves], dim=2)
+    torch.testing.assert_close(attended, core_with_sinks().attend(*PARTS, 0.0, SINKS))
 
 
 OTHER_JOBS = {

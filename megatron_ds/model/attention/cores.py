@@ -208,14 +208,10 @@ def _attend_by_scores(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> T
     if q.shape[1] != k.shape[1]:
         k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
     position = torch.arange(q.shape[2], device=q.device)
-    scores = (q @ k.transpose(-1, -2)).float() * _scale(scale, q)
+    scores = (q @ k.transpose(-1, -2)).float() * (scale or q.shape[-1] ** -0.5)
     scores = scores.masked_fill(position > position.unsqueeze(1), -torch.inf)
     attended: Tensor = scores.softmax(-1).to(q.dtype) @ v
     return attended
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    return float(q.shape[-1] ** -0.5) if scale is None else scale
 
 
 def _attend_in_blocks(
@@ -231,7 +227,7 @@ def _attend_in_blocks(
     (texts, heads, queries, size), (_, groups, num_keys, _) = q.shape, k.shape
     # The queries that share a head's keys are rows of one matrix.
     q, k, v = q.reshape(texts, groups, -1, size).float(), k.float(), v.float()
-    scores = (q @ k.transpose(-1, -2)).mul_(_scale(rule.scale, q))
+    scores = (q @ k.transpose(-1, -2)).mul_(rule.scale or size**-0.5)
     if rule.softcap is not None:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
     scores = scores.view(texts, heads, queries, num_keys).add_(bias)
