@@ -55,11 +55,14 @@ def dense_logits(
     def linear(x: Tensor, name: str) -> Tensor:
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
+    def rms(x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+
     def norm(x: Tensor, name: str) -> Tensor:
         if config.normalization == "LayerNorm":
             x = x - x.mean(-1, keepdim=True)
-        x = x / (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
-        return x * w[f"{name}.weight"] + w.get(f"{name}.bias", 0.0)
+        gain = w[f"{name}.weight"] + (1.0 if config.apply_layernorm_1p else 0.0)
+        return rms(x) * gain + w.get(f"{name}.bias", 0.0)
 
     def rotate(x: Tensor) -> Tensor:
         """[B, S, D], its first part as complex numbers (first half + i second half)."""
@@ -75,12 +78,17 @@ def dense_logits(
         is_full = skipped is not None and number % int(skipped) == 0
         hidden = hidden_BSS if is_full else hidden_BSS | too_far
         q, k, v = linear(x, f"{name}.qkv").split([heads * size, groups * size, groups * size], -1)
+        is_one_norm = config.qk_layernorm and config.qk_layernorm_scope == "all-heads"
+        if is_one_norm:
+            q, k = norm(q, f"{name}.q_norm"), norm(k, f"{name}.k_norm")
         outputs = []
         for head in range(heads):
             group = head // (heads // groups)
             one_q = q[..., head * size : (head + 1) * size]
             one_k, one_v = (part[..., group * size : (group + 1) * size] for part in (k, v))
-            if config.qk_layernorm:
+            if config.qk_l2_norm:
+                one_q, one_k = rms(one_q), rms(one_k)
+            if config.qk_layernorm and not is_one_norm:
                 one_q, one_k = norm(one_q, f"{name}.q_norm"), norm(one_k, f"{name}.k_norm")
             if config.position_embedding_type == "rope":
                 one_q, one_k = rotate(one_q), rotate(one_k)
@@ -99,23 +107,56 @@ def dense_logits(
         x = linear(x, f"{name}.fc_in")
         if not config.activation.endswith("glu"):
             return linear(activate(x, config), f"{name}.fc_out")
-        gate, up = x.chunk(2, dim=-1)
-        return linear(activate(gate, config) * up, f"{name}.fc_out")
+        return linear(gated(x, config), f"{name}.fc_out")
 
     x = w["embedding.word.weight"][tokens_BS]
     if config.embed_layernorm:
         x = norm(x, "embedding.norm")
     if config.position_embedding_type == "learned_absolute":
         x = x + w["embedding.position.weight"][positions_BS]
-    x = drop(x, "embedding")
+    x = drop(x * config.embedding_multiplier, "embedding")
+
+    def branch(read: Tensor, name: str) -> Tensor:
+        """What attention or the MLP adds, of what it reads."""
+        y = (attention if name.endswith("attention") else mlp)(read, name)
+        if config.norm_position in ("both", "reordered"):
+            y = norm(y, f"{name}_post_norm")
+        return drop(config.residual_multiplier * y, name)
+
     for layer in range(config.num_layers):
-        for part, compute in (("attention", attention), ("mlp", mlp)):
-            name = f"layers.{layer}.{part}"
-            x = x + drop(compute(norm(x, f"{name}_norm"), name), name)
+        first, second = f"layers.{layer}.attention", f"layers.{layer}.mlp"
+        if config.parallel_residual is not None:
+            one = norm(x, f"{first}_norm")
+            other = one if config.parallel_residual == "shared" else norm(x, f"{second}_norm")
+            x = x + branch(one, first) + branch(other, second)
+            continue
+        for name in (first, second):
+            match config.norm_position:
+                case "before" if config.apply_residual_connection_post_layernorm:
+                    read = norm(x, f"{name}_norm")
+                    x = read + branch(read, name)
+                case "before" | "both":
+                    x = x + branch(norm(x, f"{name}_norm"), name)
+                case "reordered":
+                    x = x + branch(x, name)
+                case "after":
+                    x = norm(x + branch(x, name), f"{name}_post_norm")
     head = "head" if config.untie_embeddings_and_output_weights else "embedding.word"
     logits = norm(x, "final_norm") @ w[f"{head}.weight"][: config.vocab_size].T
+    logits = config.logits_multiplier * logits
+    if config.output_layer_bias:
+        logits = logits + w["head.bias"][: config.vocab_size]
     cap = config.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def gated(x: Tensor, config: Any) -> Tensor:
+    """The gated activation of [gate; up]."""
+    gate, up = x.chunk(2, dim=-1)
+    limit = config.activation_func_clamp_value
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return activate(gate, config) * (up + config.glu_linear_offset)
 
 
 def activate(x: Tensor, config: Any) -> Tensor:
@@ -129,7 +170,8 @@ def activate(x: Tensor, config: Any) -> Tensor:
         "openai-gelu": approximate,
         "squared-relu": x.clamp(min=0.0) ** 2,
         "swiglu": x / (1.0 + torch.exp(-x)),
-        "geglu": exact,
+        "geglu": approximate if config.gelu_approximation == "tanh" else exact,
+        "quick-geglu": x / (1.0 + torch.exp(-1.702 * x)),
         "reglu": x.clamp(min=0.0),
         "liglu": x,
     }[config.activation]

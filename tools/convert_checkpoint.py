@@ -36,7 +36,10 @@ MEGATRON = when(target_format=MEGATRON_FORMATS)
 format_field = functools.partial(option_field, synonyms=FORMAT_SYNONYMS)
 SAVERS = {"core": "megatron", "mcore": "megatron", "legacy": "megatron", "llama2_hf": "hf"}
 """Formats in the words of Megatron-LM's script."""
-MODEL_TYPES = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "bloom", "falcon")
+MODEL_TYPES = (
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma"),
+    *("gpt_neox", "bloom", "falcon", "phi"),
+)
 
 
 @dataclass(frozen=True)

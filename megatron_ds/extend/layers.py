@@ -6,7 +6,8 @@ from megatron_ds.model.layers import LayerBuilder
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext
-from megatron_ds.model.spec.parts import NormSpec, Residual
+from megatron_ds.model.spec.parts import NormSpec
+from megatron_ds.model.spec.residual import Residual
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group

@@ -12,7 +12,8 @@ from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.position_embedding import AttentionContext, Rotation
-from megatron_ds.model.spec.parts import PRE_NORM, NormSpec, Residual
+from megatron_ds.model.spec.parts import NormSpec
+from megatron_ds.model.spec.residual import Residual, residual_form
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.mesh import Group
@@ -32,7 +33,8 @@ class Block(nn.Module):
         init: Draws the initial weights.
         mlp: The feed-forward layer, [S, B, H] to [S, B, H].
         checkpoint_core: Recomputes the attention core. None: it is stored.
-        residual: How attention and the feed-forward layer add to the residual stream.
+        residual: How attention and the feed-forward layer add to the residual stream. None: as in
+            the options.
     """
 
     def __init__(
@@ -45,28 +47,27 @@ class Block(nn.Module):
         init: Initializer,
         mlp: nn.Module,
         checkpoint_core: ActivationCheckpointing | None,
-        residual: Residual = PRE_NORM,
+        residual: Residual | None = None,
     ) -> None:
         super().__init__()
         self.layer = layer
         self.dropout = config.hidden_dropout
         self.group = group
-        self.residual = residual
+        self.residual = form = residual_form(config) if residual is None else residual
 
-        def norm(key: str, *, is_used: bool = True) -> nn.Module:
+        def norm(key: str) -> nn.Module:
             name = f"layers.{layer}.{key}"
-            return build_norm(NormSpec(config), name, group) if is_used else nn.Identity()
+            return build_norm(NormSpec(config), name, group) if form.norms[key] else nn.Identity()
 
-        self.attention_norm = norm("attention_norm", is_used=residual.pre)
+        self.attention_norm = norm("attention_norm")
         self.attention = Attention(
             config, layer, group=group, rng=rng, init=init, checkpointing=checkpoint_core
         )
         self.rule = self.attention.rule
-        self.attention_post_norm = norm("attention_post_norm") if residual.post else None
-        has_own_norm = residual.pre and not residual.parallel
-        self.mlp_norm = norm("mlp_norm", is_used=has_own_norm)
+        self.attention_post_norm = norm("attention_post_norm")
+        self.mlp_norm = norm("mlp_norm")
         self.mlp = mlp
-        self.mlp_post_norm = norm("mlp_post_norm") if residual.post else None
+        self.mlp_post_norm = norm("mlp_post_norm")
         self.elementwise = EAGER
         self._before_core, self._after_core = self._before, self._after
 
@@ -117,26 +118,33 @@ class Block(nn.Module):
     def _before(
         self, x_SBH: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values, and what the feed-forward layer reads too, if it is parallel."""
-        normed_SBH = self.attention_norm(x_SBH)
+        """Queries, keys, values, and a norm that is needed after attention, if the form has one."""
+        normed_SBH, form = self.attention_norm(x_SBH), self.residual
         qkv = self.attention.project(normed_SBH, rotation)
-        return *qkv, normed_SBH if self.residual.parallel else None
+        if form.separate:
+            normed_SBH = self.mlp_norm(x_SBH)
+        return *qkv, normed_SBH if form.parallel or form.to_norm else None
 
     def _after(self, x_SBH: Tensor, attended_BnSD: Tensor, normed_SBH: Tensor | None) -> Tensor:
-        attended_SBH = self.attention.output(attended_BnSD)
-        x_SBH = self._add(x_SBH, _normed(self.attention_post_norm, attended_SBH))
+        form, attended_SBH = self.residual, self.attention.output(attended_BnSD)
+        if form.to_norm and normed_SBH is not None:
+            x_SBH, normed_SBH = normed_SBH, None
+        x_SBH = self._add(x_SBH, attended_SBH, self.attention_post_norm)
         if normed_SBH is None:
             normed_SBH = self.mlp_norm(x_SBH)
-        return self._add(x_SBH, _normed(self.mlp_post_norm, self.mlp(normed_SBH)))
+        out_SBH = self.mlp(normed_SBH)
+        return self._add(normed_SBH if form.to_norm else x_SBH, out_SBH, self.mlp_post_norm)
 
-    def _add(self, residual: Tensor, x: Tensor) -> Tensor:
-        if self.residual.scale != 1.0:
-            x = x * self.residual.scale
+    def _add(self, residual: Tensor, x: Tensor, norm: nn.Module) -> Tensor:
+        """The stream with the output of attention or of the feed-forward layer."""
+        form = self.residual
+        if form.post:
+            x = norm(x)
+        if form.scale != 1.0:
+            x = x * form.scale
         # Every tensor-parallel rank has all of x, so the mask equals the replicated stream's.
         if self.training and self.dropout > 0.0:
-            return self.elementwise.add_dropout(residual, x, self.dropout, self.group)
-        return residual + x
-
-
-def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
+            x = self.elementwise.add_dropout(residual, x, self.dropout, self.group)
+        else:
+            x = residual + x
+        return norm(x) if form.after else x

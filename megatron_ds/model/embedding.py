@@ -1,4 +1,4 @@
-"""The input embedding: words, optional norm, learned positions, dropout.
+"""The input embedding: words, optional norm, learned positions, optional factor, dropout.
 
 Shapes: B micro-batch, S sequence, H hidden.
 """
@@ -60,7 +60,7 @@ class LearnedPositionEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids [B, S] to [S, B, H]: word, norm (--embed-layernorm), position, dropout.
+    """Token ids [B, S] to [S, B, H]: word, norm (--embed-layernorm), position, factor, dropout.
 
     With sequence parallelism to this rank's [S / TP, B, H].
 
@@ -72,7 +72,8 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, *, group: Group, init: Initializer) -> None:
         super().__init__()
-        self.dropout = config.hidden_dropout
+        self.dropout, self.multiplier = config.hidden_dropout, config.embedding_multiplier
+        self.is_wide = config.fp32_residual_connection
         self.word = build_word_embedding(config, group, init)
         self.group = group
         weights = EmbeddingSpec(config, config.padded_vocab(group.size)).named("embedding")
@@ -89,6 +90,10 @@ class Embedding(nn.Module):
             x_SBH = self.norm(x_SBH)
         if self.position is not None:
             x_SBH = x_SBH + self._positions(x_SBH.shape[0], offset, positions_BS)
+        if self.multiplier != 1.0:
+            x_SBH = x_SBH * self.multiplier
+        if self.is_wide:
+            x_SBH = x_SBH.float()
         if self.training and self.dropout > 0.0:
             x_SBH = dropout(x_SBH, self.dropout, self.group)
         return x_SBH

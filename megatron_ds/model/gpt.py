@@ -52,7 +52,7 @@ def keys_of(
     """Returns the properties for attention of a pass with activations like these.
 
     Args:
-        x: Activations.
+        x: Activations of the layers, or a weight of their type.
         queries: Tokens of the pass, of all sequence-parallel ranks.
         packed: Their documents, if boundaries matter.
         cache: Keys and values of earlier tokens.
@@ -177,7 +177,8 @@ class GPTModel(nn.Module):
             own_BS = None if positions_BS is None else positions_BS[:, local]
             x_SBH = self.embedding(tokens_BS[:, local], offset + local.start, own_BS)
             assert x_SBH is not None
-        keys, blocks = keys_of(x_SBH, length, packed, cache), self.blocks(stage)
+        like = next(self.parameters()) if self.config.fp32_residual_connection else x_SBH
+        keys, blocks = keys_of(like, length, packed, cache), self.blocks(stage)
         contexts = self.positions.contexts([block.rule for block in blocks], keys)
         with self.router_log.recording(training=self.training):
             x_SBH = self._run_blocks(blocks, x_SBH, contexts, cache, dropout)
@@ -199,6 +200,8 @@ class GPTModel(nn.Module):
         """The logits of hidden states or, with labels, the loss of this rank's slice of them."""
         tied = self.embedding.word.weight if self._tied else None
         x_SBH = self.final_norm(x_SBH)
+        if self.config.logits_multiplier != 1.0:
+            x_SBH = x_SBH * self.config.logits_multiplier
         if labels_BS is None:
             logits: Tensor = self.head(x_SBH, weight_vH=tied)
             return logits

@@ -19,7 +19,8 @@ from megatron_ds.model.mlp import MLP, TiledMLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.norm import build_norm
 from megatron_ds.model.output_layer import OutputLayer
-from megatron_ds.model.spec.parts import PRE_NORM, NormSpec, OutputSpec, Residual
+from megatron_ds.model.spec.parts import NormSpec, OutputSpec
+from megatron_ds.model.spec.residual import Residual
 from megatron_ds.model.weight_init import Initializer
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing
 from megatron_ds.parallel.fused_linear_cross_entropy import LossFunction, LossTerms
@@ -60,14 +61,15 @@ class LayerBuilder:
         self,
         mlp: nn.Module | None = None,
         block_type: type[Block] = Block,
-        residual: Residual = PRE_NORM,
+        residual: Residual | None = None,
     ) -> Block:
         """The transformer layer.
 
         Args:
             mlp: Its feed-forward layer, [S, B, H] to [S, B, H]. None: as in the options.
             block_type: Its class.
-            residual: How attention and the feed-forward layer add to the residual stream.
+            residual: How attention and the feed-forward layer add to the residual stream. None: as
+                in the options.
         """
         return block_type(
             self.config,
@@ -123,10 +125,13 @@ def layer_specs(builder: LayerBuilder, parts: CustomParts = BUILT_IN) -> list[La
         return built
 
     def head() -> nn.Module:
-        weight = OutputSpec(config, config.padded_vocab(group.size)).named("head").get("weight")
+        named = OutputSpec(config, config.padded_vocab(group.size)).named("head")
+        weight, bias = named.get("weight"), named.get("bias")
         sizes = config.vocab_size, config.softmax_rows
         terms = LossTerms(config.z_loss_coeff, config.final_logit_softcapping)
-        return OutputLayer(*sizes, weight, group=group, init=init, loss=parts.loss, terms=terms)
+        return OutputLayer(
+            *sizes, weight, group=group, init=init, loss=parts.loss, terms=terms, bias=bias
+        )
 
     untied = config.untie_embeddings_and_output_weights
     word = LayerSpec("embedding.word", lambda: build_word_embedding(config, group, init))

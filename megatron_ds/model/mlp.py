@@ -29,15 +29,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, group: Group, init: Initializer) -> None:
         super().__init__()
-        self.activation = config.activation
-        self.gelu_kind = config.gelu_kind
+        self.activation = config.activation_arguments
         self.elementwise = EAGER
         spec, name = FeedForwardSpec(config), f"layers.{layer}.mlp"
         self.fc_in = ColumnParallelLinear(*spec.layer(name, "fc_in"), group=group, init=init)
         self.fc_out = RowParallelLinear(*spec.layer(name, "fc_out"), group=group, init=init)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
-        inner = self.elementwise.activate(self.fc_in(x_SBH), self.activation, self.gelu_kind)
+        inner = self.elementwise.activate(self.fc_in(x_SBH), *self.activation)
         out_SBH: Tensor = self.fc_out(inner)
         return out_SBH
 

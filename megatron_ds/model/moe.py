@@ -274,7 +274,7 @@ class Experts(nn.Module):
     def __init__(self, spec: ExpertsSpec, prefix: str, mesh: Mesh, init: Initializer) -> None:
         super().__init__()
         self.group = mesh.tp
-        self.activation, self.gelu_kind = spec.model.activation, spec.model.gelu_kind
+        self.activation = spec.model.activation_arguments
         self.elementwise = EAGER
 
         def layer(name: str, reduce_over: Group | None = None) -> _StackedLinear:
@@ -294,7 +294,7 @@ class Experts(nn.Module):
         ends = counts.cumsum(0, dtype=torch.int32)
         ends[-1] = len(x_RH)
         inner = self.fc_in(copy_to_group(x_RH, self.group), ends)
-        inner = self.elementwise.activate(inner, self.activation, self.gelu_kind)
+        inner = self.elementwise.activate(inner, *self.activation)
         y_RH: Tensor = self.fc_out(inner, ends)
         return y_RH
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_ds.parallel.collectives import gather_from_group, gather_sequence
@@ -77,6 +78,7 @@ class OutputLayer(nn.Module):
         init: Draws the weight.
         loss: Computes the loss instead of the cross entropy.
         terms: The z-loss and the bound of the logits.
+        bias: A bias of the logits. None: they have none.
     """
 
     product: Product | None = None
@@ -92,12 +94,14 @@ class OutputLayer(nn.Module):
         init: Draws,
         loss: LossFunction | None = None,
         terms: LossTerms = PLAIN,
+        bias: Weight | None = None,
     ) -> None:
         super().__init__()
         self.vocab_size, self.softmax_rows = vocab_size, softmax_rows
         self.group = group
         self.kernels, self.loss_function, self.terms = EAGER, loss, terms
         self.weight = None if weight is None else declared_parameter(weight, group, init)
+        self.bias = None if bias is None else declared_parameter(bias, group, init)
 
     def forward(
         self,
@@ -133,6 +137,9 @@ class OutputLayer(nn.Module):
     ) -> TokenLoss:
         validate_token_ids(labels_BS, self.vocab_size)
         weights = None if loss_mask_BS is None else loss_mask_BS.t().reshape(-1).float()
+        if self.bias is not None:  # a column of the weight, which multiplies a one
+            x_SBH = F.pad(x_SBH, (0, 1), value=1.0)
+            weight_vH = torch.cat([weight_vH, self.bias.unsqueeze(1)], dim=1)
         total, z_loss = linear_cross_entropy(
             x_SBH.flatten(0, 1),
             weight_vH,
@@ -148,7 +155,7 @@ class OutputLayer(nn.Module):
         return TokenLoss(total, count, {} if z_loss is None else {Z_LOSS: z_loss})
 
     def _logits(self, x_SBH: Tensor, weight_vH: Tensor) -> Tensor:
-        local = multiply(x_SBH.transpose(0, 1), weight_vH, None, self.product)
+        local = multiply(x_SBH.transpose(0, 1), weight_vH, self.bias, self.product)
         logits = gather_from_group(local, self.group).float()
         if (cap := self.terms.softcap) is not None:
             logits = cap * torch.tanh(logits / cap)

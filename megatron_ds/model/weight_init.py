@@ -47,7 +47,15 @@ class Initializer:
     threads: int | None = None
 
     def normal(self, name: str, std: float) -> Init:
-        """Return a function that draws normal(0, std) values for the parameter of this name.
+        """Return a function that draws normal(0, std) values for the parameter of this name."""
+        return self._draws(name, std, uniform=False)
+
+    def uniform(self, name: str, std: float) -> Init:
+        """Return the same for values of a uniform distribution around 0 with this deviation."""
+        return self._draws(name, std, uniform=True)
+
+    def _draws(self, name: str, std: float, *, uniform: bool) -> Init:
+        """Return a function that draws values.
 
         Without a seed, inside `torch.device("meta")`, they are tensors without values.
         """
@@ -63,13 +71,13 @@ class Initializer:
                 flat, filled = values.reshape(-1), 0
                 for rows in ranges:
                     part = flat[filled : filled + len(rows) * row]
-                    self._fill(part, rows.start * row, stable_seed(self.seed, name), std)
+                    self._fill(part, rows.start * row, stable_seed(self.seed, name), std, uniform)
                     filled += len(part)
             return torch.from_numpy(values).movedim(0, dim)
 
         return draw
 
-    def _fill(self, out: Array, first: int, key: int, std: float) -> None:
+    def _fill(self, out: Array, first: int, key: int, std: float, uniform: bool) -> None:
         """Fill `out` with the elements from `first` on."""
         last = first + len(out)
         starts = range(first - first % CHUNK, last, CHUNK)
@@ -77,7 +85,7 @@ class Initializer:
 
         def fill_chunk(start: int) -> None:
             low, high = max(start, first), min(start + CHUNK, last)
-            _fill_normal(out[low - first : high - first], low, key, std)
+            _fill_chunk(out[low - first : high - first], low, key, std, uniform=uniform)
 
         if threads <= 1:
             for start in starts:
@@ -87,30 +95,39 @@ class Initializer:
             list(pool.map(fill_chunk, starts))
 
 
-def _fill_normal(out: Array, first: int, key: int, std: float) -> None:
-    """Fill `out` with normal(0, std) values of the elements from `first` on (Box and Muller 1958).
+def _fill_chunk(out: Array, first: int, key: int, std: float, *, uniform: bool) -> None:
+    """Fill `out` with values of the elements from `first` on.
 
     numpy releases the interpreter's lock in each of these calls.
     """
     start = first - first % BLOCK
     generator = np.random.Generator(np.random.Philox(key=key, counter=start // COUNTER_ELEMENTS))
     block = np.empty(BLOCK, dtype=np.float32)
-    radius, angle = block[: BLOCK // 2], block[BLOCK // 2 :]
-    cosine = np.empty_like(angle)
+    cosine = np.empty(BLOCK // 2, dtype=np.float32)
     while start < first + len(out):
         generator.random(out=block, dtype=np.float32)
-        np.subtract(np.float32(1.0), radius, out=radius)  # from [0, 1) to (0, 1]
-        np.log(radius, out=radius)
-        np.multiply(radius, np.float32(-2.0 * std * std), out=radius)
-        np.sqrt(radius, out=radius)
-        np.multiply(angle, np.float32(2.0 * math.pi), out=angle)
-        np.cos(angle, out=cosine)
-        np.sin(angle, out=angle)
-        np.multiply(angle, radius, out=angle)
-        np.multiply(radius, cosine, out=radius)
+        if uniform:
+            np.subtract(block, np.float32(0.5), out=block)
+            np.multiply(block, np.float32(math.sqrt(12.0) * std), out=block)
+        else:
+            _make_normal(block, cosine, std)
         low, high = max(start, first), min(start + BLOCK, first + len(out))
         out[low - first : high - first] = block[low - start : high - start]
         start += BLOCK
+
+
+def _make_normal(block: Array, cosine: Array, std: float) -> None:
+    """Make normal(0, std) values of uniform ones in [0, 1) (Box and Muller 1958)."""
+    radius, angle = block[: BLOCK // 2], block[BLOCK // 2 :]
+    np.subtract(np.float32(1.0), radius, out=radius)  # from [0, 1) to (0, 1]
+    np.log(radius, out=radius)
+    np.multiply(radius, np.float32(-2.0 * std * std), out=radius)
+    np.sqrt(radius, out=radius)
+    np.multiply(angle, np.float32(2.0 * math.pi), out=angle)
+    np.cos(angle, out=cosine)
+    np.sin(angle, out=angle)
+    np.multiply(angle, radius, out=angle)
+    np.multiply(radius, cosine, out=radius)
 
 
 def _default_threads() -> int:

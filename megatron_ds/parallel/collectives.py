@@ -179,6 +179,8 @@ def in_graph(compute: Collective, gradient: Collective) -> Collective:
 
 copy_to_group = in_graph(_identity, sum_over_group)
 """Identity, for a tensor that all ranks have; the gradient is summed over the group."""
+sum_of_parts = in_graph(sum_over_group, sum_over_group)
+"""Sum over the group, with which every rank computes a part; the parts' gradients are summed."""
 gather_from_group = in_graph(_concatenate_last, _local_last_slice)
 """Concatenation along the last dimension; the gradient is this rank's slice."""
 gather_slices = in_graph(_concatenate, _local_slice)

@@ -32,6 +32,10 @@ class Draws(Protocol):
         """Return a function that draws normal(0, std) values for the parameter of this name."""
         ...
 
+    def uniform(self, name: str, std: float) -> Init:
+        """Return the same for values of a uniform distribution around 0 with this deviation."""
+        ...
+
 
 def take_shard(full: Tensor, spec: ShardSpec, rank: int, size: int) -> Tensor:
     """The shard of a full tensor that `rank` of `size` holds."""
@@ -176,11 +180,13 @@ def declared_parameter(
 
     def values(name: str) -> Tensor:
         if weight.std:
-            drawn = init.normal(name, weight.std)(shape, spec.dim - first, ranges)
-            return F.pad(drawn, (0, 0, 0, padding)) if padding else drawn
-        size = list(shape)
-        size[spec.dim - first] = sum(map(len, ranges))
-        return torch.full(size, weight.mean)
+            draw = init.uniform if weight.is_uniform else init.normal
+            drawn = draw(name, weight.std)(shape, spec.dim - first, ranges)
+        else:
+            size = list(shape)
+            size[spec.dim - first] = sum(map(len, ranges))
+            drawn = torch.full(size, weight.mean)
+        return F.pad(drawn, (*(0, 0) * (drawn.dim() - 1), 0, padding)) if padding else drawn
 
     parts = [values(name) for name in names]
     initial = torch.stack(parts) if weight.is_stacked else parts[0]

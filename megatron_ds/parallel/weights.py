@@ -96,9 +96,11 @@ class Role(StrEnum):
     """Decayed, with the learning rate of --decoupled-lr."""
     STATE = "state of a layer"
     """No parameter: every rank has all of it in fp32, and no optimizer updates it."""
+    OUTPUT_BIAS = "bias of the output layer"
+    """Not decayed."""
 
 
-VOCABULARY = (Role.WORDS, Role.OUTPUT)
+VOCABULARY = (Role.WORDS, Role.OUTPUT, Role.OUTPUT_BIAS)
 """Roles of tables whose rows are padded with zeros to a number that depends on the layout."""
 
 
@@ -126,6 +128,8 @@ class Weight:
     """Standard deviation of the initial values."""
     mean: float = 0.0
     """Mean of the initial values."""
+    is_uniform: bool = False
+    """Whether they are drawn from a uniform distribution, not a normal one."""
     role: Role = Role.MATRIX
     partial_over: Partial = Partial.NEVER
     """Condition for summing its gradient over the tensor-parallel ranks."""

@@ -96,6 +96,7 @@ class _Messages:
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // self.sp_size
         self.stream = self.tokens * config.model.hidden_size * self.inputs.param_bytes
         """Bytes of the hidden states of a micro-batch, [T, H]."""
+        self.is_wide = config.model.fp32_residual_connection
         self.is_recomputed = config.recompute.recompute_granularity == "full"
 
     def gradients_and_parameters(self) -> Iterator[Traffic]:
@@ -138,8 +139,11 @@ class _Messages:
         expert_sums = self.config.moe.moe_router_topk * (3 if self.is_recomputed else 2)
         statistics = self.count * LOSS_STATISTICS * FP32 * tokens * size
         yield Traffic("all-gather", "tp", "loss statistics", statistics, size, self.count)
-        parts = (part for layer in self.rank_layers for part in layer.parts.values())
+        parts = [part for layer in self.rank_layers for part in layer.parts.values()]
         regions, passes = sum(part.regions for part in parts), 3 if self.is_recomputed else 2
+        sums = self.count * passes * sum(part.statistics for part in parts)
+        of_norms = sums * FP32 * self.tokens
+        yield Traffic("all-reduce", "tp", "statistics of norms", of_norms, size, sums)
         if not self.parallel.sequence_parallel:
             # Recomputation ends before the last sum of a layer, which no gradient needs.
             sums = regions * passes - self.layers * self.is_recomputed + first + last
@@ -190,6 +194,7 @@ class _Messages:
         sends = sum((a in local) != (b in local) for a, b in edges)
         # With sequence parallelism, a slice from each tensor-parallel rank.
         part = self.stream // (self.tp_size if self.parallel.sequence_parallel else 1)
+        part = part // self.inputs.param_bytes * FP32 if self.is_wide else part
         messages = self.count * sends
         yield Traffic("send", "pp", "hidden states", messages * part, ranks, messages)
         ends = {0, stages - 1} & local

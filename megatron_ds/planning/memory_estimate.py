@@ -352,7 +352,7 @@ class _Sizes:
         count = self.stored_layers
         if recompute.recompute_granularity == "full":
             units = -(-count // recompute.checkpoint_num_layers)
-            kept = 0 if recompute.checkpoint_in_cpu else units * run.residual
+            kept = 0 if recompute.checkpoint_in_cpu else units * run.between
             ends += kept // (run.tp_size if recompute.partition_activations else 1)
             count = min(recompute.checkpoint_num_layers, model.num_layers)
             sparse = min(sparse, -(-count // moe.expert_interval))

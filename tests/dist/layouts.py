@@ -34,10 +34,14 @@ EXTRA: dict[str, dict[str, str]] = {
     "accumulation": {"1": "", "4": ""},
     "model": {
         "learned": "--position-embedding-type learned_absolute",
-        "alibi": "--position-embedding-type alibi --embed-layernorm",
-        "gqa": "--position-embedding-type rope --group-query-attention --num-query-groups 2",
+        "alibi": "--position-embedding-type alibi --embed-layernorm "
+        "--apply-residual-connection-post-layernorm",
+        "gqa": "--position-embedding-type rope --group-query-attention --num-query-groups 2 "
+        "--parallel-residual separate --qk-l2-norm --fp32-residual-connection "
+        "--disable-attention-bias --output-layer-bias",
         "llama": "--position-embedding-type rope --swiglu --normalization RMSNorm "
-        "--disable-bias-linear --untie-embeddings-and-output-weights",
+        "--disable-bias-linear --untie-embeddings-and-output-weights --norm-position reordered "
+        "--qk-layernorm --qk-layernorm-scope all-heads --apply-layernorm-1p",
     },
     # Masks of hidden states alone follow the position in the data; with those of attention, the
     # reference takes over what the ranks recorded.

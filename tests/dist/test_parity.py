@@ -28,20 +28,20 @@ REPEATED = "repeated"
 """The second run of the first case, after all others."""
 
 CASES = (
-    Case(2, 0, 2, 4, "rope", "adamw"),
+    Case(2, 0, 2, 4, "parallel", "adamw"),
     Case(2, 1, 1, 4, "window", "adamw"),
-    Case(2, 2, 2, 1, "tied", "sgd"),
+    Case(2, 2, 2, 1, "after", "sgd"),
     Case(2, 3, 1, 1, "gqa", "adamw"),
     Case(2, 3, 2, 4, "untied", "sgd"),
     # Fused queries, keys and values of different sizes, and a fused gate.
     Case(2, 1, 1, 4, "swiglu", "muon"),
     Case(2, 2, 1, 4, "gqa", "muon"),
-    Case(2, 3, 1, 4, "swiglu", "muon"),
+    Case(2, 3, 2, 4, "both", "muon"),
     Case(4, 1, 2, 1, "gqa", "muon"),
     # Embeddings and output layer in groups of their own.
-    Case(2, 0, 2, 4, "untied", "grouped"),
-    Case(2, 1, 1, 4, "alibi", "grouped"),
-    Case(2, 3, 2, 4, "untied", "grouped"),
+    Case(2, 0, 2, 4, "reordered", "grouped"),
+    Case(2, 1, 1, 4, "norm stream", "grouped"),
+    Case(2, 3, 2, 4, "reordered", "grouped"),
 )
 SMOKE = CASES[:4]
 """One case of each ZeRO stage."""

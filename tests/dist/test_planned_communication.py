@@ -61,6 +61,9 @@ LLAMA = {
     "activation": "swiglu",
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
+    "norm_position": "reordered",
+    "qk_layernorm": True,
+    "qk_layernorm_scope": "all-heads",
 }
 TP, PP, SP = (
     "tensor_model_parallel_size",
@@ -89,11 +92,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1 tp2 full recomputation": {"zero_stage": 1, TP: 2, "recompute": FULL},
     "zero1 pp2": {"zero_stage": 1, PP: 2},
     "zero1 pp2 tp2": {"zero_stage": 1, PP: 2, TP: 2},
-    "zero1 pp2 tp2 sequence parallel": {
+    "zero1 pp2 tp2 sequence parallel, hidden states in fp32": {
         "zero_stage": 1,
         PP: 2,
         TP: 2,
         "sequence_parallel": True,
+        "model": {"fp32_residual_connection": True},
     },
     "zero1 pp4, llama": {"zero_stage": 1, PP: 4, "model": LLAMA},
     "zero1 sp2": {"zero_stage": 1, SP: 2},

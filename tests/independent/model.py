@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tests.dense_gpt import activate, dense_logits, no_dropout
+from tests.dense_gpt import activate, dense_logits, gated, no_dropout
 
 Options = Mapping[str, Any]
 Weights = dict[str, Tensor]
@@ -37,6 +37,18 @@ DEFAULTS = {
     "kv_channels": None,
     "embed_layernorm": False,
     "qk_layernorm": False,
+    "qk_layernorm_scope": "head",
+    "qk_l2_norm": False,
+    "norm_position": "before",
+    "parallel_residual": None,
+    "apply_residual_connection_post_layernorm": False,
+    "apply_layernorm_1p": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "output_layer_bias": False,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_multiplier": 1.0,
     "window_size": None,
     "window_attn_skip_freq": None,
     "gelu_approximation": None,
@@ -239,8 +251,7 @@ class Experts:
     def _activate(self, x: Tensor) -> Tensor:
         if not self.config.activation.endswith("glu"):
             return activate(x, self.config)
-        gate, up = x.chunk(2, dim=-1)
-        return activate(gate, self.config) * up
+        return gated(x, self.config)
 
 
 def loss_of(

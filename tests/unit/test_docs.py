@@ -57,16 +57,15 @@ PARTS_OF_MODEL = ("position_embedding_type", "normalization", "activation")
 PARTS_OF_FAMILIES = (
     *("gelu_kind", "add_bias_linear", "qkv_bias", "embed_layernorm", "norm_epsilon"),
     *("rotary_percent", "untie_embeddings_and_output_weights", "attention_dropout"),
-    *("hidden_dropout", "init_method_std"),
+    *("hidden_dropout", "init_method_std", "norm_position", "parallel_residual"),
+    *("apply_layernorm_1p", "qk_layernorm", "qk_layernorm_scope"),
 )
 SMALL_CONFIG = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 4),
     "vocab_size": 8,
-    "use_parallel_residual": False,
-    "parallel_attn": False,
 }
-"""Keys of a config.json that have no default, or whose default is not supported."""
+"""Keys of a config.json that have no default."""
 PAGES_WITH_FLAGS = (
     *("start/tutorial", "start/choose_a_layout", "start/finetuning", "start/troubleshooting"),
     *("start/migration", "running/launching", "training/model"),

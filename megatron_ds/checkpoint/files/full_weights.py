@@ -129,7 +129,8 @@ def _load_one(name: str, parameter: torch.Tensor, full: torch.Tensor, rank: int,
         expected[spec.dim] = sum(spec.sections)
     if name in VOCABULARY_TABLES:
         # A negative number of rows to append truncates.
-        full = nn.functional.pad(full, (0, 0, 0, expected[0] - len(full)))
+        columns = (0, 0) * (full.dim() - 1)
+        full = nn.functional.pad(full, (*columns, 0, expected[0] - len(full)))
     if list(full.shape) != expected:
         raise user_error(
             "weights-shape-mismatch", name=name, shape=list(full.shape), expected=expected

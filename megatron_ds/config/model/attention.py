@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import ANY_VALUE, option_field, when
+from megatron_ds.config.fields import ANY_VALUE, exclusive_problem, option_field, when
 from megatron_ds.config.model.layer_pattern import layer_pattern
 from megatron_ds.config.model.sizes import SizesConfig, size_field
 from megatron_ds.config.problems import Problem
@@ -46,6 +46,16 @@ class AttentionConfig(SizesConfig):
     qk_layernorm: bool = option_field(
         False, "normalize the queries and keys of each head, before they are rotated"
     )
+    qk_layernorm_scope: str = option_field(
+        "head",
+        "what --qk-layernorm normalizes together: the queries, or keys, of each head or of all",
+        choices=("head", "all-heads"),
+        only_with=when(qk_layernorm=True),
+    )
+    qk_l2_norm: bool = option_field(
+        False,
+        "divide the queries and keys of each head by the root of their mean square; no weights",
+    )
     attention_dropout: float = option_field(
         0.1, "dropout probability of the attention weights", minimum=0, below=1
     )
@@ -84,6 +94,12 @@ class AttentionConfig(SizesConfig):
         """A list with 1 for each layer with a window, 0 for the others; None without windows."""
         pattern = [int(window is not None) for window in self.windows]
         return str(pattern) if any(pattern) else None
+
+    def attention_problems(self) -> Iterator[Problem]:
+        """Check the norms of queries and keys, the window and its pattern."""
+        if self.qk_layernorm and self.qk_l2_norm:
+            yield exclusive_problem("qk_layernorm", "qk_l2_norm")
+        yield from self.window_problems()
 
     def window_problems(self) -> Iterator[Problem]:
         """Check the window and its pattern."""

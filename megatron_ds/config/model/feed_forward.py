@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ds.config.fields import option_field, when
+from megatron_ds.config.fields import Condition, option_field, when
 from megatron_ds.config.model.sizes import SizesConfig, size_field
 
-GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu", "liglu")
+GLU_ACTIVATIONS = ("swiglu", "geglu", "quick-geglu", "reglu", "liglu")
 ACTIVATIONS = ("gelu", "openai-gelu", "squared-relu", *GLU_ACTIVATIONS)
 
 
@@ -22,18 +22,37 @@ class FeedForwardConfig(SizesConfig):
     activation: str = option_field(
         "gelu",
         "activation function of the MLP; the *glu functions are gated: act(gate) * up. Also "
-        "--swiglu, --openai-gelu, --squared-relu, --glu-activation X",
+        "--swiglu, --openai-gelu, --squared-relu, --quick-geglu, --glu-activation X",
         choices=ACTIVATIONS,
     )
     gelu_approximation: str | None = option_field(
         None,
         "approximation of gelu: tanh, as in Megatron's fused kernel, or none (exact, erf); "
-        "default: tanh, or none with --disable-bias-linear, with which Megatron has no such kernel",
+        "default: tanh, or none with --disable-bias-linear, with which Megatron has no such "
+        "kernel, and with geglu",
         choices=("tanh", "none"),
-        only_with=when(activation="gelu"),
+        only_with=when(activation=("gelu", "geglu")),
+    )
+    activation_func_clamp_value: float | None = option_field(
+        None,
+        "gated activations: largest value of the gate before the function, and largest absolute "
+        "value of what it multiplies (default: no limit)",
+        above=0,
+        only_with=when(activation=GLU_ACTIVATIONS),
+    )
+    glu_linear_offset: float = option_field(
+        0.0,
+        "gated activations: offset of what the gate multiplies, act(gate) * (up + offset)",
+        only_with=when(activation=GLU_ACTIVATIONS),
     )
     add_bias_linear: bool = option_field(
         True, "disable bias in the linear layers", flag="disable-bias-linear"
+    )
+    add_attention_bias: bool = option_field(
+        True,
+        "no bias in the projections of attention, with one in the MLP",
+        flag="disable-attention-bias",
+        only_with=Condition({"add_bias_linear": (True,)}, without_flags=True),
     )
     add_qkv_bias: bool = option_field(
         False,
@@ -44,6 +63,10 @@ class FeedForwardConfig(SizesConfig):
     @property
     def is_gated(self) -> bool:
         return self.activation in GLU_ACTIVATIONS
+
+    @property
+    def has_gelu(self) -> bool:
+        return self.activation in ("gelu", "geglu")
 
     @property
     def mlp_hidden_size(self) -> int:
@@ -57,8 +80,19 @@ class FeedForwardConfig(SizesConfig):
     @property
     def gelu_kind(self) -> str:
         """`gelu_approximation`, or its default: as in Megatron's kernel for bias and gelu."""
-        return self.gelu_approximation or ("tanh" if self.add_bias_linear else "none")
+        has_kernel = self.add_bias_linear and self.activation != "geglu"
+        return self.gelu_approximation or ("tanh" if has_kernel else "none")
+
+    @property
+    def activation_arguments(self) -> tuple[str, str, float | None, float]:
+        """Activation function, kind of gelu, limit and offset of a gated one."""
+        limits = self.activation_func_clamp_value, self.glu_linear_offset
+        return self.activation, self.gelu_kind, *(limits if self.is_gated else (None, 0.0))
+
+    @property
+    def attention_bias(self) -> bool:
+        return self.add_bias_linear and self.add_attention_bias
 
     @property
     def qkv_bias(self) -> bool:
-        return self.add_bias_linear or self.add_qkv_bias
+        return self.attention_bias if self.add_bias_linear else self.add_qkv_bias

@@ -12,12 +12,20 @@ from megatron_ds.config.model.attention import AttentionConfig
 from megatron_ds.config.model.feed_forward import FeedForwardConfig
 from megatron_ds.config.model.norm import NormConfig
 from megatron_ds.config.model.position import PositionConfig
+from megatron_ds.config.model.residual import ResidualConfig
 from megatron_ds.config.model.vocabulary import VocabularyConfig
 from megatron_ds.config.problems import Problem, with_value
 
 
 @dataclass(frozen=True)
-class ModelConfig(VocabularyConfig, FeedForwardConfig, NormConfig, PositionConfig, AttentionConfig):
+class ModelConfig(
+    VocabularyConfig,
+    FeedForwardConfig,
+    ResidualConfig,
+    NormConfig,
+    PositionConfig,
+    AttentionConfig,
+):
     """Architecture of the transformer."""
 
     hidden_dropout: float = option_field(
@@ -28,6 +36,17 @@ class ModelConfig(VocabularyConfig, FeedForwardConfig, NormConfig, PositionConfi
         "standard deviation of the initial weights; layers that write to the residual stream use "
         "it / sqrt(2 x layers)",
         minimum=0,
+    )
+    embedding_init_method_std: float | None = option_field(
+        None,
+        "standard deviation of the initial embeddings, of words and of positions (default: as of "
+        "other weights)",
+        minimum=0,
+    )
+    init_method_xavier_uniform: bool = option_field(
+        False,
+        "draw initial matrices [out, in] uniformly between the signs of sqrt(6 / (out + in)), "
+        "those that write to the residual stream, too",
     )
 
     # The following are defined if neither `field_problems` nor `problems` finds anything.
@@ -44,7 +63,7 @@ class ModelConfig(VocabularyConfig, FeedForwardConfig, NormConfig, PositionConfi
             "kv_channels": self.head_dim,
             "num_query_groups": self.kv_heads,
             "max_position_embeddings": self.num_positions if has_table else None,
-            **({"gelu_approximation": self.gelu_kind} if self.activation == "gelu" else {}),
+            **({"gelu_approximation": self.gelu_kind} if self.has_gelu else {}),
         }
 
     def problems(self, tp_size: int) -> Iterator[Problem]:
@@ -59,7 +78,8 @@ class ModelConfig(VocabularyConfig, FeedForwardConfig, NormConfig, PositionConfi
             if tp_size > 1:
                 yield from _tensor_parallel_problems(self, tp_size)
         yield from self.padding_problems(tp_size)
-        yield from self.window_problems()
+        yield from self.attention_problems()
+        yield from self.residual_problems()
         yield from self.position_problems()
 
     def _shape_problems(self) -> Iterator[Problem]:

@@ -20,6 +20,9 @@ class NormConfig:
     norm_epsilon: float = option_field(
         1e-5, "epsilon of the normalization", aliases=("layernorm-epsilon",), above=0
     )
+    apply_layernorm_1p: bool = option_field(
+        False, "norms multiply by 1 + weight; their weights start at 0"
+    )
     embed_layernorm: bool = option_field(
         False, "normalize the token embedding, before position embeddings are added"
     )

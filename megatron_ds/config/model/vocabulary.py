@@ -18,6 +18,7 @@ class VocabularyConfig:
     untie_embeddings_and_output_weights: bool = option_field(
         False, "do not share the weights of embedding and output layer"
     )
+    output_layer_bias: bool = option_field(False, "add a bias to the logits, one for each token id")
     make_vocab_size_divisible_by: int = option_field(
         128,
         "pad the vocabulary to a multiple of this value and of the tensor-parallel size",

@@ -127,7 +127,9 @@ def ignored(**values: Any) -> Row:
     return Row(lambda config: {}, lambda model: dict(values))
 
 
-def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:
+def rope(
+    theta_key: str = "rope_theta", fraction_key: str | None = None, fraction: float = 0.25
+) -> Row:
     """Rotary position embeddings.
 
     Versions before 5 of transformers have a key for each value and `rope_scaling`, later ones have
@@ -136,8 +138,9 @@ def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:
 
     Args:
         theta_key: Key of the base.
-        fraction_key: Key of the fraction that is rotated, whose default is then 1 / 4. None: the
-            family rotates everything, whatever a file has as `partial_rotary_factor`.
+        fraction_key: Key of the fraction that is rotated. None: the family rotates everything,
+            whatever a file has as `partial_rotary_factor`.
+        fraction: Its default.
     """
 
     def read(config: ConfigValues) -> Fields:
@@ -154,7 +157,7 @@ def rope(theta_key: str = "rope_theta", fraction_key: str | None = None) -> Row:
             "rotary_percent": 1.0,
         }
         if fraction_key is not None:
-            default = config.get(fraction_key, 0.25)
+            default = config.get(fraction_key, fraction)
             fields["rotary_percent"] = inner.number("partial_rotary_factor", float, default)
         return fields
 

@@ -98,17 +98,26 @@ def _write_windows(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_scale(config: ConfigValues) -> dict[str, Any]:
+    """Embeddings are multiplied by the root of the hidden size."""
+    return {"embedding_multiplier": config.number("hidden_size", int) ** 0.5}
+
+
+EMBEDDING_DROPOUT = Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
+SCALED_EMBEDDING = Row(_read_scale, lambda model: {})
 SPECIAL_ROWS = {
     "gpt2": (
         Row(
             _read_positions,
             lambda model: dict.fromkeys(("n_positions", "n_ctx"), model.num_positions),
         ),
-        Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout}),
+        EMBEDDING_DROPOUT,
     ),
+    "phi": (EMBEDDING_DROPOUT,),
     "llama": (Row(_read_biases, _write_biases), ignored(pretraining_tp=1)),
     "qwen2": (Row(_read_windows, _write_windows),),
     "qwen3": (Row(_read_windows, _write_windows),),
+    "gemma": (SCALED_EMBEDDING,),
     "mistral": (Row(_read_window, lambda model: {"sliding_window": model.window}),),
 }
 """Rows by `model_type`, besides those of families.toml."""

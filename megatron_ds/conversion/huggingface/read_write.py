@@ -255,7 +255,7 @@ def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
             lazy = TensorReader.full(
                 shape, ours[name].dtype, functools.partial(read_part, name, part)
             )
-            tensors[f"{'' if name == 'head.weight' else family.prefix}{part.name}"] = lazy
+            tensors[f"{'' if name.startswith('head.') else family.prefix}{part.name}"] = lazy
     return tensors
 
 

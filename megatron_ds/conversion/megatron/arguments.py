@@ -19,7 +19,7 @@ from megatron_ds.conversion.huggingface.config_rows import ConfigValues, Fields,
 from megatron_ds.conversion.megatron.names import QkvOrder, RowOrders
 from megatron_ds.conversion.safe_unpickle import StandIn
 
-GATED = ("swiglu", "geglu", "reglu", "liglu")
+GATED = ("swiglu", "geglu", "quick-geglu", "reglu", "liglu")
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 TABLES = read_table(__file__)
 
@@ -58,7 +58,7 @@ def _read_activation(args: ConfigValues) -> Fields:
         args.lacking.append(f"two gated activations (swiglu and glu_activation {gated})")
     if name := "swiglu" if values.get("swiglu") else gated:
         return {"activation": name}
-    for name in ("squared-relu", "openai-gelu"):
+    for name in ("squared-relu", "openai-gelu", "quick-geglu"):
         if values.get(name.replace("-", "_")):
             return {"activation": name}
     # Only the kernel that adds the bias approximates gelu by tanh.
@@ -67,7 +67,7 @@ def _read_activation(args: ConfigValues) -> Fields:
 
 
 def _write_activation(model: ModelConfig) -> dict[str, Any]:
-    switches = ("swiglu", "squared-relu", "openai-gelu")
+    switches = ("swiglu", "squared-relu", "openai-gelu", "quick-geglu")
     return {
         **{name.replace("-", "_"): model.activation == name for name in switches},
         "bias_gelu_fusion": model.activation == "gelu" and model.gelu_kind == "tanh",
@@ -164,7 +164,7 @@ ROWS = (
     Row(_read_norm, _value("normalization").write),
     Row(_read_sizes, _write_sizes),
     Row(_read_qkv_bias, _value("add_qkv_bias").write),
-    Row(_value("embed_layernorm").read, ignored().write),
+    *(Row(_value(name).read, ignored().write) for name in ("embed_layernorm", "parallel_residual")),
     *map(_value, TABLES["values"]),
 )
 
@@ -201,7 +201,7 @@ def model_arguments(model: ModelConfig) -> dict[str, Any]:
 
 def lacking_parts(model: ModelConfig) -> Iterator[str]:
     """Parts of our model that its arguments do not describe, since Megatron's models lack them."""
-    read = model_settings(model_arguments(model), Path())
+    read = {**vars(ModelConfig()), **model_settings(model_arguments(model), Path())}
     for name, part in TABLES["exported"].items():
         if (value := getattr(model, name)) != read[name]:
             yield part.format(value)
@@ -244,7 +244,7 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
         f"positions {position_type}": position_type not in positions,
         f"norm {norm}": norm not in NORMS,
         f"activation {activation}": activation != "gelu",
-        "attention and MLP in parallel (gpt_j_residual)": bool(values.get("gpt_j_residual")),
+        "one norm of attention and MLP (gpt_j_tied)": bool(values.get("gpt_j_tied")),
     }
     for part, is_lacking in lacking.items():
         if is_lacking:
@@ -255,6 +255,7 @@ def neox_arguments(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "position_embedding_type": positions[position_type],
         "normalization": NORMS[norm],
         "layernorm_epsilon": values.get(epsilon),
+        "parallel_residual": "separate" if values.get("gpt_j_residual") else None,
     }
 
 

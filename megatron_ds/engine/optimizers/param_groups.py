@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from megatron_ds.config import OptimizerConfig
 from megatron_ds.engine.states.threaded_copy import copy_tensors
 from megatron_ds.parallel.sharding import declaration, expert_group
-from megatron_ds.parallel.weights import VOCABULARY, Role, Weight
+from megatron_ds.parallel.weights import Role, Weight
 
 
 class Multipliers(NamedTuple):
@@ -33,7 +33,7 @@ MultiplierRule = Callable[[Weight], Multipliers]
 
 def decay_matrices_only(weight: Weight) -> Multipliers:
     """The default rule, as in Megatron: no weight decay for biases and weights of norms."""
-    decay = 0.0 if weight.role is Role.VECTOR else 1.0
+    decay = 0.0 if weight.role in (Role.VECTOR, Role.OUTPUT_BIAS) else 1.0
     return Multipliers(lr=weight.lr_scale, weight_decay=decay)
 
 
@@ -49,7 +49,7 @@ def multiplier_rule(options: OptimizerConfig) -> MultiplierRule:
             factors = factors._replace(weight_decay=embeddings)
         return factors._replace(
             is_matrix=options.optimizer == "muon" and role is Role.MATRIX,
-            is_decoupled=options.decoupled_lr is not None and role in VOCABULARY,
+            is_decoupled=options.decoupled_lr is not None and role in (Role.WORDS, Role.OUTPUT),
         )
 
     return rule

@@ -102,6 +102,7 @@ class Attention(nn.Module):
         if self.has_norms:
             norms = (build_norm(norm, f"{name}.{key}", group) for key, norm in spec.norms.items())
             self.q_norm, self.k_norm = norms
+        self.norms_all_heads = any(norm.is_sharded for norm in spec.norms.values())
 
     @property
     def is_traceable(self) -> bool:
@@ -116,8 +117,12 @@ class Attention(nn.Module):
         sizes, heads = self.local_sizes, self.local_heads
         projected = self.qkv(x_SBH)
         if self.has_norms:
-            q, k, v = map(_heads, projected.split(sizes, dim=-1), heads)
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = projected.split(sizes, dim=-1)
+            if self.norms_all_heads:
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = map(_heads, (q, k, v), heads)
+            if not self.norms_all_heads:
+                q, k = self.q_norm(q), self.k_norm(k)
             if rotation is not None:
                 q, k = (self.elementwise.rotate(part, rotation) for part in (q, k))
         elif rotation is None:

@@ -53,9 +53,10 @@ def _results(model: GPTModel, micro_batch: int, kernels: LossKernels) -> Iterato
         tokens = torch.full((micro_batch, length), packing.eod + 1, device=device)
         packed = packing.find_documents(tokens, micro_batch)
     keys = keys_of(x, length, packed)
+    stream = x.float() if config.fp32_residual_connection else x
     for block in model.blocks()[:1]:
-        y = block(x, model.positions.contexts([block.rule], keys)[block.rule])
-        (gradient,) = torch.autograd.grad(y, x, x.detach())
+        y = block(stream, model.positions.contexts([block.rule], keys)[block.rule])
+        (gradient,) = torch.autograd.grad(y, x, stream.detach())
         pair = y.detach(), gradient
         if max(config.hidden_dropout, config.attention_dropout) > 0:
             pair = pair[0].isfinite().float(), pair[1].isfinite().float()  # the masks differ

@@ -29,17 +29,25 @@ instead of after each operation."""
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
-    "geglu": F.gelu,
+    "quick-geglu": lambda gate: gate * torch.sigmoid(1.702 * gate),  # Hendrycks and Gimpel 2016
     "reglu": F.relu,
     "liglu": lambda gate: gate,
 }
 """Functions of the gate, by activation (Shazeer 2020)."""
 
 
-def activate(x: Tensor, activation: str, gelu_kind: str) -> Tensor:
+def activate(
+    x: Tensor, activation: str, gelu_kind: str, limit: float | None = None, offset: float = 0.0
+) -> Tensor:
     """The MLP's activation: [..., F] to [..., F], or gated [..., 2F] = [gate; up] to [..., F]."""
-    if activation in GATES:
+    if activation in GATES or activation == "geglu":
         gate, up = x.chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if offset:
+            up = up + offset
+        if activation == "geglu":
+            return F.gelu(gate, approximate=gelu_kind) * up
         return GATES[activation](gate) * up
     match activation:
         case "gelu":
@@ -61,7 +69,7 @@ class Elementwise:
     """The functions that a layer and the output layer call."""
 
     rotate: Callable[[Tensor, Rotation], Tensor] = rotate
-    activate: Callable[[Tensor, str, str], Tensor] = activate
+    activate: Callable[..., Tensor] = activate
     add_dropout: Callable[[Tensor, Tensor, float, Group], Tensor] = add_dropout
     loss: LossKernels = EAGER_LOSS
 
@@ -152,7 +160,7 @@ def _results(
     x = draw(config.mlp_hidden_size // group.size * (2 if config.is_gated else 1))
     num_tokens = config.seq_length * micro_batch
     yield from loss_results(functions.loss, config, num_tokens, group.size, like=x.detach())
-    yield from run(lambda x: functions.activate(x, config.activation, config.gelu_kind), x)
+    yield from run(lambda x: functions.activate(x, *config.activation_arguments), x)
     if config.hidden_dropout > 0:
         x, probability = draw(config.hidden_size), config.hidden_dropout
         if group.sequence_parallel:

@@ -24,6 +24,7 @@ from megatron_ds.model.spec.parts import (
     Part,
     Pass,
 )
+from megatron_ds.model.spec.residual import residual_form
 from megatron_ds.parallel.weights import Role, Weight
 
 DENSE = MoEConfig()
@@ -41,6 +42,8 @@ class Layer:
     """Parts by their names below the layer; the layer itself has an empty name."""
     tied: tuple[Weight, ...] = ()
     """Weights of an earlier layer; a stage that lacks that layer has copies."""
+    is_parallel: bool = False
+    """Whether two of the parts read the same hidden states."""
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
@@ -57,7 +60,9 @@ class Layer:
 
     def saved(self, run: Pass) -> int:
         """Bytes that a forward pass saves."""
-        return sum(part.saved(run) for part in self.parts.values())
+        return (
+            sum(part.saved(run) for part in self.parts.values()) - run.residual * self.is_parallel
+        )
 
 
 Layers = Iterable[Layer] | None
@@ -172,12 +177,16 @@ def model_spec(
     """
     rows, norm = model.padded_vocab(tp_size), NormSpec(model)
     embedding = Layer("embedding", {"": EmbeddingSpec(model, rows)})
-    dense, sparse = FeedForwardSpec(model), ExpertsSpec(model, moe)
+    dense, sparse, form = FeedForwardSpec(model), ExpertsSpec(model, moe), residual_form(model)
 
     def block(layer: int) -> Layer:
-        mixer = {"attention_norm": norm, "attention": AttentionSpec.of(model, layer)}
+        mixer = AttentionSpec.of(model, layer)
         mlp = sparse if moe.has_experts(layer) else dense
-        return Layer(f"layers.{layer}", {**mixer, "mlp_norm": norm, "mlp": mlp})
+        parts: dict[str, Part] = {}
+        for key, part in (("attention", mixer), ("mlp", mlp)):
+            parts |= {f"{key}_norm": norm, key: part, f"{key}_post_norm": norm}
+        parts = {key: part for key, part in parts.items() if form.norms.get(key, True)}
+        return Layer(f"layers.{layer}", parts, is_parallel=form.parallel)
 
     blocks = tuple(map(block, range(model.num_layers)))
     word = embedding.weights["embedding.word.weight"]
@@ -195,4 +204,5 @@ def unit_weights() -> dict[str, Weight]:
     """
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
     options: dict[str, Any] = dict.fromkeys(sizes, 1)
-    return model_spec(ModelConfig(**options, untie_embeddings_and_output_weights=True)).weights()
+    options |= {"untie_embeddings_and_output_weights": True, "output_layer_bias": True}
+    return model_spec(ModelConfig(**options)).weights()

@@ -58,8 +58,14 @@ class Pass:
 
     @property
     def residual(self) -> int:
-        """Bytes of the hidden states between the layers."""
+        """Bytes of this rank's hidden states, in the type of the activations."""
         return self.stream // self.shards
+
+    @property
+    def between(self) -> int:
+        """Bytes of the hidden states between the layers."""
+        element = FP32 if self.model.fp32_residual_connection else self.element
+        return self.residual // self.element * element
 
     @property
     def mask(self) -> int:
@@ -69,29 +75,17 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Residual:
-    """Addition of a layer's attention and feed-forward layer to the residual stream."""
-
-    pre: bool = True
-    """Each reads a norm of the stream."""
-    post: bool = False
-    """A norm of each one's output is added."""
-    scale: float = 1.0
-    """Factor of what is added."""
-    parallel: bool = False
-    """Both read the same norm of the layer's input."""
-
-
-PRE_NORM = Residual()
-
-
-@dataclass(frozen=True)
 class Part:
     """A part of the model."""
 
     model: ModelConfig
     regions: ClassVar[int] = 0
     """Sums over the tensor-parallel ranks in a forward pass, as many in a backward pass."""
+
+    @property
+    def statistics(self) -> int:
+        """Numbers of a token, in fp32, that these ranks sum besides, in the same passes."""
+        return 0
 
     def saved(self, run: Pass) -> int:
         """Bytes that a forward pass saves, its input included, its output not."""
@@ -121,9 +115,22 @@ class Part:
     def named(self, prefix: str) -> dict[str, Weight]:
         """Its weights with canonical names, by their names below the part."""
         return {
-            weight.name: dataclasses.replace(weight, name=f"{prefix}.{weight.name}")
+            weight.name: dataclasses.replace(self._drawn(weight), name=f"{prefix}.{weight.name}")
             for weight in self.weights()
         }
+
+    def _drawn(self, weight: Weight) -> Weight:
+        """A weight whose initial values are those that the options select."""
+        model, of_embedding = self.model, self.model.embedding_init_method_std
+        if not weight.std:
+            return weight
+        if of_embedding is not None and weight.role in (Role.WORDS, Role.POSITIONS):
+            return dataclasses.replace(weight, std=of_embedding)
+        if not model.init_method_xavier_uniform:
+            return weight
+        rows, columns = weight.shape[weight.is_stacked :]
+        std = (2.0 / (rows - weight.padding + columns)) ** 0.5
+        return dataclasses.replace(weight, std=std, is_uniform=True)
 
     def layer(self, prefix: str, name: str) -> list[Weight]:
         """Weight and bias of one of its linear layers, with canonical names."""
@@ -144,32 +151,64 @@ class NormSpec(Part):
     size: int | None = None
     """Size of the normalized dimension. None: the hidden size."""
     partial_over: Partial = Partial.SEQUENCE
+    is_sharded: bool = False
+    """Whether tensor-parallel ranks share the normalized dimension."""
+    has_weight: bool = True
+    """Without: RMSNorm, whatever the option."""
 
     def weights(self) -> Iterator[Weight]:
-        shape, role = (self.size or self.model.hidden_size,), Role.VECTOR
-        yield Weight("weight", shape, mean=1.0, role=role, partial_over=self.partial_over)
-        if self.model.normalization == "LayerNorm":
-            yield Weight("bias", shape, role=role, partial_over=self.partial_over)
+        if not self.has_weight:
+            return
+        shape, shard = (self.size or self.model.hidden_size,), None
+        if self.is_sharded:
+            shard = ShardSpec(0, shape)
+        means = {"weight": 1.0 - self.offset}
+        means |= {"bias": 0.0} if self.model.normalization == "LayerNorm" else {}
+        for name, mean in means.items():
+            yield Weight(
+                name, shape, shard, mean=mean, role=Role.VECTOR, partial_over=self.partial_over
+            )
+
+    @property
+    def offset(self) -> float:
+        """What is added to the weight."""
+        return float(self.model.apply_layernorm_1p)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its input and its weight are converted to fp32 before it is computed."""
+        wide = self.model.apply_layernorm_1p or self.model.fp32_residual_connection
+        return wide or self.is_sharded or not self.has_weight
 
     def describe(self) -> str:
-        return self.model.normalization
+        name = self.model.normalization if self.has_weight else "RMSNorm without weights"
+        return f"{name} with weights around 0" if self.has_weight and self.offset else name
 
     def saved(self, run: Pass) -> int:
-        return self.computed(run.tokens // run.shards, run) + (
-            0 if self._is_composed(run) and run.element < FP32 else run.residual
-        )
+        element = FP32 if self.is_wide else run.element
+        is_copied = self._is_composed(run) and element < FP32
+        size = 0 if is_copied else run.residual // run.element * element
+        return self.computed(run.tokens // run.shards, run) + size
 
     def computed(self, vectors: int, run: Pass) -> int:
-        """Bytes of so many vectors that are saved, without the input."""
-        if self.model.normalization == "LayerNorm":
+        """Bytes of so many vectors that are saved, without the input.
+
+        Of a sharded dimension, the vectors are heads.
+        """
+        size = self.size or self.model.hidden_size
+        is_composed = self._is_composed(run)
+        if self.is_sharded:
+            size, is_composed = self.model.head_dim, is_composed or run.tp_size > 1
+        if self.model.normalization == "LayerNorm" and self.has_weight and not is_composed:
             return 2 * vectors * FP32
-        elements = vectors * (self.size or self.model.hidden_size) * self._is_composed(run)
-        copies = run.element if run.element == FP32 else FP32 + 2 * run.element
+        elements = vectors * size * (is_composed and self.has_weight)
+        is_wide = self.is_wide or run.element == FP32
+        copies = FP32 if is_wide else FP32 + 2 * run.element
         return vectors * FP32 + elements * copies
 
     def _is_composed(self, run: Pass) -> bool:
         """Whether torch composes it of several operations, on a copy of the input in fp32."""
-        return run.on_cpu and self.model.normalization == "RMSNorm"
+        return run.on_cpu and not (self.model.normalization == "LayerNorm" and self.has_weight)
 
 
 @dataclass(frozen=True)
@@ -204,16 +243,29 @@ class AttentionSpec(Part):
         shape, std = (sum(sections), hidden), model.init_method_std
         yield from linear_weights("qkv", shape, rows, bias=model.qkv_bias, std=std)
         shape, std = (hidden, sections[0]), self.residual_std
-        yield from linear_weights("proj", shape, columns, bias=model.add_bias_linear, std=std)
+        yield from linear_weights("proj", shape, columns, bias=model.attention_bias, std=std)
         for name, norm in self.norms.items():
             yield from norm.named(name).values()
 
     @property
     def norms(self) -> dict[str, NormSpec]:
-        """Norms of the queries and keys of a head, by name; a rank's heads give a part of their
-        gradients."""
-        norm = NormSpec(self.model, self.model.head_dim, Partial.ALWAYS)
-        return {"q_norm": norm, "k_norm": norm} if self.model.qk_layernorm else {}
+        """Norms of the queries and keys, by name; with one weight for all heads, a rank's give a
+        part of its gradient."""
+        model, (q, k, _) = self.model, self.sections
+        one = NormSpec(model, model.head_dim, Partial.ALWAYS, has_weight=not model.qk_l2_norm)
+        norms = {"q_norm": one, "k_norm": one}
+        if model.qk_layernorm and model.qk_layernorm_scope == "all-heads":
+            sizes = {"q_norm": q, "k_norm": k}
+            return {
+                name: NormSpec(model, size, Partial.NEVER, is_sharded=True)
+                for name, size in sizes.items()
+            }
+        return norms if model.qk_layernorm or model.qk_l2_norm else {}
+
+    @property
+    def statistics(self) -> int:
+        means = 2 if self.model.normalization == "LayerNorm" else 1
+        return sum(means for norm in self.norms.values() if norm.is_sharded)
 
     def products(self, keys: int) -> int:
         keys = min(keys, self.rule.window or keys)
@@ -223,7 +275,9 @@ class AttentionSpec(Part):
         heads, groups = self.model.num_attention_heads, self.model.kv_heads
         shown = f"{counted(heads, 'head')} of {self.model.head_dim}"
         shown += "" if groups == heads else f" in {groups} groups"
-        return f"{shown}, {NormSpec(self.model).describe()} of q and k" if self.norms else shown
+        for norm in list(self.norms.values())[:1]:
+            shown += f", {norm.describe()} of q and k" + " of all heads" * norm.is_sharded
+        return shown
 
     def saved(self, run: Pass) -> int:
         """Attention per document is estimated for samples of one document."""
@@ -233,6 +287,8 @@ class AttentionSpec(Part):
         saved = run.residual + run.mask + size * (2 * q + 2 * kv)
         for norm, heads in zip(self.norms.values(), (q, kv), strict=False):
             saved += norm.computed(run.tokens * heads // model.head_dim, run)
+            is_copied = norm.is_wide and run.element < FP32
+            saved += run.tokens * heads * FP32 * is_copied
         # A fused kernel saves no scores. A CPU has none with dropout.
         is_fused = model.attention_dropout == 0 or not run.on_cpu
         is_changed = bool(self.norms) or model.position_embedding_type == "rope"
@@ -282,14 +338,22 @@ class FeedForwardSpec(Part):
         yield from linear_weights("fc_out", shape, columns, bias=bias, std=std)
 
     def describe(self) -> str:
-        return f"feed-forward {self.model.mlp_hidden_size} ({self.model.activation})"
+        activation, _, limit, offset = self.model.activation_arguments
+        shown = activation + (f", at most {limit:g}" if limit is not None else "")
+        shown += f", offset {offset:g}" if offset else ""
+        return f"feed-forward {self.model.mlp_hidden_size} ({shown})"
 
     def saved(self, run: Pass) -> int:
         return run.residual + run.mask + (0 if run.has_tiles else self.inner(run))
 
     def inner(self, run: Pass) -> int:
         """Saved between the two matrices."""
-        tensors = 2 if not self.model.is_gated else 3 if self.model.activation == "liglu" else 4
+        activation, _, limit, offset = self.model.activation_arguments
+        tensors = 2 if not self.model.is_gated else 3 if activation == "liglu" else 4
+        if activation == "quick-geglu":  # the sigmoid
+            tensors += 1
+        limited = 1 if activation == "reglu" else 2  # the output of relu is saved, not its input
+        tensors += limited if limit is not None else int(offset != 0.0)
         width = self.model.mlp_hidden_size
         return run.tokens * run.element * width // run.tp_size * tensors
 
@@ -385,6 +449,10 @@ class OutputSpec(EmbeddingSpec):
     def weights(self) -> Iterator[Weight]:
         if self.model.untie_embeddings_and_output_weights:
             yield _vocabulary("weight", self.rows, self.model, Role.OUTPUT)
+        if self.model.output_layer_bias:
+            shard, role = ShardSpec(0, (self.rows,)), Role.OUTPUT_BIAS
+            padding = self.rows - self.model.vocab_size
+            yield Weight("bias", (self.rows,), shard, role=role, padding=padding)
 
     def products(self, keys: int) -> int:
         return self.rows * self.model.hidden_size

@@ -59,7 +59,18 @@ MODELS: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=6),
+    "pythia": lambda: transformers.GPTNeoXConfig(**NEOX, rope_parameters=HALF),
+    "olmo2": lambda: transformers.Olmo2Config(**LLAMA),
+    "gemma": lambda: transformers.GemmaConfig(
+        **{**LLAMA, "num_key_value_heads": 1}, head_dim=6, pad_token_id=None
+    ),
     "bloom": lambda: transformers.BloomConfig(**SIZES),
+    "bloom-norms": lambda: transformers.BloomConfig(
+        **SIZES, apply_residual_connection_post_layernorm=True
+    ),
+    "phi": lambda: transformers.PhiConfig(**NEOX, rope_parameters=HALF, num_key_value_heads=2),
+    "phi-norms": lambda: transformers.PhiConfig(**NEOX, rope_parameters=HALF, qk_layernorm=True),
+    "falcon-parallel": lambda: transformers.FalconConfig(**SIZES, max_position_embeddings=64),
     "falcon": lambda: transformers.FalconConfig(**SIZES, **SEQUENTIAL),
     "falcon-heads": lambda: transformers.FalconConfig(
         **SIZES, **SEQUENTIAL, multi_query=False, bias=True

@@ -669,6 +669,7 @@ def _neox_state(to: _Target) -> dict[str, Any]:
         "norm": config.normalization.lower(),
         "bias-gelu-fusion": config.gelu_kind == "tanh",
         "no-weight-tying": config.untie_embeddings_and_output_weights,
+        "gpt-j-residual": config.parallel_residual == "separate",
         "attention-dropout": 0.0,
         "hidden-dropout": 0.0,
     }

@@ -277,8 +277,6 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "part"),
     [
-        ("gpt-neox", {"use_parallel_residual": True}, "use_parallel_residual"),
-        ("gpt-neox", {"use_parallel_residual": ...}, "use_parallel_residual"),
         ("gpt-neox", {"attention_bias": False}, "attention_bias"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}}, "llama3"),
         ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "linear"}}, "linear"),
@@ -287,13 +285,11 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"hidden_act": "mish"}, "mish"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"model_type": "olmo2"}, "instead of before"),
+        ("llama", {"model_type": "gptj"}, "interleaved rotary positions"),
         ("qwen2", {"use_sliding_window": 1}, "use_sliding_window"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
-        ("falcon", {"parallel_attn": True}, "parallel_attn"),
         ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture"),
         ("falcon", {"alibi": True}, "alibi"),
-        ("bloom", {"apply_residual_connection_post_layernorm": True}, "post_layernorm"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
     ],
 )
@@ -425,6 +421,11 @@ def test_a_folder_of_a_version_without_windows_has_its_window(tmp_path: Path) ->
         (LLAMA_LIKE, "llama"),
         ({**LLAMA_LIKE, "add_qkv_bias": True}, "qwen2"),
         ({**LLAMA_LIKE, "qk_layernorm": True}, "qwen3"),
+        (
+            {**LLAMA_LIKE, "qk_layernorm": True, "qk_layernorm_scope": "all-heads"}
+            | {"norm_position": "reordered"},
+            "olmo2",
+        ),
         ({"position_embedding_type": "alibi", "embed_layernorm": True}, "bloom"),
         (
             {"position_embedding_type": "rope", "add_bias_linear": False, "num_query_groups": 1},

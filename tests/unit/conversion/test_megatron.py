@@ -117,11 +117,21 @@ ROPE = {"position_embedding_type": "rope"}
 CASES: dict[str, tuple[dict[str, Any], Layout]] = {
     "version 0, TP 2 x PP 2": ({}, Layout(version=0, names="old", tp=2, pp=2)),
     "version 1, TP 2": ({}, Layout(version=1, names="old", tp=2)),
-    "version 2, TP 4": ({}, Layout(version=2, tp=4)),
+    "version 2, TP 4": (
+        {"apply_residual_connection_post_layernorm": True, "qk_l2_norm": True},
+        Layout(
+            version=2,
+            tp=4,
+            arguments={"apply_residual_connection_post_layernorm": True, "qk_l2_norm": True},
+        ),
+    ),
     "version 3, virtual stages": ({}, Layout(tp=2, pp=2, chunks=2)),
     "groups and gate, TP 2 x PP 2": (LLAMA, Layout(tp=2, pp=2)),
     "thirds with groups, TP 2": (LLAMA, Layout(tp=2, thirds=True)),
-    "core names, TP 2 x PP 4": (LLAMA, Layout(names="core", tp=2, pp=4)),
+    "core names, TP 2 x PP 4": (
+        {**LLAMA, "apply_layernorm_1p": True},
+        Layout(names="core", tp=2, pp=4, arguments={"layernorm_zero_centered_gamma": True}),
+    ),
     "fused names": ({}, Layout(names="fused", tp=2, pp=2)),
     "uneven stages": ({}, Layout(stages=(1, 3))),
     "key-value heads of their own size": (
@@ -134,7 +144,12 @@ CASES: dict[str, tuple[dict[str, Any], Layout]] = {
     "bigscience, rotary": (ROPE, Layout(files="bigscience pipeline", tp=2)),
     "pipeline, untied": (LLAMA, Layout(files="pipeline", tp=2, thirds=True)),
     "gpt-neox": (
-        {**ROPE, "rotary_percent": 0.5, "gelu_approximation": "none"},
+        {
+            **ROPE,
+            "rotary_percent": 0.5,
+            "gelu_approximation": "none",
+            "parallel_residual": "separate",
+        },
         Layout(files="neox pipeline", tp=2),
     ),
     "gpt-neox, groups and untied": (
@@ -371,10 +386,8 @@ def write(
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("apply_residual_connection_post_layernorm", True),
         ("num_experts", [4]),
         ("num_experts", 8),
-        ("qk_l2_norm", True),
         ("multi_latent_attention", True),
         ("rotary_interleaved", True),
         ("normalization", "L2Norm"),
@@ -533,7 +546,7 @@ def test_a_checkpoint_of_this_program_is_not_taken_for_one_of_megatron(tmp_path:
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("gpt_j_residual", True), ("pos-emb", "rpe"), ("norm", "scalenorm"), ("activation", "geglu")],
+    [("gpt_j_tied", True), ("pos-emb", "rpe"), ("norm", "scalenorm"), ("activation", "geglu")],
 )
 def test_a_part_of_neox_that_the_model_lacks_is_named(
     setting: str, value: Any, tmp_path: Path

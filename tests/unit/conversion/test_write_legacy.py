@@ -106,7 +106,10 @@ def test_transformers_gpt2_computes_the_same_of_an_export(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "changes",
-    [{"position_embedding_type": "alibi"}, {"activation": "geglu"}, {"embed_layernorm": True}],
+    [
+        *({"position_embedding_type": "alibi"}, {"activation": "geglu"}, {"embed_layernorm": True}),
+        *({"norm_position": "reordered"}, {"logits_multiplier": 0.5}),
+    ],
 )
 @pytest.mark.parametrize("write", [write_megatron, write_torch_dist])
 def test_parts_that_megatron_lacks_are_named(

@@ -113,6 +113,26 @@ def test_initial_weights_have_the_configured_standard_deviation() -> None:
     position = model.get_parameter("embedding.position.weight")
     assert position.std().item() == pytest.approx(0.05, rel=0.05)
     assert model.get_parameter("layers.3.attention.qkv.bias").eq(0.0).all()
+
+
+@pytest.mark.parametrize("of_embedding", [None, 0.01])
+def test_initial_matrices_can_be_uniform(of_embedding: float | None) -> None:
+    """Between the signs of sqrt(6 / (rows + columns)), of the complete fused matrix."""
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 512, "num_layers": 8, "vocab_size": 200}
+    model = build(**sizes, init_method_xavier_uniform=True, embedding_init_method_std=of_embedding)
+    shapes = {"attention.qkv": 768 + 256, "attention.proj": 512, "mlp.fc_out": 256 + 512}
+    matrices = {f"layers.3.{name}.weight": size for name, size in shapes.items()}
+    matrices |= {"embedding.word.weight": 200 + 256} if of_embedding is None else {}
+    for name, size in matrices.items():
+        weight, bound = model.get_parameter(name)[:200], (6.0 / size) ** 0.5
+        assert 0.99 * bound < weight.abs().max() <= bound, name
+        assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02), name
+        assert weight.mean().abs() < 0.01 * bound, name
+    if of_embedding is not None:
+        for name in ("embedding.word.weight", "embedding.position.weight"):
+            weight = model.get_parameter(name)[:200]
+            assert weight.std().item() == pytest.approx(of_embedding, rel=0.05), name
+            assert weight.abs().max() > 2.5 * of_embedding, name
     assert model.get_parameter("final_norm.weight").eq(1.0).all()
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron_ds.model.attention.packed import Keys, PackingOptions
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.layers import CustomParts
-from megatron_ds.model.spec.parts import Residual
+from megatron_ds.model.spec.residual import Residual
 from tests.unit.model.dense import build_model, gradients
 from tests.unit.model.test_packed_attention import CONFIG, EOD, POSITIONS, TOKENS
 

@@ -71,5 +71,5 @@ def test_values_are_normally_distributed() -> None:
 
 
 def test_nothing_is_drawn_without_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(weight_init, "_fill_normal")
+    monkeypatch.delattr(weight_init, "_fill_chunk")
     assert Initializer(None).normal("a", 1.0)((6, 4), 1, [range(2, 4)]).shape == (6, 2)

@@ -69,6 +69,35 @@ MODELS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
     },
+    "OLMo 2": {
+        "norm_position": "reordered",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all-heads",
+        "normalization": "RMSNorm",
+        "position_embedding_type": "rope",
+        "num_query_groups": 2,
+    },
+    "Gemma": {
+        "norm_position": "both",
+        "apply_layernorm_1p": True,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 8.0,
+    },
+    "parallel": {"parallel_residual": "separate", "hidden_dropout": 0.1},
+    "parallel, a shared norm": {"parallel_residual": "shared", "qk_l2_norm": True},
+    "after": {"norm_position": "after"},
+    "added to the norm": {"apply_residual_connection_post_layernorm": True},
+    "stream in fp32": {"fp32_residual_connection": True},
+    "stream in fp32, RMSNorm": {"fp32_residual_connection": True, "normalization": "RMSNorm"},
+    "offset": {"activation": "swiglu", "glu_linear_offset": 1.0},
+    "limit": {"activation": "reglu", "activation_func_clamp_value": 0.5},
+    "GPT-OSS": {
+        "activation": "quick-geglu",
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+    },
     "reglu": {"activation": "reglu"},
     "liglu": {"activation": "liglu"},
     "squared relu": {"activation": "squared-relu"},
@@ -210,9 +239,14 @@ ULYSSES = [
     for model in ("plain", "hidden dropout", "rope", "grouped queries", "alibi")
     for tp in (1, 2)
 ]
+FORMS = [
+    ("OLMo 2", {"tp": 2, "sequence": True}),
+    ("parallel", {"tp": 2, "sequence": True}),
+    ("stream in fp32", {"tp": 2, "sequence": True}),
+]
 
 
-@pytest.mark.parametrize(("model", "layout"), [*TENSOR_PARALLEL, *ULYSSES])
+@pytest.mark.parametrize(("model", "layout"), [*TENSOR_PARALLEL, *ULYSSES, *FORMS])
 def test_activations_of_a_parallel_rank_equal_what_autograd_saves(
     model: str, layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -284,7 +284,7 @@ def test_parts_that_the_model_lacks_are_left_out_of_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scaling = {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
-    for changes in (scaling, {"model_type": "olmo2", "head_dim": 128}):
+    for changes in (scaling, {"model_type": "olmo", "head_dim": 128}):
         (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, **changes}))
         assert (
             tool.main(shlex.split(f"--load hf:{tmp_path} --micro-batch-size 1 --world-size 8")) == 0
