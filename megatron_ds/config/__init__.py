@@ -117,7 +117,9 @@ class Config:
         counted = dataclasses.replace(model, vocab_size=ids)
         related: dict[str, Iterator[Problem]] = {
             "model": counted.problems(parallel.tensor_model_parallel_size),
-            "moe": self.moe.problems(model.num_layers, self.expert_parallel_size),
+            "moe": self.moe.problems(
+                model, parallel.tensor_model_parallel_size, self.expert_parallel_size
+            ),
             "parallel": parallel.problems(
                 world_size, model.num_layers, has_experts=self.moe.is_used
             ),

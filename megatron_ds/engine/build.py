@@ -44,12 +44,12 @@ from megatron_ds.model.attention.cores import order_of
 from megatron_ds.model.attention.packed import AttentionBackend, PackingOptions
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.model.attention.trial import select_kernel
+from megatron_ds.model.experts.grouped import try_grouped_products
 from megatron_ds.model.gpt import ALL_LAYERS, GPTModel
 from megatron_ds.model.kernels.compiled_layers import try_layers
 from megatron_ds.model.kernels.elementwise import compile_elementwise
 from megatron_ds.model.layers import BUILT_IN, CustomParts
 from megatron_ds.model.mlp import TiledMLP
-from megatron_ds.model.moe import try_grouped_products
 from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointing, Function
 from megatron_ds.parallel.half_products import replace_slow_products
 from megatron_ds.parallel.mesh import Mesh, Mpu

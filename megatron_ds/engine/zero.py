@@ -40,6 +40,7 @@ from megatron_ds.engine.states.host_staging import HostStaging
 from megatron_ds.engine.states.resharding import Resharding
 from megatron_ds.engine.states.state_reader import StateReader
 from megatron_ds.engine.step import ModelPasses, StepControl
+from megatron_ds.model.experts.router import routers_with_bias, update_biases
 from megatron_ds.model.gpt import GPTModel, inference_form
 from megatron_ds.parallel.collectives import gather_objects
 from megatron_ds.parallel.sharding import shard_spec
@@ -70,6 +71,7 @@ class ZeroEngine:
         self._steps = StepControl(parts)
         self._passes = (PipelinePasses if self._mesh.pp.size > 1 else ModelPasses)(self._steps)
         self._measures = StepMeasures(parts)
+        self._biased_routers = routers_with_bias(parts.model)
         keep_settings_on_load(engine.basic_optimizer)
 
     def parameter_count(self) -> int:
@@ -112,7 +114,9 @@ class ZeroEngine:
     def train_step(self, batches: Iterator[DeviceBatch], plan: StepPlan) -> StepResult:
         def take() -> StepResult:
             self._steps.begin(plan)
-            return self._steps.result(plan, self._passes.train(batches, plan))
+            result = self._steps.result(plan, self._passes.train(batches, plan))
+            update_biases(self._biased_routers, self._mesh.dp, is_applied=not result.skipped)
+            return result
 
         return self._measures.measure(plan.iteration, take)
 

@@ -203,7 +203,7 @@ def loaded_model(
     from megatron_ds.conversion.registry import open_source
     from megatron_ds.inference import load_checkpoint
     from megatron_ds.inference.generation.packed_weights import pack_weights
-    from megatron_ds.model.moe import try_grouped_products
+    from megatron_ds.model.experts.grouped import try_grouped_products
     from megatron_ds.parallel.half_products import replace_slow_products
     from megatron_ds.parallel.mesh import Mesh
 

@@ -85,9 +85,8 @@ class Block(nn.Module):
         self.elementwise = self.attention.elementwise = functions
         if isinstance(self.mlp, MLP):
             self.mlp.elementwise = functions
-        elif isinstance(self.mlp, MoE) and self.mlp.ep_group.size == 1:
-            # With further ranks they would be compiled again for each number of tokens.
-            self.mlp.experts.elementwise = functions
+        elif isinstance(self.mlp, MoE):
+            self.mlp.use_elementwise(functions)
 
     def compile_parts(self, *, is_core_traceable: bool, dynamic: bool | None) -> bool:
         """Compile the layer with torch.compile, on its first call.

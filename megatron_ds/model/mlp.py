@@ -25,13 +25,24 @@ class MLP(nn.Module):
         layer: Number of the layer, from 0.
         group: Tensor-parallel group.
         init: Draws the initial weights.
+        spec: Its weights. None: those of a dense layer.
+        part: Canonical name below the layer.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, group: Group, init: Initializer) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        group: Group,
+        init: Initializer,
+        spec: FeedForwardSpec | None = None,
+        part: str = "mlp",
+    ) -> None:
         super().__init__()
         self.activation = config.activation_arguments
         self.elementwise = EAGER
-        spec, name = FeedForwardSpec(config), f"layers.{layer}.mlp"
+        spec, name = spec or FeedForwardSpec(config), f"layers.{layer}.{part}"
         self.fc_in = ColumnParallelLinear(*spec.layer(name, "fc_in"), group=group, init=init)
         self.fc_out = RowParallelLinear(*spec.layer(name, "fc_out"), group=group, init=init)
 

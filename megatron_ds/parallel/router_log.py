@@ -8,8 +8,8 @@ one output per layer, and the logged loss is the language model's alone.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ class RouterLog:
             loss in the backward pass, which is one over the number of micro-batches, times the loss
             scale of fp16.
         keeps_all_tokens: Whether experts accept all tokens, whatever their capacity.
+        is_recording: Whether a forward pass in training is running, and no recomputation.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -41,7 +42,10 @@ class RouterLog:
         self._shapes = shapes
         self._totals: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
-        self._is_open = False
+        self._sums: dict[Hashable, tuple[Tensor, int]] = {}
+        self._means: dict[Hashable, deque[Tensor]] = {}
+        """Of passes whose recomputation may ask for them again."""
+        self.is_recording = False
 
     @contextmanager
     def recording(self, *, training: bool) -> Iterator[None]:
@@ -49,15 +53,15 @@ class RouterLog:
 
         A recomputation is outside of it, so that nothing counts twice.
         """
-        self._is_open = training
+        self.is_recording = training
         try:
             yield
         finally:
-            self._is_open = False
+            self.is_recording = False
 
     def record(self, values: dict[str, Tensor]) -> None:
         """Add the values of a layer, which may have only some of the names."""
-        if self._is_open:
+        if self.is_recording:
             self.add(values)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
@@ -67,11 +71,27 @@ class RouterLog:
             value = value.detach().float()
             self._totals[name] = self._totals.get(name, torch.zeros_like(value)) + value
 
+    def mean_so_far(self, layer: Hashable, value: Tensor, group: Group) -> Tensor:
+        """The mean of a layer's value over a group and the micro-batches since the last `take`.
+
+        Collective, except in a recomputation, which receives what its first pass received.
+        """
+        if not self.is_recording:
+            return self._means[layer].popleft()
+        value = value.clone()
+        if group.size > 1:
+            dist.all_reduce(value, group=group.handle)
+        total, count = self._sums.get(layer, (torch.zeros_like(value), 0))
+        self._sums[layer] = (total + value / group.size, count + 1)
+        mean = self._sums[layer][0] / (count + 1)
+        self._means.setdefault(layer, deque()).append(mean)
+        return mean
+
     def take(self) -> dict[str, Tensor]:
         """The mean of each value over the layers that recorded it and the micro-batches since the
         last call."""
         means = {name: total / self._counts[name] for name, total in self._totals.items()}
-        self._totals, self._counts = {}, Counter()
+        self._clear()
         return means
 
     def take_of_stages(self, stages: Group, device: torch.device) -> dict[str, Tensor]:
@@ -93,9 +113,12 @@ class RouterLog:
                 part += self._totals[name].flatten()
                 counts[index] += self._counts[name]
         dist.all_reduce(sums, group=stages.handle)
-        self._totals, self._counts = {}, Counter()
+        self._clear()
         means = zip(self._shapes.items(), parts, counts, strict=True)
         return {name: (part / count).view(shape) for (name, shape), part, count in means}
+
+    def _clear(self) -> None:
+        self._totals, self._counts, self._sums, self._means = {}, Counter(), {}, {}
 
     def add_gradient(self, x: Tensor, loss: Tensor) -> Tensor:
         """Forward: x. Backward: the gradient of x, and the scaled gradient of the loss."""

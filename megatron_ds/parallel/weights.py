@@ -147,18 +147,18 @@ class Weight:
 
 
 def linear_weights(
-    name: str, shape: tuple[int, int], shard: ShardSpec, *, bias: bool, std: float
+    name: str, shape: tuple[int, int], shard: ShardSpec | None, *, bias: bool, std: float
 ) -> Iterator[Weight]:
-    """The weights of a `ColumnParallelLinear` or `RowParallelLinear`.
+    """The weights of a `ColumnParallelLinear`, a `RowParallelLinear` or a replicated layer.
 
     Args:
         name: Canonical name of the layer, or the part of it below a module.
         shape: Full shape of the matrix, [out, in].
-        shard: Sharding of the rows or of the columns.
+        shard: Sharding of the rows or of the columns. None: all ranks have the matrix.
         bias: Whether there is a bias; it starts at zero.
         std: Standard deviation of the initial matrix.
     """
     yield Weight(f"{name}.weight", shape, shard, std)
     if bias:
-        shared = shard if shard.dim == 0 else None
+        shared = shard if shard is not None and shard.dim == 0 else None
         yield Weight(f"{name}.bias", shape[:1], shared, role=Role.VECTOR)

@@ -90,9 +90,14 @@ class _Messages:
         self.own = of_ranks[pp_rank]
         self.stages = len(stages)
         self.layers = sum(stages[stage] for stage in self.own)
-        moe = config.moe
-        self.sparse = -(-self.layers // moe.expert_interval) if moe.is_used else 0
+        experts = [part for layer in self.rank_layers for part in layer.experts]
+        self.sparse = len(experts)
         """Layers with experts."""
+        self.shared = sum(part.shared is not None for part in experts)
+        """Layers with shared experts."""
+        hidden, moe = config.model.hidden_size, config.moe
+        self.share = moe.moe_router_topk * (moe.moe_latent_size or hidden) / hidden
+        """Elements of a token's rows for its experts, relative to the hidden size."""
         self.tokens = config.schedule.micro_batch_size * config.model.seq_length // self.sp_size
         self.stream = self.tokens * config.model.hidden_size * self.inputs.param_bytes
         """Bytes of the hidden states of a micro-batch, [T, H]."""
@@ -136,25 +141,28 @@ class _Messages:
         """
         size, first, last = self.tp_size, 0 in self.own, self.stages - 1 in self.own
         hidden, tokens = "hidden states", self.tokens * last
-        expert_sums = self.config.moe.moe_router_topk * (3 if self.is_recomputed else 2)
+        passes = 3 if self.is_recomputed else 2
+        expert_sums = self.share * passes
         statistics = self.count * LOSS_STATISTICS * FP32 * tokens * size
         yield Traffic("all-gather", "tp", "loss statistics", statistics, size, self.count)
         parts = [part for layer in self.rank_layers for part in layer.parts.values()]
-        regions, passes = sum(part.regions for part in parts), 3 if self.is_recomputed else 2
+        regions = sum(part.regions for part in parts)
         sums = self.count * passes * sum(part.statistics for part in parts)
         of_norms = sums * FP32 * self.tokens
         yield Traffic("all-reduce", "tp", "statistics of norms", of_norms, size, sums)
         if not self.parallel.sequence_parallel:
             # Recomputation ends before the last sum of a layer, which no gradient needs.
             sums = regions * passes - self.layers * self.is_recomputed + first + last
-            sums = self.count * (sums + self.sparse * (expert_sums - 2))
+            if self.is_recomputed and not self.config.moe.moe_shared_expert_gate:
+                sums -= self.shared
+            sums = self.count * (sums + round(self.sparse * (expert_sums - 2)))
             yield Traffic("all-reduce", "tp", hidden, sums * self.stream, size, sums)
             return
         # What a projection has gathered is gathered again for the gradient of its weight.
         gathers = regions * (passes + 1) + first + last - self.sparse
         scatters = (regions - self.sparse) * passes + first + last
         for operation, what, messages in (
-            ("all-reduce", "rows of experts", self.count * self.sparse * expert_sums),
+            ("all-reduce", "rows of experts", round(self.count * self.sparse * expert_sums)),
             ("all-gather", hidden, self.count * gathers),
             ("reduce-scatter", hidden, self.count * scatters),
         ):
@@ -179,7 +187,7 @@ class _Messages:
         """Tokens to their experts and back, in both directions, if all experts get as many."""
         passes = 3 if self.is_recomputed else 2
         messages = self.count * self.sparse * 2 * passes
-        size = messages * self.stream * self.config.moe.moe_router_topk
+        size = round(messages * self.stream * self.share)
         ep_size = self.config.expert_parallel_size
         yield Traffic("all-to-all", "ep", "routed tokens", size, ep_size, messages)
 

@@ -16,7 +16,8 @@ N ranks over which states are partitioned, v this rank's rows of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ds.config import Config
@@ -140,13 +141,18 @@ class _Sizes:
         largest = max(rank_layers(config), key=spec.elements)
         self.full, experts = spec.elements(largest), spec.elements(largest, is_expert)
         stages = layers_per_stage(config.model, config.parallel, config.moe)
-        self.is_staged = len(stages) > 1
         # A stage keeps the activations of a micro-batch until its gradient returns.
         count = micro_batches(config, inputs.dp_size // inputs.sp_size)
-        self.stored_layers = max(
-            sum(stages[stage] * min(len(stages) - stage, count) for stage in ids)
+        ends = list(itertools.accumulate(stages))
+        self.stages_of_ranks = [
+            [
+                (slice(ends[stage] - stages[stage], ends[stage]), min(len(stages) - stage, count))
+                for stage in ids
+            ]
             for ids in config.parallel.stages_of_ranks
-        )
+        ]
+        """By rank, the layers of its stages and the micro-batches that they keep."""
+        self.stored_layers = self._largest_rank([1] * sum(stages))
         self.partition = self._partition(self.full, experts)
         layers = max(sum(stages[stage] for stage in ids) for ids in config.parallel.stages_of_ranks)
         self.matrices = spec.sizes(blocks := spec.blocks[:layers], is_matrix)
@@ -186,6 +192,13 @@ class _Sizes:
         replicas = inputs.dp_size // inputs.sp_size
         samples = replicas * config.schedule.micro_batch_size
         self.is_single = config.final_global_batch_size(replicas) == samples
+
+    def _largest_rank(self, sizes: Sequence[int]) -> int:
+        """The largest sum of the sizes of layers over what a rank keeps."""
+        return max(
+            sum(kept * sum(sizes[layers]) for layers, kept in stages)
+            for stages in self.stages_of_ranks
+        )
 
     def _partition(self, elements: int, experts: int) -> int:
         """Elements on each rank: an expert is partitioned over the ranks that have it."""
@@ -336,7 +349,7 @@ class _Sizes:
 
     def activations(self) -> int:
         """Saved for the backward pass by all layers, without the output layer."""
-        model, run, moe = self.model, self.run, self.config.moe
+        model, run = self.model, self.run
         recompute, blocks = in_effect(self.config.recompute), self.spec.blocks
         ends = sum(layer.saved(run) for layer in (*self.spec.before, *self.spec.after))
         parts = {part for block in blocks for part in block.parts.values()}
@@ -344,19 +357,14 @@ class _Sizes:
         if recompute.tiled_mlp:
             inner = FeedForwardSpec(model).inner(run)
             ends += inner // num_tiles(self.tokens, model.hidden_size)
-        kinds = {moe.has_experts(layer): block for layer, block in enumerate(blocks)}
-        sizes = {has_experts: block.saved(run) for has_experts, block in kinds.items()}
-        sparse = sum(map(moe.has_experts, range(len(blocks))))
-        if self.is_staged:
-            sparse = min(1, sparse) * -(-self.stored_layers // moe.expert_interval)
-        count = self.stored_layers
-        if recompute.recompute_granularity == "full":
-            units = -(-count // recompute.checkpoint_num_layers)
-            kept = 0 if recompute.checkpoint_in_cpu else units * run.between
-            ends += kept // (run.tp_size if recompute.partition_activations else 1)
-            count = min(recompute.checkpoint_num_layers, model.num_layers)
-            sparse = min(sparse, -(-count // moe.expert_interval))
-        return ends + (count - sparse) * sizes.get(False, 0) + sparse * sizes.get(True, 0)
+        saved = [block.saved(run) for block in blocks]
+        if recompute.recompute_granularity != "full":
+            return ends + self._largest_rank(saved)
+        size = recompute.checkpoint_num_layers
+        kept = 0 if recompute.checkpoint_in_cpu else -(-self.stored_layers // size) * run.between
+        ends += kept // (run.tp_size if recompute.partition_activations else 1)
+        units = (sum(saved[first : first + size]) for first in range(0, len(saved), size))
+        return ends + max(units, default=0)
 
     def output_layer(self) -> tuple[int, int, int]:
         """The gradient of its weight, a chunk of logits, and the temporary tensors of scaling."""

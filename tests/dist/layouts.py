@@ -71,7 +71,10 @@ TEST_FLAGS = {
     ("schedule", "dualpipev"): "--num-layers 4",
     **dict.fromkeys(
         [("experts", "replicated"), ("experts", "distributed")],
-        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
+        "--moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --moe-router-score-function sigmoid "
+        "--moe-router-load-balancing-type seq_aux_loss --moe-router-topk-scaling-factor 1.5 "
+        "--moe-ffn-hidden-size 32 --moe-latent-size 24 "
+        "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate",
     ),
     ("precision", "fp16"): "--allow-fp16-on-cpu --loss-scale 512",
     # As in parity_cases.OPTIMIZERS: Adam without elements whose update is the sign of rounding.

@@ -305,13 +305,20 @@ def samples_of(case: Case) -> Samples:
     return samples.with_document_ends(case.ends) if case.ends else samples
 
 
+def is_global(case: Case) -> bool:
+    """Whether the experts of a step are balanced over all ranks."""
+    return case.changes.get("moe", {}).get("moe_router_load_balancing_type") == "global_aux_loss"
+
+
 def train_alone(case: Case, replay: Replay | None = None) -> Run:
     """The run of one process."""
     config = config_of(case)
     # Without the loss per token, it is the mean over micro-batches of their means.
     is_per_token = config.optimizer.calculate_per_token_loss
-    size = None if is_per_token else config.schedule.micro_batch_size
-    return train_reference(config, samples_of(case), plans_of(case), size, replay)
+    size = config.schedule.micro_batch_size * (case.dp if is_global(case) else 1)
+    return train_reference(
+        *(config, samples_of(case), plans_of(case)), None if is_per_token else size, replay
+    )
 
 
 @functools.cache

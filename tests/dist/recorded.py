@@ -30,7 +30,7 @@ from megatron_ds.model.attention.cores import AttentionCore
 from megatron_ds.model.attention.self_attention import Attention
 from megatron_ds.model.block import Block
 from megatron_ds.model.embedding import Embedding
-from megatron_ds.model.moe import Router
+from megatron_ds.model.experts.router import Router
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.ulysses import local_slice
 
@@ -218,7 +218,12 @@ class Replay:
         ]
 
     def _route(
-        self, name: str, passes: Iterator[int], forward: Callable[[Tensor], Any], x_TH: Tensor
+        self,
+        name: str,
+        passes: Iterator[int],
+        forward: Callable[[Tensor, int], Any],
+        x_TH: Tensor,
+        sequences: int,
     ) -> Any:
         parts = self._parts("experts", name, next(passes))
         # Tensor-parallel ranks route the same tokens, or each a slice of the sequence.
@@ -226,7 +231,7 @@ class Replay:
         if len(experts_TK) < len(x_TH):
             experts_TK = torch.cat([part for _, part in parts])
         with _Choice(experts_TK) as choice:
-            routing = forward(x_TH)
+            routing = forward(x_TH, sequences)
         self.gap = max(self.gap, choice.gap)
         return routing
 

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from megatron_ds.config import Config, ModelConfig, OptimizerConfig
 from megatron_ds.model.attention.backends import AttentionOptions
 from megatron_ds.model.attention.packed import FlexKernel, PackingOptions
+from megatron_ds.model.experts.router import routers_with_bias, update_biases
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.parallel.rng import RngStreams
@@ -179,6 +180,7 @@ def train_reference(
             if isinstance(optimizer, Lion):
                 run.undecided = optimizer.undecided(named, run.undecided)
             optimizer.step()
+            update_biases(routers_with_bias(model), Mesh.single().dp, is_applied=True)
             run.weights.append(_copy(named))
     return run
 

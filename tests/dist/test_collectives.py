@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from megatron_ds.config import Config
-from megatron_ds.model.moe import Router
+from megatron_ds.model.experts.router import Router
 from megatron_ds.parallel.mesh import Mesh, axis_groups
 from megatron_ds.planning.communication import step_traffic
 from tests.claims import claim

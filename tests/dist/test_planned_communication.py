@@ -33,7 +33,7 @@ from megatron_ds.engine.deepspeed.stage_messages import StageMessages
 from megatron_ds.engine.device_batches import DeviceBatch
 from megatron_ds.engine.ds_config import generate
 from megatron_ds.engine.zero import ZeroEngine
-from megatron_ds.model.moe import Router, Routing
+from megatron_ds.model.experts.router import Router, Routing
 from megatron_ds.parallel.mesh import Mesh
 from megatron_ds.planning.communication import step_traffic
 from megatron_ds.train_state import StepPlan, StepResult
@@ -72,6 +72,13 @@ TP, PP, SP = (
 )
 EP = "expert_model_parallel_size"
 EXPERTS: dict[str, Any] = {"num_experts": (4,), "moe_router_topk": 2}
+OF_TODAY = {
+    **EXPERTS,
+    "moe_layer_freq": "[0,1,1,0]",
+    "moe_latent_size": MODEL["hidden_size"] // 2,
+    "moe_shared_expert_intermediate_size": 32,
+    "moe_shared_expert_gate": True,
+}
 FULL = {"recompute_granularity": "full"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero0 fp32": {"zero_stage": 0, "fp32": True},
@@ -114,7 +121,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "zero_stage": 1,
         TP: 2,
         EP: 2,
-        "moe": EXPERTS,
+        "moe": OF_TODAY,
         "recompute": FULL,
     },
     "zero1 ep2 tp2 sequence parallel": {
@@ -122,7 +129,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         TP: 2,
         EP: 2,
         "sequence_parallel": True,
-        "moe": EXPERTS,
+        "moe": OF_TODAY,
     },
 }
 IN_MAKE_TEST = (
@@ -157,8 +164,8 @@ def config_of(settings: Mapping[str, Any], world_size: int) -> Config:
 def balanced(forward: Callable[..., Routing]) -> Callable[..., Routing]:
     """A router that assigns as many tokens to each expert."""
 
-    def route(router: Router, x_TH: torch.Tensor) -> Routing:
-        routing = forward(router, x_TH)
+    def route(router: Router, x_TH: torch.Tensor, sequences: int) -> Routing:
+        routing = forward(router, x_TH, sequences)
         shape = routing.experts_TK.shape
         experts = torch.arange(shape.numel()).view(shape) % router.moe.experts
         return routing._replace(experts_TK=experts)

@@ -20,12 +20,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -56,9 +54,6 @@ from megatron_ds.engine.deepspeed.loss_scaler import STATE
 from megatron_ds.engine.readback import master_weights
 from megatron_ds.engine.states.state_reader import VOCABULARY_TABLES
 from megatron_ds.inference.load_checkpoint import load_model
-from megatron_ds.model.spec.architecture import model_spec
-from megatron_ds.model.spec.parts import ExpertsSpec
-from megatron_ds.parallel.weights import Role, Weight
 from tests.claims import claim
 from tests.dist import proofs
 from tests.dist.compare import differing_names, worst_difference
@@ -156,7 +151,17 @@ DENSE_LAYOUTS = {
     for sizes, options in SIZES.items()
     for stage in stages_of(sizes)
 }
-MOE = {"moe": {"num_experts": (4,)}}
+MOE = {
+    "moe": {
+        "num_experts": (4,),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_ffn_hidden_size": 24,
+        "moe_latent_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_shared_expert_gate": True,
+    }
+}
 NO_BIAS = "swiglu"
 SGD = {"optimizer": {"sgd_momentum": 0.9, "lr": 0.05}, "model": {"num_layers": 4}}
 BF16 = {"precision": {"bf16": True}}
@@ -431,22 +436,6 @@ def without_padding(tensors: Tensors) -> Tensors:
     }
 
 
-@contextmanager
-def expert_bias(name: str) -> Iterator[None]:
-    """Within it, the routers of a layout of experts have a state, which nothing reads."""
-    weights = ExpertsSpec.weights
-
-    def with_state(spec: ExpertsSpec) -> Iterator[Weight]:
-        yield from weights(spec)
-        yield Weight("router.expert_bias", (spec.moe.experts,), mean=1.0, role=Role.STATE)
-
-    model_spec.cache_clear()
-    is_patched = name.startswith("experts ")
-    with mock.patch.object(ExpertsSpec, "weights", with_state if is_patched else weights):
-        yield
-    model_spec.cache_clear()
-
-
 def save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes) -> list[str]:
     """Takes two steps, saves, and records the states and the third step.
 
@@ -455,11 +444,6 @@ def save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes)
     Returns:
         What readers of the weights find otherwise than in the run.
     """
-    with expert_bias(name):
-        return _save_layout(name, forms, folder, meshes)
-
-
-def _save_layout(name: str, forms: Collection[str], folder: Path, meshes: Meshes) -> list[str]:
     training = Continued(name, folder, meshes)
     for _ in range(STEPS):
         training.step()
@@ -519,13 +503,12 @@ def load_layout(
 ) -> dict[tuple[str, str], list[str]]:
     """What differs after each load of a form of a checkpoint: (form, source)."""
     found = {}
-    with expert_bias(name):
-        training = Continued(name, folder, meshes)
-        for form, source in loads:
-            record = torch.load(folder / f"{source}.pt", weights_only=False)
-            training.overwrite()
-            found[form, source] = list(LOADS[form](training, name, source, record, folder))
-        training.close()
+    training = Continued(name, folder, meshes)
+    for form, source in loads:
+        record = torch.load(folder / f"{source}.pt", weights_only=False)
+        training.overwrite()
+        found[form, source] = list(LOADS[form](training, name, source, record, folder))
+    training.close()
     return found
 
 

@@ -56,8 +56,18 @@ DEFAULTS = {
     "disable_bias_linear": False,
     "num_experts": 1,
     "expert_interval": 1,
+    "moe_layer_freq": None,
+    "moe_ffn_hidden_size": None,
+    "moe_latent_size": None,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
     "moe_router_topk": 2,
     "moe_router_pre_softmax": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_load_balancing_type": "aux_loss",
     "moe_expert_capacity_factor": None,
     "moe_min_capacity": 0,
     "moe_token_dropping": True,
@@ -117,17 +127,36 @@ def initial_weights(options: Options, seed: int) -> Weights:
         linear(f"{name}.attention.qkv", hidden + 2 * groups * size, hidden)
         linear(f"{name}.attention.proj", hidden, hidden)
         norm(f"{name}.mlp_norm")
-        stacked: tuple[int, ...] = ()
-        if config.num_experts > 1 and (layer + 1) % config.expert_interval == 0:
-            draw(f"{name}.mlp.router.weight", config.num_experts, hidden, std=0.5)
-            stacked = (config.num_experts,)
-        part = f"{name}.mlp.experts" if stacked else f"{name}.mlp"
-        linear(f"{part}.fc_in", rows, hidden, *stacked)
-        linear(f"{part}.fc_out", hidden, width, *stacked)
+        if not has_experts(config, layer):
+            linear(f"{name}.mlp.fc_in", rows, hidden)
+            linear(f"{name}.mlp.fc_out", hidden, width)
+            continue
+        count, latent = config.num_experts, config.moe_latent_size or hidden
+        own = config.moe_ffn_hidden_size or width
+        draw(f"{name}.mlp.router.weight", count, hidden, std=0.5)
+        linear(f"{name}.mlp.experts.fc_in", own * rows // width, latent, count)
+        linear(f"{name}.mlp.experts.fc_out", latent, own, count)
+        if config.moe_latent_size:
+            linear(f"{name}.mlp.latent_in", latent, hidden)
+            linear(f"{name}.mlp.latent_out", hidden, latent)
+        if shared := config.moe_shared_expert_intermediate_size:
+            linear(f"{name}.mlp.shared.fc_in", shared * rows // width, hidden)
+            linear(f"{name}.mlp.shared.fc_out", hidden, shared)
+            if config.moe_shared_expert_gate:
+                draw(f"{name}.mlp.shared_gate.weight", 1, hidden)
     norm("final_norm")
     if config.untie_embeddings_and_output_weights:
         draw("head.weight", vocab, hidden)
     return weights
+
+
+def has_experts(config: Any, layer: int) -> bool:
+    """Whether a layer, counted from 0, has a router."""
+    if config.num_experts < 2:
+        return False
+    if config.moe_layer_freq is None:
+        return (layer + 1) % int(config.expert_interval) == 0
+    return bool(eval(config.moe_layer_freq)[layer])
 
 
 def write_weights(folder: Path, options: Options, weights: Weights) -> Path:
@@ -194,6 +223,10 @@ class Experts:
     gap: float = math.inf
     dropped: int = 0
     assignments: int = 0
+    earlier: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Loads of the step's earlier micro-batches, where the global batch is balanced."""
+    counts: dict[str, Tensor] = field(default_factory=dict)
+    """Assignments of the last micro-batch by layer."""
 
     def __call__(self, x_BSH: Tensor, name: str) -> Tensor:
         """The capacity is that of the tokens in Megatron's order, [S, B]."""
@@ -201,20 +234,32 @@ class Experts:
         x = x_BSH.transpose(0, 1).flatten(0, 1)
         logits = x @ w[f"{name}.router.weight"].double().T
         count, kept = config.num_experts, config.moe_router_topk
-        ranked = logits.sort(dim=-1, descending=True)
-        experts_TK, probabilities = ranked.indices[:, :kept], logits.softmax(-1)
+        is_sigmoid = config.moe_router_score_function == "sigmoid"
+        is_probability = is_sigmoid or kept == 1 or config.moe_router_pre_softmax
+        probabilities = 1 / (1 + (-logits).exp()) if is_sigmoid else logits.softmax(-1)
+        scores = probabilities if is_probability else logits
+        bias = w.get(f"{name}.router.expert_bias", torch.zeros(count)).double()
+        ranked = self._allowed(scores.detach() + bias).sort(dim=-1, descending=True)
+        experts_TK = ranked.indices[:, :kept]
         self.assignments += experts_TK.numel()
+        self.counts[name] = experts_TK.flatten().bincount(minlength=count)
         self._note(-ranked.values.diff()[:, kept - 1 : kept].flatten())
+        weights = scores.gather(1, experts_TK)
         # The softmax over one score would be 1 and have no gradient.
-        weights = ranked.values[:, :kept].softmax(-1)
-        if kept == 1 or config.moe_router_pre_softmax:
-            weights = probabilities.gather(1, experts_TK)
-        load = torch.stack([(experts_TK == expert).sum() for expert in range(count)])
-        balance = count * (load / experts_TK.numel() * probabilities.mean(0)).sum()
+        if not is_probability:
+            weights = weights.softmax(-1)
+        elif is_sigmoid and kept > 1:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
+        if is_sigmoid:
+            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        balance = self._balance(probabilities, len(x_BSH), name)
         z_loss = logits.logsumexp(-1).square().mean()
         self.auxiliary = self.auxiliary + config.moe_aux_loss_coeff * balance
         self.auxiliary = self.auxiliary + config.moe_z_loss_coeff * z_loss
 
+        shared = self._shared(x, name)
+        x = self._linear(x, f"{name}.latent_in") if config.moe_latent_size else x
         out = torch.zeros_like(x)
         for expert in range(count):
             tokens, choices = (experts_TK == expert).nonzero(as_tuple=True)
@@ -223,7 +268,54 @@ class Experts:
             hidden = self._linear(x[tokens], f"{name}.experts.fc_in", expert)
             y = self._linear(self._activate(hidden), f"{name}.experts.fc_out", expert)
             out = out.index_add(0, tokens, y * weights[tokens, choices].unsqueeze(-1))
-        return out.view(x_BSH.shape[1], x_BSH.shape[0], -1).transpose(0, 1)
+        out = self._linear(out, f"{name}.latent_out") if config.moe_latent_size else out
+        return (out + shared).view(x_BSH.shape[1], x_BSH.shape[0], -1).transpose(0, 1)
+
+    def _allowed(self, scores: Tensor) -> Tensor:
+        """The scores of the experts in each token's best groups; of others, minus infinity."""
+        config = self.config
+        if config.moe_router_num_groups is None:
+            return scores
+        size = config.num_experts // config.moe_router_num_groups
+        share = config.moe_router_topk // config.moe_router_group_topk
+        rows = []
+        for row in scores.tolist():
+            groups = [row[start : start + size] for start in range(0, len(row), size)]
+            sums = [sum(sorted(group)[-share:]) for group in groups]
+            best = sorted(sums, reverse=True)
+            self._note(torch.tensor(best[config.moe_router_group_topk - 1 :][:2]).diff().neg())
+            least = best[config.moe_router_group_topk - 1]
+            hidden = [-math.inf] * size
+            kept = [group if sums[n] >= least else hidden for n, group in enumerate(groups)]
+            rows.append([score for group in kept for score in group])
+        return torch.tensor(rows, dtype=scores.dtype)
+
+    def _balance(self, probabilities: Tensor, sequences: int, name: str) -> Tensor:
+        """The auxiliary loss; the best experts of the probabilities alone count."""
+        config = self.config
+        count, kept = config.num_experts, config.moe_router_topk
+        if config.moe_router_load_balancing_type == "seq_aux_loss":
+            parts = [probabilities[number::sequences] for number in range(sequences)]
+        else:
+            parts = [probabilities]
+        losses = []
+        for part in parts:
+            best = part.sort(dim=-1, descending=True).indices[:, :kept]
+            load = torch.stack([(best == expert).sum() for expert in range(count)]) / best.numel()
+            if config.moe_router_load_balancing_type == "global_aux_loss":
+                self.earlier.setdefault(name, []).append(load)
+                load = torch.stack(self.earlier[name]).mean(0)
+            losses.append(count * (load * part.mean(0)).sum())
+        return torch.stack(losses).mean()
+
+    def _shared(self, x: Tensor, name: str) -> Tensor:
+        if not self.config.moe_shared_expert_intermediate_size:
+            return torch.zeros_like(x)
+        inner = self._activate(self._linear(x, f"{name}.shared.fc_in"))
+        y = self._linear(inner, f"{name}.shared.fc_out")
+        if self.config.moe_shared_expert_gate:
+            y = y * torch.sigmoid(x @ self.weights[f"{name}.shared_gate.weight"].double().T)
+        return y
 
     def _accepted(self, weights: Tensor, tokens: int) -> Tensor:
         """Which of an expert's tokens it accepts, in their order."""
@@ -243,10 +335,11 @@ class Experts:
     def _note(self, gaps: Tensor) -> None:
         self.gap = min([self.gap, *gaps.tolist()])
 
-    def _linear(self, x: Tensor, name: str, expert: int) -> Tensor:
-        y = x @ self.weights[f"{name}.weight"][expert].double().T
+    def _linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
+        index = ... if expert is None else expert
+        y = x @ self.weights[f"{name}.weight"][index].double().T
         bias = self.weights.get(f"{name}.bias")
-        return y if bias is None else y + bias[expert].double()
+        return y if bias is None else y + bias[index].double()
 
     def _activate(self, x: Tensor) -> Tensor:
         if not self.config.activation.endswith("glu"):

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_ds.config.checks import divisors, list_numbers
-from megatron_ds.config.fields import ABOVE_ONE, Condition, option_field, when
+from megatron_ds.config.checks import divisors, list_numbers, nearest_multiples
+from megatron_ds.config.fields import ABOVE_ONE, ANY_VALUE, Condition, option_field, when
+from megatron_ds.config.model.layer_pattern import layer_pattern
+from megatron_ds.config.model.model import ModelConfig
 from megatron_ds.config.problems import Problem
 
 EXPERTS = when(num_experts=ABOVE_ONE)
+WITHOUT_PATTERN = Condition({"moe_layer_freq": (None,)}, without_flags=True)
+BALANCED = when(moe_router_load_balancing_type=("aux_loss", "seq_aux_loss", "global_aux_loss"))
+SHARED = when(moe_shared_expert_intermediate_size=ANY_VALUE)
 DROPPING = (EXPERTS, Condition({"moe_token_dropping": (True,)}, without_flags=True))
 
 _of_experts = functools.partial(option_field, only_with=EXPERTS)
 _of_dropping = functools.partial(option_field, only_with=DROPPING)
+_size = functools.partial(_of_experts, None, minimum=1)
 
 
 @dataclass(frozen=True)
@@ -27,8 +34,31 @@ class MoEConfig:
         nargs="*",
         minimum=0,
     )
-    expert_interval: int = _of_experts(
-        1, "every N-th layer has experts, counted from 1; the others are dense", minimum=1
+    expert_interval: int = option_field(
+        1,
+        "every N-th layer has experts, counted from 1; the others are dense",
+        minimum=1,
+        only_with=(EXPERTS, WITHOUT_PATTERN),
+    )
+    moe_layer_freq: str | None = _of_experts(
+        None,
+        "layers with experts: N for the first and every N-th after it, or a list with 1 for these "
+        "layers and 0 for dense ones, such as [0]*3+[1]*58 (default: --expert-interval)",
+        metavar="PATTERN",
+    )
+    moe_ffn_hidden_size: int | None = _size("hidden size of an expert (default: --ffn-hidden-size)")
+    moe_latent_size: int | None = _size(
+        "size to which tokens are projected before they are sent to their experts, whose outputs "
+        "are projected back (default: experts read and write the hidden size)"
+    )
+    moe_shared_expert_intermediate_size: int | None = _size(
+        "hidden size of all shared experts together: one feed-forward layer for all tokens, whose "
+        "output is added to the selected experts' (default: none)"
+    )
+    moe_shared_expert_gate: bool = option_field(
+        False,
+        "multiply the shared experts' output by the sigmoid of a learned projection of the token",
+        only_with=(EXPERTS, SHARED),
     )
     moe_router_topk: int = _of_experts(
         2, "number of experts of each token", aliases=("topk",), minimum=1
@@ -38,17 +68,62 @@ class MoEConfig:
         "weigh the selected experts by their probabilities among all experts, not among the "
         "selected ones; always so with one expert per token",
     )
+    moe_router_score_function: str = _of_experts(
+        "softmax",
+        "scores of a token's experts: softmax of the router's logits, or sigmoid of each, by which "
+        "experts are selected and weighed after division by the selected ones' sum",
+        choices=("softmax", "sigmoid"),
+    )
+    moe_router_enable_expert_bias: bool = _of_experts(
+        False,
+        "select experts by sigmoid scores plus a bias of each expert, which is no parameter: after "
+        "each step it grows or shrinks by --moe-router-bias-update-rate, for experts with fewer or "
+        "more tokens than the mean",
+    )
+    moe_router_bias_update_rate: float = option_field(
+        1e-3,
+        "change of an expert's bias in a step",
+        minimum=0,
+        only_with=(EXPERTS, when(moe_router_enable_expert_bias=True)),
+    )
+    moe_router_topk_scaling_factor: float | None = _of_experts(
+        None, "factor of the weights of the selected experts (default: 1)", above=0
+    )
+    moe_router_num_groups: int | None = _size(
+        "number of groups of experts, of which a token uses --moe-router-group-topk"
+    )
+    moe_router_group_topk: int | None = option_field(
+        None,
+        "number of groups that a token's experts are in: those with the largest sum of their best "
+        "topk / groups scores",
+        minimum=1,
+        only_with=(EXPERTS, when(moe_router_num_groups=ANY_VALUE)),
+    )
+    moe_router_dtype: str = _of_experts(
+        "fp32", "data type of the router's logits and weights", choices=("fp32", "fp64")
+    )
+    moe_input_jitter_eps: float | None = _of_experts(
+        None,
+        "multiply the router's input by random factors within 1 - EPS and 1 + EPS in training",
+        above=0,
+        below=1,
+        metavar="EPS",
+    )
+    moe_router_force_load_balancing: bool = _of_experts(
+        False, "route by random scores, to measure the speed of balanced experts"
+    )
     moe_router_load_balancing_type: str = _of_experts(
         "aux_loss",
-        "how the router learns to use all experts: aux_loss adds the auxiliary loss",
-        choices=("aux_loss", "none"),
+        "what the auxiliary loss balances: the experts of a micro-batch (aux_loss), of each "
+        "sequence (seq_aux_loss), or of the global batch so far (global_aux_loss); none: no loss",
+        choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     )
     moe_aux_loss_coeff: float = option_field(
         0.0,
         "coefficient of the load-balancing loss (Switch Transformer), summed over the layers",
         aliases=("moe-loss-coeff",),
         minimum=0,
-        only_with=(EXPERTS, when(moe_router_load_balancing_type="aux_loss")),
+        only_with=(EXPERTS, BALANCED),
     )
     moe_z_loss_coeff: float = _of_experts(
         0.0,
@@ -88,7 +163,14 @@ class MoEConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, is a mixture of experts."""
-        return self.is_used and (layer + 1) % self.expert_interval == 0
+        if not self.is_used or self.moe_layer_freq is None:
+            return self.is_used and (layer + 1) % self.expert_interval == 0
+        pattern = _pattern(self.moe_layer_freq)
+        return layer % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer])
+
+    def width(self, model: ModelConfig) -> int:
+        """Hidden size of an expert."""
+        return self.moe_ffn_hidden_size or model.mlp_hidden_size
 
     @property
     def is_pre_softmax(self) -> bool:
@@ -98,8 +180,7 @@ class MoEConfig:
     @property
     def aux_loss_coeff(self) -> float:
         """Coefficient of the load-balancing loss in effect."""
-        is_balanced = self.moe_router_load_balancing_type == "aux_loss"
-        return self.moe_aux_loss_coeff if is_balanced else 0.0
+        return self.moe_aux_loss_coeff if BALANCED.holds(self) else 0.0
 
     def capacity_factor(self, *, training: bool) -> float | None:
         """The capacity factor in effect; None if experts accept all tokens."""
@@ -109,15 +190,17 @@ class MoEConfig:
             return self.moe_eval_capacity_factor
         return self.moe_expert_capacity_factor
 
-    def problems(self, num_layers: int, ep_size: int) -> Iterator[Problem]:
+    def problems(self, model: ModelConfig, tp_size: int, ep_size: int) -> Iterator[Problem]:
         if len(set(self.num_experts)) > 1:
             yield Problem("numbers-of-experts-differ", settings=self)
         if not self.is_used:
             return
         if self.moe_router_topk > self.experts:
             yield Problem("topk-exceeds-experts", settings=self)
-        if 0 < num_layers < self.expert_interval:
-            yield Problem("no-layer-has-experts", settings=self, num_layers=num_layers)
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
+            yield Problem("expert-bias-without-sigmoid", settings=self)
+        yield from self._pattern_problems(model.num_layers)
+        yield from self._group_problems()
         if ep_size > 0 and self.experts % ep_size:
             yield Problem(
                 "experts-not-divisible-by-expert-parallel-size",
@@ -125,3 +208,43 @@ class MoEConfig:
                 ep_size=ep_size,
                 valid=list_numbers(divisors(self.experts)),
             )
+        for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+            if tp_size > 1 and (size := getattr(self, name) or 0) % tp_size:
+                yield Problem(
+                    "not-divisible-by-tensor-parallel-size",
+                    *(name, "tensor_model_parallel_size"),
+                    value=size,
+                    origin="",
+                    tp_size=tp_size,
+                    nearest_multiples=nearest_multiples(size, tp_size),
+                    valid=list_numbers(divisors(size)),
+                )
+
+    def _pattern_problems(self, num_layers: int) -> Iterator[Problem]:
+        """Check which layers have experts."""
+        try:
+            pattern = 1 if self.moe_layer_freq is None else _pattern(self.moe_layer_freq)
+            is_valid = pattern > 0 if isinstance(pattern, int) else len(pattern) == num_layers
+        except (ValueError, TypeError, SyntaxError):
+            is_valid = False
+        if not is_valid:
+            yield Problem("expert-pattern-malformed", settings=self, layers=num_layers)
+        elif num_layers > 0 and not any(map(self.has_experts, range(num_layers))):
+            yield Problem("no-layer-has-experts", num_layers=num_layers)
+
+    def _group_problems(self) -> Iterator[Problem]:
+        """Check that a token's experts are in as many groups as it may use."""
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None:
+            return
+        size, remainder = divmod(self.experts, groups)
+        share = self.moe_router_topk / (chosen or math.inf)
+        if remainder or (chosen or 0) > groups or not 1 <= share <= size:
+            shown = "(not given)" if chosen is None else chosen
+            yield Problem("expert-groups-misfit", settings=self, chosen=shown, experts=self.experts)
+
+
+@functools.cache
+def _pattern(text: str) -> int | list[int]:
+    """The interval of layers with experts, or 1 for each such layer."""
+    return int(text) if text.strip().isdecimal() else layer_pattern(text)

@@ -74,6 +74,12 @@ class ParallelConfig:
         aliases=("moe-expert-parallel-size",),
         minimum=1,
     )
+    expert_tensor_parallel_size: int | None = option_field(
+        None,
+        "degree of tensor parallelism of the experts; only --tensor-model-parallel-size, the "
+        "default, by which their width is sharded",
+        minimum=1,
+    )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of ranks with different samples; 0 if the number of processes does not fit."""
@@ -149,6 +155,8 @@ class ParallelConfig:
         elif min(tp, sp) > 0:
             yield from self._replica_problems(world_size)
         ep_size, dp_size = self.expert_model_parallel_size, self.data_parallel_size(world_size)
+        if self.expert_tensor_parallel_size not in (None, tp):
+            yield Problem("expert-tensor-parallel-size-differs", settings=self)
         if ep_size > 1 and not has_experts:
             yield Problem("expert-parallel-size-without-experts", settings=self)
         elif ep_size > 0 and dp_size % ep_size:

@@ -14,10 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from megatron_ds.config import Config, ModelConfig, MoEConfig
+from megatron_ds.model.spec.experts import ExpertsSpec
 from megatron_ds.model.spec.parts import (
     AttentionSpec,
     EmbeddingSpec,
-    ExpertsSpec,
     FeedForwardSpec,
     NormSpec,
     OutputSpec,
@@ -53,6 +53,11 @@ class Layer:
             prefix = f"{self.name}.{key}" if key else self.name
             weights |= {weight.name: weight for weight in part.named(prefix).values()}
         return weights
+
+    @property
+    def experts(self) -> list[ExpertsSpec]:
+        """Its mixtures of experts."""
+        return [part for part in self.parts.values() if isinstance(part, ExpertsSpec)]
 
     def products(self, keys: int) -> int:
         """Multiplications of one token in a forward pass that attends to so many keys."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_ds.config import ModelConfig, MoEConfig
+from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import counted
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.parallel.weights import (
@@ -325,12 +325,21 @@ class FeedForwardSpec(Part):
     """A feed-forward layer, plain or gated."""
 
     regions = 1
+    hidden: int | None = None
+    """Size of its input and output. None: the hidden size."""
+    width: int | None = None
+    """Size between its matrices. None: the model's."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Size of its input and output, and of what is between its matrices."""
+        return self.hidden or self.model.hidden_size, self.width or self.model.mlp_hidden_size
 
     def weights(self) -> Iterator[Weight]:
         model, bias = self.model, self.model.add_bias_linear
         # Gate and up are sections of one matrix, so that each rank has its slice of both.
         parts = GATE_UP if model.is_gated else ()
-        hidden, width = model.hidden_size, model.mlp_hidden_size
+        hidden, width = self.sizes
         rows = ShardSpec(0, (width,) * max(1, len(parts)), parts)
         shape, std = (sum(rows.sections), hidden), model.init_method_std
         yield from linear_weights("fc_in", shape, rows, bias=bias, std=std)
@@ -341,7 +350,7 @@ class FeedForwardSpec(Part):
         activation, _, limit, offset = self.model.activation_arguments
         shown = activation + (f", at most {limit:g}" if limit is not None else "")
         shown += f", offset {offset:g}" if offset else ""
-        return f"feed-forward {self.model.mlp_hidden_size} ({shown})"
+        return f"feed-forward {self.sizes[1]} ({shown})"
 
     def saved(self, run: Pass) -> int:
         return run.residual + run.mask + (0 if run.has_tiles else self.inner(run))
@@ -354,64 +363,7 @@ class FeedForwardSpec(Part):
             tensors += 1
         limited = 1 if activation == "reglu" else 2  # the output of relu is saved, not its input
         tensors += limited if limit is not None else int(offset != 0.0)
-        width = self.model.mlp_hidden_size
-        return run.tokens * run.element * width // run.tp_size * tensors
-
-
-@dataclass(frozen=True)
-class ExpertsSpec(FeedForwardSpec):
-    """A mixture of experts: a router, and feed-forward layers whose weights are stacked."""
-
-    moe: MoEConfig
-
-    def weights(self) -> Iterator[Weight]:
-        experts = self.moe.experts
-        yield Weight(
-            "router.weight", (experts, self.model.hidden_size), std=self.model.init_method_std
-        )
-        for weight in super().weights():
-            shard = weight.shard
-            yield dataclasses.replace(
-                weight,
-                name=f"experts.{weight.name}",
-                shape=(experts, *weight.shape),
-                shard=shard and dataclasses.replace(shard, dim=shard.dim + 1),
-                is_stacked=True,
-            )
-
-    def products(self, keys: int) -> int:
-        """Products of the selected experts and the router; dropped tokens are counted."""
-        router = self.moe.experts * self.model.hidden_size
-        of_all = super().products(keys) - router
-        return router + of_all // self.moe.experts * self.moe.moe_router_topk
-
-    def describe(self) -> str:
-        moe, factor = self.moe, self.moe.capacity_factor(training=True)
-        limit = "dropless" if factor is None else f"capacity factor {factor:g}"
-        if factor is not None:
-            limit += f" (at least {moe.moe_min_capacity} tokens, by {moe.moe_token_drop_policy})"
-        interval = moe.expert_interval
-        layers = "every layer" if interval == 1 else f"1 of {interval} layers"
-        weights = "all experts" if moe.is_pre_softmax else "the selected ones"
-        return (
-            f"{moe.experts} experts with {super().describe()} in {layers}, top "
-            f"{moe.moe_router_topk} with softmax over {weights}, {limit}, load-balancing loss x "
-            f"{moe.aux_loss_coeff:g}, z-loss x {moe.moe_z_loss_coeff:g}"
-        )
-
-    def saved(self, run: Pass) -> int:
-        """If every rank receives as many tokens."""
-        experts, hidden = self.moe.experts, self.model.hidden_size
-        rows = run.tokens * self.moe.moe_router_topk
-        saved = 2 * rows * hidden * run.element + self.moe.moe_router_topk * self.inner(run)
-        # The router's logits and probabilities, the logarithms of sums, and the selected ones.
-        router = 2 * run.tokens * experts + run.tokens + rows
-        if run.element < FP32:  # the router's input and weight in fp32, not the input itself
-            router += (run.tokens + experts) * hidden
-            saved += rows * run.element
-        else:  # the complete input, where a rank has a slice of the sequence
-            saved += run.stream
-        return saved + run.mask + FP32 * router
+        return run.tokens * run.element * self.sizes[1] // run.tp_size * tensors
 
 
 @dataclass(frozen=True)

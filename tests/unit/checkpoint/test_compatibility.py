@@ -78,6 +78,16 @@ MOE: dict[str, Any] = {
     "expert_interval": 2,
     "moe_router_topk": 1,
     "moe_router_pre_softmax": True,
+    "moe_layer_freq": "[0,1]",
+    "moe_ffn_hidden_size": 24,
+    "moe_latent_size": 8,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
 }
 """By field another value than that of EXPERTS."""
 CHANGED_MOE: dict[str, Any] = {
@@ -85,6 +95,8 @@ CHANGED_MOE: dict[str, Any] = {
     "moe_min_capacity": 4,
     "moe_token_drop_policy": "position",
     "moe_token_dropping": False,
+    "moe_router_dtype": "fp64",
+    "moe_router_force_load_balancing": True,
 }
 LAYOUT: dict[str, dict[str, Any]] = {
     "tensor_model_parallel_size": {"parallel": ParallelConfig(tensor_model_parallel_size=2)},
@@ -147,7 +159,8 @@ def test_experts_are_those_of_the_checkpoint(field: str, manager: Managers) -> N
     assert {item.name for item in dataclasses.fields(MoEConfig)} == MOE.keys() | (
         CHANGEABLE_MOE_FIELDS
     )
-    experts = dataclasses.replace(EXPERTS, moe_expert_capacity_factor=2.0)
+    parts = {"moe_shared_expert_intermediate_size": 8, "moe_router_num_groups": 4}
+    experts = dataclasses.replace(EXPERTS, moe_expert_capacity_factor=2.0, **parts)
     save(manager(moe=experts), 1)
     value = {**MOE, **CHANGED_MOE}.get(field, 0.3)
     other = manager(moe=dataclasses.replace(experts, **{field: value}))

@@ -167,7 +167,6 @@ INVALID = [
     ("--wandb-entity-name x", "unknown-flag", "", "--wandb-project"),
     ("--attention-head-type multiquery", "unknown-flag", "", "--num-query-groups 1"),
     ("--verify-checkpoint", "unknown-flag", "", "leave the flag out"),
-    ("--expert-tensor-parallel-size 1", "unknown-flag", "", "always shards"),
     ("--optimizer fusedadamw", "unsupported-value", "optimizer", "use adam"),
     # Of an unknown flag, the nearest option is shown.
     ("--num-layerz 3", "unknown-flag", "", "--num-layers"),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import Problem
-from megatron_ds.model import moe
+from megatron_ds.model.experts import grouped
+from megatron_ds.model.experts.router import routers_with_bias, update_biases
 from megatron_ds.model.mlp import MLP
 from megatron_ds.model.moe import MoE
 from megatron_ds.model.weight_init import Initializer
@@ -28,6 +29,12 @@ S, B, H, E = 7, 3, 16, 4
 LOSSES = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2}
 DROPPING = {"moe_expert_capacity_factor": 0.8}
 
+GROUPED = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+BIAS = {"moe_router_enable_expert_bias": True}
+BY_SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss"}
+SHARED = {"moe_shared_expert_intermediate_size": 20}
+
 
 def architecture(**changes: Any) -> ModelConfig:
     sizes = {"num_layers": 2, "hidden_size": H, "num_attention_heads": 2, "ffn_hidden_size": 24}
@@ -38,9 +45,9 @@ def build(moe: MoEConfig, config: ModelConfig) -> MoE:
     """A layer whose biases are not zero."""
     layer = MoE(config, moe, 0, Mesh.single(), init=Initializer(3), log=RouterLog({}))
     generator = torch.Generator().manual_seed(1)
-    for name, parameter in layer.named_parameters():
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         if name.endswith("bias"):
-            parameter.data = torch.randn(parameter.shape, generator=generator)
+            tensor.data = torch.randn(tensor.shape, generator=generator)
     return layer
 
 
@@ -60,6 +67,12 @@ def build(moe: MoEConfig, config: ModelConfig) -> MoE:
         {"moe_token_drop_policy": "position", **DROPPING},
         {"moe_min_capacity": 9, **DROPPING},
         {"moe_token_dropping": False, **DROPPING},
+        {**BY_SEQUENCE, "moe_router_topk_scaling_factor": 2.5},
+        {**SIGMOID, **BIAS, "moe_router_load_balancing_type": "global_aux_loss"},
+        {**SIGMOID, **GROUPED, **BIAS, "moe_router_topk": 1},
+        {**GROUPED, **SHARED, **BY_SEQUENCE, "moe_router_pre_softmax": True},
+        {**SHARED, **DROPPING, "moe_latent_size": 12, "moe_shared_expert_gate": True},
+        {**SIGMOID, **GROUPED, "moe_ffn_hidden_size": 8, "moe_router_dtype": "fp64"},
     ],
     ids=str,
 )
@@ -70,7 +83,8 @@ def test_layer_equals_a_loop_over_experts(options: dict[str, Any], activation: s
     layer = build(moe, config)
     x, weight = (torch.randn(S, B, H, generator=torch.Generator().manual_seed(n)) for n in (2, 3))
     options = {"num_experts": E, **LOSSES, **options, **vars(config)}
-    weights = {f"mlp.{name}": parameter for name, parameter in layer.named_parameters()}
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    weights = {f"mlp.{name}": tensor for name, tensor in tensors}
     reference = Experts(SimpleNamespace(**{**DEFAULTS, **options}), weights)
     runs = []
     for run in (layer, reference):
@@ -124,10 +138,10 @@ def test_calls_of_a_layer_do_not_grow_with_its_experts(
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch, grouped_mm: Any) -> tuple[MoE, Problem | None]:
     """A layer after the trial of a device's grouped product."""
-    monkeypatch.setattr(moe, "is_host", lambda _: False)
+    monkeypatch.setattr(grouped, "is_host", lambda _: False)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
     layer = build(MoEConfig(num_experts=(E,)), architecture())
-    return layer, moe.try_grouped_products(layer, torch.bfloat16, torch.device("cpu"))
+    return layer, grouped.try_grouped_products(layer, torch.bfloat16, torch.device("cpu"))
 
 
 def refuses(*_: Tensor, **__: Tensor) -> Tensor:
@@ -135,7 +149,7 @@ def refuses(*_: Tensor, **__: Tensor) -> Tensor:
 
 
 def leaves_gradients_of_unused_experts(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
-    result = moe.loop_over_products(a, b, offs)
+    result = grouped.loop_over_products(a, b, offs)
     return result if b.ndim == 3 else result.masked_fill((result == 0).all(1, True), math.nan)
 
 
@@ -169,7 +183,7 @@ def test_experts_multiply_one_after_the_other_where_a_device_has_no_grouped_prod
 def test_a_grouped_product_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, problem = on_a_device(monkeypatch, torch.nn.functional.grouped_mm)
     assert problem is None
-    assert layer.experts.fc_in.multiply is moe.grouped_product
+    assert layer.experts.fc_in.multiply is grouped.grouped_product
 
 
 @claim("parallel", "one expert, or several equal ones, are the dense layer")
@@ -253,3 +267,73 @@ def test_an_experts_weights_depend_on_its_number_alone() -> None:
     )
     assert torch.equal(few, many[:2])
     assert not torch.equal(many[0], many[1])
+
+
+def test_a_balanced_global_batch_counts_the_micro_batches_so_far() -> None:
+    """A recomputation has the loads of its first pass, not of later micro-batches."""
+    options = {"moe_router_load_balancing_type": "global_aux_loss", "num_experts": E}
+    layer = build(MoEConfig(**options | {"num_experts": (E,)}), architecture())
+    weights = {f"mlp.{name}": tensor for name, tensor in layer.named_parameters()}
+    reference = Experts(
+        SimpleNamespace(**{**DEFAULTS, **LOSSES, **vars(architecture()), **options}), weights
+    )
+    inputs = torch.randn(3, S, B, H, generator=torch.Generator().manual_seed(2)).unbind()
+    expected, first = [], []
+    for x in inputs:
+        before = reference.auxiliary
+        reference(x.double().transpose(0, 1), "mlp")
+        expected.append((reference.auxiliary - before).item())
+        with layer.log.recording(training=True):
+            first.append(layer.router(x.flatten(0, 1), B))
+    again = [layer.router(x.flatten(0, 1), B) for x in inputs]
+    for routings in (first, again):
+        losses = [0.3 * each.aux_loss.item() + 0.2 * each.z_loss.item() for each in routings]
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_bias_moves_by_the_sign_of_what_an_expert_has_too_little() -> None:
+    """Of the counts of all micro-batches; a skipped step and a recomputation change nothing."""
+    moe = MoEConfig(num_experts=(E,), **SIGMOID, **BIAS, moe_router_bias_update_rate=0.25)
+    layer = build(moe, architecture())
+    router, single = layer.router, Mesh.single().dp
+    (biased,) = routers_with_bias(layer)
+    assert biased is router
+    router.expert_bias.copy_(torch.tensor([9.0, 0.0, 5.0, 1.0]))
+    for _ in range(2):
+        with layer.log.recording(training=True):
+            layer(torch.randn(S, B, H))
+    layer(torch.randn(S, B, H))
+    update_biases([router], single, is_applied=False)
+    assert router.expert_bias.tolist() == [9.0, 0.0, 5.0, 1.0]
+    with layer.log.recording(training=True):
+        layer(torch.randn(S, B, H))
+    update_biases([router], single, is_applied=True)
+    assert router.expert_bias.tolist() == [8.75, 0.25, 4.75, 1.25]
+    router.assigned_E = torch.tensor([5, 5, 5, 5])
+    update_biases([router], single, is_applied=True)
+    assert router.expert_bias.tolist() == [8.75, 0.25, 4.75, 1.25]
+    assert router.expert_bias.dtype == layer.bfloat16().router.expert_bias.dtype == torch.float32
+
+
+def test_jitter_and_forced_routing_repeat_in_a_recomputation() -> None:
+    x = torch.randn(64, H, generator=torch.Generator().manual_seed(2))
+    plain, jittered, forced = (
+        build(MoEConfig(num_experts=(E,), **LOSSES, **options), architecture()).router
+        for options in (
+            {},
+            {"moe_input_jitter_eps": 0.3},
+            {"moe_router_force_load_balancing": True},
+        )
+    )
+    torch.manual_seed(1)
+    first = jittered(x).weights_TK
+    torch.manual_seed(1)
+    assert torch.equal(jittered(x).weights_TK, first)
+    torch.testing.assert_close(jittered.eval()(x).weights_TK, plain(x).weights_TK)
+    assert (first - plain(x).weights_TK).abs().max() > 1e-3
+
+    loads = forced(x).load_E
+    assert torch.equal(forced(2 * x).load_E, loads)
+    assert (loads - 1 / E).abs().max() < 0.1 < (plain(100 * x).load_E - 1 / E).abs().max() + 0.1
+    forced(x).weights_TK.square().sum().backward()
+    assert forced.weight.grad.count_nonzero() > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from megatron_ds.engine.states.state_reader import TensorReader
 from megatron_ds.inference.load_checkpoint import load_model
 from megatron_ds.model.gpt import GPTModel
 from megatron_ds.model.spec.architecture import Layer, is_expert, model_spec
-from megatron_ds.model.spec.parts import ExpertsSpec
 from megatron_ds.model.stages import stage_slices
 from megatron_ds.parallel.mesh import Group, Mesh
 from megatron_ds.parallel.rng import RngStreams
 from megatron_ds.parallel.sharding import declaration, expert_group, shard_spec
-from megatron_ds.parallel.weights import Role, Weight
 from tests.claims import claim
 from tests.dist.parity_cases import MODELS, SHAPE
 
@@ -34,7 +31,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bias of queries": {"add_bias_linear": False, "add_qkv_bias": True, "kv_channels": 6},
     "positions": {"max_position_embeddings": 40, "softmax_vocab_size": 93},
 }
-MOE = {"dense": MoEConfig(), "experts": MoEConfig(num_experts=(4,), expert_interval=2)}
+OF_TODAY: dict[str, Any] = {
+    "moe_layer_freq": "[0,1,1,0]",
+    "moe_ffn_hidden_size": 16,
+    "moe_latent_size": 8,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+}
+MOE = {
+    "dense": MoEConfig(),
+    "experts": MoEConfig(num_experts=(4,), expert_interval=2),
+    "experts of today": MoEConfig(num_experts=(4,), **OF_TODAY),
+}
 
 
 def weights_of(
@@ -87,31 +95,18 @@ def test_declared_weights_are_the_parameters(
         assert spec.elements(spec.layers[part], is_expert) == experts
 
 
-@pytest.fixture
-def expert_bias(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Routers have a state."""
-    weights = ExpertsSpec.weights
-
-    def with_state(spec: ExpertsSpec) -> Iterator[Weight]:
-        yield from weights(spec)
-        shape = (spec.moe.experts,)
-        yield Weight("router.expert_bias", shape, mean=1.0, role=Role.STATE)
-
-    model_spec.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(ExpertsSpec, "weights", with_state)
-        yield
-    model_spec.cache_clear()
-
-
 @claim(
     "checkpoints",
     "state of a layer that is no parameter, such as a bias of a router, is in fp32 in a run of any "
     "precision, and is saved, resharded and converted with the weights",
 )
-@pytest.mark.usefixtures("expert_bias")
 def test_states_are_buffers_in_fp32_that_no_sum_counts(tmp_path: Path) -> None:
-    model, moe = ModelConfig(**{**SHAPE, **MODELS["swiglu"]}), MoEConfig(num_experts=(4,))
+    model = ModelConfig(**{**SHAPE, **MODELS["swiglu"]})
+    options: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    }
+    moe = MoEConfig(num_experts=(4,), **options)
     spec = model_spec(model, moe)
     names = [f"layers.{layer}.mlp.router.expert_bias" for layer in range(2)]
     built = GPTModel(model, mesh=Mesh.single(), rng=RngStreams(0), seed=1, moe=moe)
@@ -120,7 +115,7 @@ def test_states_are_buffers_in_fp32_that_no_sum_counts(tmp_path: Path) -> None:
     assert set(spec.weights()) == {*parameters, *names}
     assert spec.elements() == sum(parameter.numel() for parameter in parameters.values())
     for number, state in enumerate(states.values()):
-        assert torch.equal(state, torch.ones(4))
+        assert torch.equal(state, torch.zeros(4))
         state.copy_(torch.linspace(0.1, 0.7 + number, 4))
     expected = {name: state.clone() for name, state in states.items()}
     built.bfloat16().to("cpu", torch.float16)

@@ -185,15 +185,25 @@ def test_activations_equal_what_autograd_saves(
     assert estimate(run, engine).activations == pytest.approx(saved_by_layers(run, dtype), rel=0.02)
 
 
+OF_TODAY = {
+    "moe_router_score_function": "sigmoid",
+    "moe_ffn_hidden_size": HIDDEN // 2,
+    "moe_shared_expert_intermediate_size": HIDDEN,
+    "moe_shared_expert_gate": True,
+}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [{}, OF_TODAY, {"moe_latent_size": HIDDEN // 2}], ids=str)
 @pytest.mark.parametrize("model", ["plain", "swiglu, RMSNorm"])
 @pytest.mark.parametrize(
     "recompute", [None, RecomputeConfig(recompute_granularity="full", checkpoint_num_layers=2)]
 )
 def test_activations_of_experts_equal_what_autograd_saves(
-    model: str, recompute: RecomputeConfig | None, dtype: torch.dtype
+    model: str, parts: dict[str, Any], recompute: RecomputeConfig | None, dtype: torch.dtype
 ) -> None:
-    experts = MoEConfig(num_experts=(8,), expert_interval=2, moe_router_topk=3)
+    pattern = {"moe_layer_freq": "[0,1]*2"} if parts else {"expert_interval": 2}
+    experts = MoEConfig(num_experts=(8,), moe_router_topk=3, **pattern, **parts)
     run = dataclasses.replace(config(recompute, **MODELS[model]), moe=experts)
     engine = dataclasses.replace(SINGLE, param_bytes=dtype.itemsize)
     stored = dataclasses.replace(run, recompute=RecomputeConfig())

@@ -1,0 +1,1 @@
+"""Parts of a mixture of experts: the router, and the experts' products."""

@@ -1,0 +1,189 @@
+"""The experts of a rank: feed-forward layers that multiply their rows by one call.
+
+Shapes: H hidden or latent, E experts, e experts of this rank, R rows of tokens that they receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_ds.config.devices import is_host
+from megatron_ds.config.problems import Problem
+from megatron_ds.model.kernels.elementwise import EAGER, TOLERANCE
+from megatron_ds.model.spec.experts import ExpertsSpec
+from megatron_ds.model.weight_init import Initializer
+from megatron_ds.parallel.collectives import copy_to_group, reduce_from_group_
+from megatron_ds.parallel.mesh import Group, Mesh
+from megatron_ds.parallel.sharding import declared_parameter
+
+
+class Experts(nn.Module):
+    """The experts of this rank: feed-forward layers whose weights are stacked along dimension 0.
+
+    Args:
+        spec: Their weights.
+        prefix: Canonical name of the mixture of experts.
+        mesh: Process groups; each expert-parallel rank has consecutive experts.
+        init: Draws the initial weights, each expert's by its number.
+    """
+
+    def __init__(self, spec: ExpertsSpec, prefix: str, mesh: Mesh, init: Initializer) -> None:
+        super().__init__()
+        self.group = mesh.tp
+        self.activation = spec.model.activation_arguments
+        self.elementwise = EAGER
+
+        def layer(name: str, reduce_over: Group | None = None) -> _StackedLinear:
+            weights = spec.layer(prefix, f"experts.{name}")
+            parts = [declared_parameter(weight, mesh.tp, init, mesh.ep) for weight in weights]
+            return _StackedLinear(*parts, reduce_over=reduce_over)
+
+        self.fc_in, self.fc_out = layer("fc_in"), layer("fc_out", reduce_over=mesh.tp)
+
+    def forward(self, x_RH: Tensor, counts: Tensor) -> Tensor:
+        """The experts' outputs for rows that are in the order of the experts.
+
+        Args:
+            x_RH: The rows, the same on all tensor-parallel ranks.
+            counts: Number of rows of each expert, [e]. The last one has all further rows, too.
+        """
+        ends = counts.cumsum(0, dtype=torch.int32)
+        ends[-1] = len(x_RH)
+        inner = self.fc_in(copy_to_group(x_RH, self.group), ends)
+        inner = self.elementwise.activate(inner, *self.activation)
+        y_RH: Tensor = self.fc_out(inner, ends)
+        return y_RH
+
+
+class _StackedLinear(nn.Module):
+    """x W^T + b with a weight [e, out, in] and a bias [e, out] for each expert.
+
+    Args:
+        weight: Marked as it is sharded.
+        bias: Marked as it is sharded.
+        reduce_over: Sum the products over this group, before the bias is added. The outputs are
+            then complete before they are weighed, and so is the gradient of the weights' router.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        *,
+        reduce_over: Group | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias, self.reduce_over = weight, bias, reduce_over
+        self.shape = weight.shape
+        self.multiply: Product = grouped_product
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        y: Tensor = _StackedProduct.apply(x, self.weight, self.bias, ends, self)
+        return y
+
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A product for each group of rows, which end at `ends`: [R, in] and [e, in, out] to [R, out], or
+[out, R] and [R, in] to [e, out, in]."""
+
+
+def loop_over_products(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """One product after the other, for whose sizes the host waits."""
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if b.ndim == 3:
+        return torch.cat([rows @ matrix for rows, matrix in zip(a.split(counts), b, strict=True)])
+    pairs = zip(a.split(counts, dim=1), b.split(counts), strict=True)
+    return torch.stack([columns @ rows for columns, rows in pairs])
+
+
+def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """All products by one call, if there are rows; torch before 2.10 has none."""
+    if 0 in a.shape or not hasattr(F, "grouped_mm"):
+        return loop_over_products(a, b, ends)
+    return F.grouped_mm(a, b, offs=ends)
+
+
+class _StackedProduct(torch.autograd.Function):
+    """x W^T + b of each expert's rows, which end at `ends`.
+
+    The backward pass reads the parameter itself. Saved views of it would keep what ZeRO 3 has
+    gathered for the forward pass, or name a buffer into which other weights are swapped. An expert
+    without rows has a gradient of zeros.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ends: Tensor,
+        layer: _StackedLinear,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.multiply, ctx.has_bias = layer.multiply, bias is not None
+        y = layer.multiply(x, weight.mT, ends)
+        if layer.reduce_over is not None:
+            y = reduce_from_group_(y, layer.reduce_over)
+        if bias is not None:
+            rows = torch.arange(len(y), dtype=ends.dtype, device=ends.device)
+            y += bias[torch.searchsorted(ends, rows, right=True)]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        dx, dw = ctx.multiply(gradient, weight, ends), ctx.multiply(gradient.t(), x, ends)
+        # A product, whose sums have a fixed order; kernels need rows of 16 bytes.
+        ones = gradient.new_ones(len(gradient), 8)
+        db = ctx.multiply(gradient.t(), ones, ends)[..., 0] if ctx.has_bias else None
+        return dx, dw, db, None, None
+
+
+def try_grouped_products(
+    model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Problem | None:
+    """Let experts multiply one after the other on an accelerator without a kernel for all of them.
+
+    It is tried, forward and backward, on the shapes of the experts, where one has no rows.
+
+    Returns:
+        Why the kernel is not used, if there are experts that would use it.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, _StackedLinear)]
+    if is_host(device.type) or not layers:
+        return None
+    try:
+        errors = [_product_error(shape, dtype, device) for shape in {x.shape for x in layers}]
+        if all(error <= TOLERANCE for error in errors):  # not if one is nan
+            return None
+        reason = f"its relative error is {max(errors):.2g}"
+    except Exception as refusal:  # devices raise any type
+        reason = str(refusal).strip().partition("\n")[0] or type(refusal).__name__
+    for layer in layers:
+        layer.multiply = loop_over_products
+    return Problem("experts-one-after-another", reason=reason)
+
+
+def _product_error(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> float:
+    """The largest error of outputs and gradients, relative to the norm."""
+    ends = torch.arange(1, shape[0] + 1, dtype=torch.int32, device=device) * 33
+    ends[:2] = ends[:2].max()
+    generator = torch.Generator(device).manual_seed(0)
+    rows = 33 * shape[0]
+    x, weight, bias, gradient = (
+        torch.randn(size, generator=generator, device=device, dtype=dtype).requires_grad_()
+        for size in ((rows, shape[2]), shape, shape[:2], (rows, shape[1]))
+    )
+    layer, results = _StackedLinear(nn.Parameter(weight), nn.Parameter(bias)), []
+    for layer.multiply in (grouped_product, loop_over_products):
+        y = layer(x, ends)
+        results.append([y.detach(), *torch.autograd.grad(y, (x, *layer.parameters()), gradient)])
+    pairs = zip(*results, strict=True)
+    return float(torch.stack([(one - other).norm() / other.norm() for one, other in pairs]).max())
