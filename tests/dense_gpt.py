@@ -77,7 +77,9 @@ def dense_logits(
         number = int(name.split(".")[1]) + 1
         is_full = skipped is not None and number % int(skipped) == 0
         hidden = hidden_BSS if is_full else hidden_BSS | too_far
-        q, k, v = linear(x, f"{name}.qkv").split([heads * size, groups * size, groups * size], -1)
+        sizes = [heads * size, groups * size, groups * size]
+        projected = linear(x, f"{name}.qkv")
+        q, k, v, gate = projected.split([*sizes, projected.shape[-1] - sum(sizes)], -1)
         is_one_norm = config.qk_layernorm and config.qk_layernorm_scope == "all-heads"
         if is_one_norm:
             q, k = norm(q, f"{name}.q_norm"), norm(k, f"{name}.k_norm")
@@ -92,12 +94,20 @@ def dense_logits(
                 one_q, one_k = norm(one_q, f"{name}.q_norm"), norm(one_k, f"{name}.k_norm")
             if config.position_embedding_type == "rope":
                 one_q, one_k = rotate(one_q), rotate(one_k)
-            scores = one_q @ one_k.transpose(1, 2) / math.sqrt(size)
+            scores = one_q @ one_k.transpose(1, 2) * (config.softmax_scale or 1 / math.sqrt(size))
+            if (cap := config.attn_logit_softcapping) is not None:
+                scores = cap * torch.tanh(scores / cap)
             if config.position_embedding_type == "alibi":
                 assert heads & (heads - 1) == 0
                 scores = scores - 2.0 ** (-8.0 * (head + 1) / heads) * distance
-            kept = drop(scores.masked_fill(hidden, -math.inf).softmax(-1), f"{name}.{head}")
+            powers = scores.masked_fill(hidden, -math.inf).exp()
+            total = powers.sum(-1, keepdim=True)
+            if config.softmax_type != "vanilla":
+                total = total + (w[f"{name}.sinks"][head].exp() if f"{name}.sinks" in w else 1.0)
+            kept = drop(powers / total, f"{name}.{head}")
             outputs.append(kept @ one_v)
+            if gate.shape[-1]:
+                outputs[-1] = outputs[-1] * torch.sigmoid(gate.chunk(heads, -1)[head])
         return linear(torch.cat(outputs, dim=-1), f"{name}.proj")
 
     def mlp(x: Tensor, name: str) -> Tensor:

@@ -74,11 +74,11 @@ class Block(nn.Module):
     def forward(
         self, x_SBH: Tensor, context: AttentionContext, cache: KeyValueCache | None = None
     ) -> Tensor:
-        q, k, v, normed_SBH = self._before_core(x_SBH, context.rotation)
+        q, k, v, gate, normed_SBH = self._before_core(x_SBH, context.rotation)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)
         attended_BnSD = self.attention.attend(q, k, v, context.core)
-        return self._after_core(x_SBH, attended_BnSD, normed_SBH)
+        return self._after_core(x_SBH, attended_BnSD, gate, normed_SBH)
 
     def use_elementwise(self, functions: Elementwise) -> None:
         """Set the functions that compute the elementwise parts."""
@@ -116,16 +116,23 @@ class Block(nn.Module):
 
     def _before(
         self, x_SBH: Tensor, rotation: Rotation | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values, and a norm that is needed after attention, if the form has one."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Queries, keys, values, the gates of the output, and a norm that is needed after
+        attention, if the form has one."""
         normed_SBH, form = self.attention_norm(x_SBH), self.residual
-        qkv = self.attention.project(normed_SBH, rotation)
+        projected = self.attention.project_gated(normed_SBH, rotation)
         if form.separate:
             normed_SBH = self.mlp_norm(x_SBH)
-        return *qkv, normed_SBH if form.parallel or form.to_norm else None
+        return *projected, normed_SBH if form.parallel or form.to_norm else None
 
-    def _after(self, x_SBH: Tensor, attended_BnSD: Tensor, normed_SBH: Tensor | None) -> Tensor:
-        form, attended_SBH = self.residual, self.attention.output(attended_BnSD)
+    def _after(
+        self,
+        x_SBH: Tensor,
+        attended_BnSD: Tensor,
+        gate: Tensor | None,
+        normed_SBH: Tensor | None,
+    ) -> Tensor:
+        form, attended_SBH = self.residual, self.attention.output(attended_BnSD, gate)
         if form.to_norm and normed_SBH is not None:
             x_SBH, normed_SBH = normed_SBH, None
         x_SBH = self._add(x_SBH, attended_SBH, self.attention_post_norm)

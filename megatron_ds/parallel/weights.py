@@ -13,6 +13,7 @@ from enum import StrEnum
 from megatron_ds.config.problems import user_error
 
 QUERY_KEY_VALUE = ("query", "key", "value")
+GATE = "gate"
 GATE_UP = ("gate", "up")
 """Names of the parts of fused matrices, in their order."""
 

@@ -38,7 +38,8 @@ EXTRA: dict[str, dict[str, str]] = {
         "--apply-residual-connection-post-layernorm",
         "gqa": "--position-embedding-type rope --group-query-attention --num-query-groups 2 "
         "--parallel-residual separate --qk-l2-norm --fp32-residual-connection "
-        "--disable-attention-bias --output-layer-bias",
+        "--disable-attention-bias --output-layer-bias "
+        "--softmax-scale 0.5 --head-wise-attn-gate --z-loss-coeff 0.01",
         "llama": "--position-embedding-type rope --swiglu --normalization RMSNorm "
         "--disable-bias-linear --untie-embeddings-and-output-weights --norm-position reordered "
         "--qk-layernorm --qk-layernorm-scope all-heads --apply-layernorm-1p",

@@ -300,7 +300,8 @@ def _fused_rows(config: ModelConfig, name: str, weight: torch.Tensor) -> tuple[i
     """Rows of the matrices of which a layer's weight consists."""
     heads, kv = config.num_attention_heads * config.head_dim, config.kv_heads * config.head_dim
     if name.endswith("attention.qkv.weight"):
-        return heads, kv, kv
+        gates = len(weight) - heads - 2 * kv
+        return (heads, kv, kv, gates) if gates else (heads, kv, kv)
     if name.endswith("router.weight"):
         return (len(weight),)
     if name.endswith("fc_in.weight"):

@@ -49,6 +49,11 @@ DEFAULTS = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_multiplier": 1.0,
+    "softmax_scale": None,
+    "attn_logit_softcapping": None,
+    "softmax_type": "vanilla",
+    "attention_output_gate": False,
+    "head_wise_attn_gate": False,
     "window_size": None,
     "window_attn_skip_freq": None,
     "gelu_approximation": None,
@@ -124,7 +129,11 @@ def initial_weights(options: Options, seed: int) -> Weights:
     for layer in range(config.num_layers):
         name = f"layers.{layer}"
         norm(f"{name}.attention_norm")
-        linear(f"{name}.attention.qkv", hidden + 2 * groups * size, hidden)
+        gates = hidden * config.attention_output_gate
+        gates += config.num_attention_heads * config.head_wise_attn_gate
+        linear(f"{name}.attention.qkv", hidden + 2 * groups * size + gates, hidden)
+        if config.softmax_type == "learnable":
+            draw(f"{name}.attention.sinks", config.num_attention_heads, std=1.0)
         linear(f"{name}.attention.proj", hidden, hidden)
         norm(f"{name}.mlp_norm")
         if not has_experts(config, layer):

@@ -56,6 +56,27 @@ class AttentionConfig(SizesConfig):
         False,
         "divide the queries and keys of each head by the root of their mean square; no weights",
     )
+    softmax_scale: float | None = option_field(
+        None, "factor of the attention scores (default: 1 / sqrt(dimension of a head))", above=0
+    )
+    attn_logit_softcapping: float | None = option_field(
+        None,
+        "bound of the attention scores, CAP x tanh(score / CAP) (default: no bound)",
+        above=0,
+        metavar="CAP",
+    )
+    softmax_type: str = option_field(
+        "vanilla",
+        "what the softmax of attention has besides the keys: nothing, the logit 0 (off-by-one), or "
+        "a learned logit of each head (learnable: attention sinks)",
+        choices=("vanilla", "off-by-one", "learnable"),
+    )
+    attention_output_gate: bool = option_field(
+        False, "multiply each element of the heads' outputs by a gate, sigmoid(x W)"
+    )
+    head_wise_attn_gate: bool = option_field(
+        False, "multiply the output of each head by a gate, sigmoid(x W)"
+    )
     attention_dropout: float = option_field(
         0.1, "dropout probability of the attention weights", minimum=0, below=1
     )
@@ -95,14 +116,18 @@ class AttentionConfig(SizesConfig):
         pattern = [int(window is not None) for window in self.windows]
         return str(pattern) if any(pattern) else None
 
+    @property
+    def gate_size(self) -> int:
+        """Gates of a token."""
+        of_head = self.head_dim if self.attention_output_gate else int(self.head_wise_attn_gate)
+        return self.num_attention_heads * of_head
+
     def attention_problems(self) -> Iterator[Problem]:
-        """Check the norms of queries and keys, the window and its pattern."""
+        """Check the norms of queries and keys, the gates, the window and its pattern."""
         if self.qk_layernorm and self.qk_l2_norm:
             yield exclusive_problem("qk_layernorm", "qk_l2_norm")
-        yield from self.window_problems()
-
-    def window_problems(self) -> Iterator[Problem]:
-        """Check the window and its pattern."""
+        if self.attention_output_gate and self.head_wise_attn_gate:
+            yield exclusive_problem("attention_output_gate", "head_wise_attn_gate")
         try:
             _ = self.window
         except ValueError:

@@ -152,8 +152,8 @@ class EagerAttention:
         if queries == 1:
             attended: Tensor = attend(q, k, v, bias, *sinks_n)
             return attended.to(dtype)
-        missing = (0, 0, 0, round_up(queries, QUERY_BLOCK) - queries)
-        q, bias = F.pad(q, missing), F.pad(bias, missing)
+        if missing := round_up(queries, QUERY_BLOCK) - queries:  # else it would copy them
+            q, bias = F.pad(q, (0, 0, 0, missing)), F.pad(bias, (0, 0, 0, missing))
         at_once = SCORES_AT_ONCE // (texts * heads * k.shape[2]) // QUERY_BLOCK * QUERY_BLOCK
         at_once = max(at_once, QUERY_BLOCK)
         parts = zip(q.split(at_once, dim=2), bias.split(at_once, dim=2), strict=True)

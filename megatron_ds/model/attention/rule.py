@@ -58,4 +58,8 @@ def attention_rules(config: ModelConfig) -> tuple[AttentionRule, ...]:
     """The rule of each layer."""
     scheme, rotated = config.position_embedding_type, int(config.head_dim * config.rotary_percent)
     rope = Rope(config.rotary_base, rotated) if scheme == "rope" else None
-    return tuple(AttentionRule(rope, scheme == "alibi", window) for window in config.windows)
+    scale, softcap = config.softmax_scale, config.attn_logit_softcapping
+    others = scale, softcap, config.softmax_type != "vanilla"
+    return tuple(
+        AttentionRule(rope, scheme == "alibi", window, *others) for window in config.windows
+    )

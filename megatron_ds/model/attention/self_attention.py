@@ -25,6 +25,7 @@ from megatron_ds.parallel.activation_checkpointing import ActivationCheckpointin
 from megatron_ds.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ds.parallel.mesh import Group
 from megatron_ds.parallel.rng import RngStreams
+from megatron_ds.parallel.sharding import declared_parameter
 
 
 class KeyValueCache(Protocol):
@@ -93,6 +94,7 @@ class Attention(nn.Module):
         spec = AttentionSpec.of(config, layer)
         self.rule = spec.rule
         self.local_sizes = [size // group.size for size in spec.sections]
+        self.gate_size = config.gate_size // group.size
         kv_heads = config.kv_heads // group.size
         self.local_heads = [config.num_attention_heads // group.size, kv_heads, kv_heads]
         name = f"layers.{layer}.attention"
@@ -103,6 +105,9 @@ class Attention(nn.Module):
             norms = (build_norm(norm, f"{name}.{key}", group) for key, norm in spec.norms.items())
             self.q_norm, self.k_norm = norms
         self.norms_all_heads = any(norm.is_sharded for norm in spec.norms.values())
+        self.has_sinks = config.softmax_type != "vanilla"
+        weight = spec.named(name).get("sinks")
+        self.sinks = None if weight is None else declared_parameter(weight, group, init)
 
     @property
     def is_traceable(self) -> bool:
@@ -113,9 +118,19 @@ class Attention(nn.Module):
         return self.checkpointing is None and not self._has_own_stream
 
     def project(self, x_SBH: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Normalized, rotated queries [B, n, S, D] and keys [B, k, S, D], and values, as keys."""
-        sizes, heads = self.local_sizes, self.local_heads
+        """As `project_gated`, for layers whose outputs have no gates."""
+        assert not self.gate_size
+        return self.project_gated(x_SBH, rotation)[:3]
+
+    def project_gated(
+        self, x_SBH: Tensor, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Normalized, rotated queries [B, n, S, D] and keys [B, k, S, D], values, as keys, and
+        the logits of the gates, [S, B, n] or [S, B, n x D], if the outputs have gates."""
+        sizes, heads, gate = self.local_sizes, self.local_heads, None
         projected = self.qkv(x_SBH)
+        if self.gate_size:
+            projected, gate = projected.split([sum(sizes), self.gate_size], dim=-1)
         if self.has_norms:
             q, k, v = projected.split(sizes, dim=-1)
             if self.norms_all_heads:
@@ -131,17 +146,23 @@ class Attention(nn.Module):
             parts = projected.split([sizes[0] + sizes[1], sizes[2]], dim=-1)
             qk, v = _heads(parts[0], heads[0] + heads[1]), _heads(parts[1], heads[2])
             q, k = self.elementwise.rotate(qk, rotation).split(heads[:2], dim=2)
-        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+        return q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3), gate
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
         """Run the core, with dropout in training: [B, n, S, D]."""
+        inputs = [q, k, v]
+        if self.has_sinks:
+            inputs.append(q.new_zeros(self.local_heads[0]) if self.sinks is None else self.sinks)
         if self.checkpointing is None:
-            return self._attend(q, k, v, core)
-        return self.checkpointing.run(partial(self._attend, core=core), q, k, v)
+            return self._attend(core, *inputs)
+        return self.checkpointing.run(partial(self._attend, core), *inputs)
 
-    def output(self, attended_BnSD: Tensor) -> Tensor:
-        """[B, n, S, D] to [S, B, H]."""
-        out_SBH: Tensor = self.proj(attended_BnSD.permute(2, 0, 1, 3).flatten(2))
+    def output(self, attended_BnSD: Tensor, gate: Tensor | None = None) -> Tensor:
+        """[B, n, S, D] to [S, B, H]; `gate` as `project_gated` returns it."""
+        attended = attended_BnSD.permute(2, 0, 1, 3)
+        if gate is not None:
+            attended = attended * gate.sigmoid().view(*attended.shape[:3], -1)
+        out_SBH: Tensor = self.proj(attended.flatten(2))
         return out_SBH
 
     @property
@@ -149,13 +170,15 @@ class Attention(nn.Module):
         """Whether the ranks must draw different masks, because the heads are sharded over them."""
         return self.dropout > 0.0 and self.group.size > 1
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
+    def _attend(
+        self, core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
+    ) -> Tensor:
         if not self.training:
-            return core.attend(q, k, v, 0.0)
+            return core.attend(q, k, v, 0.0, *sinks_n)
         if not self._has_own_stream:
-            return core.attend(q, k, v, self.dropout)
+            return core.attend(q, k, v, self.dropout, *sinks_n)
         with self.rng.fork_tp_rng():
-            return core.attend(q, k, v, self.dropout)
+            return core.attend(q, k, v, self.dropout, *sinks_n)
 
 
 def _heads(x: Tensor, count: int) -> Tensor:

@@ -15,6 +15,7 @@ from megatron_ds.config import ModelConfig
 from megatron_ds.config.problems import counted
 from megatron_ds.model.attention.rule import AttentionRule, attention_rules
 from megatron_ds.parallel.weights import (
+    GATE,
     GATE_UP,
     QUERY_KEY_VALUE,
     Partial,
@@ -239,8 +240,15 @@ class AttentionSpec(Part):
 
     def weights(self) -> Iterator[Weight]:
         model, sections, hidden = self.model, self.sections, self.model.hidden_size
-        rows, columns = ShardSpec(0, sections, QUERY_KEY_VALUE), ShardSpec(1, sections[:1])
-        shape, std = (sum(sections), hidden), model.init_method_std
+        if model.softmax_type == "learnable":
+            heads = (model.num_attention_heads,)
+            yield Weight(
+                "sinks", heads, ShardSpec(0, heads), model.init_method_std, role=Role.VECTOR
+            )
+        gate = ((model.gate_size,), (GATE,)) if model.gate_size else ((), ())
+        rows = ShardSpec(0, (*sections, *gate[0]), (*QUERY_KEY_VALUE, *gate[1]))
+        columns = ShardSpec(1, sections[:1])
+        shape, std = (sum(rows.sections), hidden), model.init_method_std
         yield from linear_weights("qkv", shape, rows, bias=model.qkv_bias, std=std)
         shape, std = (hidden, sections[0]), self.residual_std
         yield from linear_weights("proj", shape, columns, bias=model.attention_bias, std=std)
@@ -277,7 +285,8 @@ class AttentionSpec(Part):
         shown += "" if groups == heads else f" in {groups} groups"
         for norm in list(self.norms.values())[:1]:
             shown += f", {norm.describe()} of q and k" + " of all heads" * norm.is_sharded
-        return shown
+        shown += ", gated" if self.model.gate_size else ""
+        return shown + (f", softmax {self.model.softmax_type}" if self.rule.sinks else "")
 
     def saved(self, run: Pass) -> int:
         """Attention per document is estimated for samples of one document."""
@@ -297,6 +306,8 @@ class AttentionSpec(Part):
             saved += size * (q + 2 * kv) if self.norms else 0  # inputs of the norms
         elif is_changed and (is_fused or not run.saves_core):
             saved += size * (q + kv)  # otherwise counted with the scores
+        if model.gate_size:  # their logits and sigmoids, and the outputs before them
+            saved += size * (q + 2 * model.gate_size // run.tp_size)
         return saved + (self._core(run, is_fused) if run.saves_core else 0)
 
     def exchanged(self, tp_size: int, sp_size: int) -> tuple[int, int]:
@@ -313,6 +324,8 @@ class AttentionSpec(Part):
         if not is_fused:  # three tensors of scores, and the inputs in fp32
             copies = 3 * heads * model.head_dim * run.element
             return 3 * heads * model.seq_length * FP32 + (copies if run.element < FP32 else 0)
+        if self.rule.needs_scores and run.on_cpu:
+            return 0  # scores are computed again
         repeated = 0
         if model.position_embedding_type == "alibi" and not run.on_cpu:
             has_groups = model.kv_heads != model.num_attention_heads

@@ -16,6 +16,14 @@ from tests.problems import raises_problem
 from tests.unit.model.dense import TINY, build_model
 
 CONFIG = ModelConfig(**TINY, seq_length=12, vocab_size=50, make_vocab_size_divisible_by=64)
+SCORES = {
+    "softmax_type": "learnable",
+    "softmax_scale": 0.4,
+    "attn_logit_softcapping": 2.0,
+    "attention_output_gate": True,
+    "final_logit_softcapping": 3.0,
+}
+"""Options of attention that need its scores, or change its output."""
 POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 
@@ -48,8 +56,11 @@ def test_masked_tokens_are_not_counted() -> None:
 
 @pytest.mark.parametrize("groups", [None, 2])
 @pytest.mark.parametrize("position", POSITIONS)
-def test_cache_gives_the_logits_of_the_full_sequence(position: str, groups: int | None) -> None:
-    model = build(position_embedding_type=position, num_query_groups=groups).eval()
+@pytest.mark.parametrize("options", [{}, SCORES], ids=["plain", "scores"])
+def test_cache_gives_the_logits_of_the_full_sequence(
+    options: dict[str, Any], position: str, groups: int | None
+) -> None:
+    model = build(position_embedding_type=position, num_query_groups=groups, **options).eval()
     tokens, cache = some_tokens(), PreallocatedCache(2, 12, torch.empty(0))
     with torch.no_grad():
         parts = [
