@@ -36,7 +36,7 @@ STEPS, RANDOM_STEPS = 3, 2
 """Of a run in `make test`, and of one that is drawn; `layouts.STEPS` is that of the proofs."""
 COUNT, SEED = 30, 7
 """Layouts that are drawn and run, and the seed of the draw."""
-EXACT_GAP, HALF_GAP = 1e-5, 0.07
+EXACT_GAP, HALF_GAP = 1e-5, 0.1
 """By how much rounding may lower the score of a chosen expert; scores differ by about 0.5."""
 COVERING = {name_of(run): run for run in layouts.covering()}
 BASIC = set(map(name_of, layouts.basic()))

@@ -38,6 +38,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": OTHER_LLAMA,
     "grouped, with biases": {"num_query_groups": 2, "gelu_approximation": "none"},
+    "limited gate, normalized queries": {
+        **OTHER_LLAMA,
+        "activation": "quick-geglu",
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+        "qk_l2_norm": True,
+    },
 }
 
 
@@ -66,19 +73,25 @@ def core() -> Iterator[SimpleNamespace]:
 
 
 def their_model(core: SimpleNamespace, ours: ModelConfig, dtype: torch.dtype) -> Any:
+    from megatron.core.activations import quick_gelu
+
     silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
+    activations = {"swiglu": silu, "quick-geglu": quick_gelu, "gelu": gelu}
     config = core.config(
         num_layers=ours.num_layers, hidden_size=ours.hidden_size,
         num_attention_heads=ours.num_attention_heads, num_query_groups=ours.kv_heads,
         kv_channels=ours.head_dim, ffn_hidden_size=ours.mlp_hidden_size,
-        gated_linear_unit=ours.is_gated, activation_func=silu if ours.is_gated else gelu,
+        gated_linear_unit=ours.is_gated, activation_func=activations[ours.activation],
+        activation_func_clamp_value=ours.activation_func_clamp_value,
+        glu_linear_offset=ours.glu_linear_offset, qk_l2_norm=ours.qk_l2_norm,
         bias_activation_fusion=not ours.is_gated and ours.gelu_kind == "tanh",
         add_bias_linear=ours.add_bias_linear, normalization=ours.normalization,
         layernorm_epsilon=ours.norm_epsilon, hidden_dropout=0.0, attention_dropout=0.0,
         use_cpu_initialization=True, params_dtype=dtype, bf16=dtype == torch.bfloat16,
     )  # fmt: skip
     found = core.model(
-        config, core.spec(normalization=ours.normalization), vocab_size=ROWS,
+        config, core.spec(normalization=ours.normalization, qk_l2_norm=ours.qk_l2_norm),
+        vocab_size=ROWS,
         max_sequence_length=ours.seq_length,
         share_embeddings_and_output_weights=not ours.untie_embeddings_and_output_weights,
         position_embedding_type=ours.position_embedding_type, rotary_base=int(ours.rotary_base),
