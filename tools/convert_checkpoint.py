@@ -37,7 +37,7 @@ format_field = functools.partial(option_field, synonyms=FORMAT_SYNONYMS)
 SAVERS = {"core": "megatron", "mcore": "megatron", "legacy": "megatron", "llama2_hf": "hf"}
 """Formats in the words of Megatron-LM's script."""
 MODEL_TYPES = (
-    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma"),
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "olmo2", "gemma"),
     *("gpt_neox", "bloom", "falcon", "phi"),
 )
 

@@ -54,7 +54,7 @@ class ModelSettings:
             tokenizer: Its tokenizer, with the paths of existing files. None: unknown.
             eod: Id of the end-of-document token. None: unknown.
         """
-        derived = model.derived_values
+        derived = model.derived_values | {"moe_ffn_hidden_size": moe.width(model)}
         values = {
             item.name: derived.get(item.name, getattr(group, item.name))
             for group in (model, moe)

@@ -302,11 +302,9 @@ def _fused_rows(config: ModelConfig, name: str, weight: torch.Tensor) -> tuple[i
     if name.endswith("attention.qkv.weight"):
         gates = len(weight) - heads - 2 * kv
         return (heads, kv, kv, gates) if gates else (heads, kv, kv)
-    if name.endswith("router.weight"):
-        return (len(weight),)
-    if name.endswith("fc_in.weight"):
-        return (config.mlp_hidden_size,) * (2 if config.activation == "swiglu" else 1)
-    return (config.hidden_size,)
+    rows = weight.shape[-2]
+    is_fused = name.endswith("fc_in.weight") and config.activation == "swiglu"
+    return (rows // 2,) * 2 if is_fused else (rows,)
 
 
 def _optimizer(

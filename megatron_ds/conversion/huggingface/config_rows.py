@@ -6,19 +6,21 @@ a part that the model does not have is noted in `ConfigValues.lacking`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ds.config import ModelConfig
+from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.problems import UserError, user_error
 
 REQUIRED = object()
 """Default of a key that every config.json has."""
 Fields = dict[str, Any]
-"""Values by field of `ModelConfig`."""
+"""Values by field of `ModelConfig` or `MoEConfig`."""
+EXPERT_FIELDS = {item.name for item in dataclasses.fields(MoEConfig)}
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,10 @@ class Row:
     """Some keys and the fields that they determine."""
 
     read: Callable[[ConfigValues], Fields]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]
+    """Of the options that have the fields."""
+    is_of_experts: bool = False
+    """Whether these are a `MoEConfig`, not a `ModelConfig`."""
 
 
 def number(keys: str, field: str, cls: type[int] | type[float], default: Any = REQUIRED) -> Row:
@@ -86,10 +91,15 @@ def number(keys: str, field: str, cls: type[int] | type[float], default: Any = R
         value = config.number(keys, cls, default)
         return {} if value is None else {field: value}
 
-    def write(model: ModelConfig) -> dict[str, Any]:
-        return {keys.split()[0]: {**vars(model), **model.derived_values}[field]}
+    def write(options: ModelConfig | MoEConfig) -> dict[str, Any]:
+        return {keys.split()[0]: _values_of(options)[field]}
 
-    return Row(read, write)
+    return Row(read, write, field in EXPERT_FIELDS)
+
+
+def _values_of(options: ModelConfig | MoEConfig) -> Fields:
+    derived = options.derived_values if isinstance(options, ModelConfig) else {}
+    return {**vars(options), **derived}
 
 
 def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) -> Row:
@@ -109,8 +119,8 @@ def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) ->
             config.lack(part, key, value)
         return fields or {}
 
-    def write(model: ModelConfig) -> dict[str, Any]:
-        values = {**vars(model), **model.derived_values}
+    def write(options: ModelConfig | MoEConfig) -> dict[str, Any]:
+        values = _values_of(options)
         fitting = (
             value
             for value, fields in meanings.items()
@@ -119,7 +129,8 @@ def choice(key: str, part: str, default: Any, meanings: Mapping[Any, Fields]) ->
         # Without a fitting value the fields differ when the result is read back.
         return {key: next(fitting, next(iter(meanings)))}
 
-    return Row(read, write)
+    names = {name for fields in meanings.values() for name in fields}
+    return Row(read, write, bool(names & EXPERT_FIELDS))
 
 
 def ignored(**values: Any) -> Row:
@@ -128,7 +139,10 @@ def ignored(**values: Any) -> Row:
 
 
 def rope(
-    theta_key: str = "rope_theta", fraction_key: str | None = None, fraction: float = 0.25
+    theta_key: str = "rope_theta",
+    fraction_key: str | None = None,
+    fraction: float = 0.25,
+    theta: float = 10000.0,
 ) -> Row:
     """Rotary position embeddings.
 
@@ -141,6 +155,7 @@ def rope(
         fraction_key: Key of the fraction that is rotated. None: the family rotates everything,
             whatever a file has as `partial_rotary_factor`.
         fraction: Its default.
+        theta: Default of the base.
     """
 
     def read(config: ConfigValues) -> Fields:
@@ -153,7 +168,7 @@ def rope(
         inner = ConfigValues(config.path, scaling)
         fields = {
             "position_embedding_type": "rope",
-            "rotary_base": inner.number("rope_theta", float, config.get(theta_key, 10000.0)),
+            "rotary_base": inner.number("rope_theta", float, config.get(theta_key, theta)),
             "rotary_percent": 1.0,
         }
         if fraction_key is not None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from megatron_ds.config import ModelConfig
+from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.data_files import read_table
 from megatron_ds.conversion.huggingface.config_rows import (
     ConfigValues,
@@ -60,9 +61,9 @@ def _write_biases(model: ModelConfig) -> dict[str, Any]:
     return dict.fromkeys(("attention_bias", "mlp_bias"), model.add_bias_linear)
 
 
-def _read_window(config: ConfigValues) -> dict[str, Any]:
+def _read_window(config: ConfigValues, default: int | None = 4096) -> dict[str, Any]:
     """The tokens that a position attends to, its own included; null: all."""
-    window = config.number("sliding_window", int, 4096)
+    window = config.number("sliding_window", int, default)
     if window is not None and window < 1:
         config.lack("attention to no token", "sliding_window", window)
     return {} if window is None else {"window_size": f"{window - 1},0"}
@@ -103,6 +104,19 @@ def _read_scale(config: ConfigValues) -> dict[str, Any]:
     return {"embedding_multiplier": config.number("hidden_size", int) ** 0.5}
 
 
+def _experts(keys: str, default: int) -> Row:
+    """The number of experts, of whose probabilities one alone would not be normalized."""
+
+    def read(config: ConfigValues) -> dict[str, Any]:
+        if config.get("num_experts_per_tok", 2) == 1 and config.get("norm_topk_prob", True):
+            config.lack("a weight of 1 for one expert", "num_experts_per_tok", 1)
+        if dense := config.get("mlp_only_layers", None):
+            config.lack("other layers without experts", "mlp_only_layers", dense)
+        return {"num_experts": (config.number(keys, int, default),)}
+
+    return Row(read, lambda moe: {keys.split()[0]: moe.experts}, is_of_experts=True)
+
+
 EMBEDDING_DROPOUT = Row(lambda config: {}, lambda model: {"embd_pdrop": model.hidden_dropout})
 SCALED_EMBEDDING = Row(_read_scale, lambda model: {})
 SPECIAL_ROWS = {
@@ -119,6 +133,11 @@ SPECIAL_ROWS = {
     "qwen3": (Row(_read_windows, _write_windows),),
     "gemma": (SCALED_EMBEDDING,),
     "mistral": (Row(_read_window, lambda model: {"sliding_window": model.window}),),
+    "mixtral": (
+        Row(partial(_read_window, default=None), lambda model: {"sliding_window": model.window}),
+        _experts("num_local_experts num_experts", 8),
+    ),
+    "qwen3_moe": (_experts("num_experts num_local_experts", 128),),
 }
 """Rows by `model_type`, besides those of families.toml."""
 
@@ -127,7 +146,8 @@ def _take_rows(entry: dict[str, Any]) -> Iterator[Row]:
     """The rows of a family's keys, which are removed from its entry in families.toml."""
     fields = entry.pop("always")
     yield Row(lambda config: fields, lambda model: {})
-    types = {item.name: item.type for item in dataclasses.fields(ModelConfig)}
+    options = (*dataclasses.fields(ModelConfig), *dataclasses.fields(MoEConfig))
+    types = {item.name: item.type for item in options}
     for name, column in entry.pop("numbers").items():
         cls = float if types[name] == "float" else int
         if isinstance(column, str):

@@ -10,7 +10,7 @@ from megatron_ds.config import ModelConfig, MoEConfig
 from megatron_ds.config.fields import field_problems
 from megatron_ds.config.problems import user_error
 from megatron_ds.conversion.huggingface import tokenizer as hf_tokenizer
-from megatron_ds.conversion.huggingface.config_rows import ConfigValues
+from megatron_ds.conversion.huggingface.config_rows import EXPERT_FIELDS, ConfigValues
 from megatron_ds.conversion.huggingface.families import FAMILIES, LACKING, Family
 from megatron_ds.conversion.model_settings import ModelSettings, read_json_object
 from megatron_ds.conversion.weights_locations import HF_CONFIG
@@ -70,9 +70,12 @@ def settings_of(family: Family, config: ConfigValues) -> ModelSettings:
     fields: dict[str, Any] = {}
     for row in family.rows:
         fields |= row.read(config)
+    moe = MoEConfig(**{name: fields.pop(name) for name in EXPERT_FIELDS & fields.keys()})
     model = ModelConfig(**fields)
-    if not config.lacking and (problems := [*field_problems(model), *model.problems(1)]):
+    problems = [*field_problems(model), *model.problems(1)]
+    problems += [*field_problems(moe), *moe.problems(model, 1, 1)]
+    if problems and not config.lacking:
         shown = "; ".join(problem.render() for problem in problems)
         raise user_error("foreign-file-unreadable", path=config.path, error=shown)
-    settings = ModelSettings.of(model, MoEConfig(), None, None)
+    settings = ModelSettings.of(model, moe, None, None)
     return dataclasses.replace(settings, model_type=config.get("model_type"))

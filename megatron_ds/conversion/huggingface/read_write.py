@@ -135,7 +135,7 @@ def config_of(source: SourceCheckpoint, model_type: str | None) -> tuple[str, di
         family = FAMILIES[choice]
         values: dict[str, Any] = {"model_type": choice, "architectures": [family.architecture]}
         for row in family.rows:
-            values |= row.write(settings.model)
+            values |= row.write(settings.moe if row.is_of_experts else settings.model)
         differences = _differences(family, values, settings)
         if not differences:
             dtypes = {tensor.dtype for tensor in source.tensors.values()}
@@ -152,12 +152,15 @@ class _Part:
 
     name: str
     rows: range
-    """Rows of our tensor."""
+    """Rows of our tensor, of stacked experts one after the other."""
     groups: tuple[int, int, int] | None = None
     """Query groups, queries of each, size of a head, where they interleave them."""
     is_transposed: bool = False
+    experts: int = 0
+    """Experts that are stacked in our tensor; 0: it is no such one."""
 
     def to_theirs(self, full: Tensor) -> Tensor:
+        full = full.flatten(0, 1) if self.experts else full
         value = full[self.rows.start : self.rows.stop]
         if self.groups is not None:
             groups, queries, size = self.groups
@@ -196,10 +199,15 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
         theirs = family.names[module] if layer is None else family.inner[inner]
         path = "" if layer is None else f"{family.layer.format(layer)}."
         names = [f"{path}{stem}.{suffix}" for stem in theirs.split()]
-        spec = weight.shard
-        sections = weight.shape[:1] if spec is None or spec.dim else spec.sections
+        spec, first = weight.shard, int(weight.is_stacked)
+        is_cut = spec is not None and spec.dim == first
+        sections = spec.sections if spec and is_cut else weight.shape[first : first + 1]
         if len(names) == 1:
             sections = (sum(sections),)
+        experts = weight.shape[0] if weight.is_stacked else 0
+        if experts:
+            names = [name.format(expert) for expert in range(experts) for name in names]
+            sections *= experts
         starts = [sum(sections[:index]) for index in range(len(sections))]
         grouped = family.grouped_qkv and inner == "attention.qkv"
         queries = model.num_attention_heads // model.kv_heads
@@ -210,6 +218,7 @@ def _parts(family: Family, settings: ModelSettings) -> dict[str, list[_Part]]:
                 range(start, start + size),
                 (model.kv_heads, queries, model.head_dim) if grouped else None,
                 family.is_transposed and is_matrix,
+                experts,
             )
             for key, start, size in zip(names, starts, sections, strict=True)
         ]
@@ -222,13 +231,17 @@ def _joined(parts: Sequence[_Part], tensors: Sequence[TensorReader]) -> TensorRe
         tensor.shape[::-1] if part.is_transposed else tensor.shape
         for part, tensor in zip(parts, tensors, strict=True)
     ]
-    shape = (sum(dims[0] for dims in shapes), *shapes[0][1:])
+    shape, experts = (sum(dims[0] for dims in shapes), *shapes[0][1:]), parts[0].experts
+    if experts:
+        shape = (experts, shape[0] // experts, *shape[1:])
     # The smallest type that has the values of all.
     dtype = functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
     def read() -> Tensor:
         pieces = [part.to_ours(tensor.read()) for part, tensor in zip(parts, tensors, strict=True)]
-        return pieces[0] if len(pieces) == 1 else torch.cat([piece.to(dtype) for piece in pieces])
+        if len(pieces) == 1:
+            return pieces[0].view(shape)
+        return torch.cat([piece.to(dtype) for piece in pieces]).view(shape)
 
     return TensorReader.full(shape, dtype, read)
 
@@ -250,7 +263,7 @@ def _their_tensors(family: Family, source: SourceCheckpoint) -> TensorReaders:
     tensors = {}
     for name, parts in _parts(family, source.settings).items():
         for part in parts:
-            shape = (len(part.rows), *ours[name].shape[1:])
+            shape = (len(part.rows), *ours[name].shape[2 if part.experts else 1 :])
             shape = shape[::-1] if part.is_transposed else shape
             lazy = TensorReader.full(
                 shape, ours[name].dtype, functools.partial(read_part, name, part)

@@ -28,6 +28,8 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 6}
+EXPERTS |= {"router_aux_loss_coef": 0.0}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 1}
 NEOX = {**SIZES, "intermediate_size": 64, "max_position_embeddings": 64}
@@ -59,6 +61,13 @@ MODELS: dict[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "qwen3": lambda: transformers.Qwen3Config(**LLAMA, head_dim=6),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **LLAMA, num_local_experts=4, sliding_window=5, router_aux_loss_coef=0.0
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**LLAMA, **EXPERTS, norm_topk_prob=True),
+    "qwen3-moe-layers": lambda: transformers.Qwen3MoeConfig(
+        **LLAMA, **EXPERTS, decoder_sparse_step=2
+    ),
     "pythia": lambda: transformers.GPTNeoXConfig(**NEOX, rope_parameters=HALF),
     "olmo2": lambda: transformers.Olmo2Config(**LLAMA),
     "gemma": lambda: transformers.GemmaConfig(

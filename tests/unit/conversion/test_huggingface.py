@@ -20,9 +20,12 @@ from megatron_ds.conversion.huggingface.read_write import (
     write_hf,
 )
 from megatron_ds.conversion.safetensors_files import INDEX, SINGLE
-from megatron_ds.conversion.source import WriteOptions
+from megatron_ds.conversion.source import SourceCheckpoint, WriteOptions
 from megatron_ds.conversion.weights_folder import open_weights_folder, write_weights_folder
 from megatron_ds.conversion.weights_locations import HF_CONFIG, SETTINGS, is_hf
+from megatron_ds.engine.states.state_reader import TensorReader
+from megatron_ds.inference.load_checkpoint import load_model
+from megatron_ds.parallel.mesh import Mesh
 from tests.claims import claim
 from tests.problems import raises_problem
 from tests.unit.checkpoint.test_full_weights import Trap
@@ -96,6 +99,28 @@ def test_each_family_is_read_and_written(tmp_path: Path, name: str) -> None:
     assert loaded.config.model_type == model.config.model_type
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (0, 1)
     assert loaded.generation_config.eos_token_id == 1
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-moe-layers"])
+def test_gradients_of_experts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Written to files like weights, so that they have the same names."""
+    theirs = random_model(name)
+    theirs.save_pretrained(tmp_path / "weights")
+    source = open_hf(tmp_path / "weights")
+    ours = load_model(source, Mesh.single(), torch.device("cpu")).requires_grad_()
+    for model, logits_BSV in ((theirs, theirs(TOKENS).logits), (ours, ours(TOKENS))):
+        logits_BSV[..., :VOCAB].square().mean().backward()
+        for parameter in model.parameters():
+            parameter.data = parameter.grad
+    theirs.save_pretrained(tmp_path / "theirs")
+    tensors = {key: TensorReader.of(value.detach()) for key, value in ours.named_parameters()}
+    gradients = SourceCheckpoint(tmp_path, "native", source.settings, tensors)
+    write_hf(gradients, tmp_path / "ours")
+    found, expected = tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        rows = found[key][: len(value)]
+        assert (rows - value).abs().max() <= 1e-4 * value.abs().max(), key
 
 
 def test_settings_of_generation_are_kept(tmp_path: Path) -> None:
@@ -287,6 +312,8 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("llama", {"model_type": "gptj"}, "interleaved rotary positions"),
         ("qwen2", {"use_sliding_window": 1}, "use_sliding_window"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+        ("qwen3-moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture"),
         ("falcon", {"alibi": True}, "alibi"),
